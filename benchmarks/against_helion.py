@@ -31,14 +31,14 @@ from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target, device_target
 from flashtune.db.store import open_store
-from flashtune.runtime.unfused import standard_attention
+from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.candidates import Candidate, contiguous_specialization
 from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.timed_runs import kernel_run
 from flashtune.tuner.execution.timing import measure_interleaved
 from flashtune.tuner.perf_model.calibration import NOTHING
 from flashtune.tuner.search.driver import run_search
-from flashtune.tuner.search.request import Experience, SearchRequest
+from flashtune.tuner.search.request import SearchRequest, WarmStart
 from flashtune.tuner.search.selection import candidate_of
 from flashtune.tuner.workloads.shapes import parse_shape
 
@@ -114,7 +114,7 @@ def by_helion(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) ->
 
 def by_search(problem: Problem, target: Target, device: int) -> tuple[Candidate, float]:
     """The search's answer, which knows no other shape's, and the wall clock that it took."""
-    request = SearchRequest(problem=problem, target=target, device=device, experience=Experience((), NOTHING))
+    request = SearchRequest(problem=problem, target=target, device=device, experience=WarmStart((), NOTHING))
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         with open_store(str(Path(folder, "records.sqlite"))) as store:
@@ -137,7 +137,7 @@ def compare(problem: Problem, device: torch.device, effort: str, budget: int | N
     output = by_helion(kernel, tensors.q, tensors.k, tensors.v)
     torch.cuda.synchronize(device)
     helion_seconds = time.monotonic() - started
-    expected, _ = standard_attention(tensors.q, tensors.k, tensors.v, scale=tensors.scale, causal=Causal.NONE)
+    expected, _ = unfused_attention(tensors.q, tensors.k, tensors.v, scale=tensors.scale, causal=Causal.NONE)
     if not torch.allclose(output.float(), expected.float(), atol=TOLERANCE):
         raise FlashtuneError("Helion's kernel is wrong: there is nothing to time")
     ours = kernel_run(problem, found, contiguous_specialization(problem), target, tensors)

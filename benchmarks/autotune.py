@@ -34,12 +34,12 @@ from flashtune.core.target import Target, device_target
 from flashtune.db.store import open_store
 from flashtune.launch.compilation import load_module
 from flashtune.templates.rendering import render
-from flashtune.tuner.candidates import Candidate, Scope, contiguous_specialization, demand, open_spaces
+from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, demand, open_spaces
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.timed_runs import run_finals
 from flashtune.tuner.perf_model.calibration import NOTHING, shipped_fit
 from flashtune.tuner.search.driver import run_search
-from flashtune.tuner.search.request import Budget, Experience, SearchRequest
+from flashtune.tuner.search.request import Budget, SearchRequest, WarmStart
 from flashtune.tuner.search.selection import candidate_of
 from flashtune.tuner.workloads.shapes import parse_shape
 
@@ -137,7 +137,7 @@ def compare(
         FlashtuneError: The family does not compute the problem, or nothing works.
     """
     spaces = open_spaces(problem, target, (FAMILY,))
-    scope = Scope(problem, target, contiguous_specialization(problem), spaces)
+    scope = SearchTask(problem, target, contiguous_specialization(problem), spaces)
     candidates = [candidate for candidate in scope.candidates() if not demand(scope, candidate).excess]
     random.Random(0).shuffle(candidates)  # noqa: S311 - no secret
     found, search_seconds = by_search(scope, options)
@@ -154,11 +154,11 @@ def compare(
     )
 
 
-def by_search(scope: Scope, options: argparse.Namespace) -> tuple[Candidate, float]:
+def by_search(scope: SearchTask, options: argparse.Namespace) -> tuple[Candidate, float]:
     """The search's answer and the wall clock that it took, its processes' start included."""
     budget = Budget(options.trials, None, None) if options.trials else Budget()
     # Without the winners of near shapes: Triton's autotuner knows none either.
-    experience = Experience((), shipped_fit() if options.predictions else NOTHING)
+    experience = WarmStart((), shipped_fit() if options.predictions else NOTHING)
     request = SearchRequest(
         problem=scope.problem,
         target=scope.target,
@@ -179,7 +179,7 @@ def by_search(scope: Scope, options: argparse.Namespace) -> tuple[Candidate, flo
 
 
 def by_autotune(
-    scope: Scope, candidates: Sequence[Candidate], device: torch.device, limit: float
+    scope: SearchTask, candidates: Sequence[Candidate], device: torch.device, limit: float
 ) -> tuple[Candidate, int, float]:
     """The answer of `triton.autotune`, how many configs it tried, and the wall clock that it took."""
     family = scope.spaces[0].family

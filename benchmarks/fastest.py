@@ -60,7 +60,7 @@ TUNED, MASKS, UNTUNED = "tuned", "shared masks", "untuned"
 HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 256)
 HEADS = (4, 8, 12, 16, 32)
 GROUPS = (1, 1, 2, 4, 8)
-MOST_FLOPS = 3e11
+MAX_FLOPS = 3e11
 
 Times = dict[str, float]
 Timer = Callable[[], tuple[float, Times]]
@@ -168,7 +168,7 @@ def drawn(count: int, seed: int, tuned: Iterable[Problem]) -> Iterator[Problem]:
             seqlen_kv=seqlen,
             causal=chance.choice((Causal.NONE, Causal.BOTTOM_RIGHT)),
         )
-        if problem.key not in taken and problem.nominal_flops() <= MOST_FLOPS:
+        if problem.key not in taken and problem.nominal_flops() <= MAX_FLOPS:
             taken.add(problem.key)
             count -= 1
             yield problem

@@ -144,7 +144,7 @@ def measure(cases: Sequence[Case]) -> Iterator[Row]:
 def _compile(cases: Sequence[Case], target: Target) -> None:
     """Leaves all kernels in Triton's cache."""
     # Modules that a fresh process's check must import for itself come along with these.
-    from flashtune.tuner.candidates import Candidate, Scope
+    from flashtune.tuner.candidates import Candidate, SearchTask
     from flashtune.tuner.execution.compile_pool import CompilePool
     from flashtune.tuner.execution.processes import usable_cores
 
@@ -154,7 +154,7 @@ def _compile(cases: Sequence[Case], target: Target) -> None:
             record = case.record(target)
             assert record.config is not None
             candidate = Candidate(record.family, record.config)
-            jobs.append(pool.submit(Scope(record.problem, target, case.assumed, ()), candidate))
+            jobs.append(pool.submit(SearchTask(record.problem, target, case.assumed, ()), candidate))
         for job in jobs:
             job.result()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import flashtune
 from benchmarks.saved import RESULTS, Source, load, save, this_run
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import Dtype
 from flashtune.request.quantization import E4M3, LARGEST, given_scales, quantize
 from flashtune.tuner.cli.report.doc_tables import table
@@ -82,7 +82,7 @@ def measure(case: Case) -> Row:
         flashtune.attention(
             low_q, low_k, low_v, causal=case.causal, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
         ),
-        plain(low_q, low_k, low_v, Side(q_scale, k_scale, v_scale), case.causal),
+        plain(low_q, low_k, low_v, ExtraInputs(q_scale, k_scale, v_scale), case.causal),
         plain(*per_tensor(q, k, v), case.causal),
     )
     truth = exact(q, k, v, case.causal)
@@ -97,7 +97,7 @@ def normal_with_outliers(shape: tuple[int, ...], generator: torch.Generator) -> 
     return (ordinary + OUTLIER_SIZE * rare * large).bfloat16()
 
 
-def per_tensor(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Side]:
+def per_tensor(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, ExtraInputs]:
     """The tensors in e4m3 with one scale for all heads of each."""
     factors = [tensor.float().abs().amax() / LARGEST for tensor in (q, k, v)]
     low = [(tensor.float() / factor).to(E4M3) for tensor, factor in zip((q, k, v), factors, strict=True)]
@@ -116,7 +116,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return by_head(attend, q.shape[1])
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, scales: Side, causal: bool) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, scales: ExtraInputs, causal: bool) -> Tensor:
     """Attention of 8-bit inputs as one would write it: scores in float32, weights in 8 bits, exact sums."""
     q_scale, k_scale, v_scale = scales.scales
     assert q_scale is not None

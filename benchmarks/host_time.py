@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.dispatch.versions import driver_version
 from flashtune.launch.compilation import kernel_folder
 from flashtune.request.request import read_request
@@ -151,7 +151,7 @@ def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        side: Side = NO_SIDE,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> None:
         """Stands where the launch would be."""
 

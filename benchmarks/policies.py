@@ -36,7 +36,7 @@ from flashtune.db.store import open_store
 from flashtune.tuner.execution.processes import usable_cores
 from flashtune.tuner.perf_model.calibration import NOTHING
 from flashtune.tuner.perf_model.measurements import TruthTable, read_tables
-from flashtune.tuner.search.request import Experience
+from flashtune.tuner.search.request import WarmStart
 
 TABLES = Path("tests/data/truth")
 SEEDS = 20
@@ -80,11 +80,11 @@ def summaries(
     return found
 
 
-def run(table: TruthTable, experience: Experience, policy: str, seed: int, empty: Path) -> Run:
+def run(table: TruthTable, experience: WarmStart, policy: str, seed: int, empty: Path) -> Run:
     """One search by a policy of `POLICIES`, or by the default one without experience (`COLD`)."""
     if policy != COLD:
         return replayed(table, experience, policy, seed, empty)
-    found = replayed(table, Experience((), NOTHING), "default", seed, empty, JUDGED_SHARE)
+    found = replayed(table, WarmStart((), NOTHING), "default", seed, empty, JUDGED_SHARE)
     return msgspec.structs.replace(found, policy=COLD)
 
 

@@ -23,7 +23,7 @@ from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.perf_model.calibration import FILE, NOTHING, Fit, expected_ms, fit_tables
+from flashtune.tuner.perf_model.calibration import FILE, NOTHING, Calibration, expected_ms, fit_tables
 from flashtune.tuner.perf_model.measurements import TruthTable, read_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +96,7 @@ def judge(table: TruthTable, tables: Sequence[TruthTable]) -> Judged:
     )
 
 
-def predictions(table: TruthTable, fit: Fit) -> Floats:
+def predictions(table: TruthTable, fit: Calibration) -> Floats:
     """The predicted time of each row, infinite where it did not compile, in ms."""
     family, target = find_family(table.family), find_target(table.target)
     return np.array(

@@ -27,14 +27,14 @@ from flashtune.core.record import Record
 from flashtune.core.target import Target, device_target
 from flashtune.db.store import open_store
 from flashtune.db.table import shipped_table
-from flashtune.tuner.candidates import Scope, contiguous_specialization, open_spaces
-from flashtune.tuner.execution.backend import Equipment, open_equipment
+from flashtune.tuner.candidates import SearchTask, contiguous_specialization, open_spaces
+from flashtune.tuner.execution.backend import SearchWorkers, open_workers
 from flashtune.tuner.execution.timed_runs import run_finals
 from flashtune.tuner.perf_model.calibration import shipped_fit
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.finals import FINALISTS, FINALS_WITHIN
 from flashtune.tuner.search.ranking import promising
-from flashtune.tuner.search.request import Budget, Experience, SearchRequest
+from flashtune.tuner.search.request import Budget, SearchRequest, WarmStart
 from flashtune.tuner.search.selection import candidate_of, finalists, select
 from flashtune.tuner.search.warm_start import warm_configs
 from flashtune.tuner.workloads.shapes import parse_shape
@@ -86,7 +86,7 @@ def stability(
     problem: Problem,
     target: Target,
     device: torch.device,
-    equipment: Equipment,
+    equipment: SearchWorkers,
     budget: Budget,
     searches: int,
 ) -> Stability:
@@ -96,7 +96,9 @@ def stability(
         FlashtuneError: A search found nothing, or the GPU is lost.
     """
     specialization = contiguous_specialization(problem)
-    scope = promising(Scope(problem, target, specialization, open_spaces(problem, target, ())), shipped_fit())
+    scope = promising(
+        SearchTask(problem, target, specialization, open_spaces(problem, target, ())), shipped_fit()
+    )
     table = shipped_table(target.name)
     records = () if table is None else table.records
     others = [record for record in records if record.problem != problem]
@@ -120,7 +122,7 @@ def stability(
 
 
 def _searched(
-    scope: Scope, others: Sequence[Record], seed: int, equipment: Equipment, budget: Budget
+    scope: SearchTask, others: Sequence[Record], seed: int, equipment: SearchWorkers, budget: Budget
 ) -> tuple[Record, list[Record], float]:
     """What a search chose that knows other shapes' winners, all that it tried, and its wall clock."""
     request = SearchRequest(
@@ -129,7 +131,7 @@ def _searched(
         device=0,
         budget=budget,
         seed=seed,
-        experience=Experience(warm_configs(others, scope), shipped_fit()),
+        experience=WarmStart(warm_configs(others, scope), shipped_fit()),
     )
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -142,7 +144,7 @@ def _searched(
     return result.best, records, result.seconds
 
 
-def _selected_again(records: Sequence[Record], scope: Scope, device: torch.device) -> Record:
+def _selected_again(records: Sequence[Record], scope: SearchTask, device: torch.device) -> Record:
     """What is selected among finalists when they are timed once more, with fewer samples."""
     unique = {candidate_of(record): record for record in records}
     measured = run_finals(
@@ -189,7 +191,7 @@ def main() -> None:
         target, device = device_target(0), torch.device("cuda", 0)
         budget = Budget(options.trials, None, None) if options.trials else Budget()
         problems = [problem for shape in options.shape or SHAPES for problem in parse_shape(shape)]
-        with open_equipment(0) as equipment:
+        with open_workers(0) as equipment:
             for problem in problems:
                 found.append(stability(problem, target, device, equipment, budget, options.searches))
                 print(found[-1], flush=True)

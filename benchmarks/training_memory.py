@@ -32,8 +32,8 @@ from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.record import Versions
 from flashtune.core.target import Target, device_target
 from flashtune.dispatch.versions import current_versions
-from flashtune.runtime.unfused import standard_attention
-from flashtune.templates.family import why_not
+from flashtune.runtime.unfused import unfused_attention
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import families
 from flashtune.tuner.candidates import Candidate, contiguous_specialization
 from flashtune.tuner.execution.inputs import make_tensors
@@ -159,7 +159,9 @@ def measure_row(problem: Problem, device: torch.device) -> Row:
 def measure_families(problem: Problem, target: Target, device: torch.device) -> Row:
     """Peaks of the kernels of each family that computes a backward problem, selected or by default."""
     assumed = contiguous_specialization(problem)
-    able = [family.name for family in families() if why_not(family, problem, target, assumed) is None]
+    able = [
+        family.name for family in families() if unsupported_reason(family, problem, target, assumed) is None
+    ]
     steps = {name: functools.partial(family_step, name, problem, target, device) for name in able}
     return _row(problem, steps, device)
 
@@ -180,7 +182,7 @@ def ways(problem: Problem) -> dict[str, Attend]:
         return out
 
     def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return standard_attention(q, k, v, scale=scale, causal=problem.causal)[0]
+        return unfused_attention(q, k, v, scale=scale, causal=problem.causal)[0]
 
     def by_backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(BACKENDS[name]):

@@ -17,7 +17,7 @@ MAX_VALUE_BYTES = 1024 * 1024
 # SQLite instructions between two checks of the clock: about 20 µs, or more if instructions are slow.
 STEPS = 1_000
 # Upper bound of the time counted between two checks, in seconds.
-MOST_BETWEEN = 1.0
+MAX_BETWEEN = 1.0
 # A statement takes milliseconds, but a scan or a migration of a large database reads all of the file.
 STATEMENT_SECONDS = 4.0
 SCANNED_BYTES_PER_SECOND = 20e6
@@ -53,7 +53,7 @@ class Deadline:
     def _is_over(self) -> bool:
         now = time.monotonic()
         # SQLite makes no callback while it waits for a lock. That wait has its own limit.
-        self._spent += min(now - self._seen, MOST_BETWEEN)
+        self._spent += min(now - self._seen, MAX_BETWEEN)
         self._seen = now
         return self._spent > self._seconds
 

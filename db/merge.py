@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 WhyRefused = Callable[["Record"], str]
 
 
-class Taken(enum.Enum):
+class MergeOutcome(enum.Enum):
     """Result of merging one selection of another database."""
 
     ADDED = enum.auto()
@@ -84,7 +84,7 @@ def merge_tables(
     """
     written = now()
     news: Counter[bool] = Counter()
-    ends: Counter[Taken] = Counter()
+    ends: Counter[MergeOutcome] = Counter()
     for table in tables:
         problems = iter(by_problem(table.records).values())
         while held := list(itertools.islice(problems, CHUNK)):
@@ -97,13 +97,18 @@ def merge_tables(
             progress(len(records))
     checks = sum(write_check(ours, one, written, replace=False) for table in tables for one in table.receipts)
     return MergeCounts(
-        news[True], news[False], ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT], checks
+        news[True],
+        news[False],
+        ends[MergeOutcome.ADDED],
+        ends[MergeOutcome.REPLACED],
+        ends[MergeOutcome.KEPT],
+        checks,
     )
 
 
 def _take_groups(
     ours: Connection, target: str, groups: list[list[tuple[Record, int]]], written: str
-) -> Iterator[Taken]:
+) -> Iterator[MergeOutcome]:
     """Merges each problem's selection and fallback, with their rows."""
     keys = [group[0][0].problem.key for group in groups]
     present = chosen_among(ours, SELECTIONS, target, keys)
@@ -119,14 +124,14 @@ def _take_groups(
         if serves_any_tensors(other[0])
     ]
     take_unchosen(ours, selections, stand_ins, written)
-    yield from (Taken.ADDED for _ in fresh)
+    yield from (MergeOutcome.ADDED for _ in fresh)
     for (selection, row), *others in groups:
         there, beside = present.get(selection.problem.key), standing.get(selection.problem.key)
         if there is None and beside is None:
             continue
         # A selection is not compared with itself.
         same = there is not None and there.id == row
-        yield Taken.KEPT if same else _take_selection(ours, selection, written, written)
+        yield MergeOutcome.KEPT if same else _take_selection(ours, selection, written, written)
         for record, record_id in others:
             if beside is None or beside.id != record_id:
                 offer_stand_in(ours, record, record_id, written)
@@ -159,7 +164,7 @@ def _merge_selections(
     for stored, pinned_at in _chosen(theirs, STAND_INS, source_url, why_refused):
         record_id, _ = insert_record(ours, stored.record, stored.created_at)
         offer_stand_in(ours, stored.record, record_id, pinned_at)
-    return ends[Taken.ADDED], ends[Taken.REPLACED], ends[Taken.KEPT]
+    return ends[MergeOutcome.ADDED], ends[MergeOutcome.REPLACED], ends[MergeOutcome.KEPT]
 
 
 def _chosen(
@@ -181,15 +186,15 @@ def _chosen(
     return taken
 
 
-def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at: str) -> Taken:
+def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at: str) -> MergeOutcome:
     """Selects a record, unless our selection of the same (problem, target) stays."""
     present = chosen(ours, SELECTIONS, record)
     record_id, _ = insert_record(ours, record, created_at)
     if present is not None and not is_better_selection(record, present.record):
         offer_stand_in(ours, record, record_id, pinned_at)
-        return Taken.KEPT
+        return MergeOutcome.KEPT
     take_selection(ours, record, record_id, pinned_at)
-    return Taken.ADDED if present is None else Taken.REPLACED
+    return MergeOutcome.ADDED if present is None else MergeOutcome.REPLACED
 
 
 def _merge_checks(theirs: Connection, ours: Connection, source_url: str) -> int:

@@ -71,7 +71,7 @@ def _work(options: argparse.Namespace) -> int:
     import torch
 
     from benchmarks.sanitizer.tensors import launch_once
-    from benchmarks.sanitizer.work import Desk, work
+    from benchmarks.sanitizer.work import WorkQueue, work
 
     name, until, folder = options.work
     target = device_target(0)
@@ -81,7 +81,7 @@ def _work(options: argparse.Namespace) -> int:
         for case in cases_of(subject, target, busy=options.tool == [MEMCHECK]):
             launch_once(kernel, case, target, torch.device("cuda", 0))
 
-    return work(Desk(Path(folder)), name, float(until), launch)
+    return work(WorkQueue(Path(folder)), name, float(until), launch)
 
 
 def _examined(options: argparse.Namespace) -> SanitizerReport:

@@ -17,7 +17,7 @@ class Context(msgspec.Struct, frozen=True):
     """Base of the values that a family passes to its template: ints, bools and enums only, never text."""
 
 
-class TrafficItem(msgspec.Struct, frozen=True):
+class BytesItem(msgspec.Struct, frozen=True):
     """One line of an explanation: bytes and their use."""
 
     name: str
@@ -30,7 +30,7 @@ class Family(Protocol):
     The template renders a module that depends only on torch and triton. It holds the jitted kernel `name`,
     `launch_plan(q, k, v, out)` and `attention(q, k, v, scale)`. If the kernel's arguments are descriptors, it
     also holds `descriptors(q, k, v, out)`, which makes them, tensor by tensor. Extra inputs of the kernel are
-    further arguments of all of these, in the order of `Side`.
+    further arguments of all of these, in the order of `ExtraInputs`.
 
     A backward family renders `launch_plan(q, k, v, out, dout, dq, dk, dv)`, followed by the side tensors of
     all its steps. It also renders `attention_backward(q, k, v, out, lse, dout, scale)`, which returns dq, dk
@@ -72,7 +72,7 @@ class Family(Protocol):
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         """Returns the SRAM model, item by item, in bytes: a lower bound of the compiler's SRAM."""
         ...
 
@@ -99,13 +99,13 @@ class Family(Protocol):
         """
         ...
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         """Returns configs of the space that differ from one only in the schedule of work on the GPU."""
         ...
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         """Returns HBM traffic of the loop order, item by item, in bytes.
 
         Without a target, every load of a tile counts, as if there were no cache. With one, repeated loads
@@ -152,7 +152,9 @@ def kernel_of_source(
     )
 
 
-def why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:
+def unsupported_reason(
+    family: Family, problem: Problem, target: Target, specialization: Specialization
+) -> str | None:
     """Returns the reason why a family does not compute a problem for such tensors, None if it does."""
     if problem.direction is not family.direction:
         return f"{family.name} computes the {family.direction} pass"

@@ -11,7 +11,7 @@ from flashtune.core.errors import ProblemError, UsageError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import family_names, find_family
 
 
@@ -37,7 +37,7 @@ class FamilySpace(msgspec.Struct, frozen=True):
         return (Candidate(self.family.name, config) for config in self.space.configs())
 
 
-class Scope(msgspec.Struct, frozen=True):
+class SearchTask(msgspec.Struct, frozen=True):
     """The problem, GPU, specialization and search spaces of one search."""
 
     problem: Problem
@@ -79,7 +79,7 @@ class Demand(msgspec.Struct, frozen=True):
     message: str
 
 
-def demand(scope: Scope, candidate: Candidate) -> Demand:
+def demand(scope: SearchTask, candidate: Candidate) -> Demand:
     """Compares a candidate with the target's SRAM and tensor memory, without compiling it."""
     family, target = find_family(candidate.family), scope.target
     items = family.sram_items(scope.problem, candidate.config, target, scope.specialization)
@@ -121,7 +121,7 @@ def open_spaces(
     assumed = contiguous_specialization(problem)
     for name in families or family_names():
         family = find_family(name)
-        reason = why_not(family, problem, target, assumed)
+        reason = unsupported_reason(family, problem, target, assumed)
         if reason:
             reasons.append(reason)
         else:

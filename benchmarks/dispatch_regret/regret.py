@@ -23,7 +23,7 @@ from flashtune.core.record import Record, ShortText, Versions
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import Tables
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import families, find_family
 from flashtune.tuner.candidates import Candidate
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 128, 256)
 KV_HEADS = (1, 2, 4, 8, 12, 16, 24, 32)
 GROUPS = (1, 1, 1, 2, 4, 5, 8)
-MOST_HEADS = 128
+MAX_HEADS = 128
 SHORTEST, LONGEST = 64, 32768
 LARGEST_BATCH = 128
 # Shorter ones are of a launch's own size, longer ones cost more of the GPU's time than they tell.
-LEAST_FLOPS, MOST_FLOPS = 3e9, 1.5e12
-MOST_BYTES = 2**31
+MIN_FLOPS, MAX_FLOPS = 3e9, 1.5e12
+MAX_BYTES = 2**31
 # Shares of the table's anchors that dispatch is given.
 SHARES = (1.0, 0.5, 0.25)
 # Configs of families that take any tensors which are measured beside the others.
@@ -104,7 +104,7 @@ def draw_problems(count: int, seed: int, anchors: Iterable[Problem]) -> tuple[Pr
     drawn: dict[str, Problem] = {}
     while len(drawn) < count:
         problem = _draw(chance)
-        fits = LEAST_FLOPS <= problem.nominal_flops() <= MOST_FLOPS and problem.minimal_bytes() <= MOST_BYTES
+        fits = MIN_FLOPS <= problem.nominal_flops() <= MAX_FLOPS and problem.minimal_bytes() <= MAX_BYTES
         if fits and problem.key not in taken:
             drawn[problem.key] = problem
     return tuple(drawn.values())
@@ -112,7 +112,7 @@ def draw_problems(count: int, seed: int, anchors: Iterable[Problem]) -> tuple[Pr
 
 def _draw(chance: random.Random) -> Problem:
     kv_heads = chance.choice(KV_HEADS)
-    heads = min(kv_heads * chance.choice(GROUPS), MOST_HEADS // kv_heads * kv_heads)
+    heads = min(kv_heads * chance.choice(GROUPS), MAX_HEADS // kv_heads * kv_heads)
     seqlen_q = _extent(chance, SHORTEST, LONGEST)
     # Most calls attend from a sequence to itself, some to more keys than queries.
     seqlen_kv = seqlen_q if chance.random() < 0.75 else _extent(chance, seqlen_q, 2 * LONGEST)
@@ -160,7 +160,9 @@ def finalists(problem: Problem, target: Target, records: Iterable[Record]) -> tu
     found: dict[Candidate, None] = {}
     portable: dict[Candidate, None] = {}
     able = {
-        family.name: family for family in families() if not why_not(family, problem, target, Specialization())
+        family.name: family
+        for family in families()
+        if not unsupported_reason(family, problem, target, Specialization())
     }
     spaces = {name: family.space(problem, target) for name, family in able.items()}
     for record in sorted(records, key=lambda record: _unlike(record.problem, problem)):

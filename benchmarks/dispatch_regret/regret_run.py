@@ -29,7 +29,7 @@ from flashtune.launch.compilation import first_line
 from flashtune.launch.forward import Binary, bind, compile_binary
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import CompilePool
 from flashtune.tuner.execution.evaluation import lost_device
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
@@ -106,7 +106,7 @@ def compile_all(jobs: Jobs, target: Target, tell: Told) -> frozenset[tuple[Probl
     )
     started = time.monotonic()
     with CompilePool(usable_cores()) as pool:
-        futures = {key: pool.submit(Scope(key[0], target, TENSORS, ()), key[1]) for key in distinct}
+        futures = {key: pool.submit(SearchTask(key[0], target, TENSORS, ()), key[1]) for key in distinct}
         broken = frozenset(key for key, job in futures.items() if job.result().outcome is not Outcome.OK)
     tell(
         f"{len(distinct)} kernels compiled in {time.monotonic() - started:.0f} s, {len(broken)} of them unfit"

@@ -18,7 +18,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, Outcome
 from flashtune.core.target import Target
 from flashtune.dispatch.versions import current_versions
-from flashtune.tuner.candidates import Candidate, Scope, contiguous_specialization, open_spaces
+from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, open_spaces
 from flashtune.tuner.execution.compile_pool import COMPILE_SECONDS, Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.gpu_jobs import fatal_error, time_finalists
@@ -63,10 +63,12 @@ class Workers:
         return job
 
 
-class Making:
+class TableRun:
     """One table while it is made."""
 
-    def __init__(self, workers: Workers, scope: Scope, drawn: tuple[Candidate, ...], until: float) -> None:
+    def __init__(
+        self, workers: Workers, scope: SearchTask, drawn: tuple[Candidate, ...], until: float
+    ) -> None:
         self._workers = workers
         self._scope = scope
         self._until = until
@@ -198,9 +200,9 @@ def make_table(
     """
     started = time.monotonic()
     spaces = open_spaces(problem, target, (family,))
-    scope = Scope(problem, target, contiguous_specialization(problem), spaces)
+    scope = SearchTask(problem, target, contiguous_specialization(problem), spaces)
     fitting, drawn = draw(scope, drawing.configs, drawing.seed)
-    making = Making(workers, scope, drawn, started + drawing.seconds)
+    making = TableRun(workers, scope, drawn, started + drawing.seconds)
     empty = TruthTable(
         problem=problem,
         target=target.name,

@@ -28,10 +28,10 @@ from flashtune.core.problem import (
 )
 from flashtune.core.target import Target
 from flashtune.db.table import shipped_table
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
-from flashtune.tuner.candidates import Candidate, Scope, demand
-from flashtune.tuner.sram_audit.points import MOST_UNROLLED, Point, unrolled
+from flashtune.tuner.candidates import Candidate, SearchTask, demand
+from flashtune.tuner.sram_audit.points import MAX_UNROLLED, Point, unrolled
 from flashtune.verification import cases as forward_cases
 from flashtune.verification.cases import Case, Level, tile_of
 from flashtune.verification.gradients import cases as gradient_cases
@@ -55,7 +55,7 @@ DRAWS = 2000
 ROUNDS_OF_TILES = 1.2
 FEW_TILES = 64
 # Inputs and outputs of a problem: they are made on the CPU.
-MOST_BYTES = 2**27
+MAX_BYTES = 2**27
 
 ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
     Feature.WINDOW: (
@@ -125,15 +125,15 @@ def _draw(family: Family, target: Target, chance: random.Random) -> Subject | No
     """A point, or None where this draw is none of the family's, or does not fit."""
     problem = _problem(family, chance)
     assumed = Specialization(chance.choice(tuple(Alignment)), chance.choice((32, 64)), chance.random() < 0.5)
-    if problem is None or why_not(family, problem, target, assumed) is not None:
+    if problem is None or unsupported_reason(family, problem, target, assumed) is not None:
         return None
     space = family.space(problem, target)
     config = space.choose(lambda axis: chance.choice(axis.values))
     candidate = Candidate(family.name, config)
-    most = MOST_UNROLLED // PRODUCTS if problem.is_backward else MOST_UNROLLED
+    most = MAX_UNROLLED // PRODUCTS if problem.is_backward else MAX_UNROLLED
     if not space.contains(config) or unrolled(Point(problem, candidate, assumed), target) > most:
         return None
-    if demand(Scope(problem, target, assumed, ()), candidate).excess:
+    if demand(SearchTask(problem, target, assumed, ()), candidate).excess:
         return None
     return Subject(problem, candidate, assumed, shipped=False)
 
@@ -179,8 +179,8 @@ def cases_of(subject: Subject, target: Target, *, busy: bool) -> tuple[Case, ...
     cases = [
         case
         for case in own.companions(subject.problem, subject.candidate.config, Level.QUICK, reduced=False)
-        if why_not(family, case.problem, target, subject.specialization) is None
-        and case.problem.minimal_bytes() <= MOST_BYTES
+        if unsupported_reason(family, case.problem, target, subject.specialization) is None
+        and case.problem.minimal_bytes() <= MAX_BYTES
     ]
     rows = tile_of(subject.candidate.config)[0]
     ragged = _ragged(cases, rows)

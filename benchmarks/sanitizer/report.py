@@ -9,7 +9,7 @@ import msgspec
 from benchmarks.sanitizer.sanitizing import Subject, why_left_out
 from flashtune.core.record import ShortText
 
-MOST_TOLD = 10
+MAX_TOLD = 10
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((name for name, said in named.items() if said), "clean")
 
 
-class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SanitizerRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many kernels of a family a tool was to look at, and why it was not, if it was not."""
 
     tool: ShortText
@@ -68,7 +68,7 @@ class SanitizerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sanitizer: ShortText
     triton: ShortText
     findings: tuple[Finding, ...]
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[SanitizerRequest, ...] = ()
 
     def asking(self, tool: str, listed: Sequence[Subject]) -> tuple[SanitizerReport, tuple[Subject, ...]]:
         """The report with what a tool is asked for now, and what of it is still to be run.
@@ -89,23 +89,25 @@ class SanitizerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, findings=kept, asked=(*others, *asked)), left
 
 
-def _asked(tool: str, sanitizer: str, listed: Sequence[Subject]) -> tuple[Asked, ...]:
+def _asked(tool: str, sanitizer: str, listed: Sequence[Subject]) -> tuple[SanitizerRequest, ...]:
     families = sorted({subject.candidate.family for subject in listed})
     asked = []
     for family in families:
         shipped = [subject.shipped for subject in listed if subject.candidate.family == family]
-        asked.append(Asked(tool, family, len(shipped), sum(shipped), why_left_out(tool, family, sanitizer)))
+        asked.append(
+            SanitizerRequest(tool, family, len(shipped), sum(shipped), why_left_out(tool, family, sanitizer))
+        )
     return tuple(asked)
 
 
-def _unasked(report: SanitizerReport) -> Iterator[Asked]:
+def _unasked(report: SanitizerReport) -> Iterator[SanitizerRequest]:
     """What reports hold that were made before they said what was asked for: all of it was run."""
     asked = {(one.tool, one.family) for one in report.asked}
     found: dict[tuple[str, str], list[bool]] = {}
     for one in report.findings:
         if (one.tool, one.family) not in asked:
             found.setdefault((one.tool, one.family), []).append(one.shipped)
-    return (Asked(*named, len(shipped), sum(shipped)) for named, shipped in found.items())
+    return (SanitizerRequest(*named, len(shipped), sum(shipped)) for named, shipped in found.items())
 
 
 def report_lines(report: SanitizerReport) -> Iterator[str]:
@@ -137,4 +139,4 @@ def report_lines(report: SanitizerReport) -> Iterator[str]:
         yield ""
         yield "What was found first:"
         yield ""
-        yield from (f"- {text}" for text in reports[:MOST_TOLD])
+        yield from (f"- {text}" for text in reports[:MAX_TOLD])

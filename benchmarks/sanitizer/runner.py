@@ -21,12 +21,12 @@ import msgspec
 
 from benchmarks.sanitizer.report import Finding
 from benchmarks.sanitizer.sanitizing import Subject, command, is_warning, read_log
-from benchmarks.sanitizer.work import Desk
+from benchmarks.sanitizer.work import WorkQueue
 from benchmarks.saved import ROOT
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.record import Outcome
 from flashtune.core.target import Target
-from flashtune.tuner.candidates import Scope
+from flashtune.tuner.candidates import SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool, Compiler
 
 # Compiled kernels that wait to be launched, for each process: more would only wait.
@@ -34,13 +34,13 @@ AHEAD = 3
 # A process is replaced after this long, since what it found is told when it ends.
 STINT_SECONDS = 90.0
 # One that would have less than this is not begun.
-LEAST_SECONDS = 12.0
+MIN_SECONDS = 12.0
 # How long processes may take to end when time is up.
 END_SECONDS = 25.0
 POLL_SECONDS = 0.1
 MAX_WORDS = 300
 # Processes in a row that end and tell nothing: something is amiss with all of them.
-MOST_MUTE = 4
+MAX_MUTE = 4
 
 # The program of a worker: its name, when it begins no more by `time.time`, and the folder.
 Program = Callable[[str, float, Path], list[str]]
@@ -76,7 +76,7 @@ class _Process(NamedTuple):
     name: str
     run: subprocess.Popen[bytes]
     log: Path
-    desk: Desk
+    desk: WorkQueue
 
 
 def examine(how: Examination, listed: Sequence[Subject]) -> Generator[tuple[Finding, ...]]:
@@ -86,13 +86,13 @@ def examine(how: Examination, listed: Sequence[Subject]) -> Generator[tuple[Find
         FlashtuneError: Process after process ends and tells nothing.
     """
     with tempfile.TemporaryDirectory() as folder, CompilePool(how.compilers) as pool:
-        yield from _Examiner(how, listed, Desk(Path(folder)), pool).findings()
+        yield from _Examiner(how, listed, WorkQueue(Path(folder)), pool).findings()
 
 
 class _Examiner:
     """Feeds processes, replaces them and reads their logs."""
 
-    def __init__(self, how: Examination, listed: Sequence[Subject], desk: Desk, pool: Compiler) -> None:
+    def __init__(self, how: Examination, listed: Sequence[Subject], desk: WorkQueue, pool: Compiler) -> None:
         self._how = how
         self._desk = desk
         self._known = {subject.digest: subject for subject in listed}
@@ -133,7 +133,7 @@ class _Examiner:
             digest, subject = next(self._waiting, (None, None))
             if digest is None or subject is None:
                 break
-            scope = Scope(subject.problem, self._how.target, subject.specialization, ())
+            scope = SearchTask(subject.problem, self._how.target, subject.specialization, ())
             self._compiling[digest] = self._pool.submit(scope, subject.candidate)
         return bool(self._compiling or self._processes or self._unclear or self._desk.offered())
 
@@ -147,11 +147,11 @@ class _Examiner:
 
     def _start(self) -> None:
         """As many processes as there is work for."""
-        while self._how.until - time.time() > LEAST_SECONDS and len(self._processes) < self._how.jobs:
+        while self._how.until - time.time() > MIN_SECONDS and len(self._processes) < self._how.jobs:
             # The first ones come up while the first kernels compile.
             ahead = len(self._compiling) if self._started < self._how.jobs else 0
             if self._unclear:
-                alone = Desk(self._desk.folder / f"alone-{self._started}")
+                alone = WorkQueue(self._desk.folder / f"alone-{self._started}")
                 digest = self._unclear.pop()
                 alone.open({digest: self._known[digest]})
                 alone.offer(digest)
@@ -161,7 +161,7 @@ class _Examiner:
             else:
                 return
 
-    def _begin(self, desk: Desk) -> None:
+    def _begin(self, desk: WorkQueue) -> None:
         self._started += 1
         name = str(self._started)
         until = min(self._how.until, time.time() + STINT_SECONDS)
@@ -196,7 +196,7 @@ class _Examiner:
         log = read_log(text)
         tells = log is not None or any(note.failed or not note.ended for note in notes.values())
         self._mute = 0 if tells else self._mute + 1
-        if self._mute >= MOST_MUTE:
+        if self._mute >= MAX_MUTE:
             raise FlashtuneError(f"processes under {self._how.tool} come to nothing: {died}")
         named = {digest: log.of(self._known[digest].files) if log else () for digest in notes}
         if log and len(notes) == 1 and log.counted:

@@ -34,8 +34,8 @@ USUAL_FOLDERS = ("/usr/local/cuda", "/opt/cuda")
 # kernels whose warps are specialised show a hazard, always the same one, that is none.
 FOLLOWS_PARTIAL_BARRIERS = (2026, 1)
 # Reports of one process, beyond which the tool only counts.
-MOST_REPORTS = 1000
-MOST_PORTS = 256
+MAX_REPORTS = 1000
+MAX_PORTS = 256
 START_SECONDS = 120
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: ([^\n]*)")
 _HAZARDS = re.compile(r"(\d+) hazards? displayed")
@@ -139,9 +139,9 @@ def why_left_out(tool: str, family: str, version: str) -> str:
 def command(sanitizer: Path, tool: str, program: Iterable[str]) -> list[str]:
     """How a program is run under a tool."""
     options = ["--tool", tool, "--target-processes", "application-only", "--show-backtrace", "no"]
-    options += ["--print-limit", str(MOST_REPORTS)]
+    options += ["--print-limit", str(MAX_REPORTS)]
     # Many at a time look for a port each, and take their time until they reach the GPU.
-    options += ["--max-connections", str(MOST_PORTS), "--launch-timeout", str(START_SECONDS)]
+    options += ["--max-connections", str(MAX_PORTS), "--launch-timeout", str(START_SECONDS)]
     if tool == MEMCHECK:
         # Whoever asks what is not there, as torch does, makes no mistake of a kernel's. A kernel with an
         # error ends there, and those after it run.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment, Kernel
 from flashtune.core.target import Target
 from flashtune.launch.backward import BackwardTensors, bind_backward
@@ -17,7 +17,7 @@ from flashtune.launch.forward import bind
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients import inputs as gradients
 from flashtune.verification.inputs.cpu_generator import aside
-from flashtune.verification.inputs.memory import Dense, Frame, Memory, placed
+from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, placed
 from flashtune.verification.inputs.prepared import dense_values
 
 SEED = 20
@@ -73,8 +73,8 @@ def _backward(kernel: Kernel, case: Case, target: Target, device: torch.device) 
     bind_backward(kernel, target, tensors, side, allocate=_workspace)(tensors, case.scale, side)
 
 
-def _frame(case: Case, alignment: Alignment) -> Frame:
-    return Frame(alignment, case.layout, faulty=True)
+def _frame(case: Case, alignment: Alignment) -> MemoryFrame:
+    return MemoryFrame(alignment, case.layout, faulty=True)
 
 
 def _owner(device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -102,9 +102,9 @@ def _inputs(case: Case, memory: Memory, own: Callable[[Tensor], Tensor]) -> tupl
     return q, k, k[..., : case.problem.value_head_dim] if latent else own(memory.v.view)
 
 
-def _side(side: Side, own: Callable[[Tensor], Tensor]) -> Side:
+def _side(side: ExtraInputs, own: Callable[[Tensor], Tensor]) -> ExtraInputs:
     tensors = [None if tensor is None else own(tensor) for tensor in side.optional_tensors]
-    return Side(*tensors, *side.numbers)  # type: ignore[arg-type]  # numbers come last
+    return ExtraInputs(*tensors, *side.numbers)  # type: ignore[arg-type]  # numbers come last
 
 
 def _workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:

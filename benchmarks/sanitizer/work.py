@@ -32,7 +32,7 @@ class Note(NamedTuple):
     failed: str = ""
 
 
-class Desk(NamedTuple):
+class WorkQueue(NamedTuple):
     """The folder that the processes of an examination share.
 
     Attributes:
@@ -94,7 +94,7 @@ class Desk(NamedTuple):
         return {digest: Note(digest, state == "ended", words) for digest, state, words in split}
 
 
-def work(desk: Desk, worker: str, until: float, launch: Callable[[Subject], None]) -> int:
+def work(desk: WorkQueue, worker: str, until: float, launch: Callable[[Subject], None]) -> int:
     """Runs kernels in the list's order as they are offered, and returns an exit code.
 
     Args:

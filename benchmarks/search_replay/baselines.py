@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import numpy as np
 import optuna
 
-from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.search.candidate_grid import Pool
-from flashtune.tuner.search.optuna_study import Answer, Study, tpe_sampler
-from flashtune.tuner.search.policy import Knowledge, Policy, Proposes, default_policy
+from flashtune.tuner.candidates import Candidate, SearchTask
+from flashtune.tuner.search.candidate_grid import CandidateGrid
+from flashtune.tuner.search.optuna_study import Study, TrialResult, tpe_sampler
+from flashtune.tuner.search.policy import Policy, SearchContext, Strategy, default_policy
 
 
 class InOrder:
@@ -25,16 +25,16 @@ class InOrder:
         """The next one."""
         return next(self._candidates, None)
 
-    def tell(self, candidate: Candidate, answer: Answer) -> None:
+    def tell(self, candidate: Candidate, answer: TrialResult) -> None:
         """Learns nothing."""
 
 
 class Sampled:
     """Proposes what one of Optuna's samplers suggests, or the nearest to it that is new."""
 
-    def __init__(self, scope: Scope, study: Study) -> None:
+    def __init__(self, scope: SearchTask, study: Study) -> None:
         self._study = study
-        self._pool = Pool(scope, tuple(scope.candidates()))
+        self._pool = CandidateGrid(scope, tuple(scope.candidates()))
         self._free = np.ones(len(self._pool.candidates), dtype=bool)
 
     def ask(self) -> Candidate | None:
@@ -44,31 +44,31 @@ class Sampled:
             self._free[self._pool.places[candidate]] = False
         return candidate
 
-    def tell(self, candidate: Candidate, answer: Answer) -> None:
+    def tell(self, candidate: Candidate, answer: TrialResult) -> None:
         """Tells the sampler."""
         self._study.add(candidate, answer)
 
 
-def at_random(known: Knowledge) -> Proposes:
+def at_random(known: SearchContext) -> Strategy:
     """Any order at all."""
     candidates = list(known.scope.candidates())
     random.Random(known.seed).shuffle(candidates)  # noqa: S311 - no secret
     return InOrder(candidates)
 
 
-def exhaustive(known: Knowledge) -> Proposes:
+def exhaustive(known: SearchContext) -> Strategy:
     """The order of the axes, begun at a place of the seed's choice."""
     candidates = list(known.scope.candidates())
     start = random.Random(known.seed).randrange(len(candidates))  # noqa: S311 - no secret
     return InOrder(itertools.chain(candidates[start:], candidates[:start]))
 
 
-def by_tpe(known: Knowledge) -> Proposes:
+def by_tpe(known: SearchContext) -> Strategy:
     """Optuna's tree-structured Parzen estimator."""
     return Sampled(known.scope, Study(known.scope, tpe_sampler(known.seed)))
 
 
-def by_gp(known: Knowledge) -> Proposes:
+def by_gp(known: SearchContext) -> Strategy:
     """Optuna's Gaussian process, which needs scipy."""
     return Sampled(known.scope, Study(known.scope, optuna.samplers.GPSampler(seed=known.seed), flat=True))
 

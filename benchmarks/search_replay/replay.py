@@ -22,8 +22,8 @@ from flashtune.core.errors import TableError
 from flashtune.core.record import Measurement, Outcome, Provenance, Verdict
 from flashtune.core.target import Target, find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.candidates import Candidate, FamilySpace, Scope, contiguous_specialization
-from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.candidates import Candidate, FamilySpace, SearchTask, contiguous_specialization
+from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.noise import ERROR_OF_MEDIAN
@@ -95,7 +95,7 @@ class Servers:
         return job
 
 
-class Tried(msgspec.Struct, frozen=True):
+class SimulatedTrial(msgspec.Struct, frozen=True):
     """A candidate that a replay was asked about: when it was answered, and what with.
 
     Attributes:
@@ -130,14 +130,14 @@ class Replay:
         self.clock = SimulatedClock()
         self._compilers = Servers(self.clock, jobs)
         self._gpu = Servers(self.clock, 1)
-        self.tried: list[Tried] = []
+        self.tried: list[SimulatedTrial] = []
         self._jobs = jobs
 
-    def equipment(self) -> Equipment:
+    def equipment(self) -> SearchWorkers:
         """What a search runs on."""
-        return Equipment(self, self, self._jobs, self.clock)
+        return SearchWorkers(self, self, self._jobs, self.clock)
 
-    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
+    def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         """Compiles, in as long as it took when the table was made."""
         del scope  # a table has one
         row = self._rows[candidate]
@@ -155,7 +155,7 @@ class Replay:
         return job
 
     def evaluate(
-        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+        self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
         """Answers with the time in the table, give or take the noise of its samples."""
         del scope, compiled  # the table knows
@@ -175,20 +175,20 @@ class Replay:
         job.add_done_callback(lambda done: self._log(candidate, seen))
         return job
 
-    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         """Answers with the best knowledge of each, noise left out."""
         del scope
         times = [self._true[candidate] or 0.0 for candidate in candidates]
         measured = tuple(Measurement(ms, ms, ms, FINAL_SAMPLES) for ms in times)
         return self._gpu.submit(FINAL_SAMPLES * sum(times) / 1e3, measured)
 
-    def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
+    def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
         """No table knows."""
         del scope, candidate
         return self._gpu.submit(0.0, None)
 
     def _log(self, candidate: Candidate, seen: float | None) -> None:
-        self.tried.append(Tried(candidate, self.clock.now(), seen, self._true[candidate]))
+        self.tried.append(SimulatedTrial(candidate, self.clock.now(), seen, self._true[candidate]))
 
 
 _PASSED = Verdict(passed=True, worst_ratio=0.0, checks=1, failed="", device="replay")
@@ -215,10 +215,10 @@ def replay_space(table: TruthTable) -> Space:
     return msgspec.structs.replace(space, admits=known.__contains__)
 
 
-def replay_scope(table: TruthTable) -> Scope:
+def replay_scope(table: TruthTable) -> SearchTask:
     """Where a replayed search looks."""
     spaces = (FamilySpace(find_family(table.family), replay_space(table)),)
-    return Scope(table.problem, target_of(table), contiguous_specialization(table.problem), spaces)
+    return SearchTask(table.problem, target_of(table), contiguous_specialization(table.problem), spaces)
 
 
 def target_of(table: TruthTable) -> Target:
@@ -226,7 +226,7 @@ def target_of(table: TruthTable) -> Target:
     return find_target(table.target)
 
 
-def best_after(tried: Sequence[Tried], finalists: int) -> list[float]:
+def best_after(tried: Sequence[SimulatedTrial], finalists: int) -> list[float]:
     """What a search would answer after each trial: the truly fastest among those that looked fastest.
 
     Args:

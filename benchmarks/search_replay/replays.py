@@ -19,10 +19,10 @@ from flashtune.db.table import shipped_table
 from flashtune.tuner.candidates import Candidate, FamilySpace
 from flashtune.tuner.perf_model.calibration import fit_tables
 from flashtune.tuner.perf_model.measurements import TruthTable, fastest
-from flashtune.tuner.search.candidate_grid import Pool
+from flashtune.tuner.search.candidate_grid import CandidateGrid
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.finals import FINALISTS
-from flashtune.tuner.search.request import Budget, Experience, SearchRequest
+from flashtune.tuner.search.request import Budget, SearchRequest, WarmStart
 from flashtune.tuner.search.warm_start import warm_configs
 
 # Cores of the simulated machine that compile, as the machine that made the tables had.
@@ -30,7 +30,7 @@ JOBS = 15
 # Share of a table that a replay tries, at most.
 TRIED_SHARE = 0.5
 # Trials of Optuna's Gaussian process take a tenth of a second and more, the later ones longer.
-MOST_TRIALS = {"gp": 45}
+MAX_TRIALS = {"gp": 45}
 # What a search is judged by: its answer once this share of a space is tried, trials until it is so near.
 JUDGED_SHARE = 0.15
 NEAR = 0.98
@@ -52,10 +52,10 @@ class Run(msgspec.Struct, frozen=True):
     seconds: tuple[float, ...]
 
 
-def experience_without(table: TruthTable, tables: Sequence[TruthTable]) -> Experience:
+def experience_without(table: TruthTable, tables: Sequence[TruthTable]) -> WarmStart:
     """What a search of a table's problem may know: everything but what was measured of that problem."""
     others = [other for other in tables if other.problem != table.problem]
-    return Experience(portfolio(table), fit_tables(others))
+    return WarmStart(portfolio(table), fit_tables(others))
 
 
 def portfolio(table: TruthTable) -> tuple[Candidate, ...]:
@@ -69,7 +69,7 @@ def portfolio(table: TruthTable) -> tuple[Candidate, ...]:
     family = scope.spaces[0].family
     whole = FamilySpace(family, family.space(table.problem, scope.target))
     everywhere = msgspec.structs.replace(scope, spaces=(whole,))
-    pool = Pool(scope, tuple(scope.candidates()))
+    pool = CandidateGrid(scope, tuple(scope.candidates()))
     free = np.ones(len(pool.candidates), dtype=bool)
     chosen = []
     for winner in warm_configs(winners, everywhere):
@@ -81,7 +81,7 @@ def portfolio(table: TruthTable) -> tuple[Candidate, ...]:
 
 
 def replayed(
-    table: TruthTable, experience: Experience, policy: str, seed: int, empty: Path, share: float = TRIED_SHARE
+    table: TruthTable, experience: WarmStart, policy: str, seed: int, empty: Path, share: float = TRIED_SHARE
 ) -> Run:
     """One search by one policy.
 
@@ -100,7 +100,7 @@ def replayed(
         problem=table.problem,
         target=target_of(table),
         device=0,
-        budget=Budget(min(trials, MOST_TRIALS.get(policy, trials)), None, None),
+        budget=Budget(min(trials, MAX_TRIALS.get(policy, trials)), None, None),
         seed=seed,
         spaces=((table.family, scope.spaces[0].space),),
         experience=experience,

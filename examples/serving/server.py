@@ -41,7 +41,7 @@ class Request:
         return len(self.answer) == self.wanted
 
 
-class Server:
+class Backend:
     """Serves requests by one model and one cache, in steps."""
 
     def __init__(self, model: Transformer, cache: flashtune.PagedKVCache) -> None:

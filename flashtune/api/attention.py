@@ -7,7 +7,7 @@ from typing import Literal, Unpack, overload
 from torch import Tensor
 
 from flashtune.core.arguments import checked, read_count
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.request.options import (
     Call,
     CausalOption,
@@ -141,7 +141,7 @@ def attention(
             and not sink_tokens
             and not chunk
             and not dropout_p
-            and (scales is NO_SIDE or getattr(q, "dtype", E4M3) is E4M3)
+            and (scales is NO_EXTRA_INPUTS or getattr(q, "dtype", E4M3) is E4M3)
         )
     except (RuntimeError, ValueError):
         # An array in place of a number, which has no truth value: the call's record refuses it.
@@ -220,7 +220,7 @@ def dense_call(
         read_count("chunk", chunk, "how many keys are a chunk, or 0 for no chunks"),
         deterministic=deterministic,
     )
-    side = Side(
+    side = ExtraInputs(
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,

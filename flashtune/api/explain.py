@@ -11,13 +11,13 @@ from flashtune.api.attention import dense_call
 from flashtune.api.paged import paged_call
 from flashtune.api.varlen import varlen_call
 from flashtune.core.arguments import read_scale
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.notices import search_command
 from flashtune.core.problem import Problem
-from flashtune.core.record import PeerTime, Selection, Standing
-from flashtune.dispatch.decision import Decision, Server, baseline, decide, needed_specialization
-from flashtune.dispatch.lookup import of_nearest, proven_by
+from flashtune.core.record import PeerTime, Selection, VerificationStatus
+from flashtune.dispatch.decision import Backend, Decision, baseline, decide, required_specialization
+from flashtune.dispatch.lookup import nearest_selection, proven_by
 from flashtune.dispatch.pair_decision import backward_specialization, decide_pair
 from flashtune.launch.source_cache import kernel_of
 from flashtune.request.feature_request import read_call
@@ -47,12 +47,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     problem: Problem
     target: str
-    server: Server
+    server: Backend
     reason: str
     selection: Selection | None = None
     specialization: Specialization | None = None
     kernel: str = ""
-    standing: Standing | None = None
+    standing: VerificationStatus | None = None
     check_seconds: float | None = None
     command: str
     backward: Explanation | None = None
@@ -72,7 +72,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.check_seconds is not None:
             lines.append(f"  its self-check on this machine took {1e3 * self.check_seconds:.0f} ms")
-        if self.standing is not Standing.TIMED:
+        if self.standing is not VerificationStatus.TIMED:
             lines.append(f"  tune this shape with: {self.command}")
         if self.backward is not None:
             lines.append(str(self.backward))
@@ -152,28 +152,28 @@ def explain_call(call: Call) -> Explanation:
     return _explained(request, call.q, call.k, call.v, call.side)
 
 
-def _explained(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Explanation:
+def _explained(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Explanation:
     if request.needs_grad:
         return _of_both(request, q, k, v, side)
     decision = decide(request, q, k, v, side)
-    if decision.server is not Server.GENERATED:
+    if decision.server is not Backend.GENERATED:
         return _explanation(request.problem, decision)
-    return _of_kernel(request.problem, request, decision, needed_specialization(request, q, k, v, side))
+    return _of_kernel(request.problem, request, decision, required_specialization(request, q, k, v, side))
 
 
-def _of_both(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Explanation:
+def _of_both(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Explanation:
     """Returns the explanation of both passes. If the kernel of one fails, a baseline computes both."""
     pair = decide_pair(request, q, k, v, side)
     forward, backward = (
         _explanation(request.problem, pair.forward),
         _explanation(request.backward, pair.backward),
     )
-    if pair.backward.server is Server.GENERATED:
-        needed = needed_specialization(request.forward, q, k, v, side)
+    if pair.backward.server is Backend.GENERATED:
+        needed = required_specialization(request.forward, q, k, v, side)
         first = _of_kernel(request.problem, request, pair.forward, needed)
         needed = backward_specialization(request, q, k, v, side)
         last = _of_kernel(request.backward, request, pair.backward, needed)
-        failed = next((one for one in (first, last) if one.server is not Server.GENERATED), None)
+        failed = next((one for one in (first, last) if one.server is not Backend.GENERATED), None)
         if failed is None:
             forward, backward = first, last
         else:
@@ -189,7 +189,7 @@ def _of_kernel(
     assert decision.target is not None
     kernel = kernel_of(decision.selection.record, specialization)
     known = proven_by(decision.selection, kernel.digest) or known_verdict(kernel, decision.target)
-    tuned = of_nearest(decision.selection)
+    tuned = nearest_selection(decision.selection)
     if known is False and tuned is not None:
         near = tuned.record.problem.key
         reason = f"the nearest tuned shape is {near}, and what was expected to be faster failed here"
@@ -205,7 +205,7 @@ def _of_kernel(
         return _explanation(problem, refused)
     standing, seconds = decision.selection.standing, None
     if not proven_by(decision.selection, kernel.digest):
-        standing = Standing.VERIFIED if known else Standing.UNPROVEN
+        standing = VerificationStatus.VERIFIED if known else VerificationStatus.UNPROVEN
         seconds = known_seconds(kernel, decision.target)
     return msgspec.structs.replace(
         _explanation(problem, decision),

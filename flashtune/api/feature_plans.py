@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtune.api.shared_prefix import attend_shared, shared_calls
 from flashtune.core.arguments import checked
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.shape_format import shape_text
 from flashtune.request.feature_request import check_call, read_call
 from flashtune.request.options import Call, read_bias, seeded
@@ -100,7 +100,7 @@ class CallPlan(Generic[Planned_co]):
         call = unsigned(seeded(call))
         return cast("Planned_co", self._serve(call.q, call.k, call.v, call.scale, call.side))
 
-    def _with(self, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Call:
+    def _with(self, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Call:
         """Returns the planned call with other tensors."""
         return Call(
             q, k, v, self._scale, self._options, side._replace(softcap=self._softcap, dropout=self._dropout)
@@ -133,7 +133,7 @@ class DensePlan(CallPlan[Planned_co]):
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
-        side = Side(
+        side = ExtraInputs(
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
@@ -171,7 +171,7 @@ class VarlenPlan(CallPlan[Planned_co]):
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
-        side = Side(
+        side = ExtraInputs(
             k_scale=k_scale,
             v_scale=v_scale,
             slopes=alibi_slopes,
@@ -213,7 +213,7 @@ class PagedPlan(CallPlan[Planned_co]):
             raise ProblemError(
                 "v_cache is None where the plan has a tensor, or the other way round: call it as planned"
             )
-        side = Side(
+        side = ExtraInputs(
             k_scale=k_scale,
             v_scale=v_scale,
             slopes=alibi_slopes,

@@ -10,7 +10,7 @@ from flashtune.api.feature_plans import PagedPlan
 from flashtune.api.shared_prefix import attend_shared, read_shared
 from flashtune.core.arguments import read_count, shown
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.request.options import (
     Call,
     CausalOption,
@@ -172,7 +172,7 @@ def paged_call(
         0 if max_seqlen_q is None else read_longest(max_seqlen_q, q),
         latent=latent,
     )
-    side = Side(
+    side = ExtraInputs(
         k_scale=k_scale,
         v_scale=v_scale,
         slopes=alibi_slopes,

@@ -11,7 +11,7 @@ from flashtune.api.attention import dense_call
 from flashtune.api.feature_plans import DensePlan, plan_words
 from flashtune.core.arguments import checked, read_scale
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_SIDE
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
 from flashtune.request.options import (
     CausalOption,
     DenseOptions,
@@ -20,7 +20,7 @@ from flashtune.request.options import (
     is_plain,
 )
 from flashtune.request.quantization import given_scales, negated
-from flashtune.request.request import Request, Result, Serve, read_request, require_tensors, requires_grad
+from flashtune.request.request import Executor, Request, Result, read_request, require_tensors, requires_grad
 from flashtune.runtime.autograd import go_back, leaves_like
 from flashtune.runtime.call_cache import call_key, server_of
 
@@ -72,7 +72,7 @@ class PlainPlan(Generic[Planned_co]):
 
     def __init__(
         self,
-        serve: Serve,
+        serve: Executor,
         key: tuple[object, ...],
         options: tuple[CausalOption, LayoutOption, bool, PreferOption],
         scale: float | None,
@@ -112,7 +112,7 @@ class PlainPlan(Generic[Planned_co]):
                 "grad or which are given: call flashtune.plan(...) with them"
             )
         served = negated(q) if self._negated else q
-        if scales is NO_SIDE:
+        if scales is NO_EXTRA_INPUTS:
             return cast("Planned_co", self._serve(served, k, v, self._scale))
         return cast("Planned_co", self._serve(served, k, v, self._scale, scales))
 

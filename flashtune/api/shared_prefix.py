@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtune.api.merge_states import merge_attention
 from flashtune.core.arguments import read_count
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.layouts import Layout
 from flashtune.request.options import NO_WINDOW, Call
 from flashtune.request.request import Result, require_tensors
@@ -65,7 +65,7 @@ def prefix_call(call: Call, tokens: int, pages: int) -> Call:
     q = call.q
     q = q.flatten(0, 1) if call.options.layout == Layout.BSHD else q
     assert call.side.block_table is not None
-    side = Side(
+    side = ExtraInputs(
         k_scale=call.side.k_scale,
         v_scale=call.side.v_scale,
         seqlens_kv=_length(tokens, q.device),

@@ -9,7 +9,7 @@ from torch import Tensor
 from flashtune.api.feature_plans import VarlenPlan
 from flashtune.core.arguments import read_count
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.request.options import (
     Call,
     CausalOption,
@@ -158,7 +158,7 @@ def varlen_call(
         read_count("max_seqlen_k", max_seqlen_k, "the keys of the longest sequence"),
         deterministic=deterministic,
     )
-    side = Side(
+    side = ExtraInputs(
         k_scale=k_scale,
         v_scale=v_scale,
         slopes=alibi_slopes,

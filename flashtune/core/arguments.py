@@ -11,11 +11,11 @@ import torch
 from flashtune.core.errors import ProblemError
 
 # The largest finite float32 and the smallest normal one: kernels take numbers in this type.
-MOST_FLOAT32 = float(torch.finfo(torch.float32).max)
-LEAST_FLOAT32 = float(torch.finfo(torch.float32).tiny)
-MOST_TOKENS = 2**31 - 1
-MOST_DIGITS = 20
-MOST_TEXT = 60
+MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
+MIN_FLOAT32 = float(torch.finfo(torch.float32).tiny)
+MAX_TOKENS = 2**31 - 1
+MAX_DIGITS = 20
+MAX_TEXT = 60
 
 Answer = TypeVar("Answer")
 
@@ -36,9 +36,9 @@ def checked(serve: Callable[..., Answer], check: Callable[..., object], *argumen
 
 def shown(value: object) -> str:
     """Returns a short text of a value for error messages. Runs no code of the value's type."""
-    if type(value) is int and abs(value) >= 10**MOST_DIGITS:
+    if type(value) is int and abs(value) >= 10**MAX_DIGITS:
         return f"an integer of {value.bit_length()} bits"
-    if type(value) is str and len(value) > MOST_TEXT:
+    if type(value) is str and len(value) > MAX_TEXT:
         return f"a string of {len(value)} characters"
     if value is None or type(value) in (bool, int, float, str):
         return ascii(value)
@@ -49,10 +49,10 @@ def shown(value: object) -> str:
 
 def kind_of(value: object) -> str:
     """Returns the name of a value's type for error messages."""
-    return f"a {type(value).__name__[:MOST_TEXT]}"
+    return f"a {type(value).__name__[:MAX_TEXT]}"
 
 
-def read_count(name: str, value: object, what: str, least: int = 0, most: int = MOST_TOKENS) -> int:
+def read_count(name: str, value: object, what: str, least: int = 0, most: int = MAX_TOKENS) -> int:
     """Returns an argument that is a count.
 
     Args:
@@ -96,7 +96,7 @@ def read_scale(scale: object) -> float | None:
     if isinstance(scale, (torch.SymFloat, torch.SymInt)):
         return scale  # type: ignore[return-value]
     # Compare before the conversion: an integer can be larger than any float.
-    if isinstance(scale, numbers.Real) and -MOST_FLOAT32 <= scale <= MOST_FLOAT32:  # type: ignore[operator]
+    if isinstance(scale, numbers.Real) and -MAX_FLOAT32 <= scale <= MAX_FLOAT32:  # type: ignore[operator]
         return float(scale)
     raise ProblemError(
         f"scale cannot be {shown(scale)}: pass a finite number, or None for 1 / sqrt(head_dim)"

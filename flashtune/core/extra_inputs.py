@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Side(NamedTuple):
+class ExtraInputs(NamedTuple):
     """The extra inputs of a call, in the order in which kernels take them. None means absent.
 
     Attributes:
@@ -71,7 +71,7 @@ class Side(NamedTuple):
         return self[-len(NUMBERS) :]  # type: ignore[return-value]
 
 
-# Inputs that are passed by value, after the scale. They are last in `Side`.
+# Inputs that are passed by value, after the scale. They are last in `ExtraInputs`.
 NUMBERS = ("softcap", "dropout")
-TENSORS = Side._fields[: -len(NUMBERS)]
-NO_SIDE = Side()
+TENSORS = ExtraInputs._fields[: -len(NUMBERS)]
+NO_EXTRA_INPUTS = ExtraInputs()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from flashtune.core.config import LaunchOptions
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import Dtype
 
 if TYPE_CHECKING:
@@ -226,10 +226,11 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         family: The family's name.
         entry: Name of the jitted function in the source.
         source: The rendered Python file.
-        arguments: Run-time arguments in order: q, k, v, out, lse, extra inputs (by their names in `Side`),
-            workspaces, scale, numbers of `Side` if any, integers. Tensor descriptors replace q, k, v, out and
-            the prologue's output if the kernel uses TMA. In a backward pass: names of `BackwardTensors` and
-            `Side`, and `workspace_0` and so on, in any order, then integers. Descriptors are first.
+        arguments: Run-time arguments in order: q, k, v, out, lse, extra inputs (by their names in
+            `ExtraInputs`), workspaces, scale, numbers of `ExtraInputs` if any, integers. Tensor descriptors
+            replace q, k, v, out and the prologue's output if the kernel uses TMA. In a backward pass: names
+            of `BackwardTensors` and `ExtraInputs`, and `workspace_0` and so on, in any order, then integers.
+            Descriptors are first.
         options: Launch options of the compiler.
         specialization: Assumptions about the tensors.
         prologue: The kernel that is launched before it, if any.
@@ -257,10 +258,10 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @property
     def all_side(self) -> tuple[str, ...]:
-        """Names of the extra inputs that the kernel or its steps take, in the order of `Side`."""
+        """Names of the extra inputs that the kernel or its steps take, in the order of `ExtraInputs`."""
         steps = (self.prologue, self.epilogue)
         taken = {*self.side, *(name for step in steps if step for name in self._named(step.arguments))}
-        return tuple(name for name in Side._fields if name in taken)
+        return tuple(name for name in ExtraInputs._fields if name in taken)
 
     @property
     def first(self) -> Kernel | None:
@@ -274,7 +275,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @staticmethod
     def _named(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
-        return tuple(argument.name for argument in arguments if argument.name in Side._fields)
+        return tuple(argument.name for argument in arguments if argument.name in ExtraInputs._fields)
 
     def _alone(self, step: Step | None) -> Kernel | None:
         if step is None:

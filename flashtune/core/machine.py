@@ -21,7 +21,7 @@ from flashtune.core.errors import MachineError
 KERNELS = "kernels"
 # A check of a folder writes this many bytes, and requires this many free bytes.
 PROBE_BYTES = 1 << 20
-LEAST_FREE_BYTES = 8 << 20
+MIN_FREE_BYTES = 8 << 20
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # A limit or a full disk prevents a write.
@@ -174,7 +174,7 @@ def writing_error(folder: Path) -> OSError | None:
     except OSError as error:
         return error
     # Virtual file systems may have no block count, and thus no free space to report.
-    if space.f_blocks and space.f_bavail * space.f_frsize < LEAST_FREE_BYTES:
+    if space.f_blocks and space.f_bavail * space.f_frsize < MIN_FREE_BYTES:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return None
 

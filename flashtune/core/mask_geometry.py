@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Sight(NamedTuple):
+class MaskInfo(NamedTuple):
     """The visible keys of one head's queries.
 
     Query i has position p = i + `diagonal`. It sees keys from p - `left` to p + `right` of its own chunk, and
@@ -21,7 +21,7 @@ class Sight(NamedTuple):
     chunk: int
 
 
-def visible_pairs(sight: Sight) -> int:
+def visible_pairs(sight: MaskInfo) -> int:
     """Returns the number of visible (query, key) pairs."""
     first = min(sight.first, sight.seqlen_kv)
     if sight.right is None:
@@ -35,7 +35,7 @@ def visible_pairs(sight: Sight) -> int:
     return at_the_start + behind
 
 
-def distinct_keys(sight: Sight) -> int:
+def distinct_keys(sight: MaskInfo) -> int:
     """Returns the number of keys that at least one query sees."""
     if not sight.seqlen_q:
         return 0
@@ -51,7 +51,7 @@ def distinct_keys(sight: Sight) -> int:
     return max(0, end - start) + min(first, start) + max(0, first - max(start, end))
 
 
-def _seen_in_chunks(sight: Sight, first: int) -> int:
+def _seen_in_chunks(sight: MaskInfo, first: int) -> int:
     """Returns the visible pairs in the queries' own chunks, from key `first` on."""
     size, keys = sight.chunk, sight.seqlen_kv
     if not sight.seqlen_q:
@@ -71,7 +71,7 @@ def _seen_in_chunks(sight: Sight, first: int) -> int:
     return alike + sum(of_chunk(chunk) for chunk in others if chunk not in whole)
 
 
-def _seen_between(sight: Sight, rows: int, place: int, start: int, end: int) -> int:
+def _seen_between(sight: MaskInfo, rows: int, place: int, start: int, end: int) -> int:
     """Returns the visible pairs of `rows` queries from position `place` on with the keys start..end - 1."""
     keys = max(0, end - start)
     ends = rows * keys if sight.right is None else _ramp(rows, place + sight.right + 1 - start, keys)

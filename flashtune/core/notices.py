@@ -16,7 +16,7 @@ class FlashtuneWarning(UserWarning):
     """The runtime does not work as expected, for example because it uses a fallback."""
 
 
-def tell_once(matter: str, message: str) -> None:
+def warn_once(matter: str, message: str) -> None:
     """Emits a warning, unless this process has already warned about the subject."""
     with _telling:
         if matter in _told:
@@ -25,7 +25,7 @@ def tell_once(matter: str, message: str) -> None:
     warnings.warn(message, FlashtuneWarning, stacklevel=3)
 
 
-def forget_told() -> None:
+def forget_warnings() -> None:
     """Clears the record of emitted warnings."""
     with _telling:
         _told.clear()

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.mask_geometry import Sight, distinct_keys, visible_pairs
+from flashtune.core.mask_geometry import MaskInfo, distinct_keys, visible_pairs
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -288,12 +288,12 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return 0 if self.causal is Causal.TOP_LEFT else self.seqlen_kv - self.seqlen_q
 
     @property
-    def sight(self) -> Sight:
+    def sight(self) -> MaskInfo:
         """The visible keys of a query, as far as the host knows."""
         right = 0 if self.causal is not Causal.NONE else self.window_right
         if right is not None and self.window_right is not None:
             right = min(right, self.window_right)
-        return Sight(
+        return MaskInfo(
             self.seqlen_q,
             self.seqlen_kv,
             self.diagonal,
@@ -410,5 +410,5 @@ def _tensor_bytes(problem: Problem) -> tuple[int, int]:
 
 
 def score_bytes(problem: Problem) -> int:
-    """Returns the bytes of all scores of a problem. `standard_attention` needs 2.5 times as many at once."""
+    """Returns the bytes of all scores of a problem. `unfused_attention` needs 2.5 times as many at once."""
     return problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv * SCORE_BYTES

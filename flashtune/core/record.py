@@ -40,7 +40,7 @@ class Provenance(enum.StrEnum):
     PREDICTED = "predicted"
 
 
-class Standing(enum.StrEnum):
+class VerificationStatus(enum.StrEnum):
     """The verification status of a selection on this machine."""
 
     TIMED = "timed"
@@ -215,7 +215,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.measurement.ms if self.measurement else None
 
 
-class Forecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TransferEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The estimated times that led to the config of an untuned shape.
 
     Attributes:
@@ -239,9 +239,9 @@ class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """
 
     record: Record
-    standing: Standing
+    standing: VerificationStatus
     source: ShortText = "database"
-    forecast: Forecast | None = None
+    forecast: TransferEstimate | None = None
 
     @property
     def measured(self) -> Record:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Specialization, specialization_of
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Selection
@@ -17,7 +17,7 @@ from flashtune.core.target import Target, device_target, find_target
 from flashtune.dispatch.faster_peers import STANDARD, faster_peer, shared_time
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.masked_sdpa import known_refusal, may_serve, sharing_of
-from flashtune.dispatch.sdpa import usual_backend
+from flashtune.dispatch.sdpa import default_backend
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
@@ -31,7 +31,7 @@ DOUBLE = "no kernel takes float64"
 BEST_TENSORS = Specialization()
 
 
-class Server(enum.StrEnum):
+class Backend(enum.StrEnum):
     """The backend that computes a call."""
 
     GENERATED = "generated"
@@ -51,13 +51,15 @@ class Decision(msgspec.Struct, frozen=True):
         selection: The record that was found for the request, or None if none was looked up.
     """
 
-    server: Server
+    server: Backend
     reason: str
     target: Target | None = None
     selection: Selection | None = None
 
 
-def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Decision:
+def decide(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> Decision:
     """Returns the decision for a request without gradients and its tensors.
 
     Raises:
@@ -67,19 +69,19 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SI
     """
     check_device(request)
     if request.is_empty:
-        return Decision(Server.NOBODY, "there is nothing to attend to")
+        return Decision(Backend.NOBODY, "there is nothing to attend to")
     if request.is_double:
-        return Decision(Server.STANDARD, DOUBLE)
+        return Decision(Backend.STANDARD, DOUBLE)
     if interpreting():
         target = find_target(INTERPRETED_TARGET)
-        needed = needed_specialization(request, q, k, v, side)
+        needed = required_specialization(request, q, k, v, side)
         selection = default_selection(request.problem, target, needed)
-        return Decision(Server.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
+        return Decision(Backend.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
     target = device_target(torch.cuda.current_device() if q.device.index is None else q.device.index)
     # A baseline may not be selected if the call returns a log-sum-exp or has features.
     features = bool(request.problem.features)
     generated = request.prefer is Prefer.GENERATED or request.return_lse or features
-    tables, needed = tuned_records(target.name), needed_specialization(request, q, k, v, side)
+    tables, needed = tuned_records(target.name), required_specialization(request, q, k, v, side)
     try:
         selection = select(request.problem, target, tables, needed, generated=generated)
     except ProblemError as error:
@@ -93,15 +95,15 @@ def decide(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SI
     return _of_selection(request, selection, target, (q, k, v, side), passed_over)
 
 
-def baseline(request: Request) -> Server:
+def baseline(request: Request) -> Backend:
     """Returns the baseline of a request: SDPA, or unfused if the call needs a log-sum-exp or has features."""
     same_bits = request.needs_grad and request.deterministic
     plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
-    return Server.SDPA if plain else Server.STANDARD
+    return Backend.SDPA if plain else Backend.STANDARD
 
 
-def needed_specialization(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+def required_specialization(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> Specialization:
     """Returns the properties that a kernel may assume of these tensors and of the output."""
     tensors = *request.views(q, k, v), output_like(request)
@@ -130,7 +132,7 @@ def _of_selection(
     request: Request,
     selection: Selection,
     target: Target,
-    given: tuple[Tensor, Tensor, Tensor, Side],
+    given: tuple[Tensor, Tensor, Tensor, ExtraInputs],
     passed_over: str,
 ) -> Decision:
     if request.prefer is Prefer.FASTEST and not request.return_lse:
@@ -138,11 +140,11 @@ def _of_selection(
         sharing = None if bias is None else sharing_of(request.problem, bias)
         peer = _faster_peer(request, selection, sharing, *given)
         if peer is not None:
-            server = Server.STANDARD if peer == STANDARD else Server.SDPA
-            timed = server is Server.SDPA and shared_time(selection.measured, sharing) is not None
+            server = Backend.STANDARD if peer == STANDARD else Backend.SDPA
+            timed = server is Backend.SDPA and shared_time(selection.measured, sharing) is not None
             reason = why_a_peer_serves(peer, selection, sharing=sharing if timed else None)
             return Decision(server, reason, target, selection)
-    return Decision(Server.GENERATED, passed_over + where_found(selection), target, selection)
+    return Decision(Backend.GENERATED, passed_over + where_found(selection), target, selection)
 
 
 def where_found(selection: Selection) -> str:
@@ -176,7 +178,7 @@ def _faster_peer(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    side: Side,
+    side: ExtraInputs,
 ) -> str | None:
     """Returns the baseline that is faster than the generated kernel and may replace it, or None."""
     problem = request.problem
@@ -185,10 +187,10 @@ def _faster_peer(
         return None
     usual = None
     if not problem.features:
-        usual = usual_backend(*request.views(q, k, v), problem)
+        usual = default_backend(*request.views(q, k, v), problem)
     elif may_serve(request) and side.bias is not None:
         views = request.views(q, k, v)
-        usual = usual_backend(*views, problem, side.bias)
+        usual = default_backend(*views, problem, side.bias)
         if known_refusal(request, usual, *views, side.bias) is not None:
             usual = None
     return faster_peer(selection, problem, usual, sharing)

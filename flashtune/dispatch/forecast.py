@@ -17,7 +17,7 @@ import msgspec
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
-from flashtune.core.record import Forecast, Provenance, Record
+from flashtune.core.record import Provenance, Record, TransferEstimate
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import (
     FEW_QUERIES,
@@ -35,7 +35,7 @@ from flashtune.templates.registry import find_family
 HELD_REACH = 1.0
 # Number of near shapes that determine a penalty, and the largest penalty of a shape (a logarithm).
 ASKED = 4
-MOST_HELD = 0.3
+MAX_HELD = 0.3
 # Required margins as fractions of the time. STEP_DOUBT is per step of a factor
 # of two by which the shape where the config won is farther than the nearest winner's. PORTABLE_DOUBT is per
 # step to the nearest winner of a portable family, because times of such families are less certain.
@@ -63,7 +63,7 @@ class _Candidate(NamedTuple):
 
 def forecast(
     problem: Problem, records: Iterable[Record], target: Target, serves: Callable[[Record], bool]
-) -> tuple[Record, Forecast] | None:
+) -> tuple[Record, TransferEstimate] | None:
     """Returns the record of the config with the lowest estimated time, or None without a tuned shape.
 
     The result does not depend on the order of the records. A config that was never tuned has a record without
@@ -89,7 +89,7 @@ def forecast(
     best = min(candidates, key=lambda candidate: candidate.rank)
     usual = next(one for one in candidates if one.record == nearest)
     peers = expected_peers(problem, alike, target)
-    return best.record, Forecast(ms=best.ms, nearest=nearest, nearest_ms=usual.ms, peers=peers)
+    return best.record, TransferEstimate(ms=best.ms, nearest=nearest, nearest_ms=usual.ms, peers=peers)
 
 
 def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> Iterator[_Candidate]:
@@ -127,7 +127,7 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
     # The default config has another tile if there are few queries.
     default = family.default(here, target)
     for start in dict.fromkeys((*best, anchor.config)):
-        for config in (default, *family.spread_otherwise(here, start, target)):
+        for config in (default, *family.schedule_variants(here, start, target)):
             more = slight if _is_beside(config, start) else UNTIMED_DOUBT
             # A penalty only raises the estimate, so configs with a longer schedule are skipped.
             if config not in tuned and span(config) * (1 + more) < span(start):
@@ -166,7 +166,7 @@ def _held_up(config: Config, near: Sequence[_Known], target: Target) -> float:
     for one in near:
         share = weight(one.distance, HELD_REACH)
         ahead = math.log(one.won / _span(one.record.family, one.record.problem, config, target))
-        held += share * min(MOST_HELD, max(0.0, ahead))
+        held += share * min(MAX_HELD, max(0.0, ahead))
         total += share
     return held / (total + PRIOR)
 

@@ -14,7 +14,7 @@ from flashtune.core.canonical import without
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
-from flashtune.core.record import Outcome, Provenance, Record, Selection, Standing
+from flashtune.core.record import Outcome, Provenance, Record, Selection, VerificationStatus
 from flashtune.core.target import Target
 from flashtune.dispatch.forecast import forecast
 from flashtune.dispatch.nearest import FEW_QUERIES, is_far, same_computation, tuned_alike
@@ -22,7 +22,7 @@ from flashtune.dispatch.related import forecast_related
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions, is_proven
 from flashtune.launch.compilation import interpreting
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
 
 # The order in which default configs are tried for problems without a tuned shape. Other families come last.
@@ -60,13 +60,15 @@ def select(
     def serves(record: Record) -> bool:
         if record.config is None:
             return not generated
-        return why_not(find_family(record.family), problem, target, specialization) is None
+        return unsupported_reason(find_family(record.family), problem, target, specialization) is None
 
     for same in same_computation(problem):
         found = tables.find(same.key, serves)
         if found is not None:
             source, record = found
-            return Selection(record=record, standing=_standing(record, Standing.TIMED), source=source)
+            return Selection(
+                record=record, standing=_standing(record, VerificationStatus.TIMED), source=source
+            )
     tuned = tuple(record for record in tables.effective() if record.config)
     expected = forecast(problem, tuned, target, serves)
     if expected is None:
@@ -74,7 +76,7 @@ def select(
         expected = forecast_related(problem, tuned, target, serves, default.record.family)
     if expected is not None and not _is_new_decoding(problem, expected[1].nearest.problem):
         record, why = expected
-        standing = _standing(record, Standing.VERIFIED)
+        standing = _standing(record, VerificationStatus.VERIFIED)
         return Selection(record=record, standing=standing, source="nearest", forecast=why)
     return default_selection(problem, target, specialization)
 
@@ -84,7 +86,7 @@ def _is_new_decoding(problem: Problem, nearest: Problem) -> bool:
     return problem.seqlen_q <= FEW_QUERIES < nearest.seqlen_q and is_far(nearest, problem)
 
 
-def of_nearest(selection: Selection) -> Selection | None:
+def nearest_selection(selection: Selection) -> Selection | None:
     """Returns the selection of the nearest tuned shape if another config has a lower estimate, or None."""
     why = selection.forecast
     if why is None or why.nearest == selection.record:
@@ -92,7 +94,9 @@ def of_nearest(selection: Selection) -> Selection | None:
     if not tuned_alike(selection.record.problem, (why.nearest,)):
         # The kernel of that shape is for another type or head dim.
         return None
-    return Selection(record=why.nearest, standing=_standing(why.nearest, Standing.VERIFIED), source="nearest")
+    return Selection(
+        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="nearest"
+    )
 
 
 def default_selection(problem: Problem, target: Target, specialization: Specialization) -> Selection:
@@ -138,7 +142,7 @@ def default_selections(
                 provenance=Provenance.PREDICTED,
                 versions=current_versions(family.name),
             )
-            yield Selection(record=record, standing=Standing.UNPROVEN, source="default")
+            yield Selection(record=record, standing=VerificationStatus.UNPROVEN, source="default")
 
 
 def _advice(problem: Problem, target: Target, specialization: Specialization) -> str:
@@ -166,17 +170,17 @@ def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[boo
 def _why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:
     if interpreting() and not family.interpreted:
         return f"{family.name} does not run under Triton's interpreter"
-    return why_not(family, problem, target, specialization)
+    return unsupported_reason(family, problem, target, specialization)
 
 
 def proven_by(selection: Selection, digest: str) -> bool:
     """Whether a selection's receipt covers this kernel with the installed versions."""
-    return selection.standing is not Standing.UNPROVEN and selection.record.kernel == digest
+    return selection.standing is not VerificationStatus.UNPROVEN and selection.record.kernel == digest
 
 
-def _standing(record: Record, best: Standing) -> Standing:
+def _standing(record: Record, best: VerificationStatus) -> VerificationStatus:
     if record.config is None:
         return best
     if is_proven(record, current_versions(record.family)):
         return best
-    return Standing.UNPROVEN
+    return VerificationStatus.UNPROVEN

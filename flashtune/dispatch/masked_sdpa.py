@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, nearest_way
 from flashtune.core.problem import Causal, Feature, Problem
 from flashtune.launch.compilation import first_line
-from flashtune.launch.forward import LEAST_SCALE
+from flashtune.launch.forward import MIN_SCALE
 from flashtune.request.request import Prefer, Request
 
 # SDPA computes other features no faster, or differently. Windows and chunks would need a mask in each call
@@ -83,7 +83,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
         v,
         additive_mask(q, k, bias, causal),
         # With a scale of 0, outputs are averages. 0 times the mask's -inf would be NaN.
-        scale=scale or LEAST_SCALE,
+        scale=scale or MIN_SCALE,
         enable_gqa=q.shape[1] != k.shape[1],
     )
 

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_SIDE, TENSORS, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, TENSORS, ExtraInputs
 from flashtune.core.kernel import Specialization, specialization_of
 from flashtune.core.target import device_target, find_target
 from flashtune.dispatch.decision import (
     DOUBLE,
     INTERPRETED_TARGET,
+    Backend,
     Decision,
-    Server,
     baseline,
     check_device,
-    needed_specialization,
+    required_specialization,
     where_found,
     why_a_peer_serves,
 )
 from flashtune.dispatch.faster_peers import STANDARD, faster_peer_of_pair
 from flashtune.dispatch.lookup import default_selection, select
-from flashtune.dispatch.sdpa import usual_backend
+from flashtune.dispatch.sdpa import default_backend
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.backward import BackwardTensors
 from flashtune.launch.compilation import interpreting
@@ -49,7 +49,7 @@ class PairDecision(NamedTuple):
     @property
     def generated(self) -> bool:
         """Whether generated kernels serve, on a GPU or under the interpreter."""
-        return self.backward.server in (Server.GENERATED, Server.INTERPRETER)
+        return self.backward.server in (Backend.GENERATED, Backend.INTERPRETER)
 
 
 class Assumptions(NamedTuple):
@@ -68,7 +68,9 @@ class Assumptions(NamedTuple):
     usual: Callable[[], str | None] = lambda: None
 
 
-def decide_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> PairDecision:
+def decide_pair(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> PairDecision:
     """Returns the decision for both passes of a request and its tensors.
 
     Raises:
@@ -79,10 +81,10 @@ def decide_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = 
         return ungenerated
     forward = request.forward
     assumed = Assumptions(
-        needed_specialization(forward, q, k, v, side),
+        required_specialization(forward, q, k, v, side),
         backward_specialization(request, q, k, v, side),
         side_gradients(side),
-        lambda: usual_backend(*request.views(q, k, v), request.problem),
+        lambda: default_backend(*request.views(q, k, v), request.problem),
     )
     return decide_assumed(request, assumed)
 
@@ -124,16 +126,16 @@ def check_differentiable(request: Request) -> None:
         )
 
 
-def side_gradients(side: Side) -> tuple[str, ...]:
+def side_gradients(side: ExtraInputs) -> tuple[str, ...]:
     """Returns the names of the side inputs that require grad."""
-    if side is NO_SIDE:
+    if side is NO_EXTRA_INPUTS:
         return ()
     named = zip(TENSORS, side.optional_tensors, strict=True)
     return tuple(name for name, tensor in named if tensor is not None and tensor.requires_grad)
 
 
 def backward_specialization(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> Specialization:
     """Returns the properties that a backward kernel may assume if dout has the strides of the output."""
     out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
@@ -141,7 +143,7 @@ def backward_specialization(
 
 
 def specialization_of_pass(
-    request: Request, tensors: BackwardTensors, side: Side = NO_SIDE
+    request: Request, tensors: BackwardTensors, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> Specialization:
     """Returns the properties that a backward kernel may assume of tensors in the kernels' layout."""
     bias = None
@@ -173,8 +175,8 @@ def _generated(request: Request, assumed: Assumptions) -> PairDecision:
         forward = default_selection(request.problem, target, assumed.forward)
         backward = default_selection(request.backward, target, assumed.backward)
         return PairDecision(
-            Decision(Server.INTERPRETER, reason, target, forward),
-            Decision(Server.INTERPRETER, reason, target, backward),
+            Decision(Backend.INTERPRETER, reason, target, forward),
+            Decision(Backend.INTERPRETER, reason, target, backward),
         )
     target = device_target(
         torch.cuda.current_device() if request.device.index is None else request.device.index
@@ -184,14 +186,14 @@ def _generated(request: Request, assumed: Assumptions) -> PairDecision:
     backward = select(request.backward, target, tables, assumed.backward, generated=True)
     peer = _faster_peer(request, forward, backward, assumed.usual)
     if peer is not None:
-        server = Server.STANDARD if peer == STANDARD else Server.SDPA
+        server = Backend.STANDARD if peer == STANDARD else Backend.SDPA
         reason = why_a_peer_serves(peer, forward, backward)
         return PairDecision(
             Decision(server, reason, target, forward), Decision(server, reason, target, backward)
         )
     return PairDecision(
-        Decision(Server.GENERATED, where_found(forward), target, forward),
-        Decision(Server.GENERATED, where_found(backward), target, backward),
+        Decision(Backend.GENERATED, where_found(forward), target, forward),
+        Decision(Backend.GENERATED, where_found(backward), target, backward),
     )
 
 
@@ -211,7 +213,7 @@ def _ungenerated(request: Request) -> PairDecision | None:
     """Returns the decision for empty and float64 calls, which need no generated kernel, else None."""
     check_differentiable(request)
     if request.is_empty:
-        return _both(Decision(Server.NOBODY, "there is nothing to attend to"))
+        return _both(Decision(Backend.NOBODY, "there is nothing to attend to"))
     return _both(Decision(baseline(request), DOUBLE)) if request.is_double else None
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Dtype, Problem
-from flashtune.core.record import Forecast, Record
+from flashtune.core.record import Record, TransferEstimate
 from flashtune.core.target import Target
 from flashtune.dispatch.forecast import forecast, untimed
 from flashtune.dispatch.nearest import tuned_alike
@@ -33,7 +33,7 @@ def forecast_related(
     target: Target,
     serves: Callable[[Record], bool],
     usual: str,
-) -> tuple[Record, Forecast] | None:
+) -> tuple[Record, TransferEstimate] | None:
     """Returns the result of `forecast` for shapes of the other 16-bit type or of the next wider head dims.
 
     The record has the problem's own type and head dims, and no verdict.

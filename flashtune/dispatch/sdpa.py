@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.core.problem import Causal, Problem
 from flashtune.dispatch.masked_sdpa import chosen_backend, unexpanded
-from flashtune.launch.forward import LEAST_SCALE
+from flashtune.launch.forward import MIN_SCALE
 
 # Backends load this many bytes at once.
 ADDRESS_ALIGNMENT = 16
@@ -21,7 +21,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
     visible keys. Different lengths therefore get an explicit mask, and rows without keys are left out.
     """
     # With a scale of 0, outputs are averages. 0 times the mask's -inf would be NaN.
-    scale = scale or LEAST_SCALE
+    scale = scale or MIN_SCALE
     gqa = q.shape[1] != k.shape[1]
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     if causal is Causal.TOP_LEFT and seqlen_q < seqlen_kv:
@@ -45,7 +45,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
     return torch.cat([out.new_zeros(*out.shape[:2], blind, out.shape[3]), out], 2)
 
 
-def usual_backend(
+def default_backend(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None = None
 ) -> str | None:
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from flashtune.core.errors import StoreError
-from flashtune.core.notices import tell_once
+from flashtune.core.notices import warn_once
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import by_problem, serves_any_tensors
 from flashtune.dispatch.versions import current_versions
@@ -95,7 +95,7 @@ def _selected(target_name: str) -> tuple[Record, ...]:
         reader = open_reader()
         return (*reader.selections(target_name), *reader.stand_ins(target_name)) if reader else ()
     except StoreError as error:
-        tell_once("database", f"{error} (until then dispatch uses the shipped tables alone)")
+        warn_once("database", f"{error} (until then dispatch uses the shipped tables alone)")
         return ()
 
 

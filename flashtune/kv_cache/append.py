@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import ProblemError
-from flashtune.kv_cache.layout import LEAST_SCALE, WIDE_DTYPES, Encoding, Pool
+from flashtune.kv_cache.layout import MIN_SCALE, WIDE_DTYPES, Encoding, Pool
 from flashtune.launch.compilation import interpreting
 from flashtune.request.tensor_checks import require_dense
 
@@ -118,7 +118,7 @@ def _grow(rows: Tensor, pool: Pool, slots: Tensor) -> None:
     asked.scatter_reduce_(0, place[:, None].expand_as(magnitudes), magnitudes, "amax")
     begins = torch.isin(pages, slots[slots % size == 0] // size)[:, None]
     # Doubling cannot raise a scale of zero.
-    before = torch.where(begins, asked / largest, pool.scale[pages]).clamp(min=LEAST_SCALE)
+    before = torch.where(begins, asked / largest, pool.scale[pages]).clamp(min=MIN_SCALE)
     scale = before
     while bool((short := ~begins & (asked > scale * largest)).any()):
         scale = torch.where(short, scale * 2, scale)

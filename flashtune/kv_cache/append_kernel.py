@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtune.kv_cache.layout import LEAST_SCALE, Encoding
+from flashtune.kv_cache.layout import MIN_SCALE, Encoding
 from flashtune.launch.compilation import FP_FUSION, interpreting
 from flashtune.launch.interpreter import launching
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PLAIN, E4M3 = tl.constexpr(Encoding.PLAIN.value), tl.constexpr(Encoding.E4M3.value)
 LARGEST_E4M3, LARGEST_INT8 = tl.constexpr(Encoding.E4M3.largest), tl.constexpr(Encoding.INT8.largest)
-LEAST = tl.constexpr(LEAST_SCALE)
+LEAST = tl.constexpr(MIN_SCALE)
 # Adding and subtracting 1.5 · 2^23 rounds to the nearest even integer.
 WHOLE = tl.constexpr(12582912.0)
 # The last bit of 2^14 is 2^-9, the smallest step of e4m3. A sum has a number below 2^-6 in its low bits.

@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashtune.core.arguments import MOST_FLOAT32, MOST_TOKENS, read_count, read_flag, shown
+from flashtune.core.arguments import MAX_FLOAT32, MAX_TOKENS, read_count, read_flag, shown
 from flashtune.core.errors import ProblemError, UsageError
 from flashtune.core.problem import PAGE_SIZES, KvScale
 from flashtune.kv_cache.block_manager import Ledger
 from flashtune.request.tensor_checks import require_dense
 
 # The scale of a page with only zeros. Any other row raises it.
-LEAST_SCALE = 1e-30
+MIN_SCALE = 1e-30
 
 
 class Encoding(enum.IntEnum):
@@ -97,7 +97,7 @@ class Extents(NamedTuple):
             )
         what = f"from 1 to {MAX_HEAD_DIM}, or 0 as value_head_dim where values are columns of the keys"
         return Extents(
-            read_count("pages", self.pages, f"a number of pages from 1 to {MOST_TOKENS}", 1),
+            read_count("pages", self.pages, f"a number of pages from 1 to {MAX_TOKENS}", 1),
             self.page_size,
             read_count("kv_heads", self.kv_heads, "1 or more", 1),
             read_count("head_dim", self.head_dim, what, 1, MAX_HEAD_DIM),
@@ -219,7 +219,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def _as_tensor(scale: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(scale, Tensor):
         require_dense("a scale", scale)
-    elif not isinstance(scale, numbers.Real) or isinstance(scale, bool) or not abs(scale) <= MOST_FLOAT32:
+    elif not isinstance(scale, numbers.Real) or isinstance(scale, bool) or not abs(scale) <= MAX_FLOAT32:
         raise ProblemError(f"a scale cannot be {shown(scale)}: pass a positive number or a float32 tensor")
     return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
@@ -232,7 +232,7 @@ def _read_scales(
     if read_flag("page_scales", page_scales):
         if given is not None:
             raise ProblemError("scales of pages follow what is appended: leave k_scale and v_scale out")
-        return torch.full(shape, LEAST_SCALE, dtype=torch.float32, device=device), KvScale.PAGE
+        return torch.full(shape, MIN_SCALE, dtype=torch.float32, device=device), KvScale.PAGE
     scale = _as_tensor(1.0 if given is None else given, device)
     if not scale.dim():
         scale = scale[None]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.extra_inputs import NUMBERS as SIDE_NUMBERS
 from flashtune.launch.compilation import interpreting, load_module
-from flashtune.launch.forward import LEAST_SCALE, Binary, compile_binary
+from flashtune.launch.forward import MIN_SCALE, Binary, compile_binary
 from flashtune.launch.launcher import interpreted_queue, queue_of
 from flashtune.launch.tma_descriptors import DescriptorArguments, without_memory
 from flashtune.launch.workspaces import Workspaces, allocate_workspace
@@ -109,11 +109,11 @@ class BackwardLaunch:
         """Binds the kernels. The stage at `main` takes the tensors in `described` as descriptors."""
         taken = {*described, *(name for stage in stages for name in stage.names)}
         tensors = [name for name in BackwardTensors._fields if name in taken]
-        side = [name for name in Side._fields if name in taken and name not in NUMBERS]
+        side = [name for name in ExtraInputs._fields if name in taken and name not in NUMBERS]
         scratch = [f"{WORKSPACE}{index}" for index in range(len(workspaces))]
         order = [*tensors, *side, *scratch, *NUMBERS]
         self._tensors = _taking(BackwardTensors._fields, tensors)
-        self._side = _taking(Side._fields, side) if side else None
+        self._side = _taking(ExtraInputs._fields, side) if side else None
         self._numbers = any(name in taken for name in SIDE_NUMBERS)
         self._stages = tuple(
             (queue, _taking(order, names), index == main and arguments is not None)
@@ -125,7 +125,9 @@ class BackwardLaunch:
         given = (*BackwardTensors._fields, *scratch)
         self._given = tuple(map(given.index, described))
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], scale: float, side: Side = NO_SIDE) -> None:
+    def __call__(
+        self, tensors: tuple[Tensor | None, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS
+    ) -> None:
         """Queues all kernels on the current stream of their device. `tensors` are as in `BackwardTensors`."""
         # Name look-ups and lists cost host time here, and a GPU may be idle meanwhile.
         held, scratch = self._workspaces(tensors[0])  # type: ignore[arg-type]
@@ -133,7 +135,7 @@ class BackwardLaunch:
         if self._side is not None:
             values += map(address_of, self._side(side))
         values += scratch
-        values.append(scale if scale > LEAST_SCALE else LEAST_SCALE)
+        values.append(scale if scale > MIN_SCALE else MIN_SCALE)
         if self._numbers:
             values += side.numbers
         described: Sequence[Any] = ()
@@ -174,10 +176,12 @@ class InterpretedBackward:
         self._workspaces = workspaces
         self._allocate = allocate
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], scale: float, side: Side = NO_SIDE) -> None:
+    def __call__(
+        self, tensors: tuple[Tensor | None, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS
+    ) -> None:
         """Runs all programs in turn. `tensors` are as in `BackwardTensors`."""
         given = BackwardTensors(*tensors)  # type: ignore[arg-type]
-        values: dict[str, Any] = {**side._asdict(), **given._asdict(), "scale": max(scale, LEAST_SCALE)}
+        values: dict[str, Any] = {**side._asdict(), **given._asdict(), "scale": max(scale, MIN_SCALE)}
         for index, shape in enumerate(self._workspaces):
             values[f"{WORKSPACE}{index}"] = self._allocate(shape, given.q.device)
         for queue, names in self._stages:
@@ -191,7 +195,7 @@ def bind_backward(
     kernel: Kernel,
     target: Target,
     tensors: BackwardTensors,
-    side: Side = NO_SIDE,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
     *,
     compiled: Binary | None = None,
     allocate: Allocate = allocate_workspace,

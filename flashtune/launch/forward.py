@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from flashtune.core.extra_inputs import NO_SIDE, NUMBERS, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
 from flashtune.launch.compilation import compile_kernel, interpreting, load_module
 from flashtune.launch.launcher import interpreted_queue, queue_of
 from flashtune.launch.tma_descriptors import DescriptorArguments, typed, without_memory
@@ -55,7 +55,7 @@ class Launch(Protocol):
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        side: Side = ...,
+        side: ExtraInputs = ...,
     ) -> None:
         """Writes `out`, and `lse` if it is given."""
         ...
@@ -78,7 +78,7 @@ def bind(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    side: Side = NO_SIDE,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
     *,
     compiled: Binary | None = None,
     allocate: Allocate = allocate_workspace,
@@ -120,7 +120,7 @@ def bind(
         epilogue = queue_of(binary.epilogue, last_grid, last_integers, q.device)
     if q.dtype is not E4M3 and not kernel.takes_descriptors:
         if kernel.side or epilogue:
-            return SideLaunch(queue, epilogue, kernel.side, workspaces, allocate)
+            return ExtraInputsLaunch(queue, epilogue, kernel.side, workspaces, allocate)
         return DeviceLaunch(queue, workspaces, allocate)
     arguments = None
     if kernel.takes_descriptors:
@@ -134,7 +134,7 @@ def bind(
 
 
 # A scale of zero means plain averages. As a factor of -inf it would give NaN.
-LEAST_SCALE = 1e-30
+MIN_SCALE = 1e-30
 
 
 def divided(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -169,14 +169,14 @@ class InterpreterLaunch:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        side: Side = NO_SIDE,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> None:
         """Runs all programs in turn."""
         workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         row_lse = out if lse is None else lse
         beside = [getattr(side, name) for name in self._names]
         numbers = [getattr(side, name) for name in self._numbers]
-        self._queue(q, k, v, out, row_lse, *beside, *workspaces, max(scale, LEAST_SCALE), *numbers)
+        self._queue(q, k, v, out, row_lse, *beside, *workspaces, max(scale, MIN_SCALE), *numbers)
         if self._epilogue is not None:
             self._epilogue(out, row_lse, *workspaces)
 
@@ -204,14 +204,14 @@ class DeviceLaunch:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        side: Side = NO_SIDE,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> None:
         """Queues the kernel on its device's current stream."""
         del side  # this kernel has no extra inputs
         # Pass addresses instead of tensors, so that the launcher does not query the driver about them.
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
-        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
+        scale = scale if scale > MIN_SCALE else MIN_SCALE
         if not self._has_scratch:
             self._queue((q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse, scale))
             return
@@ -249,12 +249,12 @@ class DescriptorLaunch:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        side: Side = NO_SIDE,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> None:
         """Queues the kernel and its epilogue, if any, on the device's current stream."""
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
-        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
+        scale = scale if scale > MIN_SCALE else MIN_SCALE
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), address
         tensors = self._at(addresses)
         if tensors is None:
@@ -272,7 +272,7 @@ class DescriptorLaunch:
         self._epilogue((address, row_lse, *pointers))
 
 
-class SideLaunch:
+class ExtraInputsLaunch:
     """The binary of a kernel with extra inputs or an epilogue."""
 
     __slots__ = ("_epilogue", "_names", "_numbers", "_queue", "_workspaces")
@@ -299,7 +299,7 @@ class SideLaunch:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        side: Side = NO_SIDE,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> None:
         """Queues all kernels on their device's current stream."""
         _held, pointers = self._workspaces(q)
@@ -307,7 +307,7 @@ class SideLaunch:
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
         numbers = [getattr(side, name) for name in self._numbers]
-        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
+        scale = scale if scale > MIN_SCALE else MIN_SCALE
         tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse)
         self._queue((*tensors, *beside, *pointers, scale, *numbers))
         if self._epilogue is not None:
@@ -343,7 +343,7 @@ class QuantizedLaunch:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        side: Side = NO_SIDE,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> None:
         """Queues both kernels on their device's current stream."""
         held, pointers = self._workspaces(q)
@@ -353,7 +353,7 @@ class QuantizedLaunch:
         factors = [(self._ones if factor is None else factor).data_ptr() for factor in side.scales]
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
-        scale = scale if scale > LEAST_SCALE else LEAST_SCALE
+        scale = scale if scale > MIN_SCALE else MIN_SCALE
         if self._arguments is None:
             self._queue((q.data_ptr(), k.data_ptr(), values, address, row_lse, *factors, *pointers, scale))
             return

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # The largest number of cached addresses, per tensor and in combination. A full cache is cleared.
-MOST_ADDRESSES = 512
+MAX_ADDRESSES = 512
 
 # Devices known to have a current context in this thread.
 _thread = threading.local()
@@ -75,11 +75,11 @@ class DescriptorArguments:
                     for pattern, notes in self._patterns[place]
                     for value in _made(pattern, notes, tensor)
                 ]
-                if len(known) >= MOST_ADDRESSES:
+                if len(known) >= MAX_ADDRESSES:
                     known.clear()
                 known[address] = found
             values += found
-        if len(self._together) >= MOST_ADDRESSES:
+        if len(self._together) >= MAX_ADDRESSES:
             self._together.clear()
         self._together[addresses] = values
         return values

@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 
 from flashtune.core.errors import UsageError
 from flashtune.core.kernel import Specialization
-from flashtune.core.notices import tell_once
+from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
 from flashtune.recording.call_log import MAX_LINES, CallCount, add_counts, known_counts
 
@@ -153,7 +153,7 @@ def _write_at_exit(found: Recording) -> None:
     try:
         found.write()
     except UsageError as error:
-        tell_once("recording", f"{error}, so this process's calls are not recorded")
+        warn_once("recording", f"{error}, so this process's calls are not recorded")
 
 
 def _begin_for_process() -> None:
@@ -164,7 +164,7 @@ def _begin_for_process() -> None:
     try:
         found = _begin(Path(name))
     except UsageError as error:
-        tell_once("recording", f"{error}, as {VARIABLE} asks for: nothing is recorded")
+        warn_once("recording", f"{error}, as {VARIABLE} asks for: nothing is recorded")
         return
     atexit.register(_write_at_exit, found)
 

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from flashtune.core.arguments import LEAST_FLOAT32, MOST_FLOAT32, read_count, shown
+from flashtune.core.arguments import MAX_FLOAT32, MIN_FLOAT32, read_count, shown
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.request.dropout import draw_seed
 
 CausalOption = bool | Literal["none", "top_left", "bottom_right"]
@@ -21,7 +21,7 @@ Window = tuple[Bound, Bound]
 
 NO_WINDOW: Window = (None, None)
 # The largest float32 below one.
-MOST_DROPOUT = 1.0 - 2.0**-24
+MAX_DROPOUT = 1.0 - 2.0**-24
 
 
 class Options(NamedTuple):
@@ -67,7 +67,7 @@ class Call(NamedTuple):
     v: Tensor
     scale: float | None
     options: Options
-    side: Side
+    side: ExtraInputs
 
 
 class CommonOptions(TypedDict, total=False):
@@ -169,9 +169,7 @@ def read_softcap(softcap: float | None) -> float | None:
     """
     if softcap is None:
         return None
-    if not isinstance(softcap, (int, float)) or not (
-        softcap == 0 or LEAST_FLOAT32 <= softcap <= MOST_FLOAT32
-    ):
+    if not isinstance(softcap, (int, float)) or not (softcap == 0 or MIN_FLOAT32 <= softcap <= MAX_FLOAT32):
         raise ProblemError(f"softcap cannot be {shown(softcap)}: pass a positive number, or None for no cap")
     return float(softcap) or None
 
@@ -182,7 +180,7 @@ def read_dropout(dropout: float) -> float | None:
     Raises:
         ProblemError: It is not a number in [0, 1).
     """
-    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout <= MOST_DROPOUT:
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout <= MAX_DROPOUT:
         raise ProblemError(
             f"dropout_p cannot be {shown(dropout)}: pass a number from 0 up to, and not as much as, 1"
         )

@@ -11,9 +11,9 @@ import functools
 import torch
 from torch import Tensor
 
-from flashtune.core.arguments import MOST_TOKENS, kind_of, read_scale, shown
+from flashtune.core.arguments import MAX_TOKENS, kind_of, read_scale, shown
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import WIDE_FLOATS
 from flashtune.core.problem import Problem
 from flashtune.request.tensor_checks import require_dense
@@ -26,11 +26,11 @@ SIGN_BIT = 0x80
 
 def given_scales(
     q_scale: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None
-) -> Side:
-    """Returns the scales of a call. Without scales it returns `NO_SIDE` itself, for a check by identity."""
+) -> ExtraInputs:
+    """Returns the scales of a call; without scales `NO_EXTRA_INPUTS` itself, for a check by identity."""
     if q_scale is k_scale is v_scale is None:
-        return NO_SIDE
-    return Side(q_scale, k_scale, v_scale)
+        return NO_EXTRA_INPUTS
+    return ExtraInputs(q_scale, k_scale, v_scale)
 
 
 def quantize(tensor: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def quantize(tensor: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
         raise ProblemError(
             f"the tensor to quantise has {kind}: pass four of a floating type of 16 to 64 bits"
         )
-    if max(tensor.shape) > MOST_TOKENS:
+    if max(tensor.shape) > MAX_TOKENS:
         raise ProblemError(f"the tensor to quantise is {list(tensor.shape)}: kernels take fewer tokens")
     rows = (2, 3) if layout == "bhsd" else (1, 3)
     if tensor.numel():
@@ -86,7 +86,7 @@ def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float |
     return (negated(q), -factor) if factor is not None and factor < 0.0 else (q, factor)
 
 
-def check_scales(problem: Problem, device: torch.device, scales: Side) -> None:
+def check_scales(problem: Problem, device: torch.device, scales: ExtraInputs) -> None:
     """Checks that scales match a problem. Their values are not checked.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtune.core.arguments import read_flag, shown
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import DENSE_LAYOUTS, DTYPES, KV_DTYPES, TORCH_DTYPES, Layout
 from flashtune.core.problem import Causal, Direction, Problem
 from flashtune.request.quantization import check_scales
@@ -29,7 +29,7 @@ from flashtune.request.tensor_checks import (
 
 # The output, or the output and the log-sum-exp.
 Result = Tensor | tuple[Tensor, Tensor]
-Serve = Callable[..., Result]
+Executor = Callable[..., Result]
 
 Option = TypeVar("Option", bound=enum.StrEnum)
 
@@ -136,7 +136,7 @@ def read_request(
     layout: str,
     return_lse: bool,
     prefer: str,
-    scales: Side = NO_SIDE,
+    scales: ExtraInputs = NO_EXTRA_INPUTS,
     deterministic: bool = False,
     needs_grad: bool = False,
 ) -> Request:
@@ -167,7 +167,7 @@ def read_request(
         causal=read_causal(causal),
     )
     check_extents(problem)
-    if scales is not NO_SIDE:
+    if scales is not NO_EXTRA_INPUTS:
         check_scales(problem, q.device, scales)
     preference = read_option("prefer", prefer, tuple(Prefer))
     if problem.dtype.is_quantized:
@@ -203,9 +203,9 @@ def require_tensors(q: object, k: object, v: object) -> None:
         require_dense(name, value)
 
 
-def requires_grad(q: Tensor, k: Tensor, v: Tensor, scales: Side) -> bool:
+def requires_grad(q: Tensor, k: Tensor, v: Tensor, scales: ExtraInputs) -> bool:
     """Returns whether autograd needs a backward pass of a call."""
-    tensors = (q, k, v) if scales is NO_SIDE else (q, k, v, *scales.tensors)
+    tensors = (q, k, v) if scales is NO_EXTRA_INPUTS else (q, k, v, *scales.tensors)
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

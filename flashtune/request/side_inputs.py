@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import TENSORS, Side
+from flashtune.core.extra_inputs import TENSORS, ExtraInputs
 from flashtune.core.problem import KvScale
 from flashtune.request.tensor_checks import require_dense
 
@@ -27,7 +27,7 @@ CALLED = {
 INTEGERS = ("prefix", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_kv", "block_table")
 
 
-def check_kinds(side: Side, device: torch.device) -> None:
+def check_kinds(side: ExtraInputs, device: torch.device) -> None:
     """Checks the type, device and last stride of each extra input.
 
     Raises:
@@ -51,7 +51,7 @@ def check_kinds(side: Side, device: torch.device) -> None:
             )
 
 
-def check_shapes(problem: Problem, side: Side, batch: int) -> None:
+def check_shapes(problem: Problem, side: ExtraInputs, batch: int) -> None:
     """Checks the shapes of extra inputs with one value for each sequence or head, and of the block table.
 
     Raises:
@@ -109,7 +109,7 @@ def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_he
     return max(kinds, key=order.index)
 
 
-def side_views(problem: Problem, side: Side, places: int) -> Side:
+def side_views(problem: Problem, side: ExtraInputs, places: int) -> ExtraInputs:
     """Returns the extra inputs as kernels take them. Shared dimensions are expanded with a stride of zero.
 
     Args:

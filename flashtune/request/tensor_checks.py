@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtune.core.arguments import MOST_TOKENS, kind_of
+from flashtune.core.arguments import MAX_TOKENS, kind_of
 from flashtune.core.errors import ProblemError
 from flashtune.core.layouts import DTYPES, Layout
 from flashtune.core.problem import MAX_HEAD_DIM, Dtype, Problem
 
-MOST_HEADS = 2**24
+MAX_HEADS = 2**24
 
 
 def require_dense(name: str, value: object) -> None:
@@ -34,10 +34,10 @@ def check_extents(problem: Problem) -> None:
         ProblemError: A number is too large.
     """
     for name, size, most in (
-        ("sequences", problem.batch, MOST_TOKENS),
-        ("query heads", problem.heads, MOST_HEADS),
-        ("queries", problem.seqlen_q, MOST_TOKENS),
-        ("keys", problem.seqlen_kv, MOST_TOKENS),
+        ("sequences", problem.batch, MAX_TOKENS),
+        ("query heads", problem.heads, MAX_HEADS),
+        ("queries", problem.seqlen_q, MAX_TOKENS),
+        ("keys", problem.seqlen_kv, MAX_TOKENS),
     ):
         if size > most:
             raise ProblemError(f"the tensors have {size} {name}: kernels take at most {most}")

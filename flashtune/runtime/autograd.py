@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.runtime.torch_modes import refuse_batches
 
 if TYPE_CHECKING:
     from torch.autograd import Function
 
     from flashtune.core.layouts import Layout
-    from flashtune.request.request import Result, Serve
-    from flashtune.runtime.backward_executors import ServeBackward
+    from flashtune.request.request import Executor, Result
+    from flashtune.runtime.backward_executors import BackwardExecutor
 else:
     # What `torch.autograd.Function` is made of, less the part that turns torch.func's transforms away: inside
     # of an operator's autograd kernel one level of them is done at a time.
@@ -46,7 +46,7 @@ class AllGradients(NamedTuple):
     dslopes: Tensor | None = None
 
 
-# As `flashtune.runtime.backward_executors.ServeBackward`, with the gradients of side inputs.
+# As `flashtune.runtime.backward_executors.BackwardExecutor`, with the gradients of side inputs.
 ServeAll = Callable[..., AllGradients]
 
 
@@ -60,18 +60,18 @@ class Pair(NamedTuple):
         is_traced: Whether the backward pass is an operator, which autograd knows by itself.
     """
 
-    forward: Serve
+    forward: Executor
     backward: ServeAll
     return_lse: bool
     is_traced: bool = False
 
 
-def differentiable(pair: Pair) -> Serve:
+def differentiable(pair: Pair) -> Executor:
     """A server through which autograd goes back."""
     return functools.partial(attend, pair)
 
 
-def with_side(backward: ServeBackward, layout: Layout, wanted: tuple[str, ...]) -> ServeAll:
+def with_side(backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...]) -> ServeAll:
     """All gradients, those of side inputs in the shapes that these have.
 
     Args:
@@ -89,9 +89,9 @@ def with_side(backward: ServeBackward, layout: Layout, wanted: tuple[str, ...]) 
         dout: Tensor,
         dlse: Tensor | None,
         scale: float | None,
-        side: Side = NO_SIDE,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> AllGradients:
-        if side is NO_SIDE:
+        if side is NO_EXTRA_INPUTS:
             found = backward(q, k, v, out, lse, dout, dlse, scale)
             return AllGradients(found.dq, found.dk, found.dv)
         found = backward(q, k, v, out, lse, dout, dlse, scale, side)
@@ -107,7 +107,9 @@ def with_side(backward: ServeBackward, layout: Layout, wanted: tuple[str, ...]) 
     return serve
 
 
-def attend(pair: Pair, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE) -> Result:
+def attend(
+    pair: Pair, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> Result:
     """Attention by a pair, as a node of autograd's graph."""
     result: Result = Attend.apply(q, k, v, side.sinks, side.bias, side.slopes, pair, scale, side)  # type: ignore[no-untyped-call]
     return result
@@ -127,11 +129,11 @@ class Attend(Function):
         slopes: Tensor | None,
         pair: Pair,
         scale: float | None,
-        side: Side,
+        side: ExtraInputs,
     ) -> Result:
         """Runs the forward pass and keeps what the backward pass reads."""
         del sinks, bias, slopes  # named so that autograd knows of them
-        if side is NO_SIDE:
+        if side is NO_EXTRA_INPUTS:
             out, lse = pair.forward(q, k, v, scale)
             ctx.save_for_backward(q, k, v, out, lse)
             ctx.call = pair, scale, ()
@@ -197,7 +199,7 @@ def _gradients(
     pair, scale, numbers = call
     if not beside:
         return pair.backward(q, k, v, out, lse, dout, dlse, scale)
-    side = Side(*beside, *numbers)  # type: ignore[arg-type]
+    side = ExtraInputs(*beside, *numbers)  # type: ignore[arg-type]
     return pair.backward(q, k, v, out, lse, dout, dlse, scale, side)
 
 

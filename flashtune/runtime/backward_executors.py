@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from flashtune.core.errors import KernelError
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT, Specialization
 from flashtune.core.problem import Bias, Dtype
 from flashtune.dispatch.lookup import default_selection
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from flashtune.dispatch.decision import Decision
     from flashtune.launch.backward import Backward
     from flashtune.request.request import Request
-    from flashtune.runtime.kernel_fallback import Choice
+    from flashtune.runtime.kernel_fallback import LoadedKernel
 
 # Strides for which launches are kept; a program may slice the gradient out of ever other tensors.
-MOST_LAUNCHES = 64
+MAX_LAUNCHES = 64
 
 
 class Gradients(NamedTuple):
@@ -52,7 +52,7 @@ class Gradients(NamedTuple):
     dslopes: Tensor | None = None
 
 
-class ServeBackward(Protocol):
+class BackwardExecutor(Protocol):
     """Computes the gradients of one kind of call; tensors are in its layout, the scale is not negative."""
 
     def __call__(
@@ -65,7 +65,7 @@ class ServeBackward(Protocol):
         dout: Tensor,
         dlse: Tensor | None,
         scale: float | None,
-        side: Side = ...,
+        side: ExtraInputs = ...,
     ) -> Gradients:
         """The gradients, from those of the output and, where the call returns it, of the log-sum-exp."""
         ...
@@ -76,7 +76,7 @@ class BackwardServer:
 
     __slots__ = ("_choice", "_default_scale", "_launches", "_request")
 
-    def __init__(self, choice: Choice, request: Request) -> None:
+    def __init__(self, choice: LoadedKernel, request: Request) -> None:
         self._choice = choice
         self._request = request
         self._default_scale = request.default_scale
@@ -94,9 +94,9 @@ class BackwardServer:
         dout: Tensor,
         dlse: Tensor | None,
         scale: float | None,
-        side: Side = NO_SIDE,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> Gradients:
-        """As `ServeBackward`.
+        """As `BackwardExecutor`.
 
         Raises:
             KernelError: A hook of saved tensors gave them strides that the kernel cannot address.
@@ -109,7 +109,7 @@ class BackwardServer:
         launch = self._launches.get(key)
         if launch is None:
             if key not in self._launches:
-                if len(self._launches) >= MOST_LAUNCHES:
+                if len(self._launches) >= MAX_LAUNCHES:
                     self._launches.clear()
                 self._launches[key] = self._bind(q, k, v, out, dout, side)
             else:
@@ -141,7 +141,7 @@ class BackwardServer:
         launch(tensors, self._default_scale if scale is None else scale)
         return dq, dk, dv
 
-    def bind_usual(self, q: Tensor, k: Tensor, v: Tensor, side: Side) -> None:
+    def bind_usual(self, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> None:
         """Binds the kernel to a gradient that lies as the output does.
 
         Raises:
@@ -151,7 +151,7 @@ class BackwardServer:
         self._launches[_strides(q, k, v, out, out, side)] = self._bind(q, k, v, out, out, side)
 
     def _bind(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: Side
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: ExtraInputs
     ) -> Backward | None:
         tensors = backward_tensors(self._request, q, k, v, out, out, dout)
         kernel, target, binary = self._choice
@@ -167,10 +167,12 @@ class BackwardServer:
         return None
 
 
-def _strides(q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: Side) -> tuple[object, ...]:
+def _strides(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: ExtraInputs
+) -> tuple[object, ...]:
     """Strides of all that a launch is bound to."""
     strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
-    if side is NO_SIDE:
+    if side is NO_EXTRA_INPUTS:
         return strides
     bias, slopes = side.bias, side.slopes
     return (*strides, None if bias is None else bias.stride(), None if slopes is None else slopes.stride())
@@ -200,8 +202,8 @@ def _has_rows(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
-def _beside(request: Request, side: Side, tensors: BackwardTensors) -> Side:
-    if side is NO_SIDE:
+def _beside(request: Request, side: ExtraInputs, tensors: BackwardTensors) -> ExtraInputs:
+    if side is NO_EXTRA_INPUTS:
         return side
     return side_views(request.problem, side, tensors.k.shape[0])
 
@@ -217,7 +219,7 @@ def interpreted_backward(
     dout: Tensor,
     dlse: Tensor | None,
     scale: float | None,
-    side: Side = NO_SIDE,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Gradients:
     """The kernels under Triton's interpreter, in float32, as in `flashtune.runtime.executors.interpreted`."""
     assert decision.target is not None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.dispatch.pair_decision import (
@@ -26,7 +26,7 @@ from flashtune.dispatch.pair_decision import (
     decide_assumed,
     side_gradients,
 )
-from flashtune.dispatch.sdpa import usual_backend
+from flashtune.dispatch.sdpa import default_backend
 from flashtune.recording.recorder import counted
 from flashtune.request.feature_request import read_call
 from flashtune.request.options import Call
@@ -80,7 +80,7 @@ def _assumed(request: Request, call: Call) -> Assumptions:
         symbolic = any(isinstance(size, torch.SymInt) for tensor in (call.q, call.k) for size in tensor.shape)
         if symbolic or transforms() is not None:
             return None
-        return usual_backend(*request.views(call.q, call.k, call.v), request.problem)
+        return default_backend(*request.views(call.q, call.k, call.v), request.problem)
 
     return Assumptions(
         Specialization(lse=True), Specialization(lse=request.return_lse), side_gradients(call.side), usual
@@ -114,7 +114,13 @@ def _below_autograd() -> Iterator[None]:
 
 
 def _forward_below(
-    forward: Forward, call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE
+    forward: Forward,
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> tuple[Tensor, Tensor]:
     with _below_autograd():
         return forward(call._replace(q=q, k=k, v=v, scale=scale, side=side))
@@ -130,7 +136,7 @@ def _backward_operator(
     dout: Tensor,
     dlse: Tensor | None,
     scale: float | None,
-    side: Side = NO_SIDE,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> AllGradients:
     call = call._replace(q=q, k=k, v=v, scale=scale, side=side)
     gradients = torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call))

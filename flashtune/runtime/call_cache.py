@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flashtune.core.arguments import MOST_FLOAT32, read_scale
+from flashtune.core.arguments import MAX_FLOAT32, read_scale
 from flashtune.core.errors import KernelError
-from flashtune.core.extra_inputs import NO_SIDE, Side
-from flashtune.dispatch.decision import needed_specialization
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.dispatch.decision import required_specialization
 from flashtune.dispatch.pair_decision import backward_specialization
 from flashtune.recording.recorder import counted, on_change, recording
 from flashtune.request.quantization import with_positive_scale
-from flashtune.request.request import Request, Result, Serve, read_request, requires_grad
+from flashtune.request.request import Executor, Request, Result, read_request, requires_grad
 from flashtune.runtime.kernel_fallback import forget_choices
 from flashtune.runtime.prepare import prepare
 from flashtune.runtime.prepare_training import prepare_pair
@@ -55,7 +55,7 @@ def call_key(
     layout: str,
     return_lse: bool,
     prefer: str,
-    scales: Side = NO_SIDE,
+    scales: ExtraInputs = NO_EXTRA_INPUTS,
     deterministic: bool = False,
 ) -> tuple[object, ...]:
     """Returns the properties of a call on which its server depends.
@@ -80,7 +80,7 @@ def call_key(
         layout,
         return_lse,
         prefer,
-        scales is not NO_SIDE and (scales.presence, requires_grad(q, k, v, scales)),
+        scales is not NO_EXTRA_INPUTS and (scales.presence, requires_grad(q, k, v, scales)),
         torch.is_grad_enabled()
         and (q.requires_grad or k.requires_grad or v.requires_grad)
         and asked_gradients(deterministic),
@@ -101,7 +101,7 @@ def serve(
     layout: str,
     return_lse: bool,
     prefer: str,
-    scales: Side = NO_SIDE,
+    scales: ExtraInputs = NO_EXTRA_INPUTS,
     deterministic: bool = False,
 ) -> Result:
     """Returns attention of tensors with memory, by the server of their kind of call.
@@ -111,13 +111,13 @@ def serve(
         KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
         VerificationError: It is new, only generated kernels may serve and they are wrong here.
     """
-    if scale is not None and not (type(scale) is float and 0.0 <= scale <= MOST_FLOAT32):
+    if scale is not None and not (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
         q, scale = with_positive_scale(q, scale)
     key = call_key(q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
     server = _servers.get(key)
     if server is None:
         server = server_of(key, q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
-    return server(q, k, v, scale) if scales is NO_SIDE else server(q, k, v, scale, scales)
+    return server(q, k, v, scale) if scales is NO_EXTRA_INPUTS else server(q, k, v, scale, scales)
 
 
 def server_of(
@@ -129,9 +129,9 @@ def server_of(
     layout: str,
     return_lse: bool,
     prefer: str,
-    scales: Side = NO_SIDE,
+    scales: ExtraInputs = NO_EXTRA_INPUTS,
     deterministic: bool = False,
-) -> Serve:
+) -> Executor:
     """Returns the server of a kind of call, and prepares it if this process has none.
 
     Raises:
@@ -148,8 +148,8 @@ def server_of(
 
 
 def prepared(
-    key: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor, side: Side, read: Callable[[], Request]
-) -> Serve:
+    key: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs, read: Callable[[], Request]
+) -> Executor:
     """Returns the memo's server for a key, or a new one for the request that `read` returns.
 
     Raises:
@@ -158,7 +158,7 @@ def prepared(
         VerificationError: Only generated kernels may serve and they are wrong on this GPU.
     """
 
-    def make(request: Request) -> Serve:
+    def make(request: Request) -> Executor:
         server = (prepare_pair if request.needs_grad else prepare)(request, q, k, v, side)
         server = with_checks(server, request)
         if not recording() or request.is_empty or request.is_double:
@@ -167,7 +167,7 @@ def prepared(
             # Such a call has a backward pass too.
             server = counted(server, request.backward, backward_specialization(request, q, k, v, side))
             request = request.forward
-        return counted(server, request.problem, needed_specialization(request, q, k, v, side))
+        return counted(server, request.problem, required_specialization(request, q, k, v, side))
 
     return remembered(key, q, read, make)
 

@@ -13,23 +13,23 @@ import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import Layout
 from flashtune.core.problem import Dtype
-from flashtune.dispatch.decision import Decision, Server, needed_specialization
+from flashtune.dispatch.decision import Backend, Decision, required_specialization
 from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.masked_sdpa import masked_attention
-from flashtune.dispatch.sdpa import sdpa_attention, usual_backend
+from flashtune.dispatch.sdpa import default_backend, sdpa_attention
 from flashtune.launch.forward import Launch, bind
 from flashtune.launch.source_cache import kernel_of
 from flashtune.launch.workspaces import empty_like, prototype
 from flashtune.request.quantization import check_scales, given_scales
-from flashtune.request.request import Request, Result, Serve
+from flashtune.request.request import Executor, Request, Result
 from flashtune.request.side_inputs import side_views
-from flashtune.runtime.unfused import standard_attention, standard_features
+from flashtune.runtime.unfused import unfused_attention, unfused_features
 
 
-def launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
+def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
     """Allocates and launches: all that a call does on a shape that was met before.
 
     A launch reads addresses alone, its strides are bound: tensors pass in the layout they have.
@@ -43,14 +43,18 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
     if request.return_lse:
         lse_like = prototype(request.lse_shape, torch.float32, q.device)
 
-        def serve_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+        def serve_with_lse(
+            q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
+        ) -> Result:
             out, lse = empty_like(out_like), empty_like(lse_like)
             launch(q, k, v, out, lse, default_scale if scale is None else scale)
             return out, lse
 
         return serve_with_lse
 
-    def serve_plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+    def serve_plain(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
+    ) -> Result:
         out = empty_like(out_like)
         launch(q, k, v, out, None, default_scale if scale is None else scale)
         return out
@@ -58,13 +62,13 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Serve:
     return serve_plain
 
 
-def _with_side(launch: Launch, request: Request, q: Tensor) -> Serve:
+def _with_side(launch: Launch, request: Request, q: Tensor) -> Executor:
     """Allocates and launches, and hands over what the kernel reads beside q, k and v."""
     default_scale = request.default_scale
     out_like = prototype(request.out_shape, q.dtype, q.device)
     lse_like = prototype(request.lse_shape, torch.float32, q.device) if request.return_lse else None
 
-    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side) -> Result:
+    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> Result:
         out = empty_like(out_like)
         lse = None if lse_like is None else empty_like(lse_like)
         launch(q, k, v, out, lse, default_scale if scale is None else scale, side)
@@ -80,7 +84,7 @@ def _quantized(
     k: Tensor,
     v: Tensor,
     scale: float | None,
-    scales: Side = NO_SIDE,
+    scales: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Result:
     """Allocates and launches. Of the scales a server knows no more than which are given: each is checked."""
     check_scales(request.problem, q.device, scales)
@@ -98,7 +102,7 @@ def interpreted(
     k: Tensor,
     v: Tensor,
     scale: float | None,
-    side: Side = NO_SIDE,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Result:
     """The kernel under Triton's interpreter, in float32: its products of 16-bit tiles are garbage.
 
@@ -112,7 +116,7 @@ def interpreted(
     out = wide[0].new_empty(request.out_shape)
     lse = out.new_empty(request.lse_shape) if request.return_lse else None
     problem = msgspec.structs.replace(request.problem, dtype=Dtype.FP32)
-    needed = needed_specialization(request, *wide, side)
+    needed = required_specialization(request, *wide, side)
     record = default_selection(problem, decision.target, needed).record
     out_view = request.layout.heads_first(out)
     tensors = *request.views(*wide), out_view
@@ -122,48 +126,52 @@ def interpreted(
     return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
 
 
-def in_words(server: Server) -> str:
+def in_words(server: Backend) -> str:
     """A baseline as sentences name it."""
-    return "torch's SDPA" if server is Server.SDPA else "the unfused computation"
+    return "torch's SDPA" if server is Backend.SDPA else "the unfused computation"
 
 
-def baseline_server(server: Server, request: Request) -> Serve:
+def baseline_server(server: Backend, request: Request) -> Executor:
     """SDPA or the standard computation."""
     problem = request.problem
     default_scale, layout = request.default_scale, request.layout
 
-    def serve_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+    def serve_sdpa(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
+    ) -> Result:
         factor = default_scale if scale is None else scale
         with types_as_given(q):
             return layout.as_given(sdpa_attention(*request.views(q, k, v), factor, problem.causal))
 
-    def serve_standard(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE) -> Result:
+    def serve_standard(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs = NO_EXTRA_INPUTS
+    ) -> Result:
         views, factor = request.views(q, k, v), default_scale if scale is None else scale
         with types_as_given(q):
             if problem.features:
                 beside = side_views(problem, side, views[1].shape[0])
-                out, lse = standard_features(
+                out, lse = unfused_features(
                     problem, *views, beside, scale=factor, return_lse=request.return_lse
                 )
             else:
-                out, lse = standard_attention(
+                out, lse = unfused_attention(
                     *views, scale=factor, causal=problem.causal, return_lse=request.return_lse
                 )
         return layout.as_given(out) if lse is None else (layout.as_given(out), lse.view(request.lse_shape))
 
-    return serve_standard if server is Server.STANDARD else serve_sdpa
+    return serve_standard if server is Backend.STANDARD else serve_sdpa
 
 
-def masked_server(request: Request, backend: str | None) -> Serve:
+def masked_server(request: Request, backend: str | None) -> Executor:
     """Returns a server by SDPA with a mask; by the standard computation where SDPA picks another backend."""
     default_scale, layout, problem = request.default_scale, request.layout, request.problem
-    standard = baseline_server(Server.STANDARD, request)
+    standard = baseline_server(Backend.STANDARD, request)
 
-    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side) -> Result:
+    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> Result:
         assert side.bias is not None
         views = request.views(q, k, v)
         # torch's settings may have changed since.
-        if usual_backend(*views, problem, side.bias) != backend:
+        if default_backend(*views, problem, side.bias) != backend:
             return standard(q, k, v, scale, side)
         with types_as_given(q):
             factor = default_scale if scale is None else scale
@@ -180,7 +188,12 @@ def types_as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def nothing(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side = NO_SIDE
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Result:
     """Zeros, and the log-sum-exp of nothing, or of a sink alone; gradients are zeros."""
     del scale

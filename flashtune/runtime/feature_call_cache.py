@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.core.arguments import MOST_FLOAT32
+from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.canonical import rounded_up
 from flashtune.dispatch.pair_decision import side_gradients
 from flashtune.request.feature_request import read_call
 from flashtune.request.quantization import with_positive_scale
-from flashtune.request.request import Result, Serve, requires_grad
+from flashtune.request.request import Executor, Result, requires_grad
 from flashtune.runtime.call_cache import asked_gradients, known_server, prepared
 
 if TYPE_CHECKING:
@@ -94,13 +94,13 @@ def unsigned(call: Call) -> Call:
         ProblemError: The scale is no finite number.
     """
     scale = call.scale
-    if scale is None or (type(scale) is float and 0.0 <= scale <= MOST_FLOAT32):
+    if scale is None or (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
         return call
     q, scale = with_positive_scale(call.q, scale)
     return call._replace(q=q, scale=scale)
 
 
-def server_of_call(key: tuple[object, ...], call: Call) -> Serve:
+def server_of_call(key: tuple[object, ...], call: Call) -> Executor:
     """The server of a kind of call, prepared now if this process has none.
 
     Raises:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from flashtune.core.errors import KernelError, VerificationError
-from flashtune.core.notices import search_command, tell_once
-from flashtune.dispatch.lookup import default_selections, of_nearest, proven_by
+from flashtune.core.notices import search_command, warn_once
+from flashtune.dispatch.lookup import default_selections, nearest_selection, proven_by
 from flashtune.dispatch.nearest import is_far
 from flashtune.launch.binary_cache import binary_of
 from flashtune.launch.source_cache import kernel_of
@@ -31,10 +31,10 @@ Served = TypeVar("Served")
 # Choices of calls with features that are kept, a few of each kind of model and batch.
 CHOICES_LIMIT = 1024
 
-_choices: dict[Asked, Choice] = {}
+_choices: dict[KernelKey, LoadedKernel] = {}
 
 
-class Choice(NamedTuple):
+class LoadedKernel(NamedTuple):
     """A kernel that was chosen, loaded and proven: what shapes of one problem have in common."""
 
     kernel: Kernel
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
     binary: Binary
 
 
-class Asked(NamedTuple):
+class KernelKey(NamedTuple):
     """What a choice hangs on."""
 
     problem: Problem
@@ -51,12 +51,12 @@ class Asked(NamedTuple):
     device: torch.device
 
 
-def known_choice(asked: Asked) -> Choice | None:
+def known_choice(asked: KernelKey) -> LoadedKernel | None:
     """What was chosen for calls with features: packed sequences come in ever new numbers of tokens."""
     return _choices.get(asked) if asked.problem.features else None
 
 
-def remember_choice(asked: Asked, choice: Choice) -> None:
+def remember_choice(asked: KernelKey, choice: LoadedKernel) -> None:
     """Keeps a choice for the next call that asks the same."""
     if not asked.problem.features:
         return
@@ -70,7 +70,7 @@ def forget_choices() -> None:
     _choices.clear()
 
 
-def chosen(selection: Selection, target: Target, asked: Asked) -> Choice:
+def chosen(selection: Selection, target: Target, asked: KernelKey) -> LoadedKernel:
     """The kernel of a selection, loaded, and proven unless a receipt covers it.
 
     Raises:
@@ -81,7 +81,7 @@ def chosen(selection: Selection, target: Target, asked: Asked) -> Choice:
     assert record.config is not None
     kernel = kernel_of(record, asked.specialization)
     if proven_by(selection, kernel.digest):
-        return Choice(kernel, target, binary_of(kernel, target, asked.device))
+        return LoadedKernel(kernel, target, binary_of(kernel, target, asked.device))
     problem = msgspec.structs.replace(asked.problem, causal=record.problem.causal)
     with rehearsing(kernel, problem, record.config, target, asked.device):
         binary = binary_of(kernel, target, asked.device)
@@ -89,11 +89,11 @@ def chosen(selection: Selection, target: Target, asked: Asked) -> Choice:
         raise VerificationError(
             f"the {record.family} kernel for {asked.problem.key} failed its self-check on {target.name}"
         )
-    return Choice(kernel, target, binary)
+    return LoadedKernel(kernel, target, binary)
 
 
 def first_that_serves(
-    decision: Decision, asked: Asked, attempt: Callable[[Selection, Target], Served]
+    decision: Decision, asked: KernelKey, attempt: Callable[[Selection, Target], Served]
 ) -> Served:
     """What `attempt` makes of the first selection at which it does not fail; warnings say what serves.
 
@@ -117,20 +117,20 @@ def first_that_serves(
         except (KernelError, VerificationError):
             # The first failure is the one to be told; another kernel may still do.
             continue
-        tell_of_failure(failure, name, asked.problem)
+        warn_of_failure(failure, name, asked.problem)
         return served
     raise failure
 
 
-def tell_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
+def warn_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
     """Warns that something else serves than was selected."""
     # A server that meets ever new lengths would be told of the same kernel at each of them.
-    tell_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")
+    warn_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")
 
 
-def _instead(selection: Selection, target: Target, asked: Asked) -> Iterator[tuple[Selection, str]]:
+def _instead(selection: Selection, target: Target, asked: KernelKey) -> Iterator[tuple[Selection, str]]:
     """What is tried, each with a name, where the kernel of a decision fails."""
-    tuned = of_nearest(selection)
+    tuned = nearest_selection(selection)
     if tuned is not None:
         yield tuned, "the config of the nearest tuned shape"
     if asked.prefer is Prefer.GENERATED:
@@ -150,4 +150,4 @@ def _tell_of_fallback(selection: Selection, problem: Problem) -> None:
     else:
         return
     # Once for each pass.
-    tell_once(f"untuned {problem.direction}", f"{what}: run {search_command(problem)}")
+    warn_once(f"untuned {problem.direction}", f"{what}: run {search_command(problem)}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.request.options import Call, Options
 from flashtune.request.request import Result
 
@@ -56,7 +56,7 @@ def call_of(
     window = window_left, window_right
     numbers = len(Options._fields) - 6
     options = Options(causal, layout, kv_layout, return_lse, prefer, window, *rest[:numbers])  # type: ignore[arg-type]
-    return Call(q, k, k if v is None else v, scale, options, Side(*rest[numbers:]))  # type: ignore[arg-type]
+    return Call(q, k, k if v is None else v, scale, options, ExtraInputs(*rest[numbers:]))  # type: ignore[arg-type]
 
 
 def contiguous(result: Result) -> Result:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.runtime.autograd import only_once
 from flashtune.runtime.torch_modes import refuse_batches
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function
 
-    from flashtune.request.request import Result, Serve
+    from flashtune.request.request import Executor, Result
 else:
     # As in `flashtune.runtime.autograd`.
     from torch.autograd.function import _SingleLevelFunction as Function
@@ -33,19 +33,21 @@ class Passes(NamedTuple):
 
     Attributes:
         forward: Gives the output and the log-sum-exp.
-        backward: As `flashtune.runtime.backward_executors.ServeBackward` without side inputs; of what
+        backward: As `flashtune.runtime.backward_executors.BackwardExecutor` without side inputs; of what
             it gives the first three are taken.
     """
 
-    forward: Serve
+    forward: Executor
     backward: Callable[..., tuple[Tensor | None, ...]]
 
 
-def plainly_differentiable(passes: Passes) -> Serve:
+def plainly_differentiable(passes: Passes) -> Executor:
     """A server through which autograd goes back."""
     apply = PlainAttend.apply
 
-    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: Side = NO_SIDE) -> Result:
+    def serve(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
+    ) -> Result:
         result: Result = apply(q, k, v, passes, scale)  # type: ignore[no-untyped-call]
         return result
 

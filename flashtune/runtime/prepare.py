@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flashtune.core.errors import KernelError, VerificationError
-from flashtune.core.extra_inputs import NO_SIDE, Side
-from flashtune.core.notices import tell_once
-from flashtune.dispatch.decision import Server, baseline, decide, needed_specialization, output_like
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.notices import warn_once
+from flashtune.dispatch.decision import Backend, baseline, decide, output_like, required_specialization
 from flashtune.dispatch.masked_sdpa import may_serve, refusal
-from flashtune.dispatch.sdpa import usual_backend
+from flashtune.dispatch.sdpa import default_backend
 from flashtune.launch.forward import bind
-from flashtune.request.request import Prefer, Request, Serve
+from flashtune.request.request import Executor, Prefer, Request
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.executors import (
     baseline_server,
@@ -26,13 +26,13 @@ from flashtune.runtime.executors import (
     types_as_given,
 )
 from flashtune.runtime.kernel_fallback import (
-    Asked,
-    Choice,
+    KernelKey,
+    LoadedKernel,
     chosen,
     first_that_serves,
     known_choice,
     remember_choice,
-    tell_of_failure,
+    warn_of_failure,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from flashtune.dispatch.decision import Decision
 
 
-def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Serve:
+def prepare(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> Executor:
     """What serves a request that no one goes back through from now on: compiled, loaded and proven.
 
     Raises:
@@ -58,50 +60,52 @@ def prepare(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_S
         return bound_forward(choice, request, q, k, v, side)
     # Whether SDPA serves a mask depends on strides too, on which choices do not.
     decision = decide(request, q, k, v, side)
-    if decision.server is Server.SDPA and request.problem.features:
+    if decision.server is Backend.SDPA and request.problem.features:
         served = _masked(request, q, k, v, side)
         if served is not None:
             return served
         decision = decide(request, q, k, v, side)
-        if decision.server is Server.SDPA:
+        if decision.server is Backend.SDPA:
             # A trial that ran out of memory is not remembered.
-            decision = msgspec.structs.replace(decision, server=Server.GENERATED)
-    if choice is not None and decision.server is Server.GENERATED:
+            decision = msgspec.structs.replace(decision, server=Backend.GENERATED)
+    if choice is not None and decision.server is Backend.GENERATED:
         return bound_forward(choice, request, q, k, v, side)
-    if decision.server in (Server.GENERATED, Server.INTERPRETER):
+    if decision.server in (Backend.GENERATED, Backend.INTERPRETER):
         return _generated_or_baseline(decision, request, q, k, v, side)
-    if decision.server is Server.NOBODY:
+    if decision.server is Backend.NOBODY:
         return functools.partial(nothing, request)
     return baseline_server(decision.server, request)
 
 
-def _masked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Serve | None:
+def _masked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Executor | None:
     """Returns a server by SDPA with a mask, or warns and returns None where a trial fails."""
     assert side.bias is not None
     views = request.views(q, k, v)
     with types_as_given(q):
-        backend = usual_backend(*views, request.problem, side.bias)
-        why_not = refusal(request, backend, *views, side.bias)
-    if why_not is None:
+        backend = default_backend(*views, request.problem, side.bias)
+        unsupported_reason = refusal(request, backend, *views, side.bias)
+    if unsupported_reason is None:
         return masked_server(request, backend)
-    tell_once("masked SDPA", f"torch's SDPA {why_not}, so another kernel serves {request.problem.key}")
+    warn_once(
+        "masked SDPA", f"torch's SDPA {unsupported_reason}, so another kernel serves {request.problem.key}"
+    )
     return None
 
 
 def prepare_generated(
-    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
-) -> Serve:
+    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> Executor:
     """The generated kernel that a decision leads to, or one that serves in its place.
 
     Raises:
         KernelError: None compiles or loads.
         VerificationError: They are wrong on this GPU.
     """
-    if decision.server is Server.INTERPRETER:
+    if decision.server is Backend.INTERPRETER:
         return functools.partial(interpreted, decision, request)
     asked = asked_forward(request, q, k, v, side)
 
-    def attempt(selection: Selection, target: Target) -> Serve:
+    def attempt(selection: Selection, target: Target) -> Executor:
         choice = chosen(selection, target, asked)
         served = bound_forward(choice, request, q, k, v, side)
         remember_choice(asked, choice)
@@ -110,28 +114,35 @@ def prepare_generated(
     return first_that_serves(decision, asked, attempt)
 
 
-def asked_forward(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Asked:
+def asked_forward(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> KernelKey:
     """What the choice of a forward kernel hangs on."""
-    needed = needed_specialization(request, q, k, v, side)
-    return Asked(request.problem, needed, request.prefer, request.device)
+    needed = required_specialization(request, q, k, v, side)
+    return KernelKey(request.problem, needed, request.prefer, request.device)
 
 
 def _generated_or_baseline(
-    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
-) -> Serve:
+    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> Executor:
     try:
         return prepare_generated(decision, request, q, k, v, side)
     except (KernelError, VerificationError) as failure:
         if request.prefer is Prefer.GENERATED:
             raise
         instead = baseline(request)
-        tell_of_failure(failure, in_words(instead), request.problem)
+        warn_of_failure(failure, in_words(instead), request.problem)
         return baseline_server(instead, request)
 
 
 def bound_forward(
-    choice: Choice, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
-) -> Serve:
+    choice: LoadedKernel,
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
+) -> Executor:
     """A chosen kernel bound to these strides.
 
     Raises:

@@ -15,34 +15,34 @@ import msgspec
 import torch
 
 from flashtune.core.errors import KernelError, VerificationError
-from flashtune.core.extra_inputs import NO_SIDE, Side
-from flashtune.core.notices import tell_once
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.notices import warn_once
 from flashtune.core.problem import Bias
-from flashtune.dispatch.decision import Decision, Server, baseline
+from flashtune.dispatch.decision import Backend, Decision, baseline
 from flashtune.dispatch.pair_decision import (
     PairDecision,
     backward_specialization,
     decide_pair,
     side_gradients,
 )
-from flashtune.request.request import Prefer, Request, Serve
+from flashtune.request.request import Executor, Prefer, Request
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.autograd import Pair, differentiable, with_side
 from flashtune.runtime.backward_executors import (
+    BackwardExecutor,
     BackwardServer,
     Gradients,
-    ServeBackward,
     interpreted_backward,
 )
 from flashtune.runtime.executors import baseline_server, in_words, nothing
 from flashtune.runtime.kernel_fallback import (
-    Asked,
-    Choice,
+    KernelKey,
+    LoadedKernel,
     chosen,
     first_that_serves,
     known_choice,
     remember_choice,
-    tell_of_failure,
+    warn_of_failure,
 )
 from flashtune.runtime.plain_autograd import Passes, plainly_differentiable
 from flashtune.runtime.prepare import asked_forward, bound_forward, prepare_generated
@@ -55,7 +55,9 @@ if TYPE_CHECKING:
     from flashtune.request.request import Request
 
 
-def prepare_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Serve:
+def prepare_pair(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> Executor:
     """What serves a request through which autograd goes back.
 
     Raises:
@@ -77,12 +79,12 @@ def prepare_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side =
         if request.prefer is Prefer.GENERATED:
             raise
         instead = baseline(request)
-        tell_of_failure(failure, f"{in_words(instead)} (in both passes)", request.backward)
+        warn_of_failure(failure, f"{in_words(instead)} (in both passes)", request.backward)
         return baseline_server(instead, request)
     return _paired(forward, backward, request, side)
 
 
-def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Serve | None:
+def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Executor | None:
     """Kernels that were chosen for such calls, bound to these lengths."""
     first = known_choice(asked_forward(request.forward, q, k, v, side))
     last = known_choice(asked_backward(request, q, k, v, side))
@@ -92,7 +94,7 @@ def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side) -
     return _paired(forward, bound_backward(last, request, q, k, v, side), request, side)
 
 
-def _paired(forward: Serve, backward: ServeBackward, request: Request, side: Side) -> Serve:
+def _paired(forward: Executor, backward: BackwardExecutor, request: Request, side: ExtraInputs) -> Executor:
     if not request.problem.features and not request.return_lse:
         plainly = backward.plainly if isinstance(backward, BackwardServer) else backward
         return plainly_differentiable(Passes(forward, plainly))
@@ -100,7 +102,9 @@ def _paired(forward: Serve, backward: ServeBackward, request: Request, side: Sid
     return differentiable(Pair(forward, with_side(backward, request.layout, wanted), request.return_lse))
 
 
-def prepare_alone(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> ServeBackward:
+def prepare_alone(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> BackwardExecutor:
     """What computes gradients where the forward pass was an operator's, and so can no longer be a baseline.
 
     Raises:
@@ -119,13 +123,13 @@ def prepare_alone(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side 
     except (KernelError, VerificationError) as failure:
         if request.prefer is Prefer.GENERATED:
             raise
-        tell_of_failure(failure, "the unfused computation", request.backward)
+        warn_of_failure(failure, "the unfused computation", request.backward)
         return recomputed(request)
 
 
-def recomputed(request: Request) -> ServeBackward:
+def recomputed(request: Request) -> BackwardExecutor:
     """Gradients by computing the forward pass again, unfused."""
-    standard = baseline_server(Server.STANDARD, request)
+    standard = baseline_server(Backend.STANDARD, request)
     written = {"bias": request.problem.bias is Bias.ADDITIVE, "slopes": request.problem.alibi}
     names = [name for name, given in written.items() if given]
 
@@ -138,7 +142,7 @@ def recomputed(request: Request) -> ServeBackward:
         dout: Tensor,
         dlse: Tensor | None,
         scale: float | None,
-        side: Side = NO_SIDE,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> Gradients:
         del out, lse
         if request.is_empty:
@@ -172,30 +176,30 @@ def _autograd_inside_operator() -> Iterator[None]:
         yield
 
 
-def baseline_of_pair(decision: PairDecision, request: Request) -> Serve:
+def baseline_of_pair(decision: PairDecision, request: Request) -> Executor:
     """The baseline that serves both passes; a warning says so where no family computes them."""
-    server: Server = decision.backward.server
-    if server is Server.NOBODY:
+    server: Backend = decision.backward.server
+    if server is Backend.NOBODY:
         return functools.partial(nothing, request)
     if decision.backward.selection is None and not request.is_double:
-        tell_once("gradients", f"{decision.backward.reason}, so {in_words(server)} serves both passes")
+        warn_once("gradients", f"{decision.backward.reason}, so {in_words(server)} serves both passes")
     return baseline_server(server, request)
 
 
 def prepare_backward(
-    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
-) -> ServeBackward:
+    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> BackwardExecutor:
     """What computes the gradients of a request from now on: compiled, loaded and proven.
 
     Raises:
         KernelError: No kernel compiles and loads.
         VerificationError: They are wrong on this GPU.
     """
-    if decision.server is Server.INTERPRETER:
+    if decision.server is Backend.INTERPRETER:
         return functools.partial(interpreted_backward, decision, request)
     asked = asked_backward(request, q, k, v, side)
 
-    def attempt(selection: Selection, target: Target) -> ServeBackward:
+    def attempt(selection: Selection, target: Target) -> BackwardExecutor:
         choice = chosen(selection, target, asked)
         server = bound_backward(choice, request, q, k, v, side)
         remember_choice(asked, choice)
@@ -204,15 +208,22 @@ def prepare_backward(
     return first_that_serves(decision, asked, attempt)
 
 
-def asked_backward(request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE) -> Asked:
+def asked_backward(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> KernelKey:
     """What the choice of a backward kernel hangs on."""
     needed = backward_specialization(request, q, k, v, side)
-    return Asked(request.backward, needed, request.prefer, request.device)
+    return KernelKey(request.backward, needed, request.prefer, request.device)
 
 
 def bound_backward(
-    choice: Choice, request: Request, q: Tensor, k: Tensor, v: Tensor, side: Side = NO_SIDE
-) -> ServeBackward:
+    choice: LoadedKernel,
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
+) -> BackwardExecutor:
     """A chosen kernel, bound to a gradient that lies as the output does.
 
     Raises:

@@ -13,7 +13,7 @@ import torch
 
 from flashtune.core.errors import StoreError, TableError
 from flashtune.core.file_lock import alone_with
-from flashtune.core.notices import tell_once
+from flashtune.core.notices import warn_once
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import kernel_folder
 
@@ -222,4 +222,4 @@ def _remember(kernel: Kernel, target: Target, verdict: Verdict, seconds: float) 
 
 
 def _tell_of_database(error: StoreError) -> None:
-    tell_once("database", f"{error} (until then kernels are checked again in every process)")
+    warn_once("database", f"{error} (until then kernels are checked again in every process)")

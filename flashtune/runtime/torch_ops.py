@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.arguments import checked
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import Layout
 from flashtune.request.feature_request import check_call, read_call
 from flashtune.request.options import Call, Options, seeded
@@ -40,7 +40,7 @@ def call_op(
     layout: str,
     return_lse: bool,
     prefer: str,
-    scales: Side = NO_SIDE,
+    scales: ExtraInputs = NO_EXTRA_INPUTS,
     deterministic: bool = False,
 ) -> Result:
     """The operator of a call; torch.compile traces through this into one node."""

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Dtype, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.runtime.value_checks import check_pages
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
 
 
-def standard_attention(
+def unfused_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: Causal = Causal.NONE, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Attention by two matrix products of the inputs' dtype and a softmax in float32, or float64 as they.
@@ -54,9 +54,7 @@ def standard_attention(
     if causal is Causal.BOTTOM_RIGHT and seqlen_q > seqlen_kv:
         # The first queries see no key; left out, they put no 0/0 into gradients either.
         blind = seqlen_q - seqlen_kv
-        out, lse = standard_attention(
-            q[:, :, blind:], k, v, scale=scale, causal=causal, return_lse=return_lse
-        )
+        out, lse = unfused_attention(q[:, :, blind:], k, v, scale=scale, causal=causal, return_lse=return_lse)
         return pad(out, (0, 0, blind, 0)), lse if lse is None else pad(lse, (blind, 0), value=-torch.inf)
     scores = scaled_scores(q, k, scale)
     if causal is not Causal.NONE:
@@ -97,8 +95,8 @@ def _widens(q: Tensor, k: Tensor) -> bool:
     return q.is_cuda and torch.version.hip is None and q.element_size() == 2 and not needs_grad
 
 
-def standard_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
-    """HBM traffic of `standard_attention`, item by item, in bytes; of a backward problem autograd's.
+def standard_hbm_items(problem: Problem) -> tuple[BytesItem, ...]:
+    """HBM traffic of `unfused_attention`, item by item, in bytes; of a backward problem autograd's.
 
     Each operator reads its whole input from HBM and writes its whole output there, scores in float32.
     """
@@ -108,44 +106,42 @@ def standard_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
     queries = problem.batch * problem.heads * problem.seqlen_q * size
     keys = problem.batch * problem.kv_heads * problem.seqlen_kv * size
     pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
-    mask = TrafficItem("scores read and written to mask them", pairs * 2 * SCORE_BYTES)
-    rounding = TrafficItem("weights read and written to round them", pairs * (SCORE_BYTES + size))
+    mask = BytesItem("scores read and written to mask them", pairs * 2 * SCORE_BYTES)
+    rounding = BytesItem("weights read and written to round them", pairs * (SCORE_BYTES + size))
     return (
-        TrafficItem("q read once", queries * problem.head_dim),
-        TrafficItem("k and v read once", keys * (problem.head_dim + problem.value_head_dim)),
-        TrafficItem("scores written by the first product", pairs * SCORE_BYTES),
-        TrafficItem("scores read and written to scale them", pairs * 2 * SCORE_BYTES),
+        BytesItem("q read once", queries * problem.head_dim),
+        BytesItem("k and v read once", keys * (problem.head_dim + problem.value_head_dim)),
+        BytesItem("scores written by the first product", pairs * SCORE_BYTES),
+        BytesItem("scores read and written to scale them", pairs * 2 * SCORE_BYTES),
         *(() if problem.causal is Causal.NONE else (mask,)),
-        TrafficItem("scores read and weights written by the softmax", pairs * 2 * SCORE_BYTES),
+        BytesItem("scores read and weights written by the softmax", pairs * 2 * SCORE_BYTES),
         *(() if problem.dtype is Dtype.FP32 else (rounding,)),
-        TrafficItem("weights read by the second product", pairs * size),
-        TrafficItem("out written once", queries * problem.value_head_dim),
+        BytesItem("weights read by the second product", pairs * size),
+        BytesItem("out written once", queries * problem.value_head_dim),
     )
 
 
-def _gradient_hbm_items(problem: Problem) -> tuple[TrafficItem, ...]:
+def _gradient_hbm_items(problem: Problem) -> tuple[BytesItem, ...]:
     """The weights are kept in both types, and gradients of weights and scores are made beside them."""
     size = problem.dtype.itemsize
     queries = problem.batch * problem.heads * problem.seqlen_q * size
     keys = problem.batch * problem.kv_heads * problem.seqlen_kv * size
     pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
-    widening = TrafficItem(
+    widening = BytesItem(
         "the weights' gradients read and written to widen them", pairs * (SCORE_BYTES + size)
     )
-    mask = TrafficItem("the scores' gradients read and written to mask them", pairs * 2 * SCORE_BYTES)
+    mask = BytesItem("the scores' gradients read and written to mask them", pairs * 2 * SCORE_BYTES)
     return (
-        TrafficItem("dout read for dv and for the weights' gradients", 2 * queries * problem.value_head_dim),
-        TrafficItem("q, k and v read once", queries * problem.head_dim + keys * _both(problem)),
-        TrafficItem("weights read for dv", pairs * size),
-        TrafficItem("the weights' gradients written", pairs * size),
+        BytesItem("dout read for dv and for the weights' gradients", 2 * queries * problem.value_head_dim),
+        BytesItem("q, k and v read once", queries * problem.head_dim + keys * _both(problem)),
+        BytesItem("weights read for dv", pairs * size),
+        BytesItem("the weights' gradients written", pairs * size),
         *(() if problem.dtype is Dtype.FP32 else (widening,)),
-        TrafficItem(
-            "weights and their gradients read, the scores' gradients written", pairs * 3 * SCORE_BYTES
-        ),
+        BytesItem("weights and their gradients read, the scores' gradients written", pairs * 3 * SCORE_BYTES),
         *(() if problem.causal is Causal.NONE else (mask,)),
-        TrafficItem("the scores' gradients read and written to scale them", pairs * 2 * SCORE_BYTES),
-        TrafficItem("the scores' gradients read for dq and for dk", pairs * 2 * SCORE_BYTES),
-        TrafficItem("dq, dk and dv written once", queries * problem.head_dim + keys * _both(problem)),
+        BytesItem("the scores' gradients read and written to scale them", pairs * 2 * SCORE_BYTES),
+        BytesItem("the scores' gradients read for dq and for dk", pairs * 2 * SCORE_BYTES),
+        BytesItem("dq, dk and dv written once", queries * problem.head_dim + keys * _both(problem)),
     )
 
 
@@ -153,8 +149,15 @@ def _both(problem: Problem) -> int:
     return problem.head_dim + problem.value_head_dim
 
 
-def standard_features(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side, *, scale: float, return_lse: bool = False
+def unfused_features(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: ExtraInputs,
+    *,
+    scale: float,
+    return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with all features by two matrix products and a softmax in float32.
 
@@ -192,10 +195,10 @@ class _Sequence(NamedTuple):
     at: tuple[slice, slice, slice]
     k: Tensor
     v: Tensor
-    side: Side
+    side: ExtraInputs
 
 
-def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Iterator[_Sequence]:
+def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Iterator[_Sequence]:
     """One sequence after the other: copies of all at once would take the memory of a second cache."""
     if side.block_table is not None:
         assert side.seqlens_kv is not None
@@ -219,7 +222,7 @@ def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) ->
             table = side.block_table[b, : -(-length // problem.page_size)].long()
             keys = _gathered(k, side.k_scale, table, length, q.dtype)
             values = _gathered(v, side.v_scale, table, length, q.dtype)
-        alone = Side(
+        alone = ExtraInputs(
             slopes=None if side.slopes is None else side.slopes[b : b + 1],
             sinks=side.sinks,
             prefix=None if side.prefix is None else side.prefix[b : b + 1],
@@ -244,7 +247,7 @@ def _gathered(pages: Tensor, scale: Tensor | None, table: Tensor, length: int, d
 
 
 def _dense(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side, scale: float, first_row: int = 0
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs, scale: float, first_row: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of sequences in dense tensors; `first_row` is that of a packed one."""
     batch, heads, seqlen_q, _ = q.shape
@@ -273,7 +276,7 @@ def _dense(
     return _averages(scores.masked_fill(~seen, -torch.inf), v, side.sinks, factors)
 
 
-def _visible(problem: Problem, q: Tensor, k: Tensor, side: Side) -> tuple[Tensor, Tensor]:
+def _visible(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> tuple[Tensor, Tensor]:
     """Places of queries among the keys, [batch or 1, seqlen_q], and which keys each sees, of all heads."""
     lengths = side.seqlens_kv
     if lengths is None:

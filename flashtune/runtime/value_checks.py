@@ -18,9 +18,9 @@ from flashtune.core.errors import ProblemError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.extra_inputs import Side
+    from flashtune.core.extra_inputs import ExtraInputs
     from flashtune.core.problem import Problem
-    from flashtune.request.request import Request, Result, Serve
+    from flashtune.request.request import Executor, Request, Result
 
 VARIABLE = "FLASHTUNE_CHECK"
 
@@ -30,7 +30,7 @@ def values_are_checked(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-def with_checks(serve: Serve, request: Request) -> Serve:
+def with_checks(serve: Executor, request: Request) -> Executor:
     """Returns a server that checks the values of each call's lengths, or the server itself without need."""
     problem = request.problem
     has_values = problem.packed or problem.page_size or problem.lengths or problem.prefix
@@ -66,7 +66,7 @@ def check_slot_values(slots: Tensor, rows: int) -> None:
         )
 
 
-def check_values(request: Request, q: Tensor, k: Tensor, side: Side) -> None:
+def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> None:
     """Checks the values of a call's lengths, starts and block table.
 
     Args:
@@ -127,7 +127,7 @@ def is_capturing(tensor: Tensor) -> bool:
 
 
 def _checked(
-    serve: Serve, request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: Side
+    serve: Executor, request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs
 ) -> Result:
     if not is_capturing(q):
         check_values(request, q, k, side)

@@ -17,7 +17,7 @@ from flashtune.core.problem import Problem
 from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.lengths import Lengths, equal_lengths, is_ragged, usual_lengths
 from flashtune.verification.probes import Probe
-from flashtune.verification.serving_shapes import Posed, posed
+from flashtune.verification.serving_shapes import ServingCase, posed
 from flashtune.verification.shapes import MAX_BLOCKS, ROUNDS, Shape, Tile, rounds_of, shapes_of, third_tiles
 
 TENSORS = ("q", "k", "v", "out")
@@ -142,7 +142,9 @@ def main_cases(problem: Problem) -> tuple[Case, ...]:
             Shape(Probe.NEEDLE, *_longest(lengths)),
         )
         heads = (fitting.heads, fitting.kv_heads)
-        return tuple(_served(fitting, (Posed(shape, heads, lengths, True) for shape in shapes), 64, (1.0,)))
+        return tuple(
+            _served(fitting, (ServingCase(shape, heads, lengths, True) for shape in shapes), 64, (1.0,))
+        )
     # The block is fixed, so that configs with different tiles share inputs and reference.
     common = {"problem": fitting, "block": 64, "scale": problem.head_dim**-0.5}
     return (
@@ -158,7 +160,7 @@ def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
         queries = 1 if splits_of(config) else block_m + 1
         lengths = Lengths((queries, queries), (2 * block_n + 1, 2 * block_n - 1))
         heads = (16, 1) if problem.latent else (4, 2)
-        one = Posed(Shape(Probe.RANDOM, *_longest(lengths)), heads, lengths, is_ragged(problem))
+        one = ServingCase(Shape(Probe.RANDOM, *_longest(lengths)), heads, lengths, is_ragged(problem))
         (case,) = _served(problem, (one,), block_n, (1.0,))
         return tuple(msgspec.structs.replace(case, far=tensor) for tensor in range(len(TENSORS)))
     small = msgspec.structs.replace(
@@ -207,7 +209,7 @@ def cases_of(
 
 
 def _served(
-    problem: Problem, problems: Iterable[Posed], block: int, factors: tuple[float, ...] = SCALES
+    problem: Problem, problems: Iterable[ServingCase], block: int, factors: tuple[float, ...] = SCALES
 ) -> Iterator[Case]:
     """Yields cases of decoding, or with features such as sequences of different lengths."""
     turns = zip(itertools.cycle(factors), itertools.cycle((Layout.BSHD, Layout.BHSD)))

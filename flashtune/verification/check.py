@@ -21,7 +21,7 @@ from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Verdict
 from flashtune.launch.compilation import first_line, interpreting
 from flashtune.launch.forward import Binary, compile_binary
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.verification.cases import Case, Level, splits_of
 from flashtune.verification.inputs.prepared import next_seed
@@ -218,7 +218,9 @@ def _supported(
         KernelError: The family supports none of the cases.
     """
     family, tensors = find_family(kernel.family), kernel.specialization
-    cases = tuple(one for one in planned if why_not(family, one[0].problem, target, tensors) is None)
+    cases = tuple(
+        one for one in planned if unsupported_reason(family, one[0].problem, target, tensors) is None
+    )
     if not cases:
         raise KernelError(f"{kernel.family} refuses every problem of the proof: prove it at another problem")
     return cases

@@ -19,7 +19,7 @@ from flashtune.verification.reference.masks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.extra_inputs import Side
+    from flashtune.core.extra_inputs import ExtraInputs
     from flashtune.core.problem import Problem
     from flashtune.verification.lengths import Lengths
 
@@ -31,7 +31,7 @@ FIRST_HIDDEN = 9.0
 
 
 def at_edges(
-    problem: Problem, scale: float, lengths: Lengths, side: Side, generator: torch.Generator
+    problem: Problem, scale: float, lengths: Lengths, side: ExtraInputs, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Returns queries and keys such that each query matches two neighbour keys, one visible and one hidden.
 
@@ -66,7 +66,7 @@ def _next(lengths: Lengths, sequence: int) -> int:
 
 
 def _neighbours(
-    problem: Problem, lengths: Lengths, side: Side, generator: torch.Generator
+    problem: Problem, lengths: Lengths, side: ExtraInputs, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Returns a visible key of each row and a hidden neighbour: [batch, heads, seqlen_q] on the CPU."""
     number = torch.arange(problem.batch * problem.heads)

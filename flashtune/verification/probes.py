@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.problem import KvScale
 from flashtune.verification.inputs.cpu_generator import aside
 from flashtune.verification.lengths import equal_lengths
@@ -25,7 +25,7 @@ DEPTH = 150.0
 # Scores of `rising` rise by this much from the first key to the last.
 CLIMB = 14.0
 # Scores of `steep` rise by CLIMB times a power of two with an exponent in this range, in a share of the rows.
-LEAST_STEEP, MOST_STEEP = -2.0, 3.5
+MIN_STEEP, MAX_STEEP = -2.0, 3.5
 STEEP_SHARE = 1 / 12
 NEEDLE = 8.0
 # Factor of queries and keys of `faint`. The product of their scales is zero in float32.
@@ -90,7 +90,7 @@ def make_values(
     block: int,
     generator: torch.Generator,
     lengths: Lengths | None = None,
-    side: Side = NO_SIDE,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Values:
     """Returns new values for a probe.
 
@@ -230,9 +230,9 @@ def _few_steep(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     The last rows of the first and of the last head have the largest positive and negative slope.
     """
     here, power, way = (torch.rand(shape, generator=generator, dtype=torch.float32) for _ in range(3))
-    steep = 2.0 ** (LEAST_STEEP + (MOST_STEEP - LEAST_STEEP) * power)
+    steep = 2.0 ** (MIN_STEEP + (MAX_STEEP - MIN_STEEP) * power)
     some = (here < STEEP_SHARE) * steep * (1.0 - 2.0 * (way < 0.5))
-    some[0, 0, -1], some[-1, -1, -1] = 2.0**MOST_STEEP, -(2.0**MOST_STEEP)
+    some[0, 0, -1], some[-1, -1, -1] = 2.0**MAX_STEEP, -(2.0**MAX_STEEP)
     return some
 
 

@@ -37,7 +37,7 @@ DECODED_GROUP, FEW_PARTS = 16, 8
 MANY_HEADS, MANY_BATCH = (8, 4), 41
 
 
-class Posed(NamedTuple):
+class ServingCase(NamedTuple):
     """A shape with the heads and sequence lengths of a test case.
 
     Attributes:
@@ -53,7 +53,7 @@ class Posed(NamedTuple):
     ragged: bool
 
 
-def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bool) -> Iterator[Posed]:
+def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bool) -> Iterator[ServingCase]:
     """Yields the problems of a check in a fixed order.
 
     Args:
@@ -89,7 +89,7 @@ def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bo
         yield even_lengths(problem, shape, (many, kv_heads), batch)
 
 
-def _decoded_tiles(tile: Tile, splits: int, problem: Problem) -> Posed:
+def _decoded_tiles(tile: Tile, splits: int, problem: Problem) -> ServingCase:
     """Returns a problem with three tiles of rows per KV head, and three blocks of keys in each split."""
     group = max(DECODED_GROUP, tile.queries) if problem.latent else DECODED_GROUP
     queries = 2 * tile.queries // group + 1
@@ -99,7 +99,7 @@ def _decoded_tiles(tile: Tile, splits: int, problem: Problem) -> Posed:
         group, queries = 1, 2 * max(tile.queries, tile.keys) + 1
         keys = queries
     lengths = Lengths((queries,), (keys,))
-    return Posed(Shape(Probe.RANDOM, queries, keys), (group, 1), lengths, is_ragged(problem))
+    return ServingCase(Shape(Probe.RANDOM, queries, keys), (group, 1), lengths, is_ragged(problem))
 
 
 def _plain(tile: Tile, problem: Problem, quick: bool) -> Iterator[Shape]:
@@ -198,14 +198,14 @@ def _few_queries(shape: Shape, heads: tuple[int, int], problem: Problem) -> Shap
 
 def with_lengths(
     problem: Problem, shape: Shape, heads: tuple[int, int], turn: int, batch: int, *, quick: bool
-) -> Posed:
+) -> ServingCase:
     """Returns a problem with the longest sequence and shorter ones with border lengths.
 
     `turn` rotates the order of the sequences.
     """
     queries, keys = max(1, shape.seqlen_q), max(1, shape.seqlen_kv)
     if not is_ragged(problem):
-        return Posed(shape, heads, Lengths((queries,) * batch, (keys,) * batch), False)
+        return ServingCase(shape, heads, Lengths((queries,) * batch, (keys,) * batch), False)
     if problem.packed:
         pairs = [
             (queries, keys), (0, 0), (1, 1), (queries, -(-keys // 2)), (2, 0), (0, 3),
@@ -215,10 +215,10 @@ def with_lengths(
         pairs = [(queries, length) for length in (keys, 0, 1, -(-keys // 2), max(1, keys - 1))]
     pairs = pairs[: len(pairs) - 1 if quick else None]
     turned = pairs[-turn % len(pairs) :] + pairs[: -turn % len(pairs)]
-    return Posed(shape, heads, Lengths(*(tuple(part) for part in zip(*turned, strict=True))), True)
+    return ServingCase(shape, heads, Lengths(*(tuple(part) for part in zip(*turned, strict=True))), True)
 
 
-def even_lengths(problem: Problem, shape: Shape, heads: tuple[int, int], batch: int) -> Posed:
+def even_lengths(problem: Problem, shape: Shape, heads: tuple[int, int], batch: int) -> ServingCase:
     """Returns a problem with sequences of nearly equal lengths, which has many tiles."""
     if problem.latent:
         heads = LATENT_HEADS[0]
@@ -227,7 +227,7 @@ def even_lengths(problem: Problem, shape: Shape, heads: tuple[int, int], batch: 
         max(1, shape.seqlen_q - (step * index if problem.packed else 0)) for index in range(batch)
     )
     keys = tuple(max(1, shape.seqlen_kv - 3 * step * (index % 16)) for index in range(batch))
-    return Posed(shape, heads, Lengths(queries, keys), step > 0)
+    return ServingCase(shape, heads, Lengths(queries, keys), step > 0)
 
 
 def _around(side: int, multiples: Iterable[int]) -> list[int]:

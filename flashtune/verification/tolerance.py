@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24, Dtype.E4M3: 2.0**-4}
 FLOAT32_ROUNDOFF = UNIT_ROUNDOFF[Dtype.FP32]
 # Half of the smallest positive number, for rows whose largest element is near zero.
-LEAST_ROUNDING = {Dtype.BF16: 2.0**-134, Dtype.FP16: 2.0**-25, Dtype.FP32: 2.0**-150}
+MIN_ROUNDING = {Dtype.BF16: 2.0**-134, Dtype.FP16: 2.0**-25, Dtype.FP32: 2.0**-150}
 # The smallest normal number of float32. Smaller numbers may become zero.
-LEAST_NORMAL = 2.0**-126
+MIN_NORMAL = 2.0**-126
 # A probability that becomes zero loses the contribution of its value. Values of a check are below this bound.
 LARGEST_VALUE = 2.0**12
 # Unnormalised probabilities are between 0 and this value when they are rounded. e4m3 has few small numbers,
@@ -61,14 +61,14 @@ PRODUCTS_AT_ONCE = 32
 # fp16 on an H200 if all products of a row had the same sign.
 PRODUCTS_OF_A_STEP = 16
 ROUNDOFFS_OF_A_STEP = 2.0
-LEAST_SCORE_STEPS = 16.0
+MIN_SCORE_STEPS = 16.0
 # Roundoffs of the GPU's approximate exponential, division and logarithm. Also those of a hyperbolic tangent
 # that is computed from these, in proportion to the softcap.
 FUNCTION_STEPS = 32.0
 # Replaces minus infinity when results are compared: a float64 outside the range of float32.
 FAR = -1e200
 # Keys whose probability is lower than this, relative to the row's largest, are ignored.
-LEAST_WEIGHT = 2.0**-30
+MIN_WEIGHT = 2.0**-30
 # Roundings of an addition to a score: a product, the conversion to log2 units, the sum, the maximum's
 # subtraction.
 ADDING_STEPS = 4.0
@@ -107,7 +107,7 @@ def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     # The sum of the weights is in float32 too, and its error affects the whole row.
     summing = FLOAT32_ROUNDOFF * (4.0 + scale.keys.sqrt())
     # If a sink takes nearly all the weight, all other weights of a row may be subnormal.
-    least = LEAST_ROUNDING[problem.out_dtype] + LEAST_NORMAL * LARGEST_VALUE
+    least = MIN_ROUNDING[problem.out_dtype] + MIN_NORMAL * LARGEST_VALUE
     rounding = scale.largest * (UNIT_ROUNDOFF[problem.out_dtype] + summing) + least
     if problem.dtype.is_quantized:
         # The relative error of a weight is the error of its score, less the common error of the row's scores.
@@ -130,7 +130,7 @@ def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tenso
 
 def _score_steps(problem: Problem) -> float:
     """Returns the error of a score, in roundoffs of the largest score."""
-    return max(LEAST_SCORE_STEPS, problem.head_dim / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
+    return max(MIN_SCORE_STEPS, problem.head_dim / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
 
 
 def _laid_steps(scale: RowScale) -> Tensor | float:
@@ -185,7 +185,7 @@ def heaviest(added: Tensor, weights: Tensor) -> Tensor:
         weights: Weights of the same shape, relative to about the largest of the row.
     """
     # The cast makes numbers below one zero. A comparison would load another CUDA kernel.
-    return (added * (weights * (1 / LEAST_WEIGHT)).long().bool()).amax(-1)
+    return (added * (weights * (1 / MIN_WEIGHT)).long().bool()).amax(-1)
 
 
 def squared(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from flashtune.templates.common.args.backward_portable import (
 from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.model.sram import Chunk, head_chunks
 from flashtune.templates.common.model.traffic import cycled_rows, keys_kept, unpacked
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 FLOAT32 = 4
 # Maximum number of elements that a program of the prologue clears at once.
@@ -131,7 +131,7 @@ class BackwardFused:
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, FusedConfig)
         return fused_items(problem, config, target, specialization)
 
@@ -158,12 +158,12 @@ class BackwardFused:
         )
         return delta_span(problem, target) + keys
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         return ()
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, FusedConfig)
         problem = unpacked(problem)
         size = problem.dtype.itemsize
@@ -175,12 +175,12 @@ class BackwardFused:
         row_bytes = both + 2 * FLOAT32 + sums
         walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, at_once, target)
         return (
-            TrafficItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
-            TrafficItem("sums of dq cleared", rows * sums),
-            TrafficItem("k and v read once, dk and dv written", 2 * keys * both),
-            TrafficItem(f"q and dout read {often}", walked * (both + 2 * FLOAT32)),
-            TrafficItem(f"sums of dq added to {often}", walked * sums),
-            TrafficItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
+            BytesItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
+            BytesItem("sums of dq cleared", rows * sums),
+            BytesItem("k and v read once, dk and dv written", 2 * keys * both),
+            BytesItem(f"q and dout read {often}", walked * (both + 2 * FLOAT32)),
+            BytesItem(f"sums of dq added to {often}", walked * sums),
+            BytesItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
         )
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> FusedContext:

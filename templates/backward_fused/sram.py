@@ -7,7 +7,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_fused.space import FusedConfig, Products, Reduction, can_copy, chunks_of
 from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, engine_of
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 FLOAT32 = 4
 # From this many stages on, blocks are prefetched.
@@ -16,7 +16,7 @@ PIPELINED = 2
 
 def fused_items(
     problem: Problem, config: FusedConfig, target: Target, specialization: Specialization
-) -> tuple[TrafficItem, ...]:
+) -> tuple[BytesItem, ...]:
     """Returns the items that are live at one point of the main loop; none for unknown architectures."""
     ieee = config.products is Products.IEEE
     engine = engine_of(target, problem.dtype, config.block_n, config.num_warps, ieee)
@@ -26,8 +26,8 @@ def fused_items(
     qk_chunks, v_chunks = chunks_of(problem, config)
     row = (columns(qk_chunks) + columns(v_chunks)) * size
     streamed = config.num_stages if specialization.alignment * size >= ASYNC_BYTES else 0
-    held = TrafficItem("k and v", config.block_n * row)
-    flight = TrafficItem(f"q and dout, {streamed} in flight", streamed * config.block_m * row)
+    held = BytesItem("k and v", config.block_n * row)
+    flight = BytesItem(f"q and dout, {streamed} in flight", streamed * config.block_m * row)
     if streamed < PIPELINED:
         # Without prefetching, gradients can take the place of tiles.
         return held, flight
@@ -36,6 +36,6 @@ def fused_items(
     return (
         held,
         flight,
-        TrafficItem("gradients of scores", config.block_m * config.block_n * size),
-        TrafficItem("dq on its way to its sums", staged),
+        BytesItem("gradients of scores", config.block_m * config.block_n * size),
+        BytesItem("dq on its way to its sums", staged),
     )

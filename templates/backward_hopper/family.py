@@ -33,7 +33,7 @@ from flashtune.templates.backward_hopper.span import hopper_backward_span
 from flashtune.templates.backward_hopper.sram import hopper_backward_items
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
 from flashtune.templates.common.model.traffic import cycled_rows, keys_kept
-from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.family import BytesItem, Context
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
@@ -132,7 +132,7 @@ class BackwardHopper:
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, HopperBackwardConfig)
         return hopper_backward_items(problem, config)
 
@@ -150,7 +150,7 @@ class BackwardHopper:
         assert isinstance(config, HopperBackwardConfig)
         return hopper_backward_span(problem, config, target)
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         """Returns configs that differ only in the programs' first query blocks."""
         assert isinstance(config, HopperBackwardConfig)
         if may_rotate(problem):
@@ -158,7 +158,7 @@ class BackwardHopper:
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, HopperBackwardConfig)
         size = problem.dtype.itemsize
         both = (problem.head_dim + problem.value_head_dim) * size
@@ -169,12 +169,12 @@ class BackwardHopper:
         at_once = keys_kept(problem, config.block_n, target)
         walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, at_once, target)
         return (
-            TrafficItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
-            TrafficItem("sums of dq cleared", rows * sums),
-            TrafficItem("k and v read once, dk and dv written", 2 * keys * both),
-            TrafficItem(f"q and dout read {often}", walked * (both + 2 * FLOAT32)),
-            TrafficItem(f"sums of dq added to {often}", walked * sums),
-            TrafficItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
+            BytesItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
+            BytesItem("sums of dq cleared", rows * sums),
+            BytesItem("k and v read once, dk and dv written", 2 * keys * both),
+            BytesItem(f"q and dout read {often}", walked * (both + 2 * FLOAT32)),
+            BytesItem(f"sums of dq added to {often}", walked * sums),
+            BytesItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
         )
 
     def context(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashtune.core.problem import Problem
 from flashtune.templates.backward_hopper.space import ROWS, WIDEST, HopperBackwardConfig, width_of
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 BARRIER_BYTES = 8
 FLOAT32 = 4
@@ -21,7 +21,7 @@ DIVIDED_PRODUCTS = 4, 3
 TURNS = 4
 
 
-def hopper_backward_items(problem: Problem, config: HopperBackwardConfig) -> tuple[TrafficItem, ...]:
+def hopper_backward_items(problem: Problem, config: HopperBackwardConfig) -> tuple[BytesItem, ...]:
     """Returns all allocations of a program, in bytes."""
     size, width = problem.dtype.itemsize, width_of(problem)
     tile = config.block_m * width * size
@@ -35,10 +35,10 @@ def hopper_backward_items(problem: Problem, config: HopperBackwardConfig) -> tup
     rows = streamed + (RANDOM_WORDS * config.do_stages if problem.dropout else 0)
     waits = SIDES * streamed + of_slot * config.ds_stages + others + (TURNS if problem.deterministic else 0)
     return (
-        TrafficItem(f"q, {config.num_stages} in flight", config.num_stages * tile),
-        TrafficItem(f"dout, {config.do_stages} in flight", config.do_stages * tile),
-        TrafficItem("k and v", 2 * config.block_n * width * size),
-        TrafficItem(f"{passed}, {config.ds_stages} in flight", config.ds_stages * scores),
-        TrafficItem("what rows are weighed with", rows * config.block_m * FLOAT32),
-        TrafficItem("barriers", waits * BARRIER_BYTES),
+        BytesItem(f"q, {config.num_stages} in flight", config.num_stages * tile),
+        BytesItem(f"dout, {config.do_stages} in flight", config.do_stages * tile),
+        BytesItem("k and v", 2 * config.block_n * width * size),
+        BytesItem(f"{passed}, {config.ds_stages} in flight", config.ds_stages * scores),
+        BytesItem("what rows are weighed with", rows * config.block_m * FLOAT32),
+        BytesItem("barriers", waits * BARRIER_BYTES),
     )

@@ -31,7 +31,7 @@ from flashtune.templates.common.args.backward_portable import (
 )
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import unpacked
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 # Features that hide keys from only some queries of a block.
 MASKS = frozenset({Feature.WINDOW, Feature.CHUNK})
@@ -132,7 +132,7 @@ class BackwardSplit:
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, SplitConfig)
         return split_items(problem, config, target, specialization)
 
@@ -151,12 +151,12 @@ class BackwardSplit:
         assert isinstance(config, SplitConfig)
         return split_span(unpacked(problem), config, target)
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         return ()
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, SplitConfig)
         return split_traffic(unpacked(problem), config, target)
 

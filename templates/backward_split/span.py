@@ -12,7 +12,7 @@ from flashtune.templates.common.model.makespan_backward import (
     queries_span,
 )
 from flashtune.templates.common.model.traffic import cycled_rows, keys_kept, streamed_item, tiles_of_queries
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 FLOAT32 = 4
 
@@ -38,7 +38,7 @@ def split_span(problem: Problem, config: SplitConfig, target: Target) -> float:
     return delta_span(problem, target) + keys + queries
 
 
-def split_traffic(problem: Problem, config: SplitConfig, target: Target | None) -> tuple[TrafficItem, ...]:
+def split_traffic(problem: Problem, config: SplitConfig, target: Target | None) -> tuple[BytesItem, ...]:
     """Returns HBM traffic, item by item, in bytes. A varlen batch is passed as a batch."""
     size = problem.dtype.itemsize
     both = (problem.head_dim + problem.value_head_dim) * size
@@ -50,9 +50,9 @@ def split_traffic(problem: Problem, config: SplitConfig, target: Target | None) 
     at_once = tiles_of_queries(problem, config.dq_block_m, target, inner=config.heads_inner)
     streamed = streamed_item(problem, config.dq_block_m, config.dq_block_n, at_once, target)
     return (
-        TrafficItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
-        TrafficItem("k and v read once, dk and dv written", 2 * keys * both),
-        TrafficItem(f"q and dout read {often}", walked * row_bytes),
-        TrafficItem("q and dout read once, dq written", rows * (both + problem.head_dim * size)),
+        BytesItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
+        BytesItem("k and v read once, dk and dv written", 2 * keys * both),
+        BytesItem(f"q and dout read {often}", walked * row_bytes),
+        BytesItem("q and dout read once, dq written", rows * (both + problem.head_dim * size)),
         streamed,
     )

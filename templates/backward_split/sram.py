@@ -8,14 +8,14 @@ from flashtune.core.target import Target
 from flashtune.templates.backward_split.space import Products, SplitConfig, chunks_of
 from flashtune.templates.common.model.sram import columns
 from flashtune.templates.common.model.sram_backward import Walk, walk_columns, walk_items
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 KEYS, QUERIES = "k and v", "q and dout"
 
 
 def split_items(
     problem: Problem, config: SplitConfig, target: Target, specialization: Specialization
-) -> tuple[TrafficItem, ...]:
+) -> tuple[BytesItem, ...]:
     """Returns the items of the kernel or of its epilogue, whichever needs more."""
     queries = walk_items(_of_queries(problem, config), problem, target, specialization, (QUERIES, KEYS))
     keys = walk_items(_of_keys(problem, config), problem, target, specialization, (KEYS, QUERIES))

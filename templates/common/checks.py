@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashtune.core.kernel import POINTER_ALIGNMENT, Specialization
 from flashtune.core.problem import Dtype, KvDtype, Problem
-from flashtune.templates.common.args.feature_context import Asked, asked_of
+from flashtune.templates.common.args.feature_context import FeatureContext, asked_of
 from flashtune.templates.family import Context, Family
 
 
@@ -30,7 +30,7 @@ class CheckContext(Context, frozen=True):
     kv_dtype: KvDtype | Dtype
     head_dim: int
     value_head_dim: int
-    asks: Asked
+    asks: FeatureContext
     backward: bool
     dlse: bool
     latent: bool

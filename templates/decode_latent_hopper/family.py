@@ -24,12 +24,12 @@ from flashtune.templates.decode_latent_hopper.space import (
 )
 from flashtune.templates.decode_latent_hopper.span import FLOAT32, latent_span, splits_otherwise
 from flashtune.templates.decode_latent_hopper.sram import latent_items
-from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.family import BytesItem, Context
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
-LEAST_VALUES, MOST_VALUES = 128, 512
-LEAST_REST, MOST_REST = 16, 64
+MIN_VALUES, MAX_VALUES = 128, 512
+MIN_REST, MAX_REST = 16, 64
 # Fraction of products and softmax that overlaps: the second group multiplies during the softmax.
 OVERLAP = 0.5
 
@@ -76,15 +76,15 @@ class DecodeLatentHopper:
         if problem.kv_heads != 1:
             return "decode_latent_hopper takes one KV head"
         values, rest = problem.value_head_dim, problem.head_dim - problem.value_head_dim
-        if power_of_two(values) != values or not LEAST_VALUES <= values <= MOST_VALUES:
+        if power_of_two(values) != values or not MIN_VALUES <= values <= MAX_VALUES:
             return (
-                f"decode_latent_hopper takes value head dims from {LEAST_VALUES} to {MOST_VALUES} "
+                f"decode_latent_hopper takes value head dims from {MIN_VALUES} to {MAX_VALUES} "
                 "that are powers of two"
             )
-        if not LEAST_REST <= rest <= MOST_REST or power_of_two(rest) != rest:
+        if not MIN_REST <= rest <= MAX_REST or power_of_two(rest) != rest:
             return (
                 "decode_latent_hopper takes keys that are wider than their values by "
-                f"{LEAST_REST}, 32 or {MOST_REST} columns"
+                f"{MIN_REST}, 32 or {MAX_REST} columns"
             )
         return None
 
@@ -119,7 +119,7 @@ class DecodeLatentHopper:
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, LatentConfig)
         return latent_items(problem, config)
 
@@ -137,13 +137,13 @@ class DecodeLatentHopper:
         assert isinstance(config, LatentConfig)
         return latent_span(problem, config, target)
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         assert isinstance(config, LatentConfig)
         return splits_otherwise(config, latent_space(problem, target))
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, LatentConfig)
         rows = problem.batch * problem.seqlen_q * problem.heads
         tiles = row_tiles(problem, config)
@@ -152,14 +152,14 @@ class DecodeLatentHopper:
         # Tiles of one sequence run concurrently, and a cache holds the data that all of them read.
         name = "k read once" if tiles == 1 or target else "k read for every tile of rows"
         items = [
-            TrafficItem("q read by every part", config.splits * queries),
-            TrafficItem(name, keys * (1 if target else tiles)),
+            BytesItem("q read by every part", config.splits * queries),
+            BytesItem(name, keys * (1 if target else tiles)),
         ]
         if config.splits > 1:
             partial = config.splits * rows * (problem.value_head_dim + 1) * FLOAT32
-            items.append(TrafficItem("parts written and read", 2 * partial))
+            items.append(BytesItem("parts written and read", 2 * partial))
         written = rows * problem.value_head_dim * problem.out_dtype.itemsize
-        return (*items, TrafficItem("out written once", written))
+        return (*items, BytesItem("out written once", written))
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> LatentContext:
         assert isinstance(config, LatentConfig)

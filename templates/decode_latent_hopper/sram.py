@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashtune.core.problem import Problem
 from flashtune.templates.decode_latent_hopper.space import BLOCK_N, ROWS, LatentConfig
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 BARRIER_BYTES = 8
 FLOAT32 = 4
@@ -15,18 +15,18 @@ BARRIERS_A_STAGE = 4
 OTHER_BARRIERS = 2 + 2 * SLOTS + 2
 
 
-def latent_items(problem: Problem, config: LatentConfig) -> tuple[TrafficItem, ...]:
+def latent_items(problem: Problem, config: LatentConfig) -> tuple[BytesItem, ...]:
     """Returns all allocations of a program, in bytes."""
     size = problem.dtype.itemsize
     rest = problem.head_dim - problem.value_head_dim
     barriers = BARRIERS_A_STAGE * config.num_stages + OTHER_BARRIERS
     return (
-        TrafficItem("q", ROWS * problem.head_dim * size),
-        TrafficItem(
+        BytesItem("q", ROWS * problem.head_dim * size),
+        BytesItem(
             f"k, {config.num_stages} in flight",
             BLOCK_N * (config.num_stages * problem.value_head_dim + rest) * size,
         ),
-        TrafficItem("weights", SLOTS * ROWS * BLOCK_N * size),
-        TrafficItem("factors of rows", (SLOTS + 1) * ROWS * FLOAT32),
-        TrafficItem("barriers", barriers * BARRIER_BYTES),
+        BytesItem("weights", SLOTS * ROWS * BLOCK_N * size),
+        BytesItem("factors of rows", (SLOTS + 1) * ROWS * FLOAT32),
+        BytesItem("barriers", barriers * BARRIER_BYTES),
     )

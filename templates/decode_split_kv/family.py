@@ -22,7 +22,7 @@ from flashtune.core.problem import (
     Problem,
 )
 from flashtune.core.target import Target
-from flashtune.templates.common.args.feature_context import CONVERTS_E4M3, Asked, asked_of
+from flashtune.templates.common.args.feature_context import CONVERTS_E4M3, FeatureContext, asked_of
 from flashtune.templates.common.model.sram import Chunk, power_of_two
 from flashtune.templates.decode_split_kv.arguments import combine_step, split_arguments
 from flashtune.templates.decode_split_kv.space import (
@@ -41,11 +41,11 @@ from flashtune.templates.decode_split_kv.space import (
 )
 from flashtune.templates.decode_split_kv.span import decode_span, splits_otherwise
 from flashtune.templates.decode_split_kv.sram import decode_items
-from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.family import BytesItem, Context
 
 # Maximum number of queries; other families compute more.
-MOST_QUERIES = 16
-MOST_LATENT = 1024
+MAX_QUERIES = 16
+MAX_LATENT = 1024
 
 
 class DecodeContext(Context, frozen=True):
@@ -66,7 +66,7 @@ class DecodeContext(Context, frozen=True):
     split_tile: int
     combined: int
     column_blocks: int
-    asks: Asked
+    asks: FeatureContext
     is_int8: bool
     latent: bool
     qk_chunks: tuple[Chunk, ...]
@@ -88,8 +88,8 @@ class DecodeSplitKV:
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
-        if problem.seqlen_q > MOST_QUERIES and not problem.latent:
-            return f"decode_split_kv takes up to {MOST_QUERIES} queries of a sequence"
+        if problem.seqlen_q > MAX_QUERIES and not problem.latent:
+            return f"decode_split_kv takes up to {MAX_QUERIES} queries of a sequence"
         if problem.dtype.is_quantized:
             return f"decode_split_kv takes no queries in {problem.dtype}"
         if problem.kv_dtype is KvDtype.E4M3 and target.is_nvidia and target.capability < CONVERTS_E4M3:
@@ -108,10 +108,10 @@ class DecodeSplitKV:
 
     def _latent_trouble(self, problem: Problem) -> str | None:
         values = problem.value_head_dim
-        if power_of_two(values) != values or not values < problem.head_dim <= MOST_LATENT:
+        if power_of_two(values) != values or not values < problem.head_dim <= MAX_LATENT:
             return (
                 "decode_split_kv takes latent values whose head dim is a power of two and under the keys', "
-                f"and these up to {MOST_LATENT}"
+                f"and these up to {MAX_LATENT}"
             )
         return None
 
@@ -146,7 +146,7 @@ class DecodeSplitKV:
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, DecodeConfig)
         return decode_items(problem, config, target, specialization)
 
@@ -167,13 +167,13 @@ class DecodeSplitKV:
         assert isinstance(config, DecodeConfig)
         return decode_span(problem, config, target)
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         assert isinstance(config, DecodeConfig)
         return splits_otherwise(config, decode_space(problem, target))
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, DecodeConfig)
         rows = (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
         tiles = math.ceil(group_rows(problem) / config.block_m)
@@ -183,14 +183,14 @@ class DecodeSplitKV:
         # Tiles of one KV head run concurrently, and a cache holds the data that all of them read.
         name = "k and v read once" if tiles == 1 or target else "k and v read for every tile of rows"
         items = [
-            TrafficItem("q read by every part", config.splits * queries),
-            TrafficItem(name, keys * (1 if target else tiles)),
+            BytesItem("q read by every part", config.splits * queries),
+            BytesItem(name, keys * (1 if target else tiles)),
         ]
         if config.splits > 1:
             partial = config.splits * rows * (problem.value_head_dim + 1) * FLOAT32
-            items.append(TrafficItem("parts written and read", 2 * partial))
+            items.append(BytesItem("parts written and read", 2 * partial))
         written = rows * problem.value_head_dim * problem.out_dtype.itemsize
-        return (*items, TrafficItem("out written once", written))
+        return (*items, BytesItem("out written once", written))
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> DecodeContext:
         assert isinstance(config, DecodeConfig)

@@ -37,18 +37,18 @@ class DecodeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS = (16, 32, 64)
-LEAST_KEYS = 32
+MIN_KEYS = 32
 # Maximum number of programs per SM, in sequence.
 PROGRAMS_PER_SM = 8
 HOPPER = 90
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 SPARE_REGISTERS = 24
 FLOAT32 = 4
 # Rows of a group of warps, and minimum columns of a warp's matrix product.
 WARPGROUP_ROWS = 64
 WARP_COLUMNS = 8
 # Columns of the narrowest tile for loads in pairs.
-LEAST_PAIRED = 64
+MIN_PAIRED = 64
 # Maximum elements of a row in a combine program, and its warps.
 COMBINE_NUMBERS = 8192
 COMBINE_WARPS = 4
@@ -60,7 +60,7 @@ def decode_space(problem: Problem, target: Target) -> Space:
     odd_width = not problem.latent and not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     fewest = math.ceil(group_rows(problem) / ROWS[-1]) * problem.batch * problem.kv_heads
     most = min(
-        max(1, math.ceil(distinct_keys(problem.sight) / LEAST_KEYS)),
+        max(1, math.ceil(distinct_keys(problem.sight) / MIN_KEYS)),
         max(1, PROGRAMS_PER_SM * target.sm_count // max(1, fewest)),
     )
     # Also the numbers that give every SM one, two or three programs.
@@ -119,7 +119,7 @@ def loads_pairs(problem: Problem, config: DecodeConfig, specialization: Speciali
     below = config.block_m >= WARPGROUP_ROWS and not problem.latent
     keys = min(chunk.width for chunk in query_chunks(problem, config.decomposed))
     values = min(chunk.width for chunk in value_chunks(problem, config.decomposed))
-    return not below and min(keys, values) >= LEAST_PAIRED and values >= 2 * WARP_COLUMNS * config.num_warps
+    return not below and min(keys, values) >= MIN_PAIRED and values >= 2 * WARP_COLUMNS * config.num_warps
 
 
 def block_bytes(problem: Problem, config: DecodeConfig) -> int:
@@ -166,7 +166,7 @@ def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
     threads = config.num_warps * target.warp_size
     output = config.block_m * columns(value_chunks(problem, config.decomposed)) // threads
     scores = config.block_m * config.block_n // threads
-    if output + 2 * scores + SPARE_REGISTERS > MOST_REGISTERS:
+    if output + 2 * scores + SPARE_REGISTERS > MAX_REGISTERS:
         return False
     # A tile in use may be in registers.
     return (config.num_stages - 1) * block_bytes(problem, config) <= target.sram_per_block

@@ -12,12 +12,12 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Engine, Tiles, engine_of
 from flashtune.templates.common.model.sram_stream import Stream
 from flashtune.templates.decode_split_kv.space import DecodeConfig, query_chunks, value_chunks
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 
 def decode_items(
     problem: Problem, config: DecodeConfig, target: Target, specialization: Specialization
-) -> tuple[TrafficItem, ...]:
+) -> tuple[BytesItem, ...]:
     """Returns the items that are live at one point of the main loop."""
     tiles = _tiles(problem, config, target)
     # AMD's units reorder tiles in registers, other units read them from SRAM.
@@ -37,11 +37,11 @@ def decode_items(
     grouped = tiles.engine is Engine.WARPGROUP and problem.kv_dtype is None
     # Tensor Cores of warp groups read SRAM; others, and conversions, read registers.
     flight = config.num_stages if grouped else config.num_stages - 1
-    items = [TrafficItem(f"k, {flight} in flight", flight * stream.k)]
+    items = [BytesItem(f"k, {flight} in flight", flight * stream.k)]
     if not problem.latent:
-        items.append(TrafficItem(f"v, {flight} in flight", flight * stream.v))
+        items.append(BytesItem(f"v, {flight} in flight", flight * stream.v))
     if grouped:
-        items.append(TrafficItem("q", sum(tile for tile in tiles.q if tiles.worth_a_copy(tile))))
+        items.append(BytesItem("q", sum(tile for tile in tiles.q if tiles.worth_a_copy(tile))))
     return tuple(item for item in items if item.bytes)
 
 

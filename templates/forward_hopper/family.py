@@ -12,7 +12,7 @@ from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
 from flashtune.templates.common.model.traffic import streamed_items, unpacked
-from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.family import BytesItem, Context
 from flashtune.templates.forward_hopper.arguments import hopper_arguments
 from flashtune.templates.forward_hopper.space import (
     CONSUMER_REGISTERS,
@@ -25,7 +25,7 @@ from flashtune.templates.forward_hopper.space import (
     padded,
     usual_config,
 )
-from flashtune.templates.forward_hopper.span import hopper_span, running_programs, spread_otherwise
+from flashtune.templates.forward_hopper.span import hopper_span, running_programs, schedule_variants
 from flashtune.templates.forward_hopper.sram import hopper_items
 
 HOPPER = 90
@@ -140,7 +140,7 @@ class ForwardHopper:
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, HopperConfig)
         return hopper_items(problem, config)
 
@@ -161,13 +161,13 @@ class ForwardHopper:
         assert isinstance(config, HopperConfig)
         return hopper_span(problem, config, target)
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         assert isinstance(config, HopperConfig)
-        return spread_otherwise(config, hopper_space(problem))
+        return schedule_variants(config, hopper_space(problem))
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, HopperConfig)
         problem = unpacked(problem)
         at_once = running_programs(problem, config, target)

@@ -26,9 +26,9 @@ PRODUCER_REGISTERS = 24
 SPARE_REGISTERS = 24
 # Additional registers for dropout: random words of rows, and products of twice their width.
 DROPPING_REGISTERS = 16
-MOST_ROWS = 256
+MAX_ROWS = 256
 # Outputs this wide have halves as wide as TMA's widest rows.
-LEAST_HALVED = 128
+MIN_HALVED = 128
 # Columns that one product of 8-bit tiles sums over.
 QUANTIZED_DEPTH = 32
 PACKS = (1, 2, 4, 8, 16)
@@ -157,7 +157,7 @@ def _is_possible(problem: Problem, config: Config) -> bool:
     """Returns whether registers and SRAM suffice for a config, and its values are consistent."""
     assert isinstance(config, HopperConfig)
     return (
-        config.block_m <= MOST_ROWS
+        config.block_m <= MAX_ROWS
         and _products_fit(problem, config.decomposed)
         and (not config.halved or _can_be_halved(problem, config.decomposed))
         and _registers_fit(problem, config)
@@ -172,7 +172,7 @@ def _products_fit(problem: Problem, decomposed: bool) -> bool:
 def _can_be_halved(problem: Problem, decomposed: bool) -> bool:
     """Returns whether outputs are one tile, and wide enough."""
     chunks = head_chunks(problem.value_head_dim, decomposed)
-    return len(chunks) == 1 and chunks[0].width >= LEAST_HALVED
+    return len(chunks) == 1 and chunks[0].width >= MIN_HALVED
 
 
 def _registers_fit(problem: Problem, config: HopperConfig) -> bool:

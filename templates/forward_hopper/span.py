@@ -10,18 +10,25 @@ import msgspec
 from flashtune.core.config import Space
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.cost import Pace, block_us, tile_us, together_us, traffic_us
-from flashtune.templates.common.model.tile_schedule import Cost, Tiling, are_alike, busiest, extremes, staying
+from flashtune.templates.common.model.cost import CostParams, block_us, tile_us, together_us, traffic_us
+from flashtune.templates.common.model.tile_schedule import (
+    TileCost,
+    Tiling,
+    are_alike,
+    busiest,
+    extremes,
+    staying,
+)
 from flashtune.templates.common.model.traffic import AtOnce, unpacked
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 
 # By consumer groups: more groups overlap more of the softmax with the others' products.
 PACES = {
-    1: Pace(launch=9.9, block=0.173, tile=0.663, hidden=-0.1, exposed=0.5),
-    2: Pace(launch=9.9, block=0.173, tile=0.663, hidden=0.73, exposed=0.5),
-    3: Pace(launch=9.9, block=0.173, tile=1.53, hidden=0.9, exposed=0.5),
+    1: CostParams(launch=9.9, block=0.173, tile=0.663, hidden=-0.1, exposed=0.5),
+    2: CostParams(launch=9.9, block=0.173, tile=0.663, hidden=0.73, exposed=0.5),
+    3: CostParams(launch=9.9, block=0.173, tile=1.53, hidden=0.9, exposed=0.5),
 }
-MOST_GROUPS = max(PACES)
+MAX_GROUPS = max(PACES)
 # No larger number was ever the fastest: benchmarks/results/hopper.md.
 SECTIONS = (0, 1, 4)
 BLOCKS = (64, 128)
@@ -37,10 +44,10 @@ def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float
     """Returns the time of a launch by its schedule, in ms."""
     problem = unpacked(problem)
     tiling = Tiling(problem, config.block_m // config.pack, config.block_n, config.pack)
-    pace = PACES[min(config.groups, MOST_GROUPS)]
+    pace = PACES[min(config.groups, MAX_GROUPS)]
     if not tiling.total or not problem.seqlen_kv:
         return pace.launch / 1e3
-    cost = Cost(
+    cost = TileCost(
         block_us(problem, config.block_m * config.block_n, pace, target),
         tile_us(problem, config.block_m, pace, target) + _between(config),
     )
@@ -78,7 +85,7 @@ def _falls_out(tiling: Tiling, workers: int, section: int, target: Target) -> bo
     return in_rounds and differ and section < tiling.heads and workers % section != 0
 
 
-def spread_otherwise(config: HopperConfig, space: Space) -> Iterator[HopperConfig]:
+def schedule_variants(config: HopperConfig, space: Space) -> Iterator[HopperConfig]:
     """Returns points of a space that schedule the same work differently.
 
     They have other orders and groups of heads, all SMs or fewer, or one consumer group. Others have other

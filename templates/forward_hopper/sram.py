@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashtune.core.problem import Problem
 from flashtune.templates.common.model.sram import columns, head_chunks
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 from flashtune.templates.forward_hopper.space import HopperConfig
 
 BARRIER_BYTES = 8
@@ -12,7 +12,7 @@ BARRIER_BYTES = 8
 SIDES = 2
 
 
-def hopper_items(problem: Problem, config: HopperConfig) -> tuple[TrafficItem, ...]:
+def hopper_items(problem: Problem, config: HopperConfig) -> tuple[BytesItem, ...]:
     """Returns all allocations of a program, in bytes."""
     size = problem.dtype.itemsize
     queries = columns(head_chunks(problem.head_dim, config.decomposed)) * size
@@ -22,13 +22,13 @@ def hopper_items(problem: Problem, config: HopperConfig) -> tuple[TrafficItem, .
     block = config.num_stages * config.block_n
     barriers = SIDES * (q_slots + 2 * config.num_stages) * BARRIER_BYTES
     items = (
-        TrafficItem(f"q, {config.q_stages} in flight", q_slots * config.rows * queries),
-        TrafficItem(f"k, {config.num_stages} in flight", block * queries),
-        TrafficItem(f"v, {config.num_stages} in flight", block * values * size),
-        TrafficItem(
+        BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows * queries),
+        BytesItem(f"k, {config.num_stages} in flight", block * queries),
+        BytesItem(f"v, {config.num_stages} in flight", block * values * size),
+        BytesItem(
             f"weights, {config.p_stages} in flight", config.p_stages * config.block_m * config.block_n * size
         ),
-        TrafficItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
-        TrafficItem("barriers", barriers),
+        BytesItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
+        BytesItem("barriers", barriers),
     )
     return tuple(item for item in items if item.bytes)

@@ -12,7 +12,7 @@ from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.common.model.sram import Chunk, Tiles, engine_of, head_chunks, is_exact, power_of_two
 from flashtune.templates.common.model.traffic import AtOnce, cycled_rows, missed
-from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.family import BytesItem, Context
 from flashtune.templates.forward_kv_outer.sram import cycle_columns, cycle_items
 
 # State of a row between blocks of keys, in global memory and in float32.
@@ -114,7 +114,7 @@ class ForwardKVOuter:
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, KVOuterConfig)
         tiles = self._tiles(problem, config, target)
         return cycle_items(tiles) if tiles else ()
@@ -149,12 +149,12 @@ class ForwardKVOuter:
         assert isinstance(config, KVOuterConfig)
         return portable_span(problem, config.block_m, config.block_n, target)
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         return ()
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, KVOuterConfig)
         size = problem.dtype.itemsize
         all_heads = problem.batch * problem.heads
@@ -169,13 +169,13 @@ class ForwardKVOuter:
         last = rows * missed(programs * problem.seqlen_q * row_bytes, target)
         keys = all_heads * problem.seqlen_kv * (problem.head_dim + problem.value_head_dim) * size
         return (
-            TrafficItem("k and v read once for every query head", keys),
-            TrafficItem("carried max, sum and output first written", rows * state),
-            TrafficItem(f"q read {often}", visits * problem.head_dim * size),
-            TrafficItem(f"carried max, sum and output read {often}", visits * state),
-            TrafficItem(f"carried max, sum and output written {often}", visits * state),
-            TrafficItem("carried max, sum and output last read", round(last) * state),
-            TrafficItem("out written once", rows * problem.value_head_dim * size),
+            BytesItem("k and v read once for every query head", keys),
+            BytesItem("carried max, sum and output first written", rows * state),
+            BytesItem(f"q read {often}", visits * problem.head_dim * size),
+            BytesItem(f"carried max, sum and output read {often}", visits * state),
+            BytesItem(f"carried max, sum and output written {often}", visits * state),
+            BytesItem("carried max, sum and output last read", round(last) * state),
+            BytesItem("out written once", rows * problem.value_head_dim * size),
         )
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> KVOuterContext:

@@ -10,7 +10,7 @@ from flashtune.templates.common.model.sram import (
     reordered,
     triton_release,
 )
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 FLOAT32_BYTES = 4
 # Rows of one warp's matrix instruction.
@@ -19,19 +19,19 @@ MFMA_ROWS = 32
 MANY_WARPS = 8
 
 
-def cycle_items(tiles: Tiles) -> tuple[TrafficItem, ...]:
+def cycle_items(tiles: Tiles) -> tuple[BytesItem, ...]:
     """Returns the items that are live at one point of the inner loop.
 
     Both loops contain a barrier, so nothing is pipelined and alignment changes nothing.
     """
     if tiles.engine is Engine.MFMA:
-        return (TrafficItem("the largest tile in passing", _largest_reordered(tiles)),)
+        return (BytesItem("the largest tile in passing", _largest_reordered(tiles)),)
     weights = tiles.weights if tiles.engine is Engine.VECTOR else tiles.crossing_weights()
     passing = max(*tiles.q, weights, _spread_output(tiles))
     return (
-        TrafficItem("k", sum(tiles.spread(tiles.k))),
-        TrafficItem("v", sum(tiles.shared_v)),
-        TrafficItem("q, weights or output in passing", passing),
+        BytesItem("k", sum(tiles.spread(tiles.k))),
+        BytesItem("v", sum(tiles.shared_v)),
+        BytesItem("q, weights or output in passing", passing),
     )
 
 

@@ -18,11 +18,16 @@ from flashtune.core.problem import (
     Problem,
 )
 from flashtune.core.target import Target
-from flashtune.templates.common.args.feature_context import CONVERTS_E4M3, Asked, asked_arguments, asked_of
+from flashtune.templates.common.args.feature_context import (
+    CONVERTS_E4M3,
+    FeatureContext,
+    asked_arguments,
+    asked_of,
+)
 from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.common.model.sram import Chunk, head_chunks, power_of_two
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries, unpacked
-from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.family import BytesItem, Context
 from flashtune.templates.forward_masked.space import (
     HOPPER,
     MaskedConfig,
@@ -43,7 +48,7 @@ class MaskedContext(Context, frozen=True):
     causal: Causal
     head_dim: int
     value_head_dim: int
-    asks: Asked
+    asks: FeatureContext
     block_m: int
     block_n: int
     num_warps: int
@@ -136,7 +141,7 @@ class ForwardMasked:
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, MaskedConfig)
         return masked_items(problem, config, target, specialization)
 
@@ -164,12 +169,12 @@ class ForwardMasked:
             heads_inner=config.heads_inner,
         )
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         return ()
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, MaskedConfig)
         problem = unpacked(problem)
         at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_inner)

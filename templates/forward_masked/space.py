@@ -46,8 +46,8 @@ FEW_QUERIES = 128
 HOPPER = 90
 # With 16-bit tiles of V of 32 columns, Triton 3.6's ptxas puts some scalars of the loop into registers from
 # which wgmma reads the tile's address.
-LEAST_WIDTH = 64
-MOST_REGISTERS = 255
+MIN_WIDTH = 64
+MAX_REGISTERS = 255
 # Accumulator and scores of one thread leave this many registers for the rest, with bounds and biases.
 SPARE_REGISTERS = 24
 
@@ -74,15 +74,15 @@ def masked_space(problem: Problem, target: Target) -> Space:
 def value_chunks(problem: Problem, config: MaskedConfig) -> tuple[Chunk, ...]:
     """Returns the tiles of V's columns."""
     chunks = head_chunks(problem.value_head_dim, config.decomposed)
-    if problem.dtype is Dtype.FP32 or chunks[0].width >= LEAST_WIDTH:
+    if problem.dtype is Dtype.FP32 or chunks[0].width >= MIN_WIDTH:
         return chunks
-    return (Chunk(0, 0, LEAST_WIDTH, padded=True),)
+    return (Chunk(0, 0, MIN_WIDTH, padded=True),)
 
 
 def _may_split(problem: Problem) -> bool:
     """Returns whether the head dim can be split without tiles that are too narrow."""
     widths = problem.head_dim, problem.value_head_dim
-    least = 0 if problem.dtype is Dtype.FP32 else LEAST_WIDTH
+    least = 0 if problem.dtype is Dtype.FP32 else MIN_WIDTH
     chunks = [chunk for width in widths for chunk in head_chunks(width, decomposed=True)]
     return not all(map(is_exact, widths)) and all(chunk.width >= least for chunk in chunks)
 
@@ -101,7 +101,7 @@ def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     threads = config.num_warps * 32
     accumulator = config.block_m * columns(value_chunks(problem, config)) // threads
     scores = config.block_m * config.block_n // threads
-    room = min(MOST_REGISTERS, target.registers_per_sm // threads)
+    room = min(MAX_REGISTERS, target.registers_per_sm // threads)
     if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
         # The probabilities are live in 16 bits too.
         scores += scores // 2

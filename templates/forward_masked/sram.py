@@ -9,7 +9,7 @@ from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Engine, Tiles, engine_of, head_chunks
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 from flashtune.templates.forward_masked.space import MaskedConfig, Products, value_chunks
 
 # If a page number is loaded just before its keys, each load waits for another: two stages are left.
@@ -18,7 +18,7 @@ STAGES_OF_PAGES = 2
 
 def masked_items(
     problem: Problem, config: MaskedConfig, target: Target, specialization: Specialization
-) -> tuple[TrafficItem, ...]:
+) -> tuple[BytesItem, ...]:
     """Returns the items that are live at one point of the main loop."""
     tiles = _tiles(problem, config, target)
     if tiles is None:
@@ -66,17 +66,17 @@ def _tiles(problem: Problem, config: MaskedConfig, target: Target) -> Tiles | No
     )
 
 
-def _converted_items(stream: Stream) -> tuple[TrafficItem, ...]:
+def _converted_items(stream: Stream) -> tuple[BytesItem, ...]:
     """Returns K and V that are stored in 8 bits: they pass through registers, so one stage is free early."""
     tiles = stream.tiles
     if tiles.engine not in (Engine.WARPGROUP, Engine.WARP):
         return ()
     narrow = msgspec.structs.replace(stream, tiles=msgspec.structs.replace(tiles, itemsize=1))
     items = [
-        TrafficItem("q", sum(tile for tile in tiles.q if tiles.worth_a_copy(tile))),
-        TrafficItem(f"k in 8 bits, {stream.stages - 1} in flight", (stream.stages - 1) * narrow.k),
-        TrafficItem(f"v in 8 bits, {stream.stages - 1} in flight", (stream.stages - 1) * narrow.v),
+        BytesItem("q", sum(tile for tile in tiles.q if tiles.worth_a_copy(tile))),
+        BytesItem(f"k in 8 bits, {stream.stages - 1} in flight", (stream.stages - 1) * narrow.k),
+        BytesItem(f"v in 8 bits, {stream.stages - 1} in flight", (stream.stages - 1) * narrow.v),
     ]
     if tiles.engine is Engine.WARPGROUP:
-        items.append(TrafficItem("k or v in the type of q", max(*tiles.k, *tiles.v)))
+        items.append(BytesItem("k or v in the type of q", max(*tiles.k, *tiles.v)))
     return tuple(item for item in items if item.bytes)

@@ -13,7 +13,7 @@ from flashtune.templates.common.model.makespan import portable_span, resident_pr
 from flashtune.templates.common.model.sram import Chunk, Tiles, engine_of, head_chunks, power_of_two
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
-from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.family import BytesItem, Context
 from flashtune.templates.forward_q_outer.space import HOPPER, Loads, Products, QOuterConfig, q_outer_space
 
 SMALL_SRAM = 128 * 1024
@@ -110,7 +110,7 @@ class ForwardQOuter:
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, QOuterConfig)
         tiles = self._tiles(problem, config, target)
         if tiles is None:
@@ -175,12 +175,12 @@ class ForwardQOuter:
             ),
         )
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
         return ()
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, QOuterConfig)
         at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_inner)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)

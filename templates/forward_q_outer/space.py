@@ -59,7 +59,7 @@ FEW_KEYS = 512
 WIDE_HEAD = 256
 NARROW_HEAD = 64
 HOPPER = 90
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 # Accumulator and scores of one thread leave this many registers for the rest.
 SPARE_REGISTERS = 15
 # On Hopper the scores are live in 16 bits too. With fewer registers than these left, ptxas serialises the
@@ -119,7 +119,7 @@ def _fits_registers(problem: Problem, config: QOuterConfig, target: Target) -> b
     accumulator = config.block_m * columns(head_chunks(problem.value_head_dim, config.decomposed)) // threads
     scores = config.block_m * config.block_n // threads
     next_scores = scores if config.qk_ahead else 0
-    room = min(MOST_REGISTERS, target.registers_per_sm // threads)
+    room = min(MAX_REGISTERS, target.registers_per_sm // threads)
     if config.max_registers:
         if config.max_registers > room:
             return False

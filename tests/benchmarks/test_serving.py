@@ -8,7 +8,7 @@ from benchmarks.dispatch_regret.regret import dispatched
 from benchmarks.serving import GROUPS
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.workloads.shapes import parse_shape
@@ -21,7 +21,10 @@ def test_dispatch_has_a_kernel_for_each_shape(shape: str) -> None:
     (problem,), target, shipped = parse_shape(shape), find_target(TARGET), shipped_table(TARGET)
     assert shipped is not None
     chosen = dispatched(target, problem, shipped.records)
-    assert why_not(find_family(chosen.family), problem, target, contiguous_specialization(problem)) is None
+    assert (
+        unsupported_reason(find_family(chosen.family), problem, target, contiguous_specialization(problem))
+        is None
+    )
 
 
 def test_shapes_of_a_group_differ() -> None:

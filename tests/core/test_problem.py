@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.mask_geometry import Sight, distinct_keys, visible_pairs
+from flashtune.core.mask_geometry import MaskInfo, distinct_keys, visible_pairs
 from flashtune.core.problem import Causal, Dtype, Problem
 
 PROBLEMS = st.builds(
@@ -39,7 +39,7 @@ def test_visible_pairs_are_those_that_one_counts(problem: Problem) -> None:
 
 
 SIGHTS = st.builds(
-    Sight,
+    MaskInfo,
     seqlen_q=st.integers(0, 24),
     seqlen_kv=st.integers(0, 24),
     diagonal=st.integers(-24, 24),
@@ -50,7 +50,7 @@ SIGHTS = st.builds(
 )
 
 
-def seen_keys(sight: Sight, query: int) -> set[int]:
+def seen_keys(sight: MaskInfo, query: int) -> set[int]:
     place, seen = query + sight.diagonal, set()
     for key in range(sight.seqlen_kv):
         windowed = sight.left is None or key >= place - sight.left
@@ -62,7 +62,7 @@ def seen_keys(sight: Sight, query: int) -> set[int]:
 
 
 @given(SIGHTS)
-def test_what_is_seen_with_windows_and_chunks_is_what_one_counts(sight: Sight) -> None:
+def test_what_is_seen_with_windows_and_chunks_is_what_one_counts(sight: MaskInfo) -> None:
     rows = [seen_keys(sight, query) for query in range(sight.seqlen_q)]
     assert visible_pairs(sight) == sum(map(len, rows))
     assert distinct_keys(sight) == len(set().union(*rows))
@@ -70,8 +70,8 @@ def test_what_is_seen_with_windows_and_chunks_is_what_one_counts(sight: Sight) -
 
 def test_chunks_are_counted_and_not_walked() -> None:
     long = 2**31 - 1
-    assert visible_pairs(Sight(long, long, 0, None, None, 0, 1)) == long
-    assert visible_pairs(Sight(8, 8, 0, None, None, 0, 4)) == 32
+    assert visible_pairs(MaskInfo(long, long, 0, None, None, 0, 1)) == long
+    assert visible_pairs(MaskInfo(8, 8, 0, None, None, 0, 4)) == 32
 
 
 @given(PROBLEMS)

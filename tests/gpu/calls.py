@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.notices import forget_told
+from flashtune.core.notices import forget_warnings
 from flashtune.dispatch.tables import tuned_records
 from flashtune.request.options import CausalOption
 from flashtune.request.request import read_request
@@ -22,7 +22,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 def forget() -> None:
     """This process has met no shape, told of nothing and read no database."""
     forget_servers()
-    forget_told()
+    forget_warnings()
     forget_verdicts()
     tuned_records.cache_clear()
 

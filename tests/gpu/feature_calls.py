@@ -11,7 +11,7 @@ import flashtune
 from flashtune.api.attention import dense_call
 from flashtune.api.paged import paged_call
 from flashtune.api.varlen import varlen_call
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.request.options import Call
 from tests.problems.features import Paged, expected, paged, starts
 
@@ -26,7 +26,7 @@ def on_cpu(call: Call) -> Call:
     """A call whose tensors are on the CPU."""
     q, k, v = (tensor.cpu() for tensor in call[:3])
     beside: list[Any] = [one.cpu() if isinstance(one, torch.Tensor) else one for one in call.side]
-    side = Side(*beside)
+    side = ExtraInputs(*beside)
     return call._replace(q=q, k=k, v=k if call.v is call.k else v, side=side)
 
 

@@ -21,7 +21,7 @@ from flashtune.core.target import device_target
 from flashtune.db.store import open_store
 from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.masked_sdpa import PEERS
-from flashtune.dispatch.sdpa import sdpa_attention, usual_backend
+from flashtune.dispatch.sdpa import default_backend, sdpa_attention
 from flashtune.launch.source_cache import kernel_of
 from flashtune.request.options import CausalOption
 from flashtune.verification import check
@@ -75,7 +75,7 @@ def test_a_timed_kernel_serves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fastest_is_chosen_by_what_was_measured() -> None:
     q, k, v = tensors(512, 512)
     pin(timed_record(q, k, v, dict.fromkeys(PEERS.values(), 0.5)))
-    assert usual_backend(q, k, v, request_of(q, k, v).problem) in PEERS.values()
+    assert default_backend(q, k, v, request_of(q, k, v).problem) in PEERS.values()
     assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
     close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
     assert flashtune.explain(q, k, v, causal=True, prefer="generated").server == "generated"

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention
 from torch.nn.attention import sdpa_kernel
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.dispatch import masked_sdpa
 from flashtune.dispatch.masked_sdpa import masked_attention, refusal
 from flashtune.request.request import read_request
 from flashtune.request.side_inputs import side_views
-from flashtune.runtime.unfused import standard_features
+from flashtune.runtime.unfused import unfused_features
 from flashtune.tuner.execution.sdpa import BACKENDS
 
 pytestmark = pytest.mark.gpu
@@ -97,8 +97,8 @@ def test_backends_mean_the_same_by_a_mask(
             causal=causal,
             bias=kind,
         )
-        side = side_views(problem, Side(bias=bias), 2)
-        expected, lse = standard_features(
+        side = side_views(problem, ExtraInputs(bias=bias), 2)
+        expected, lse = unfused_features(
             problem, q.float(), k.float(), v.float(), side, scale=scale, return_lse=True
         )
         assert lse is not None

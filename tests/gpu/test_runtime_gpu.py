@@ -89,7 +89,7 @@ def test_alignments(spare: int, offset: int, alignment: Alignment) -> None:
         (q, padded(k, spare, offset), v),
         (q, k, padded(v, spare, offset)),
     ):
-        assert decision.needed_specialization(request_of(*views), *views).alignment is alignment
+        assert decision.required_specialization(request_of(*views), *views).alignment is alignment
         close(generated(*views), expected)
 
 
@@ -110,7 +110,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     out = generated(q, k, v, False)
     for rows in (slice(0, 300), slice(length // 2, length // 2 + 300), slice(length - 300, length)):
         close(out[:, :, rows], reference(q[:, :, rows], k, v)[0])
-    assert decision.needed_specialization(request_of(q, k, v), q, k, v).index_bits == 64
+    assert decision.required_specialization(request_of(q, k, v), q, k, v).index_bits == 64
 
 
 def test_strides_beyond_two_to_the_31_elements() -> None:

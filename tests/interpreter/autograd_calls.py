@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.notices import forget_told
+from flashtune.core.notices import forget_warnings
 from flashtune.runtime.call_cache import forget_servers
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -20,7 +20,7 @@ HEADS, KV_HEADS = 4, 2
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
     forget_servers()
-    forget_told()
+    forget_warnings()
     torch._dynamo.reset()
     yield
     forget_servers()

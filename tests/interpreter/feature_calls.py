@@ -13,7 +13,7 @@ import flashtune
 from flashtune.api.attention import dense_call
 from flashtune.api.paged import paged_call
 from flashtune.api.varlen import varlen_call
-from flashtune.core.notices import forget_told
+from flashtune.core.notices import forget_warnings
 from flashtune.launch.compilation import interpreting
 from flashtune.runtime.call_cache import forget_servers
 from tests.problems.features import KEYS, QUERIES, agrees, starts
@@ -25,7 +25,7 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 32
 def fresh_runtime() -> Iterator[None]:
     assert interpreting()
     forget_servers()
-    forget_told()
+    forget_warnings()
     torch.manual_seed(0)
     yield
     forget_servers()

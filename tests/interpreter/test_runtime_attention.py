@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.notices import forget_told
+from flashtune.core.notices import forget_warnings
 from flashtune.launch.compilation import interpreting
 from flashtune.request.options import CausalOption, LayoutOption
 from flashtune.runtime.call_cache import forget_servers
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 def fresh_runtime() -> Iterator[None]:
     assert interpreting()
     forget_servers()
-    forget_told()
+    forget_warnings()
     yield
     forget_servers()
 

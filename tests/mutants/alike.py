@@ -14,7 +14,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.launch.backward import bind_backward
 from flashtune.launch.forward import bind, compile_binary
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.verification import cases
 from flashtune.verification.cases import Case, Level, splits_of
@@ -47,7 +47,7 @@ def cases_of(kernel: Kernel, target: Target, problem: Problem, config: Config, s
     planned = (*own.main_cases(problem), *own.companions(problem, config, Level.FULL, reduced=False))
     drawn = (_random(chance, problem, config) for _ in range(RANDOM_PROBLEMS))
     for case in (*planned, *drawn):
-        if why_not(family, case.problem, target, kernel.specialization) is None:
+        if unsupported_reason(family, case.problem, target, kernel.specialization) is None:
             yield case
 
 

@@ -16,7 +16,7 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.db.table import shipped_table
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import families, find_family
 from flashtune.tuner.execution.processes import failure_of
 from flashtune.verification.inputs.prepared import STEPS_PER_SEED
@@ -90,7 +90,7 @@ def _moved(point: Point, chance: random.Random, target: Target) -> Problem:
         moved = msgspec.structs.replace(problem, **fields)
     except ProblemError:
         return problem
-    refused = why_not(family, moved, target, point.specialization)
+    refused = unsupported_reason(family, moved, target, point.specialization)
     fits = refused is None and family.space(moved, target).contains(point.candidate.config)
     return moved if fits else problem
 

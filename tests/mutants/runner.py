@@ -32,7 +32,7 @@ from tests.mutants.results import Control, Fate, Found, found_of
 
 # Alone on the GPU, what takes so many times as long as a right kernel beside others does not end.
 PATIENCE = 2.0
-LEAST_SECONDS = 6.0
+MIN_SECONDS = 6.0
 # Checks of a kernel that is wrong by a race, each with inputs of its own.
 RACY_CHECKS = 5
 
@@ -76,7 +76,7 @@ def _limits(subjects: Iterable[Subject], controls: Iterable[Control]) -> dict[st
     """Seconds that a check may take, by family: a process that has to make references takes the longest."""
     limits: dict[str, float] = {}
     for subject, control in zip(subjects, controls, strict=True):
-        known = limits.get(subject.family, LEAST_SECONDS)
+        known = limits.get(subject.family, MIN_SECONDS)
         limits[subject.family] = max(known, PATIENCE * control.seconds)
     return limits
 

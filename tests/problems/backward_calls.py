@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from flashtune.core.config import Config
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.problem import Bias, Direction, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.backward import BackwardTensors, bind_backward
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.rendering import render
 from tests.problems.plain_masks import plain_attention
 
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     """What a backward pass is given, and the gradients that autograd finds."""
 
     tensors: BackwardTensors
-    side: Side
+    side: ExtraInputs
     expected: dict[str, Tensor]
 
 
@@ -73,7 +73,7 @@ def make_call(problem: Problem, *, with_dlse: bool = False) -> Call:
     """Tensors of a problem; what is written is NaN before. Packed sequences are those of `LENGTHS`."""
     torch.manual_seed(0)
     batch, queries, keys = problem.batch, problem.seqlen_q, problem.seqlen_kv
-    side = Side(softcap=1.5 if problem.softcap else None)
+    side = ExtraInputs(softcap=1.5 if problem.softcap else None)
     if problem.dropout:
         side = side._replace(seed=torch.randint(2**63 - 1, (1,)), dropout=0.3)
     sequences = batch
@@ -111,7 +111,7 @@ def starts(lengths: list[int]) -> Tensor:
 
 
 def differentiate(
-    problem: Problem, given: tuple[Tensor, Tensor, Tensor], side: Side, *, with_dlse: bool
+    problem: Problem, given: tuple[Tensor, Tensor, Tensor], side: ExtraInputs, *, with_dlse: bool
 ) -> Call:
     """Runs the forward pass and its gradient in float64."""
     leaves = {name: one.detach().requires_grad_() for name, one in zip("qkv", given, strict=True)}
@@ -148,7 +148,7 @@ def check_gradients(
     tensors, side, expected = call
     found = specialization_of(tensors.planned, tensors.dlse is not None)
     specialization = msgspec.structs.replace(found, index_bits=max(found.index_bits, index_bits))
-    assert why_not(family, problem, TARGET, specialization) is None
+    assert unsupported_reason(family, problem, TARGET, specialization) is None
     kernel = render(family, problem, config, specialization)
     bind_backward(kernel, TARGET, tensors, side)(tensors, SCALE, side)
     for name, right in expected.items():

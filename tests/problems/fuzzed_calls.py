@@ -330,8 +330,8 @@ def fuzzed_call(seed: int, dtypes: tuple[torch.dtype, ...]) -> FuzzedCall:
 
 
 # What one call may take on the CPU. Waiting is not counted: other processes may fill the machine.
-MOST_SECONDS = 5.0
-MOST_BYTES = 2**30
+MAX_SECONDS = 5.0
+MAX_BYTES = 2**30
 
 
 def check_fuzzed_calls(count: int, dtypes: tuple[torch.dtype, ...]) -> int:
@@ -356,8 +356,8 @@ def check_fuzzed_calls(count: int, dtypes: tuple[torch.dtype, ...]) -> int:
             assert "\n" not in text, (label, text)
         except Exception as error:
             raise AssertionError(f"{label} raised {type(error).__name__}") from error
-        assert time.process_time() - start < MOST_SECONDS, label
-        assert _most_memory() - before < MOST_BYTES, label
+        assert time.process_time() - start < MAX_SECONDS, label
+        assert _most_memory() - before < MAX_BYTES, label
     return served
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import Bias, Causal, KvScale, Problem
 from flashtune.request.dropout import kept_weights
 
@@ -38,7 +38,7 @@ class Sequence(NamedTuple):
 
 
 def plain_attention(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side, scale: float
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, in float64 and in the shapes of a kernel's.
 
@@ -81,7 +81,7 @@ def visible(problem: Problem, queries: int, keys: int, prefix: int = 0) -> Tenso
     return seen & (near | (key < problem.first_tokens)) | (key < prefix)
 
 
-def sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) -> Iterator[Sequence]:
+def sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Iterator[Sequence]:
     """The sequences of a call, each cut out of its tensors."""
     for index in range(_count(q, side)):
         batch, first_row, queries = index, 0, q.shape[2]
@@ -94,11 +94,11 @@ def sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: Side) -> 
         yield Sequence(index, batch, first_row, own, own_k, own_v)
 
 
-def _count(q: Tensor, side: Side) -> int:
+def _count(q: Tensor, side: ExtraInputs) -> int:
     return q.shape[0] if side.cu_seqlens_q is None else len(side.cu_seqlens_q) - 1
 
 
-def _keys(problem: Problem, stored: Tensor, index: int, side: Side, scale: Tensor | None) -> Tensor:
+def _keys(problem: Problem, stored: Tensor, index: int, side: ExtraInputs, scale: Tensor | None) -> Tensor:
     """The keys or values of one sequence: [kv_heads, keys, width]."""
     if side.block_table is not None:
         assert side.seqlens_kv is not None
@@ -125,7 +125,7 @@ def _scaled(problem: Problem, stored: Tensor, index: int, scale: Tensor | None) 
     return values * scale[0 if shared else index].double()[:, None, None]
 
 
-def _attend(problem: Problem, one: Sequence, side: Side, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(problem: Problem, one: Sequence, side: ExtraInputs, scale: float) -> tuple[Tensor, Tensor]:
     heads, queries, _ = one.q.shape
     keys = one.k.shape[1]
     group = heads // one.k.shape[0]

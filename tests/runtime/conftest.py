@@ -11,7 +11,7 @@ import torch
 from triton.runtime import driver
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.notices import forget_told
+from flashtune.core.notices import forget_warnings
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
 from flashtune.core.target import find_target
@@ -36,7 +36,7 @@ def fresh_runtime() -> Iterator[None]:
 
     def forget() -> None:
         forget_servers()
-        forget_told()
+        forget_warnings()
         forget_verdicts()
         forget_refusals()
         tuned_records.cache_clear()

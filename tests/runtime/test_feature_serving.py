@@ -17,7 +17,7 @@ import flashtune
 from flashtune.api.attention import dense_call
 from flashtune.api.varlen import varlen_call
 from flashtune.core.errors import FlashtuneError, KernelError, ProblemError
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Feature
 from flashtune.dispatch import decision, lookup
@@ -51,7 +51,7 @@ def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
         if not machine.compiles:
             raise KernelError("PTXASError: out of registers")
         found.kernels.append(kernel)
-        assert isinstance(tensors[4], Side)
+        assert isinstance(tensors[4], ExtraInputs)
 
         def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *rest: object) -> None:
             out.fill_(1.0)

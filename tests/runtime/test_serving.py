@@ -73,7 +73,7 @@ def test_far_strides_get_wide_indices() -> None:
     q = torch.empty_strided((2, 8, 512, 64), (2**31, 2**15, 64, 1), device="meta", dtype=torch.bfloat16)
     k = q[:, :2]
     request = read_request(q, k, k, True, "bhsd", False, "fastest")
-    needed = decision.needed_specialization(request, q, k, k)
+    needed = decision.required_specialization(request, q, k, k)
     assert needed == Specialization(Alignment.SIXTEEN, 64, False)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.runtime.unfused import standard_attention
+from flashtune.runtime.unfused import unfused_attention
 from flashtune.verification.reference.forward import expect, sample
 from flashtune.verification.tolerance import worst_ratio
 
@@ -59,7 +59,7 @@ def test_it_passes_the_gate_of_kernels(causal: Causal, dtype: torch.dtype, devic
     for lengths, heads, layout, scale in choices:
         q, k, v = tensors(lengths, heads, dtype, layout, device)
         problem = problem_of(q, k, v, causal)
-        out, lse = standard_attention(q, k, v, scale=scale, causal=causal, return_lse=True)
+        out, lse = unfused_attention(q, k, v, scale=scale, causal=causal, return_lse=True)
         assert lse is not None
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         everything = sample(problem, torch.Generator(device).manual_seed(0))
@@ -72,15 +72,15 @@ def test_it_passes_the_gate_of_kernels(causal: Causal, dtype: torch.dtype, devic
 
 def test_without_lse() -> None:
     q, k, v = tensors((5, 6), (2, 1), torch.float32, "bhsd", "cpu")
-    out, lse = standard_attention(q, k, v, scale=0.2)
+    out, lse = unfused_attention(q, k, v, scale=0.2)
     assert lse is None
-    assert torch.equal(out, standard_attention(q, k, v, scale=0.2, return_lse=True)[0])
+    assert torch.equal(out, unfused_attention(q, k, v, scale=0.2, return_lse=True)[0])
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 6, 0)])
 def test_nothing_to_do(seqlen_q: int, seqlen_kv: int, batch: int) -> None:
     q, k, v = tensors((seqlen_q, seqlen_kv), (4, 2), torch.bfloat16, "bhsd", "cpu")
-    out, lse = standard_attention(q[:batch], k[:batch], v[:batch], scale=0.2, return_lse=True)
+    out, lse = unfused_attention(q[:batch], k[:batch], v[:batch], scale=0.2, return_lse=True)
     assert torch.equal(out, torch.zeros(batch, 4, seqlen_q, 16, dtype=torch.bfloat16))
     assert lse is not None
     assert torch.equal(lse, torch.full((batch, 4, seqlen_q), -torch.inf))
@@ -88,7 +88,7 @@ def test_nothing_to_do(seqlen_q: int, seqlen_kv: int, batch: int) -> None:
 
 def test_rows_that_see_no_key() -> None:
     q, k, v = tensors((9, 4), (2, 2), torch.float16, "bhsd", "cpu")
-    out, lse = standard_attention(q, k, v, scale=0.2, causal=Causal.BOTTOM_RIGHT, return_lse=True)
+    out, lse = unfused_attention(q, k, v, scale=0.2, causal=Causal.BOTTOM_RIGHT, return_lse=True)
     assert lse is not None
     assert torch.equal(out[:, :, :5], torch.zeros(2, 2, 5, 16, dtype=torch.float16))
     assert torch.isneginf(lse[:, :, :5]).all()
@@ -97,7 +97,7 @@ def test_rows_that_see_no_key() -> None:
 
 def test_large_scores_of_float16_do_not_overflow() -> None:
     q, k, v = (tensor * 100 for tensor in tensors((6, 6), (1, 1), torch.float16, "bhsd", "cpu"))
-    out, lse = standard_attention(q, k, v, scale=1.0, return_lse=True)
+    out, lse = unfused_attention(q, k, v, scale=1.0, return_lse=True)
     assert lse is not None
     assert torch.isfinite(out).all()
     assert lse.max() > torch.finfo(torch.float16).max
@@ -110,7 +110,7 @@ def test_inputs_are_left_alone_and_gradients_flow(lengths: tuple[int, int], caus
     inputs = [tensor.requires_grad_() for tensor in tensors(lengths, (4, 2), torch.float32, "bhsd", "cpu")]
     copies = [tensor.detach().clone() for tensor in inputs]
     q, k, v = inputs
-    out, lse = standard_attention(q, k, v, scale=0.2, causal=causal, return_lse=True)
+    out, lse = unfused_attention(q, k, v, scale=0.2, causal=causal, return_lse=True)
     assert lse is not None
     (out.square().sum() + lse[lse.isfinite()].sum()).backward()
     for tensor, copy in zip(inputs, copies, strict=True):

@@ -13,7 +13,7 @@ from flashtune.api.attention import dense_call
 from flashtune.api.paged import paged_call
 from flashtune.api.varlen import varlen_call
 from flashtune.core.errors import ProblemError
-from flashtune.dispatch.decision import Server
+from flashtune.dispatch.decision import Backend
 from flashtune.request.feature_request import read_call
 from flashtune.request.options import Call
 from flashtune.runtime.executors import baseline_server
@@ -35,7 +35,7 @@ MASKS: list[dict[str, Any]] = [
 def check(call: Call) -> None:
     request = read_call(call, False)
     assert request.problem.features
-    serve = baseline_server(Server.STANDARD, request)
+    serve = baseline_server(Backend.STANDARD, request)
     agrees(call, serve(call.q, call.k, call.v, call.scale, call.side))
 
 

@@ -10,7 +10,7 @@ import torch
 
 import flashtune
 from flashtune.core.errors import KernelError
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Problem
 from flashtune.runtime import backward_executors, prepare
@@ -66,7 +66,7 @@ def test_strides_that_hooks_change_are_bound_anew(
     bound: list[tuple[int, ...]] = []
 
     def bind_backward(
-        kernel: object, target: object, tensors: object, side: Side, *, compiled: object
+        kernel: object, target: object, tensors: object, side: ExtraInputs, *, compiled: object
     ) -> Callable[..., None]:
         assert side.bias is not None
         bound.append(side.bias.stride())
@@ -86,7 +86,7 @@ def test_strides_that_hooks_change_are_bound_anew(
 def test_launches_are_kept_for_so_many_strides(
     machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backward_executors, "MOST_LAUNCHES", 2)
+    monkeypatch.setattr(backward_executors, "MAX_LAUNCHES", 2)
     q, k, v = leaves(problem)
     out = flashtune.attention(q, k, v, causal=True)
     for length in (512, 513, 514, 515):

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import KernelError
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.backward import BackwardTensors
-from flashtune.runtime.unfused import standard_attention
+from flashtune.runtime.unfused import unfused_attention
 
 
 class Machine:
@@ -61,7 +61,7 @@ class Machine:
                 for tensor, shape, stride in zip((q, k, v, out), shapes, strides, strict=True)
             ]
             causal = Causal(kernel.source.split("causal: ")[1].split()[0])
-            result, row_lse = standard_attention(*views[:3], scale=scale, causal=causal, return_lse=True)
+            result, row_lse = unfused_attention(*views[:3], scale=scale, causal=causal, return_lse=True)
             views[3].copy_(result)
             if lse is not None and row_lse is not None:
                 lse.copy_(row_lse)
@@ -69,7 +69,7 @@ class Machine:
         return launch
 
     def bind_backward(
-        self, kernel: Kernel, target: object, tensors: BackwardTensors, side: Side, *, compiled: object
+        self, kernel: Kernel, target: object, tensors: BackwardTensors, side: ExtraInputs, *, compiled: object
     ) -> Callable[..., None]:
         """A launch that differentiates the standard computation."""
         if not self.compiles:
@@ -78,7 +78,7 @@ class Machine:
         shapes = [tensor.shape for tensor in tensors.planned]
         strides = [tensor.stride() for tensor in tensors.planned]
 
-        def launch(values: tuple[Tensor, ...], scale: float, side: Side = NO_SIDE) -> None:
+        def launch(values: tuple[Tensor, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS) -> None:
             self.backward_launches += 1
             given = BackwardTensors(*values)
             q, k, v, _, dout, *gradients = (
@@ -88,7 +88,7 @@ class Machine:
             causal = Causal(kernel.source.split("causal: ")[1].split()[0])
             with torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-                out, lse = standard_attention(*leaves, scale=scale, causal=causal, return_lse=True)
+                out, lse = unfused_attention(*leaves, scale=scale, causal=causal, return_lse=True)
                 assert lse is not None
                 dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
                 found = torch.autograd.grad([out, lse], leaves, [dout, dlse])
@@ -107,7 +107,7 @@ def inputs(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> tuple[Tenso
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, causal: str = "bottom_right", scale: float = 0.125) -> Tensor:
-    return standard_attention(q, k, v, scale=scale, causal=Causal(causal))[0]
+    return unfused_attention(q, k, v, scale=scale, causal=Causal(causal))[0]
 
 
 def tuned(machine: Machine, *records: Record) -> None:

@@ -9,7 +9,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, family_names, find_family
 from flashtune.templates.rendering import render
 
@@ -42,15 +42,15 @@ def test_it_renders_and_compiles_for_its_gpu(native: Family) -> None:
 
 def test_who_computes_what_for_which_tensors(native: Family) -> None:
     aligned, misaligned = Specialization(), Specialization(Alignment.ANY)
-    assert why_not(native, PROBLEM, H200, aligned) is None
-    assert "cannot address" in str(why_not(native, PROBLEM, H200, misaligned))
-    assert "sm_90 alone" in str(why_not(native, PROBLEM, find_target("a100"), aligned))
+    assert unsupported_reason(native, PROBLEM, H200, aligned) is None
+    assert "cannot address" in str(unsupported_reason(native, PROBLEM, H200, misaligned))
+    assert "sm_90 alone" in str(unsupported_reason(native, PROBLEM, find_target("a100"), aligned))
     wide = msgspec.structs.replace(PROBLEM, dtype=Dtype.FP32)
-    assert "no fp32" in str(why_not(native, wide, H200, aligned))
+    assert "no fp32" in str(unsupported_reason(native, wide, H200, aligned))
 
 
 @pytest.mark.parametrize("name", ["forward_q_outer", "forward_kv_outer"])
 def test_portable_families_take_all_tensors_and_are_interpreted(name: str) -> None:
     family = find_family(name)
     assert family.interpreted
-    assert why_not(family, PROBLEM, H200, Specialization(Alignment.ANY, 64)) is None
+    assert unsupported_reason(family, PROBLEM, H200, Specialization(Alignment.ANY, 64)) is None

@@ -17,9 +17,9 @@ from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.templates.common.model.cost import together_us, traffic_us
 from flashtune.templates.common.model.tile_schedule import (
-    MOST_TILES,
+    MAX_TILES,
     RESIDENT,
-    Cost,
+    TileCost,
     Tiling,
     blocks,
     busiest,
@@ -35,7 +35,7 @@ from tests.problems.hopper import a_problem
 
 H200 = find_target("h200")
 DATA = Path(__file__).parents[1] / "data" / "truth"
-COST = Cost(block=1.0, tile=0.5)
+COST = TileCost(block=1.0, tile=0.5)
 
 
 @given(
@@ -110,7 +110,7 @@ def test_very_many_tiles_are_as_some_of_them_are(section: int, order: str) -> No
         64, heads=64, kv_heads=64, batch=64, seqlen_q=2048, seqlen_kv=2048, causal=Causal.TOP_LEFT
     )
     tiling = Tiling(problem, 128, 128, 1)
-    assert tiling.total > 2 * MOST_TILES
+    assert tiling.total > 2 * MAX_TILES
     workers = staying(tiling.total, False, 132)
     tile = place(np.arange(tiling.total), workers, tiling, section, order)
     costs = blocks(tiling)[tile] * COST.block + COST.tile
@@ -129,7 +129,7 @@ def test_extremes_are_those_of_the_blocks(causal: Causal) -> None:
 def test_extremes_of_very_many_tiles_are_those_of_some() -> None:
     long = {"seqlen_q": 2**22, "seqlen_kv": 2**22}
     tiling = Tiling(msgspec.structs.replace(a_problem(64, causal=Causal.BOTTOM_RIGHT), **long), 64, 128, 1)
-    assert tiling.tiles > 2 * MOST_TILES
+    assert tiling.tiles > 2 * MAX_TILES
     found, counted = extremes(tiling), blocks(tiling)
     assert (found.least, found.most) == (counted.min(), counted.max())
     assert found.mean == pytest.approx(counted.mean(), rel=1e-3)

@@ -23,7 +23,7 @@ from flashtune.templates.common.model.traffic import (
     streamed_keys,
     unpacked,
 )
-from flashtune.templates.family import Family, TrafficItem
+from flashtune.templates.family import BytesItem, Family
 from flashtune.templates.registry import families, find_family
 from flashtune.verification.lengths import is_ragged
 
@@ -111,11 +111,11 @@ def test_packed_sequences_count_as_so_many_of_the_longest() -> None:
     assert unpacked(a_problem(10, 10)) == a_problem(10, 10)
 
 
-def total(items: tuple[TrafficItem, ...]) -> int:
+def total(items: tuple[BytesItem, ...]) -> int:
     return sum(item.bytes for item in items)
 
 
-def family_items(name: str, problem: Problem, with_cache: bool) -> tuple[TrafficItem, ...]:
+def family_items(name: str, problem: Problem, with_cache: bool) -> tuple[BytesItem, ...]:
     family = find_family(name)
     config = family.config_type(block_m=64, block_n=64, num_warps=4, num_stages=1)  # type: ignore[call-arg]
     return family.hbm_items(problem, config, H200 if with_cache else None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.config import Config
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import Bias, Causal, Problem
 
 
@@ -42,7 +42,7 @@ def attend(
     out: Tensor,
     lse: Tensor | None,
     scale: float,
-    side: Side,
+    side: ExtraInputs,
 ) -> None:
     """Fills `out`, and `lse` where there is one, of heads-first tensors."""
     for sequence in range(problem.batch):
@@ -65,7 +65,7 @@ def attend(
             lse[block, :, rows] = largest + total.log()
 
 
-def _softmax(scores: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax(scores: Tensor, side: ExtraInputs) -> tuple[Tensor, Tensor, Tensor]:
     largest = scores.amax(-1) if scores.shape[-1] else torch.full(scores.shape[:-1], -torch.inf)
     if side.sinks is not None:
         largest = largest.maximum(side.sinks[:, None])
@@ -77,13 +77,13 @@ def _softmax(scores: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
     return weights, total, shift
 
 
-def query_rows(problem: Problem, sequence: int, side: Side) -> slice:
+def query_rows(problem: Problem, sequence: int, side: ExtraInputs) -> slice:
     if side.cu_seqlens_q is None:
         return slice(0, problem.seqlen_q)
     return slice(int(side.cu_seqlens_q[sequence]), int(side.cu_seqlens_q[sequence + 1]))
 
 
-def key_count(problem: Problem, sequence: int, side: Side) -> int:
+def key_count(problem: Problem, sequence: int, side: ExtraInputs) -> int:
     if side.seqlens_kv is not None:
         return int(side.seqlens_kv[sequence])
     if side.cu_seqlens_kv is not None:
@@ -92,7 +92,7 @@ def key_count(problem: Problem, sequence: int, side: Side) -> int:
 
 
 def _keys(
-    problem: Problem, tensor: Tensor, sequence: int, side: Side, scale: Tensor | None
+    problem: Problem, tensor: Tensor, sequence: int, side: ExtraInputs, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A sequence's keys or values, [kv_heads, keys, width], and the factor of each, [kv_heads, keys]."""
     count = key_count(problem, sequence, side)
@@ -129,7 +129,7 @@ def _first(rows: Tensor, count: int) -> Tensor:
     return rows.as_strided(shape, rows.stride(), rows.storage_offset())
 
 
-def _changed(problem: Problem, scores: Tensor, sequence: int, side: Side) -> Tensor:
+def _changed(problem: Problem, scores: Tensor, sequence: int, side: ExtraInputs) -> Tensor:
     heads, queries, keys = scores.shape
     query, key = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
     place = query if problem.causal is Causal.TOP_LEFT else query + keys - queries
@@ -148,7 +148,7 @@ def _changed(problem: Problem, scores: Tensor, sequence: int, side: Side) -> Ten
     return scores.masked_fill(hidden, float("-inf"))
 
 
-def out_of_sight(problem: Problem, place: Tensor, key: Tensor, sequence: int, side: Side) -> Tensor:
+def out_of_sight(problem: Problem, place: Tensor, key: Tensor, sequence: int, side: ExtraInputs) -> Tensor:
     far = torch.zeros(1, 1, dtype=torch.bool)
     if problem.window_left is not None:
         far = far | (place - key > problem.window_left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtune.core.extra_inputs import NO_SIDE
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.verification.lengths import Lengths, equal_lengths
 from flashtune.verification.mask_boundary_probes import _borders, _drawn, _neighbours
@@ -19,10 +19,12 @@ PROBLEM = Problem(
 
 @pytest.mark.parametrize("lengths", [equal_lengths(PROBLEM), Lengths((37, 20), (53, 31))], ids=str)
 def test_every_row_asks_for_a_key_that_it_sees_beside_one_that_it_does_not(lengths: Lengths) -> None:
-    visible, hidden = _neighbours(PROBLEM, lengths, NO_SIDE, torch.Generator().manual_seed(0))
+    visible, hidden = _neighbours(PROBLEM, lengths, NO_EXTRA_INPUTS, torch.Generator().manual_seed(0))
     number = torch.arange(PROBLEM.batch * PROBLEM.heads)
     rows = Rows(number // PROBLEM.heads, number % PROBLEM.heads, torch.arange(PROBLEM.seqlen_q))
-    seen = unhidden_keys(PROBLEM, lengths, NO_SIDE, rows, torch.device("cpu")).expand(len(number), -1, -1)
+    seen = unhidden_keys(PROBLEM, lengths, NO_EXTRA_INPUTS, rows, torch.device("cpu")).expand(
+        len(number), -1, -1
+    )
     # Nobody sees the key behind the last.
     seen = torch.cat([seen, torch.zeros_like(seen[..., :1])], -1)
     visible, hidden = visible.flatten(0, 1), hidden.flatten(0, 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.request.quantization import quantize
@@ -27,11 +27,11 @@ from flashtune.verification.tolerance import (
 BLOCK = 64
 LOG2_E = 1.4426950408889634
 Spoil = Callable[[Tensor, int], Tensor]
-Mistake = Callable[[Side], Side]
+Mistake = Callable[[ExtraInputs], ExtraInputs]
 
 
 def online(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, spoil: Spoil, scales: Side
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, spoil: Spoil, scales: ExtraInputs
 ) -> tuple[Tensor, Tensor]:
     """Attention as a flash kernel rounds it: float32 scores and sums, weights in the inputs' type."""
     shape = q.shape[:3]
@@ -94,10 +94,10 @@ def ratios(
     generator = torch.Generator().manual_seed(seed)
     scale = problem.head_dim**-0.5
     values = make_values(probe, problem, scale, BLOCK, generator)
-    scales = NO_SIDE
+    scales = NO_EXTRA_INPUTS
     if problem.dtype.is_quantized:
         (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(value) for value in values)
-        scales = Side(q_scale, k_scale, v_scale)
+        scales = ExtraInputs(q_scale, k_scale, v_scale)
     else:
         q, k, v = (value.to(TORCH_DTYPES[problem.dtype]) for value in values)
     chosen = sample(problem, generator)
@@ -184,7 +184,7 @@ def test_a_forgotten_quantized_key_shows_in_the_log_sum_exp() -> None:
         lambda scales: scales._replace(v_scale=scales.v_scale.flip(1)),
         lambda scales: scales._replace(v_scale=scales.v_scale.flip(0)),
         lambda scales: scales._replace(k_scale=scales.q_scale[:, : scales.k_scale.shape[1]]),
-        lambda _: NO_SIDE,
+        lambda _: NO_EXTRA_INPUTS,
     ],
     ids=[
         "q of another head",
@@ -221,7 +221,7 @@ def test_rows_of_weights_below_the_normal_numbers_may_be_zero(dtype: Dtype, powe
     problem = msgspec.structs.replace(one, sinks=True)
     q, k, v = (torch.ones(1, heads, 1, 64).to(TORCH_DTYPES[dtype]) for heads in (4, 2, 2))
     # The score is 8, and the sink's weight is that of the key times 2 to the power of -power.
-    side = Side(sinks=torch.full((4,), 8.0 - power / LOG2_E))
+    side = ExtraInputs(sinks=torch.full((4,), 8.0 - power / LOG2_E))
     expected = expect(problem, q, k, v, 0.125, sample(problem, torch.Generator()), side)
     assert (expected.out.log2() - power).abs().max() < 0.01
     zeros = torch.zeros(expected.out.shape)

@@ -9,7 +9,7 @@ import torch
 
 from flashtune.core.kernel import Specialization
 from flashtune.core.target import find_target
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.verification.inputs.prepared import prepare
 from tests.gpu.random.random_cases import random_case
@@ -36,7 +36,7 @@ def test_kernels_are_few_and_families_compute_what_they_are_given() -> None:
     assert drawn[:20] == list(trials(20, 1, H200))
     for subject, case in drawn:
         family = find_family(subject.family)
-        assert why_not(family, case.problem, H200, subject.specialization) is None
+        assert unsupported_reason(family, case.problem, H200, subject.specialization) is None
         # The same source serves: nothing differs but extents.
         assert case.problem.computation == subject.problem.computation
 

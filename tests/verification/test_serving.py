@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashtune.core.config import Config
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
@@ -25,7 +25,7 @@ from tests.verification.plain_kernel import DecodingConfig, PlainConfig, attend,
 CPU = torch.device("cpu")
 H200 = find_target("h200")
 FAMILY = find_family("forward_q_outer")
-Mistake = Callable[[Problem, Side], tuple[Problem, Side]]
+Mistake = Callable[[Problem, ExtraInputs], tuple[Problem, ExtraInputs]]
 
 
 def a_problem(**fields: Any) -> Problem:
@@ -51,7 +51,7 @@ KERNEL = render(
 )
 
 
-def right(problem: Problem, side: Side) -> tuple[Problem, Side]:
+def right(problem: Problem, side: ExtraInputs) -> tuple[Problem, ExtraInputs]:
     return problem, side
 
 
@@ -84,7 +84,7 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, mistake: Mistake) -> list
     ]
 
 
-def _told(mistake: Mistake, problem: Problem, side: Side, given: list[Any]) -> tuple[Any, ...]:
+def _told(mistake: Mistake, problem: Problem, side: ExtraInputs, given: list[Any]) -> tuple[Any, ...]:
     mistaken, beside = mistake(problem, side)
     return (mistaken, *given, beside)
 
@@ -181,7 +181,7 @@ def pages_swapped(table: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def taken_for_values(problem: Problem, side: Side) -> tuple[Problem, Side]:
+def taken_for_values(problem: Problem, side: ExtraInputs) -> tuple[Problem, ExtraInputs]:
     return problem, side._replace(v_scale=side.k_scale)
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.masks import (
@@ -43,17 +43,17 @@ def boolean() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("features", "lengths", "side", "count"),
     [
-        ({}, EQUAL, Side(), 1),
-        ({"window_left": 2}, EQUAL, Side(), 1),
-        ({"alibi": True}, EQUAL, Side(slopes=torch.rand(3, 2)), 1),
-        ({"lengths": True}, OWN, Side(), 3),
-        ({"prefix": True}, EQUAL, Side(prefix=torch.tensor([0, 3, 7], dtype=torch.int32)), 3),
-        ({"bias": Bias.BOOLEAN, "causal": Causal.NONE}, EQUAL, Side(bias=boolean()), 6),
-        ({"bias": Bias.ADDITIVE}, EQUAL, Side(bias=boolean().float().log()), 6),
+        ({}, EQUAL, ExtraInputs(), 1),
+        ({"window_left": 2}, EQUAL, ExtraInputs(), 1),
+        ({"alibi": True}, EQUAL, ExtraInputs(slopes=torch.rand(3, 2)), 1),
+        ({"lengths": True}, OWN, ExtraInputs(), 3),
+        ({"prefix": True}, EQUAL, ExtraInputs(prefix=torch.tensor([0, 3, 7], dtype=torch.int32)), 3),
+        ({"bias": Bias.BOOLEAN, "causal": Causal.NONE}, EQUAL, ExtraInputs(bias=boolean()), 6),
+        ({"bias": Bias.ADDITIVE}, EQUAL, ExtraInputs(bias=boolean().float().log()), 6),
     ],
 )
 def test_heads_share_a_mask_where_all_are_alike(
-    features: dict[str, Any], lengths: Lengths, side: Side, count: int
+    features: dict[str, Any], lengths: Lengths, side: ExtraInputs, count: int
 ) -> None:
     problem = msgspec.structs.replace(PROBLEM, **features)
     masks = distinct_masks(lengths, side, SOME)

@@ -12,7 +12,7 @@ from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Outcome, Provenance, Record, Resources
 from flashtune.core.target import Target
 from flashtune.runtime.unfused import standard_hbm_items
-from flashtune.templates.family import TrafficItem, why_not
+from flashtune.templates.family import BytesItem, unsupported_reason
 from flashtune.templates.registry import families
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import Occupancy, occupancy, read_resources
@@ -23,7 +23,7 @@ from flashtune.tuner.tables.kernel_choice import Chosen
 class SramBudget(msgspec.Struct, frozen=True):
     """Shared memory of one block: the model's items, the compiler's figure and the capacity, in bytes."""
 
-    items: tuple[TrafficItem, ...]
+    items: tuple[BytesItem, ...]
     modelled: int
     compiled: int | None
     capacity: int
@@ -61,7 +61,7 @@ class Traffic(msgspec.Struct, frozen=True):
     """HBM bytes of one computation, item by item."""
 
     name: str
-    items: tuple[TrafficItem, ...]
+    items: tuple[BytesItem, ...]
     bytes: int
 
 
@@ -199,7 +199,7 @@ def compare_traffic(chosen: Chosen) -> tuple[Traffic, ...]:
     problem, target = chosen.problem, chosen.target
     ways = [_traffic(chosen.family.name, chosen.family.hbm_items(problem, chosen.config, target))]
     for family in families():
-        refused = why_not(family, problem, target, chosen.specialization)
+        refused = unsupported_reason(family, problem, target, chosen.specialization)
         if family.name != chosen.family.name and refused is None:
             items = family.hbm_items(problem, family.default(problem, target), target)
             ways.append(_traffic(family.name, items))
@@ -208,7 +208,7 @@ def compare_traffic(chosen: Chosen) -> tuple[Traffic, ...]:
     return tuple(ways)
 
 
-def _traffic(name: str, items: tuple[TrafficItem, ...]) -> Traffic:
+def _traffic(name: str, items: tuple[BytesItem, ...]) -> Traffic:
     return Traffic(name, items, sum(item.bytes for item in items))
 
 

@@ -15,7 +15,7 @@ from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 from flashtune.tuner.workloads.models import LayerCall, Layers, ModelAttention, model_calls
 from flashtune.tuner.workloads.passes import backward_of
 
-# `standard_attention` stores scores, probabilities, and half as much in 16 bits at once.
+# `unfused_attention` stores scores, probabilities, and half as much in 16 bits at once.
 SCORE_COPIES = 2.5
 # Its backward pass stores probabilities and their gradients in both types, and gradients of the scores.
 GRADIENT_SCORE_COPIES = 4

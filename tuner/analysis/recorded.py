@@ -15,7 +15,7 @@ from flashtune.tuner.analysis.explain import roofline
 MAX_CHUNKS = 2**20
 
 
-class Weighed(NamedTuple):
+class WeightedProblem(NamedTuple):
     """A problem that programs called.
 
     Attributes:
@@ -29,7 +29,7 @@ class Weighed(NamedTuple):
     least_ms: float
 
 
-def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[Weighed, ...]:
+def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[WeightedProblem, ...]:
     """Returns recorded problems without duplicates, ranked by the time of their calls on a target.
 
     Raises:
@@ -39,7 +39,8 @@ def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[Weighed, ...]:
     for count in counts:
         calls[count.problem] = calls.get(count.problem, 0) + count.calls
     weighed = [
-        Weighed(problem, number, number * _least_ms(problem, target)) for problem, number in calls.items()
+        WeightedProblem(problem, number, number * _least_ms(problem, target))
+        for problem, number in calls.items()
     ]
     return tuple(sorted(weighed, key=lambda found: -found.least_ms))
 
@@ -52,7 +53,7 @@ def _least_ms(problem: Problem, target: Target) -> float:
     return roofline(problem, target).bound_ms
 
 
-def read_weighed(path: Path, target: Target) -> tuple[Weighed, ...]:
+def read_weighed(path: Path, target: Target) -> tuple[WeightedProblem, ...]:
     """Returns the problems of a file that `flashtune.record_calls` wrote, ranked as by `weigh`.
 
     Raises:
@@ -67,7 +68,7 @@ def read_weighed(path: Path, target: Target) -> tuple[Weighed, ...]:
     return weighed
 
 
-def summary(weighed: tuple[Weighed, ...], top: int) -> str:
+def summary(weighed: tuple[WeightedProblem, ...], top: int) -> str:
     """Returns the fraction of the recorded time that the first problems cover, in one sentence."""
     taken = weighed[:top]
     whole = sum(found.least_ms for found in weighed)

@@ -27,7 +27,7 @@ from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run
 from flashtune.tuner.workloads.passes import forward_of
 from flashtune.verification.gradients.head_sampling import sample_pairs
-from flashtune.verification.gradients.probabilities import Given
+from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
 from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.reference.forward import sample
@@ -104,7 +104,7 @@ def gradient_judge(problem: Problem, tensors: Tensors) -> Judge:
     assert tensors.backward is not None
     generator = torch.Generator(tensors.q.device).manual_seed(SEED)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
-    given = Given(
+    given = BackwardCase(
         tensors.q,
         tensors.k,
         tensors.v,

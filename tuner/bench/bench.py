@@ -19,7 +19,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import TargetError, UsageError
-from flashtune.core.extra_inputs import NO_SIDE
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
 from flashtune.core.problem import Feature, Problem
 from flashtune.core.record import Measurement
 from flashtune.core.target import Target, device_target
@@ -163,7 +163,7 @@ def side_options(tensors: Tensors) -> dict[str, Any]:
     if bias is not None:
         return {"attn_mask" if bias.dtype is torch.bool else "attn_bias": bias}
     q, k, v = tensors.side.scales
-    return {} if tensors.side is NO_SIDE else {"q_scale": q, "k_scale": k, "v_scale": v}
+    return {} if tensors.side is NO_EXTRA_INPUTS else {"q_scale": q, "k_scale": k, "v_scale": v}
 
 
 def _judge(problem: Problem, tensors: Tensors) -> Judge:

@@ -53,7 +53,7 @@ class WallClock:
         wait(pending, return_when=ALL_COMPLETED)
 
 
-class Equipment(NamedTuple):
+class SearchWorkers(NamedTuple):
     """The compiler, measurer and clock of a search.
 
     Attributes:
@@ -70,7 +70,7 @@ class Equipment(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_equipment(device: int | None, jobs: int | None = None) -> Iterator[Equipment]:
+def open_workers(device: int | None, jobs: int | None = None) -> Iterator[SearchWorkers]:
     """Starts the processes of a search, and stops them when the context ends.
 
     Args:
@@ -80,7 +80,7 @@ def open_equipment(device: int | None, jobs: int | None = None) -> Iterator[Equi
     width = compilers_of(device, jobs)
     with contextlib.ExitStack() as stack:
         measurer: Measurer = Predictor() if device is None else stack.enter_context(GpuWorker(device))
-        yield Equipment(stack.enter_context(CompilePool(width)), measurer, width)
+        yield SearchWorkers(stack.enter_context(CompilePool(width)), measurer, width)
 
 
 def compilers_of(device: int | None, jobs: int | None = None) -> int:

@@ -18,9 +18,9 @@ from flashtune.launch.compilation import load_module
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import Part, largest, occupancy, overflow, read_parts, read_sizes
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe, stopped
-from flashtune.tuner.execution.processes import Lost, Workers, failure_of
+from flashtune.tuner.execution.processes import LostJob, Workers, failure_of
 
 COMPILE_SECONDS = 60.0
 MAX_MESSAGE = 400
@@ -49,7 +49,7 @@ class Compiled(msgspec.Struct, frozen=True):
 class Compiler(Protocol):
     """Compiles candidates, several at once."""
 
-    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
+    def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         """Starts compiling. The future raises only `MachineError`."""
         ...
 
@@ -77,7 +77,7 @@ class CompilePool:
     ) -> None:
         self._workers.stop()
 
-    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
+    def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         """Starts compiling. A crash or a hang of the compiler is an outcome too.
 
         After a crash, a hang or a failed tool, a probe decides whether the machine or the candidate
@@ -87,7 +87,9 @@ class CompilePool:
         self._start(scope, candidate, settled, again=True)
         return settled
 
-    def _start(self, scope: Scope, candidate: Candidate, settled: Future[Compiled], *, again: bool) -> None:
+    def _start(
+        self, scope: SearchTask, candidate: Candidate, settled: Future[Compiled], *, again: bool
+    ) -> None:
         """Starts compiling. With `again`, it is retried once if its process died before it took the job."""
 
         def settle(job: Future[Compiled]) -> None:
@@ -109,7 +111,7 @@ class CompilePool:
         job.add_done_callback(settle)
 
 
-def _settle(job: Future[Compiled], lost: Lost | None, target: Target, settled: Future[Compiled]) -> None:
+def _settle(job: Future[Compiled], lost: LostJob | None, target: Target, settled: Future[Compiled]) -> None:
     error = None if lost else job.exception()
     if lost is not None:
         outcome = Outcome.TIMEOUT if lost.timed_out else Outcome.COMPILE_ERROR

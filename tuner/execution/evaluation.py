@@ -9,7 +9,7 @@ import msgspec
 
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.record import Measurement, Outcome, Provenance, Verdict
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled
 
 
@@ -36,16 +36,16 @@ class Measurer(Protocol):
     provenance: Provenance
 
     def evaluate(
-        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+        self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
         """Verifies, then measures. The future raises only `DeviceLostError` and `MachineError`."""
         ...
 
-    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         """Times candidates and baselines in one run. The result is empty if that is impossible or fails."""
         ...
 
-    def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
+    def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
         """Verifies a candidate with schedule fuzzing. The result is None if it cannot be fuzzed."""
         ...
 

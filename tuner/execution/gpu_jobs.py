@@ -49,7 +49,7 @@ UNPROVEN = "right on small problems, and too slow to be proven at this size"
 # Prefix of messages about schedule fuzzing.
 DELAYED = "delayed: "
 # Largest share of a GPU's memory for other programs and this one's context.
-MOST_OF_OTHERS = 0.25
+MAX_OF_OTHERS = 0.25
 # The pool is notified of a job's start a moment after the worker takes it. The exit must come later.
 EXIT_DELAY = 0.5
 
@@ -197,7 +197,7 @@ def _refuse_without_memory(device: torch.device, error: Exception) -> None:
         return
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    if others > MOST_OF_OTHERS * total:
+    if others > MAX_OF_OTHERS * total:
         raise lost_device(device.index, f"other programs hold {others / 2**30:.0f} GiB of its memory")
 
 

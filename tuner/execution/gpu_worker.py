@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from flashtune.core.errors import MachineError
 from flashtune.core.record import Measurement, Outcome, Provenance
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import COMPILE_SECONDS, Compiled
 from flashtune.tuner.execution.evaluation import Evaluation, lost_device
 from flashtune.tuner.execution.gpu_jobs import (
@@ -22,7 +22,7 @@ from flashtune.tuner.execution.gpu_jobs import (
     time_finalists,
 )
 from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe, stopped
-from flashtune.tuner.execution.processes import Lost, Workers, exit_code_of, failure_of
+from flashtune.tuner.execution.processes import LostJob, Workers, exit_code_of, failure_of
 
 # Name of the GPU process in messages.
 RUNNER = "the process that runs kernels"
@@ -63,7 +63,7 @@ class GpuWorker:
         self._worker.stop()
 
     def evaluate(
-        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+        self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
         """Queues a candidate for verification and measurement."""
         del compiled  # Triton's cache has the binary
@@ -72,7 +72,7 @@ class GpuWorker:
         self._run(evaluate_candidate, (*arguments, drop_above_ms), self._patience(scope), scope, settled)
         return settled
 
-    def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
+    def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
         """Queues a candidate for verification with schedule fuzzing. A kernel that then hangs is rejected."""
         arguments = (scope.problem, candidate, scope.specialization, scope.target)
         settled: Future[Evaluation | None] = Future()
@@ -94,10 +94,10 @@ class GpuWorker:
         self._scheduled(build_late, arguments, COMPILE_SECONDS, settled, prove)
         return settled
 
-    def _patience(self, scope: Scope) -> float:
+    def _patience(self, scope: SearchTask) -> float:
         return self._seconds * (BACKWARD_PATIENCE if scope.problem.is_backward else 1.0)
 
-    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         """Queues the finals. The result is empty if their process is lost."""
         arguments = (scope.problem, candidates, scope.specialization, scope.target, self._device)
         settled: Future[tuple[Measurement, ...]] = Future()
@@ -129,7 +129,7 @@ class GpuWorker:
         function: Callable[..., Evaluation],
         arguments: tuple[Any, ...],
         seconds: float,
-        scope: Scope,
+        scope: SearchTask,
         settled: Future[Any],
         how: str = "",
         *,
@@ -151,7 +151,7 @@ class GpuWorker:
         self._scheduled(function, arguments, seconds, settled, settle)
 
     def _settle_lost(
-        self, job: Future[Evaluation], lost: Lost, scope: Scope, settled: Future[Any], how: str
+        self, job: Future[Evaluation], lost: LostJob, scope: SearchTask, settled: Future[Any], how: str
     ) -> None:
         """Settles a job with a lost process: the cause is the machine, the GPU or the candidate."""
         outside = outside_fault(lost, RUNNER)

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
@@ -19,7 +19,7 @@ from flashtune.launch.backward import BackwardTensors
 from flashtune.launch.forward import Binary, bind, compile_binary
 from flashtune.launch.source_cache import kernel_of
 from flashtune.request.quantization import quantize
-from flashtune.runtime.unfused import standard_features
+from flashtune.runtime.unfused import unfused_features
 from flashtune.tuner.workloads.passes import forward_of
 from flashtune.verification.inputs.placement import capacities, make_table, starts
 from flashtune.verification.lengths import Lengths, usual_lengths
@@ -62,7 +62,7 @@ class Tensors(msgspec.Struct, frozen=True):
     k: Tensor
     v: Tensor
     out: Tensor
-    side: Side = NO_SIDE
+    side: ExtraInputs = NO_EXTRA_INPUTS
     lse: Tensor | None = None
     backward: BackwardTensors | None = None
 
@@ -103,7 +103,7 @@ def make_inputs(problem: Problem, device: torch.device) -> Tensors:
     if problem.dtype.is_quantized:
         make = functools.partial(torch.randn, dtype=torch.bfloat16, device=device)
         (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(make(shape)) for shape in shapes)
-        return Tensors(q, k, v, out, Side(q_scale, k_scale, v_scale))
+        return Tensors(q, k, v, out, ExtraInputs(q_scale, k_scale, v_scale))
     make = functools.partial(torch.randn, dtype=TORCH_DTYPES[problem.dtype], device=device)
     q, k, v = map(make, shapes)
     return Tensors(q, k, v, out)
@@ -111,7 +111,7 @@ def make_inputs(problem: Problem, device: torch.device) -> Tensors:
 
 def _with_features(problem: Problem, device: torch.device) -> Tensors:
     lengths = usual_lengths(problem)
-    side = Side(
+    side = ExtraInputs(
         slopes=_slopes(problem).to(device) if problem.alibi else None,
         bias=None if problem.bias is Bias.NONE else _bias(problem, device),
         sinks=torch.zeros(problem.heads, device=device) if problem.sinks else None,
@@ -139,8 +139,8 @@ def _with_features(problem: Problem, device: torch.device) -> Tensors:
 
 
 def _located(
-    problem: Problem, lengths: Lengths, side: Side, device: torch.device
-) -> tuple[Side, tuple[int, int, int]]:
+    problem: Problem, lengths: Lengths, side: ExtraInputs, device: torch.device
+) -> tuple[ExtraInputs, tuple[int, int, int]]:
     """Returns `side` with lengths and the block table, and the shape of keys without the head dim."""
     keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
     if problem.packed:
@@ -241,7 +241,7 @@ def _run_forward(problem: Problem, tensors: Tensors, lse: Tensor) -> None:
     """Runs the forward pass: on a GPU by its default kernel, on the CPU by unfused attention."""
     q, k, v, out, side = tensors.q, tensors.k, tensors.v, tensors.out, tensors.side
     if q.device.type == "cpu":
-        made, its_lse = standard_features(problem, q, k, v, side, scale=tensors.scale, return_lse=True)
+        made, its_lse = unfused_features(problem, q, k, v, side, scale=tensors.scale, return_lse=True)
         assert its_lse is not None
         out.copy_(made)
         lse.copy_(its_lse)

@@ -22,7 +22,7 @@ from flashtune.core.target import Target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
-from flashtune.tuner.execution.processes import Lost, Workers, failure_of
+from flashtune.tuner.execution.processes import LostJob, Workers, failure_of
 
 PROBE_SECONDS = 60.0
 # A machine is too busy for time limits if wall-clock time is this many times the CPU time.
@@ -109,7 +109,7 @@ def look_for_fault(target: Target) -> Probe:
     return Probe("", wall / used if wall - used > SHORT else 1.0)
 
 
-def fault_of(lost: Lost, probe: Probe, process: str) -> str:
+def fault_of(lost: LostJob, probe: Probe, process: str) -> str:
     """Returns a sentence about the machine's fault; empty if the candidate is the cause.
 
     Args:
@@ -126,7 +126,7 @@ def fault_of(lost: Lost, probe: Probe, process: str) -> str:
     return outside_fault(lost, process) or _memory_limit_fault(lost, process)
 
 
-def outside_fault(lost: Lost, process: str) -> str:
+def outside_fault(lost: LostJob, process: str) -> str:
     """Returns a sentence about a process that another program killed, else an empty text."""
     return (signal_fault(lost.signal, process) or "") if lost.signal else ""
 
@@ -167,14 +167,14 @@ def settle_after_probe(
     probe.add_done_callback(settle)
 
 
-def _lost_probe(lost: Lost) -> str:
+def _lost_probe(lost: LostJob) -> str:
     process = "a process that compiles a small kernel"
     if lost.timed_out:
         return f"{process} did not end in {PROBE_SECONDS:.0f} s: this machine is too busy, or a disk hangs"
     return outside_fault(lost, process) or f"{process} died: {FREE_MEMORY}"
 
 
-def _memory_limit_fault(lost: Lost, process: str) -> str:
+def _memory_limit_fault(lost: LostJob, process: str) -> str:
     """Returns a sentence if a low memory limit is set: LLVM crashes if an allocation fails."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     if not lost.signal or not any(0 <= limit < LOW_LIMIT for limit in limits):

@@ -17,7 +17,7 @@ CONFIDENCE = 2.0
 TIMER_STEP = 0.0005
 
 
-def is_level(time: Measurement, fastest: Measurement) -> bool:
+def is_tied(time: Measurement, fastest: Measurement) -> bool:
     """Returns whether a time differs from the fastest one by no more than noise."""
     noise = math.hypot(standard_error(time), standard_error(fastest))
     margin = TIMER_STEP + CONFIDENCE * noise if fastest.samples else 0.0

@@ -179,7 +179,7 @@ def _wait_for_end(program: int, pipe: int) -> bool:
     return watched in select.select([pipe, watched], [], [])[0]
 
 
-class Lost(NamedTuple):
+class LostJob(NamedTuple):
     """How a job's process was lost.
 
     Attributes:
@@ -200,22 +200,22 @@ def lacked_memory(message: str) -> bool:
     return "out of memory" in message.lower()
 
 
-def failure_of(job: Future[Any]) -> Lost | None:
+def failure_of(job: Future[Any]) -> LostJob | None:
     """Returns how a finished job's process was lost; None if the job's code returned or raised.
 
     A cancelled job counts as a job with a lost process.
     """
     if job.cancelled():
-        return Lost(False, "was cancelled", taken=False)
+        return LostJob(False, "was cancelled", taken=False)
     error = job.exception()
     if isinstance(error, TimeoutError):
-        return Lost(True, "did not end within its time limit")
+        return LostJob(True, "did not end within its time limit")
     if isinstance(error, ProcessExpired):
         code = error.exitcode or 0
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        return Lost(False, f"its process died ({how})", max(0, -code))
+        return LostJob(False, f"its process died ({how})", max(0, -code))
     if isinstance(error, (BrokenProcessPool, CancelledError)):
-        return Lost(False, "its process died", taken=False)
+        return LostJob(False, "its process died", taken=False)
     return None
 
 

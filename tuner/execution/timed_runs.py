@@ -17,12 +17,12 @@ from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import timed_ways
 from flashtune.launch.backward import bind_backward
 from flashtune.launch.forward import bind
-from flashtune.runtime.unfused import standard_attention, standard_features
+from flashtune.runtime.unfused import unfused_attention, unfused_features
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run, make_tensors
-from flashtune.tuner.execution.noise import is_level
+from flashtune.tuner.execution.noise import is_tied
 from flashtune.tuner.execution.sdpa import BACKENDS, LAID_OUT, sdpa_run
 from flashtune.tuner.execution.timing import Run, measure_interleaved
 from flashtune.tuner.workloads.passes import forward_of
@@ -105,8 +105,8 @@ def standard_run(problem: Problem, tensors: Tensors) -> Run:
     """Returns a run of unfused attention on these tensors."""
     given = (tensors.q, tensors.k, tensors.v)
     if problem.features:
-        return functools.partial(standard_features, problem, *given, tensors.side, scale=tensors.scale)
-    return functools.partial(standard_attention, *given, scale=tensors.scale, causal=problem.causal)
+        return functools.partial(unfused_features, problem, *given, tensors.side, scale=tensors.scale)
+    return functools.partial(unfused_attention, *given, scale=tensors.scale, causal=problem.causal)
 
 
 def _works(run: Run) -> bool:
@@ -150,7 +150,7 @@ def run_finals(
         if found and timed_ways(problem):
             fastest = min(own, key=lambda one: one.ms)
             # Any tie of the fastest candidate may be selected.
-            level = [number for number, one in enumerate(own) if is_level(one, fastest)]
+            level = [number for number, one in enumerate(own) if is_tied(one, fastest)]
             best = [candidates[number] for number in level]
             times = _shared_times(problem, best, specialization, target, tensors, rounds)
             for number, shared in zip(level, times, strict=True):

@@ -21,7 +21,7 @@ Run = Callable[[], object]
 MIB = 1024 * 1024
 # Writing this many times the L2 size evicts all inputs.
 FLUSH_FACTOR = 2
-LEAST_FLUSH_BYTES = 64 * MIB
+MIN_FLUSH_BYTES = 64 * MIB
 # Clock cycles of the pause for each launch of a batch: 0.1 ms, enough time for the host to queue it.
 PAUSE_CYCLES = 200_000
 FIRST_SAMPLES = 3
@@ -142,7 +142,7 @@ def _batch(runs: Sequence[Run], device: torch.device) -> list[float]:
 def _flush_buffer(index: int) -> torch.Tensor:
     """Returns the buffer to write before each sample. Cached: its allocation costs more than the write."""
     cache = getattr(torch.cuda.get_device_properties(index), "L2_cache_size", 0)
-    size = max(FLUSH_FACTOR * cache, LEAST_FLUSH_BYTES)
+    size = max(FLUSH_FACTOR * cache, MIN_FLUSH_BYTES)
     return torch.empty(size // 4, dtype=torch.int32, device=f"cuda:{index}")
 
 

@@ -44,7 +44,7 @@ class FamilyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: dict[ShortText, float]
 
 
-class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Constants by family, and their origin.
 
     Attributes:
@@ -58,11 +58,11 @@ class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     families: dict[ShortText, FamilyFit]
 
 
-NOTHING = Fit("", (), {})
+NOTHING = Calibration("", (), {})
 
 
 def expected_ms(
-    problem: Problem, family: Family, config: Config, resources: Resources, target: Target, fit: Fit
+    problem: Problem, family: Family, config: Config, resources: Resources, target: Target, fit: Calibration
 ) -> float:
     """Returns the predicted time of one launch, in ms, corrected by the family's calibration.
 
@@ -90,7 +90,7 @@ def formula_ms(
 
 
 @functools.cache
-def shipped_fit() -> Fit:
+def shipped_fit() -> Calibration:
     """Returns the shipped constants.
 
     Raises:
@@ -98,14 +98,14 @@ def shipped_fit() -> Fit:
     """
     try:
         raw = files.files("flashtune.tuner").joinpath(FILE).read_bytes()
-        return msgspec.json.decode(raw, type=Fit)
+        return msgspec.json.decode(raw, type=Calibration)
     except (OSError, msgspec.DecodeError) as error:
         raise TableError(
             f"{FILE} of this installation is damaged ({error}): install flashtune again"
         ) from error
 
 
-def fit_tables(tables: Sequence[TruthTable]) -> Fit:
+def fit_tables(tables: Sequence[TruthTable]) -> Calibration:
     """Returns constants fitted to one GPU's tables. All problems have equal weight."""
     if not tables:
         return NOTHING
@@ -115,7 +115,7 @@ def fit_tables(tables: Sequence[TruthTable]) -> Fit:
         for name in sorted(families)
     }
     arch = find_target(tables[0].target).arch
-    return Fit(arch, tuple(sorted({table.problem.key for table in tables})), fits)
+    return Calibration(arch, tuple(sorted({table.problem.key for table in tables})), fits)
 
 
 class _Samples(msgspec.Struct, frozen=True):

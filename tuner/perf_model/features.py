@@ -24,7 +24,7 @@ ACCUMULATOR_REGISTERS = 1.3
 SCORE_REGISTERS = 1.95
 OTHER_REGISTERS = 2
 POINTER_REGISTERS = 16
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 
 
 def estimated(problem: Problem, config: Config, sram_bytes: int, target: Target) -> Resources:
@@ -42,9 +42,9 @@ def estimated(problem: Problem, config: Config, sram_bytes: int, target: Target)
     registers = OTHER_REGISTERS + ACCUMULATOR_REGISTERS * accumulators + SCORE_REGISTERS * scores
     if getattr(config, "loads", "pointer") == "pointer":
         registers += POINTER_REGISTERS
-    cap = int(getattr(config, "max_registers", 0)) or MOST_REGISTERS
+    cap = int(getattr(config, "max_registers", 0)) or MAX_REGISTERS
     room = target.registers_per_sm // threads
-    return Resources(sram_bytes=sram_bytes, registers=min(cap, MOST_REGISTERS, room, int(registers)))
+    return Resources(sram_bytes=sram_bytes, registers=min(cap, MAX_REGISTERS, room, int(registers)))
 
 
 def _of_backward(problem: Problem, config: Config, target: Target) -> int:
@@ -57,7 +57,7 @@ def _of_backward(problem: Problem, config: Config, target: Target) -> int:
         scores = 2 * tile.block_m * tile.block_n / threads
         needs.append(OTHER_REGISTERS + POINTER_REGISTERS + summed + SCORE_REGISTERS * scores)
     room = target.registers_per_sm // (WARP * config.num_warps)
-    return min(MOST_REGISTERS, room, int(max(needs)))
+    return min(MAX_REGISTERS, room, int(max(needs)))
 
 
 def features(

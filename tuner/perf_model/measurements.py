@@ -21,7 +21,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Milliseconds, NonNegative, Outcome, PeerTime, Resources, ShortText, Versions
 from flashtune.templates.registry import family_names, find_family
 from flashtune.tuner.binary.sass import Loop
-from flashtune.tuner.candidates import Candidate, Scope, demand
+from flashtune.tuner.candidates import Candidate, SearchTask, demand
 
 SUFFIX = ".json.xz"
 # A table has some hundred kilobytes of JSON. Larger data is rejected.
@@ -147,7 +147,7 @@ class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         )
 
 
-def draw(scope: Scope, count: int | None, seed: int) -> tuple[int, tuple[Candidate, ...]]:
+def draw(scope: SearchTask, count: int | None, seed: int) -> tuple[int, tuple[Candidate, ...]]:
     """Returns the number of candidates that fit by the SRAM model, and these in a uniform order.
 
     The order is that of a seeded hash of the config alone. Draws for several problems thus hold the same

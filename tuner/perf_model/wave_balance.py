@@ -25,7 +25,7 @@ TILE_OVERHEAD = 1.0
 # With this many tiles for each resident program, imbalance is negligible.
 MANY_ROUNDS = 64
 # Above this number of tiles, the order is not simulated.
-MOST_TILES = 2**18
+MAX_TILES = 2**18
 
 
 @runtime_checkable
@@ -63,7 +63,7 @@ def imbalance(problem: Problem, config: Config, programs: int, places: int, targ
     total = tiling.total
     if not total or not problem.seqlen_kv or not places:
         return 1.0
-    if total > MOST_TILES or (programs != total and not isinstance(config, Persistent)):
+    if total > MAX_TILES or (programs != total and not isinstance(config, Persistent)):
         # Programs without tiles of queries have equal lengths.
         return whole_waves(programs, places, target)
     if isinstance(config, Persistent):

@@ -21,7 +21,7 @@ from flashtune.core.file_lock import read_bounded
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.launch.tma_descriptors import typed
 from flashtune.launch.workspaces import allocate_workspace
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.tuner.execution.inputs import make_inputs
 from flashtune.tuner.restamp.elf import parts
@@ -123,7 +123,7 @@ def _plan_difference(old: Kernel, new: Kernel, problem: Problem, config: Config,
     modules = [_launch_code(kernel, target) for kernel in (old, new)]
     family = find_family(new.family)
     for case, _ in planned_cases(new, problem, config, Level.FULL, SEED):
-        if why_not(family, case.problem, target, new.specialization):
+        if unsupported_reason(family, case.problem, target, new.specialization):
             continue
         tensors = _planned(new, case.problem, case.layout)
         plans = [_plan(module, new, tensors, problem.is_backward) for module in modules]

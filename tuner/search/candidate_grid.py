@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashtune.core.config import Axis
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 
 Floats = NDArray[np.float64]
 
@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 ELSEWHERE = -1.0
 
 
-class Pool:
+class CandidateGrid:
     """Candidates in a fixed order, and their coordinates.
 
     Attributes:
@@ -25,7 +25,7 @@ class Pool:
         axes: Names of the axes that have more than one value, as `family.axis`.
     """
 
-    def __init__(self, scope: Scope, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, scope: SearchTask, candidates: Sequence[Candidate]) -> None:
         self._axes: list[tuple[str, Axis]] = [
             (entry.family.name, axis)
             for entry in scope.spaces

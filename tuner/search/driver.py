@@ -12,24 +12,24 @@ from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import serves_any_tensors
 from flashtune.db.store import Store, StoredRecord
 from flashtune.dispatch.versions import current_versions, same_makers
-from flashtune.tuner.candidates import Candidate, Scope, contiguous_specialization, open_spaces
-from flashtune.tuner.execution.backend import Equipment, open_equipment
+from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, open_spaces
+from flashtune.tuner.execution.backend import SearchWorkers, open_workers
 from flashtune.tuner.execution.evaluation import DeviceLostError
 from flashtune.tuner.perf_model.calibration import shipped_fit
 from flashtune.tuner.search.finals import prove_choice, run_finals, selected
 from flashtune.tuner.search.pipeline import Pipeline
-from flashtune.tuner.search.policy import Knowledge, Policy, default_policy
+from flashtune.tuner.search.policy import Policy, SearchContext, default_policy
 from flashtune.tuner.search.ranking import promising
 from flashtune.tuner.search.request import (
     Budget,
-    Experience,
     Observer,
     Phase,
     Progress,
     SearchRequest,
     SearchResult,
+    WarmStart,
 )
-from flashtune.tuner.search.trial_log import Journal
+from flashtune.tuner.search.trial_log import TrialLog
 from flashtune.tuner.search.warm_start import known_winners, warm_configs
 
 __all__ = ["Budget", "SearchRequest", "SearchResult", "run_search", "search_scope"]
@@ -39,7 +39,7 @@ def run_search(
     request: SearchRequest,
     store: Store,
     observer: Observer = lambda progress: None,
-    equipment: Equipment | None = None,
+    equipment: SearchWorkers | None = None,
     policy: Policy = default_policy,
 ) -> SearchResult:
     """Searches kernels for one problem on one GPU, and stores every result at once.
@@ -63,21 +63,19 @@ def run_search(
         KeyboardInterrupt: Raised again after the best kernel so far is selected.
     """
     scope = search_scope(request)
-    given = contextlib.nullcontext(equipment) if equipment else open_equipment(request.device, request.jobs)
+    given = contextlib.nullcontext(equipment) if equipment else open_workers(request.device, request.jobs)
     with given as tools:
         clock, measures = tools.clock, tools.measurer
         started = clock.now()
-        journal = Journal(store, scope, measures.provenance, retry_failed=request.retry_failed)
+        journal = TrialLog(store, scope, measures.provenance, retry_failed=request.retry_failed)
         reporter = _Reporter(request, journal, observer, lambda: clock.now() - started)
         reporter.report(Phase.STARTING)
-        experience = request.experience or Experience(
-            warm_configs(known_winners(store), scope), shipped_fit()
+        experience = request.experience or WarmStart(warm_configs(known_winners(store), scope), shipped_fit())
+        enqueued = _promised(request, scope, experience)
+        known = SearchContext(
+            scope, enqueued, journal.answers(), request.budget.trials, request.seed, experience.fit
         )
-        promised = _promised(request, scope, experience)
-        known = Knowledge(
-            scope, promised, journal.answers(), request.budget.trials, request.seed, experience.fit
-        )
-        pipeline = Pipeline(scope, policy(known), tools, journal, frozenset(promised))
+        pipeline = Pipeline(scope, policy(known), tools, journal, frozenset(enqueued))
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
@@ -106,7 +104,7 @@ def run_search(
     )
 
 
-def search_scope(request: SearchRequest) -> Scope:
+def search_scope(request: SearchRequest) -> SearchTask:
     """Returns the scope of a search. Families that are predicted far slower are left out unless named.
 
     Raises:
@@ -118,11 +116,11 @@ def search_scope(request: SearchRequest) -> Scope:
         raise ProblemError(f"{problem.key} is empty, so nothing can be searched: give lengths of at least 1")
     spaces = open_spaces(problem, request.target, request.families, request.spaces)
     assumed = contiguous_specialization(problem, lse=request.lse)
-    scope = Scope(problem, request.target, assumed, spaces)
+    scope = SearchTask(problem, request.target, assumed, spaces)
     return scope if request.families or request.spaces else promising(scope, shipped_fit())
 
 
-def _promised(request: SearchRequest, scope: Scope, experience: Experience) -> tuple[Candidate, ...]:
+def _promised(request: SearchRequest, scope: SearchTask, experience: WarmStart) -> tuple[Candidate, ...]:
     """Returns the candidates that are always tried first: family defaults, and winners of near shapes."""
     defaults = (
         candidate for candidate in scope.defaults() if not request.spaces or scope.contains(candidate)
@@ -131,7 +129,7 @@ def _promised(request: SearchRequest, scope: Scope, experience: Experience) -> t
 
 
 def _pin(
-    store: Store, request: SearchRequest, journal: Journal
+    store: Store, request: SearchRequest, journal: TrialLog
 ) -> tuple[StoredRecord | None, StoredRecord | None, bool]:
     """Chooses among the finalists, or among all candidates without finals, and stores the selection.
 
@@ -171,7 +169,7 @@ def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:
     return installed and (present.ms or math.inf) < (chosen.ms or math.inf)
 
 
-def _default(scope: Scope, journal: Journal) -> Record | None:
+def _default(scope: SearchTask, journal: TrialLog) -> Record | None:
     """Returns the record of the fastest family default, with its time of the finals if it has one."""
     rows = [row for candidate in scope.defaults() if (row := journal.rows.get(candidate)) is not None]
     right = [row.record for row in rows if row.record.outcome is Outcome.OK]
@@ -182,7 +180,7 @@ class _Reporter:
     """Sends the progress of a search to the observer."""
 
     def __init__(
-        self, request: SearchRequest, journal: Journal, observer: Observer, elapsed: Callable[[], float]
+        self, request: SearchRequest, journal: TrialLog, observer: Observer, elapsed: Callable[[], float]
     ) -> None:
         self._request = request
         self._journal = journal

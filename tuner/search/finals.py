@@ -9,11 +9,11 @@ import msgspec
 from flashtune.core.record import Outcome, Record
 from flashtune.db.eligibility import serves_any_tensors
 from flashtune.db.store import StoredRecord
-from flashtune.tuner.candidates import Scope
-from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.candidates import SearchTask
+from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.search.selection import candidate_of, finalists, may_be_selected, select
-from flashtune.tuner.search.trial_log import Journal
+from flashtune.tuner.search.trial_log import TrialLog
 from flashtune.verification.check import joined
 from flashtune.verification.schedule_fuzzing import DELAYS
 
@@ -24,7 +24,7 @@ FINALISTS = 24
 FINALS_WITHIN = 1.15
 
 
-def run_finals(scope: Scope, journal: Journal, tools: Equipment) -> None:
+def run_finals(scope: SearchTask, journal: TrialLog, tools: SearchWorkers) -> None:
     """Times the best candidates, the fastest default, the best fallback and the baselines in one run.
 
     If that run measures nothing, the finalists of the previous run remain.
@@ -49,7 +49,7 @@ def run_finals(scope: Scope, journal: Journal, tools: Equipment) -> None:
         journal.finalists = entrants
 
 
-def prove_choice(scope: Scope, journal: Journal, tools: Equipment) -> None:
+def prove_choice(scope: SearchTask, journal: TrialLog, tools: SearchWorkers) -> None:
     """Verifies the best candidate with schedule fuzzing. If it fails, the next best is verified.
 
     Raises:

@@ -16,7 +16,7 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.trial import TrialState
 
 from flashtune.core.config import Axis, AxisValue
-from flashtune.tuner.candidates import Candidate, FamilySpace, Scope
+from flashtune.tuner.candidates import Candidate, FamilySpace, SearchTask
 
 FAMILY = "family"
 CAPACITY = "capacity"
@@ -26,7 +26,7 @@ FAILED_MS = 1e9
 STARTUP_TRIALS = 10
 
 
-class Answer(msgspec.Struct, frozen=True):
+class TrialResult(msgspec.Struct, frozen=True):
     """The result of a candidate, for the sampler.
 
     Attributes:
@@ -41,7 +41,9 @@ class Answer(msgspec.Struct, frozen=True):
 class Study:
     """Suggests candidates, and learns from the results of these and of other candidates."""
 
-    def __init__(self, scope: Scope, sampler: optuna.samplers.BaseSampler, *, flat: bool = False) -> None:
+    def __init__(
+        self, scope: SearchTask, sampler: optuna.samplers.BaseSampler, *, flat: bool = False
+    ) -> None:
         """A `flat` study always searches conditional axes, for samplers without support for conditions."""
         self._scope = scope
         self._flat = flat
@@ -57,12 +59,12 @@ class Study:
         self._study.tell(trial, state=TrialState.FAIL)
         return candidate
 
-    def add(self, candidate: Candidate, answer: Answer) -> None:
+    def add(self, candidate: Candidate, answer: TrialResult) -> None:
         """Adds the result of a candidate. Candidates outside of all spaces are ignored."""
         if self._scope.contains(candidate):
             self._study.add_trial(self._told(candidate, answer))
 
-    def _told(self, candidate: Candidate, answer: Answer) -> optuna.trial.FrozenTrial:
+    def _told(self, candidate: Candidate, answer: TrialResult) -> optuna.trial.FrozenTrial:
         parameters = self._parameters(candidate)
         return optuna.trial.create_trial(
             params=parameters,
@@ -118,7 +120,7 @@ def tpe_sampler(seed: int) -> optuna.samplers.TPESampler:
         )
 
 
-def _constraints(answer: Answer) -> dict[str, float]:
+def _constraints(answer: TrialResult) -> dict[str, float]:
     """Returns the constraints, 0 if satisfied: the candidate fits, and its result is correct."""
     failed = answer.ms is None and answer.excess <= 0
     return {CAPACITY: max(answer.excess, 0.0), RIGHT: 1.0 if failed else 0.0}

@@ -8,20 +8,20 @@ from concurrent.futures import Future
 from typing import Any
 
 from flashtune.core.record import Outcome
-from flashtune.tuner.candidates import Candidate, Scope, demand
-from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.candidates import Candidate, SearchTask, demand
+from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
-from flashtune.tuner.search.policy import Proposes
+from flashtune.tuner.search.policy import Strategy
 from flashtune.tuner.search.request import Budget, Stop
-from flashtune.tuner.search.trial_log import Journal
+from flashtune.tuner.search.trial_log import TrialLog
 
 # Candidates in the GPU process: one that runs, and the next.
 ON_DEVICE = 2
 # Compiled candidates that wait for the GPU. A longer queue would be proposed without the latest results.
 READY = 6
 # Proposals between two checks of the budget: the model may prune many in a row.
-MOST_ASKED = 64
+MAX_ASKED = 64
 # Timing stops after a few samples if a launch takes this many times the best time.
 DROP_FACTOR = 2.0
 
@@ -31,18 +31,18 @@ class Pipeline:
 
     def __init__(
         self,
-        scope: Scope,
-        proposer: Proposes,
-        equipment: Equipment,
-        journal: Journal,
-        promised: frozenset[Candidate] = frozenset(),
+        scope: SearchTask,
+        proposer: Strategy,
+        equipment: SearchWorkers,
+        journal: TrialLog,
+        enqueued: frozenset[Candidate] = frozenset(),
     ) -> None:
-        """Started `promised` candidates are finished even if the time budget is spent."""
+        """Started `enqueued` candidates are finished even if the time budget is spent."""
         self._scope = scope
         self._proposer = proposer
         self._compiler, self._measurer, self._width, self._clock = equipment
         self._journal = journal
-        self._promised = promised
+        self._promised = enqueued
         self._compiling: dict[Future[Compiled], Candidate] = {}
         self._ready: deque[tuple[Candidate, Compiled]] = deque()
         self._running: dict[Future[Evaluation], tuple[Candidate, Compiled]] = {}
@@ -109,7 +109,7 @@ class Pipeline:
         room = self._width + READY + ON_DEVICE
         if budget.trials is not None:
             room = min(room, budget.trials - self._journal.tally().tried)
-        for _ in range(MOST_ASKED):
+        for _ in range(MAX_ASKED):
             if self._exhausted or self._in_flight() >= room or len(self._compiling) >= self._width:
                 return
             candidate = self._proposer.ask()

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import msgspec
 
-from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.perf_model.calibration import Fit
-from flashtune.tuner.search.optuna_study import Answer
-from flashtune.tuner.search.proposer import Proposer
+from flashtune.tuner.candidates import Candidate, SearchTask
+from flashtune.tuner.perf_model.calibration import Calibration
+from flashtune.tuner.search.optuna_study import TrialResult
+from flashtune.tuner.search.proposer import DefaultStrategy
 from flashtune.tuner.search.ranking import opening, rank
 
 # Candidates that are tried in the order of their predicted times before the sampler is used.
@@ -19,19 +19,19 @@ START = 24
 ENUMERATED = 96
 
 
-class Proposes(Protocol):
+class Strategy(Protocol):
     """Proposes candidates one by one, and receives their results."""
 
     def ask(self) -> Candidate | None:
         """Returns the next candidate, None if no new one is left. It is open until `tell` is called."""
         ...
 
-    def tell(self, candidate: Candidate, answer: Answer) -> None:
+    def tell(self, candidate: Candidate, answer: TrialResult) -> None:
         """Receives the result of an open candidate."""
         ...
 
 
-class Knowledge(msgspec.Struct, frozen=True):
+class SearchContext(msgspec.Struct, frozen=True):
     """The context of a search: its task, earlier results, budget and seed.
 
     Attributes:
@@ -43,21 +43,21 @@ class Knowledge(msgspec.Struct, frozen=True):
         fit: Corrections of predicted times.
     """
 
-    scope: Scope
-    promised: tuple[Candidate, ...]
-    answers: dict[Candidate, Answer]
+    scope: SearchTask
+    enqueued: tuple[Candidate, ...]
+    answers: dict[Candidate, TrialResult]
     trials: int | None
     seed: int
-    fit: Fit
+    fit: Calibration
 
 
-Policy = Callable[[Knowledge], Proposes]
+Policy = Callable[[SearchContext], Strategy]
 
 
-def default_policy(known: Knowledge) -> Proposer:
+def default_policy(known: SearchContext) -> DefaultStrategy:
     """Returns the default proposer. It tries small spaces entirely, in the order of predicted times."""
     ranked = rank(known.scope, known.seed, known.fit)
     everything = tuple(entry.candidate for entry in ranked)
     few = len(everything) <= ENUMERATED and (known.trials is None or len(everything) <= known.trials)
-    start = (*known.promised, *(everything if few else opening(ranked, START)))
-    return Proposer(known.scope, start, ranked, known.answers, known.seed)
+    start = (*known.enqueued, *(everything if few else opening(ranked, START)))
+    return DefaultStrategy(known.scope, start, ranked, known.answers, known.seed)

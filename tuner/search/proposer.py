@@ -15,21 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashtune.core.config import Axis, AxisValue, Config, Space
-from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.search.candidate_grid import Pool
-from flashtune.tuner.search.optuna_study import Answer, Study, tpe_sampler
+from flashtune.tuner.candidates import Candidate, SearchTask
+from flashtune.tuner.search.candidate_grid import CandidateGrid
+from flashtune.tuner.search.optuna_study import Study, TrialResult, tpe_sampler
 from flashtune.tuner.search.ranking import Ranked
-from flashtune.tuner.search.surrogate import Beliefs, Landscape
+from flashtune.tuner.search.surrogate import GpParams, Surrogate
 
 # A family is pruned if this many of its candidates ran and all took more than HOPELESS_FACTOR times the best.
 FAMILY_CHANCES = 4
 HOPELESS_FACTOR = 2.0
 # Number of the fastest candidates with neighbours to try, the fastest first.
 CENTRES = 3
-BELIEFS = Beliefs()
+BELIEFS = GpParams()
 
 
-class Proposer:
+class DefaultStrategy:
     """Proposes candidates one by one, none twice, and learns from their results.
 
     A family that is far slower after a few candidates is pruned. On a long problem one launch of a slow
@@ -38,20 +38,20 @@ class Proposer:
 
     def __init__(
         self,
-        scope: Scope,
+        scope: SearchTask,
         start: Iterable[Candidate],
         ranked: Sequence[Ranked],
-        known: dict[Candidate, Answer],
+        known: dict[Candidate, TrialResult],
         seed: int,
-        beliefs: Beliefs = BELIEFS,
+        beliefs: GpParams = BELIEFS,
     ) -> None:
         self._scope = scope
         self._start = iter(start)
-        self._pool = Pool(scope, [entry.candidate for entry in ranked])
-        self._landscape = Landscape(self._pool, [entry.predicted_ms for entry in ranked], beliefs)
+        self._pool = CandidateGrid(scope, [entry.candidate for entry in ranked])
+        self._landscape = Surrogate(self._pool, [entry.predicted_ms for entry in ranked], beliefs)
         self._study = Study(scope, tpe_sampler(seed))
         self._spaces = {entry.family.name: entry for entry in scope.spaces}
-        self._answers: dict[Candidate, Answer] = {}
+        self._answers: dict[Candidate, TrialResult] = {}
         self._times: dict[str, list[float]] = {name: [] for name in self._spaces}
         self._draw = random.Random(seed)  # noqa: S311 - no secret
         self._open: set[Candidate] = set()
@@ -73,7 +73,7 @@ class Proposer:
                 return self._opened(proposed)
         return None
 
-    def tell(self, candidate: Candidate, answer: Answer) -> None:
+    def tell(self, candidate: Candidate, answer: TrialResult) -> None:
         """Receives the result of a candidate."""
         self._open.discard(candidate)
         self._answers[candidate] = answer

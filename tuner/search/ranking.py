@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from flashtune.templates.registry import find_family
-from flashtune.tuner.candidates import Candidate, Demand, Scope, demand
-from flashtune.tuner.perf_model.calibration import Fit, expected_ms
+from flashtune.tuner.candidates import Candidate, Demand, SearchTask, demand
+from flashtune.tuner.perf_model.calibration import Calibration, expected_ms
 from flashtune.tuner.perf_model.features import estimated
 
 # Candidates of each family. Ranking more would delay the start of the search.
-MOST_RANKED = 4096
+MAX_RANKED = 4096
 # Predictions with a smaller relative difference count as equal.
 SAME_PREDICTION = 1e-4
 # Predictions of different families compare badly. A family has a share of the initial design if its best
@@ -33,7 +33,7 @@ class Ranked(msgspec.Struct, frozen=True):
     predicted_ms: float
 
 
-def rank(scope: Scope, seed: int, fit: Fit) -> tuple[Ranked, ...]:
+def rank(scope: SearchTask, seed: int, fit: Calibration) -> tuple[Ranked, ...]:
     """Returns the candidates that fit by the model, fastest predicted first; a random sample of large spaces.
 
     Registers are estimated, because no kernel is compiled. Equal predictions are in random order, so
@@ -44,7 +44,7 @@ def rank(scope: Scope, seed: int, fit: Fit) -> tuple[Ranked, ...]:
     for entry in scope.spaces:
         candidates = list(entry.candidates())
         draw.shuffle(candidates)
-        drawn += candidates[:MOST_RANKED]
+        drawn += candidates[:MAX_RANKED]
     demands = ((candidate, demand(scope, candidate)) for candidate in drawn)
     ranked = [
         Ranked(candidate, _predict(scope, candidate, need, fit))
@@ -54,7 +54,7 @@ def rank(scope: Scope, seed: int, fit: Fit) -> tuple[Ranked, ...]:
     return tuple(sorted(ranked, key=lambda entry: entry.predicted_ms))
 
 
-def promising(scope: Scope, fit: Fit) -> Scope:
+def promising(scope: SearchTask, fit: Calibration) -> SearchTask:
     """Returns a scope without the families that are predicted far slower.
 
     Families with a default that does not fit the target stay.
@@ -69,7 +69,7 @@ def promising(scope: Scope, fit: Fit) -> Scope:
     return msgspec.structs.replace(scope, spaces=spaces)
 
 
-def _predict(scope: Scope, candidate: Candidate, need: Demand, fit: Fit) -> float:
+def _predict(scope: SearchTask, candidate: Candidate, need: Demand, fit: Calibration) -> float:
     family = find_family(candidate.family)
     resources = estimated(scope.problem, candidate.config, need.sram_bytes, scope.target)
     return expected_ms(scope.problem, family, candidate.config, resources, scope.target, fit)

@@ -12,7 +12,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.core.target import Target
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.perf_model.calibration import Fit
+from flashtune.tuner.perf_model.calibration import Calibration
 
 
 class Budget(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class Budget(msgspec.Struct, frozen=True):
     patience: int | None = 110
 
 
-class Experience(msgspec.Struct, frozen=True):
+class WarmStart(msgspec.Struct, frozen=True):
     """The warm start of a search, from earlier measurements of other problems.
 
     Attributes:
@@ -38,7 +38,7 @@ class Experience(msgspec.Struct, frozen=True):
     """
 
     warm: tuple[Candidate, ...]
-    fit: Fit
+    fit: Calibration
 
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     jobs: int | None = None
     spaces: tuple[tuple[str, Space], ...] = ()
-    experience: Experience | None = None
+    experience: WarmStart | None = None
     retry_failed: bool = False
     lse: bool = False
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from flashtune.core.record import Measurement, Outcome, Provenance, Record
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.execution.noise import is_level
+from flashtune.tuner.execution.noise import is_tied
 
 
 def may_be_selected(record: Record) -> bool:
@@ -28,7 +28,7 @@ def select(records: Iterable[Record]) -> Record | None:
     fastest = min(map(_time, eligible), key=lambda time: time.ms, default=None)
     if fastest is None:
         return None
-    return min((record for record in eligible if is_level(_time(record), fastest)), key=_preference)
+    return min((record for record in eligible if is_tied(_time(record), fastest)), key=_preference)
 
 
 def finalists(records: Iterable[Record], limit: int, within: float) -> tuple[Record, ...]:

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from flashtune.tuner.search.candidate_grid import Floats, Pool
+from flashtune.tuner.search.candidate_grid import CandidateGrid, Floats
 
 _ERF = np.vectorize(math.erf, otypes=[np.float64])
 
 
-class Beliefs(msgspec.Struct, frozen=True):
+class GpParams(msgspec.Struct, frozen=True):
     """The hyperparameters: standard deviations of the natural logarithms of times, unless noted.
 
     Attributes:
@@ -37,10 +37,10 @@ class Beliefs(msgspec.Struct, frozen=True):
     failed: float = 0.4
 
 
-class Landscape:
+class Surrogate:
     """The Gaussian process over the candidates of a pool."""
 
-    def __init__(self, pool: Pool, predicted_ms: Sequence[float], beliefs: Beliefs) -> None:
+    def __init__(self, pool: CandidateGrid, predicted_ms: Sequence[float], beliefs: GpParams) -> None:
         """Takes the predicted times of the pool's candidates, in ms and in order."""
         self._pool = pool
         self._beliefs = beliefs

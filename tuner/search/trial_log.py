@@ -9,20 +9,20 @@ import msgspec
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.store import Store, StoredRecord
 from flashtune.dispatch.versions import current_versions
-from flashtune.tuner.candidates import Candidate, Demand, Scope, demand
+from flashtune.tuner.candidates import Candidate, Demand, SearchTask, demand
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
-from flashtune.tuner.search.optuna_study import Answer
+from flashtune.tuner.search.optuna_study import TrialResult
 from flashtune.tuner.search.request import Tally
 from flashtune.tuner.search.selection import candidate_of, finalists, may_be_selected
 from flashtune.tuner.search.warm_start import finished
 
-MOST_REASONS = 4
+MAX_REASONS = 4
 # A time above this many times the best does not reset the count of trials without improvement.
 WORTH_WAITING_FOR = 0.995
 
 
-class Journal:
+class TrialLog:
     """Stores the records of finished candidates, and tracks the best one and the counts.
 
     Attributes:
@@ -32,7 +32,7 @@ class Journal:
     """
 
     def __init__(
-        self, store: Store, scope: Scope, provenance: Provenance, *, retry_failed: bool = False
+        self, store: Store, scope: SearchTask, provenance: Provenance, *, retry_failed: bool = False
     ) -> None:
         self._store = store
         self._scope = scope
@@ -58,7 +58,7 @@ class Journal:
         """Returns the counts so far."""
         return Tally(dict(self._outcomes), self._pruned, self._reused)
 
-    def answers(self) -> dict[Candidate, Answer]:
+    def answers(self) -> dict[Candidate, TrialResult]:
         """Returns the results of all finished candidates, for the sampler."""
         return {candidate: answer_of(row.record, self._scope) for candidate, row in self.rows.items()}
 
@@ -69,24 +69,24 @@ class Journal:
     def reasons(self) -> tuple[tuple[str, int], ...]:
         """Returns the most frequent failure messages, with `#` for numbers, and their counts."""
         failed = (row.record for row in self.rows.values() if row.record.outcome is not Outcome.OK)
-        return tuple(Counter(_reason(record) for record in failed).most_common(MOST_REASONS))
+        return tuple(Counter(_reason(record) for record in failed).most_common(MAX_REASONS))
 
     def contenders(self) -> tuple[StoredRecord, ...]:
         """Returns the rows to select from: the finalists if any is eligible, else all rows."""
         timed = tuple(self.rows[candidate] for candidate in self.finalists)
         return timed if any(may_be_selected(row.record) for row in timed) else tuple(self.rows.values())
 
-    def prune(self, candidate: Candidate, need: Demand) -> Answer:
+    def prune(self, candidate: Candidate, need: Demand) -> TrialResult:
         """Stores a candidate that the model rejected."""
         self._pruned += 1
         return self._write(candidate, Compiled(Outcome.INFEASIBLE, message=need.message), None, need.excess)
 
-    def reject(self, candidate: Candidate, compiled: Compiled) -> Answer:
+    def reject(self, candidate: Candidate, compiled: Compiled) -> TrialResult:
         """Stores a candidate that did not compile or does not fit."""
         self.stale += 1
         return self._write(candidate, compiled, None, excess(compiled, self._scope))
 
-    def finish(self, candidate: Candidate, compiled: Compiled, evaluation: Evaluation) -> Answer:
+    def finish(self, candidate: Candidate, compiled: Compiled, evaluation: Evaluation) -> TrialResult:
         """Stores a candidate that was launched."""
         self.stale += 1
         return self._write(candidate, compiled, evaluation, 0.0)
@@ -104,7 +104,7 @@ class Journal:
 
     def _write(
         self, candidate: Candidate, compiled: Compiled, evaluation: Evaluation | None, over: float
-    ) -> Answer:
+    ) -> TrialResult:
         record = Record(
             problem=self._scope.problem,
             target=self._scope.target.name,
@@ -124,7 +124,7 @@ class Journal:
         self.rows[candidate] = StoredRecord(self._store.add(record), "", record)
         self._outcomes[record.outcome] += 1
         self._compare(record)
-        return Answer(record.ms if record.outcome is Outcome.OK else None, over)
+        return TrialResult(record.ms if record.outcome is Outcome.OK else None, over)
 
     def _compare(self, record: Record) -> None:
         if not may_be_selected(record) or record.ms is None:
@@ -135,17 +135,17 @@ class Journal:
             self.best = record
 
 
-def answer_of(record: Record, scope: Scope) -> Answer:
+def answer_of(record: Record, scope: SearchTask) -> TrialResult:
     """Returns the result of a stored record, for the sampler."""
     if record.outcome is Outcome.OK:
-        return Answer(record.ms)
+        return TrialResult(record.ms)
     if _was_pruned(record):
-        return Answer(None, demand(scope, candidate_of(record)).excess)
+        return TrialResult(None, demand(scope, candidate_of(record)).excess)
     compiled = Compiled(record.outcome, record.kernel, record.resources)
-    return Answer(None, excess(compiled, scope))
+    return TrialResult(None, excess(compiled, scope))
 
 
-def excess(compiled: Compiled, scope: Scope) -> float:
+def excess(compiled: Compiled, scope: SearchTask) -> float:
     """Returns the SRAM beyond the target's capacity, as a fraction of it; 0 if another check failed."""
     if compiled.outcome is not Outcome.INFEASIBLE or compiled.resources is None:
         return 0.0

@@ -15,7 +15,7 @@ from flashtune.db.store import Store, StoredRecord
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.nearest import distance
 from flashtune.dispatch.versions import current_versions, same_makers
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.search.selection import candidate_of, may_be_selected
 
 # These outcomes do not depend on whether the machine has a GPU.
@@ -29,7 +29,7 @@ OTHER_FEATURE = 1.0
 
 
 def finished(
-    store: Store, scope: Scope, provenance: Provenance, *, retry_failed: bool = False
+    store: Store, scope: SearchTask, provenance: Provenance, *, retry_failed: bool = False
 ) -> dict[Candidate, StoredRecord]:
     """Returns the stored records that this search reuses, the latest of each candidate.
 
@@ -55,7 +55,7 @@ def _may_be_retried(record: Record) -> bool:
     return record.outcome not in (Outcome.OK, Outcome.INFEASIBLE)
 
 
-def _answers(record: Record, scope: Scope, provenance: Provenance) -> bool:
+def _answers(record: Record, scope: SearchTask, provenance: Provenance) -> bool:
     if record.config is None or record.specialization != scope.specialization:
         return False
     if record.family not in {entry.family.name for entry in scope.spaces}:
@@ -76,7 +76,7 @@ def known_winners(store: Store) -> list[Record]:
     return known + [record for table in shipped for record in table.records]
 
 
-def warm_configs(winners: Iterable[Record], scope: Scope) -> tuple[Candidate, ...]:
+def warm_configs(winners: Iterable[Record], scope: SearchTask) -> tuple[Candidate, ...]:
     """Returns configs in this search's spaces that won on near shapes or on other GPUs, nearest first."""
     nearest = sorted(winners, key=lambda record: remoteness(record, scope.problem, scope.target.name))
     near = (record for record in nearest if remoteness(record, scope.problem, scope.target.name) < math.inf)

@@ -19,7 +19,7 @@ from flashtune.core.errors import UsageError
 from flashtune.core.target import TARGETS, Target
 from flashtune.templates.registry import families
 from flashtune.tuner.binary.resources import overflow
-from flashtune.tuner.candidates import Scope, demand
+from flashtune.tuner.candidates import SearchTask, demand
 from flashtune.tuner.execution.compile_pool import Compiled, Compiler
 from flashtune.tuner.sram_audit.points import Point, computes_anything, draw_points
 
@@ -28,7 +28,7 @@ BAR = 0.9
 # Half of the points are in this band: SRAM by the compiler over the capacity of a block.
 BAND = (0.75, 1.33)
 # Maximum number of compilations for each point of the result.
-MOST_DRAWN = 24
+MAX_DRAWN = 24
 
 Watch = Callable[[str, int, int], None]
 
@@ -152,7 +152,7 @@ def run_audit(request: Request, compiler: Compiler, watch: Watch) -> Audit:
     for target, family in itertools.product(request.targets, families()):
         if not computes_anything(family, target):
             continue
-        drawn = itertools.islice(draw_points(family, target, request.seed), MOST_DRAWN * request.points)
+        drawn = itertools.islice(draw_points(family, target, request.seed), MAX_DRAWN * request.points)
         compiled = _compiled(drawn, target, compiler, request.in_flight)
         name = f"{family.name} on {target.name}"
         observed, refused = _collect(compiled, target, request.points, functools.partial(watch, name))
@@ -201,8 +201,8 @@ def _collect(
     return kept, refused
 
 
-def _scope(point: Point, target: Target) -> Scope:
-    return Scope(point.problem, target, point.specialization, ())
+def _scope(point: Point, target: Target) -> SearchTask:
+    return SearchTask(point.problem, target, point.specialization, ())
 
 
 def observe(point: Point, target: Target, compiled: Compiled) -> Observed | None:

@@ -12,7 +12,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import power_of_two
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.perf_model.roofline import Tiled
 from flashtune.tuner.perf_model.roofline_backward import passes
@@ -23,7 +23,7 @@ BATCH = 2
 LENGTHS = (64, 512, 4096)
 # float32 is drawn less often and with smaller tiles. Its products are unrolled, and compilation takes minutes
 # beyond this many multiply-adds of a thread.
-MOST_UNROLLED = 4096
+MAX_UNROLLED = 4096
 DTYPES = (Dtype.BF16, Dtype.BF16, Dtype.FP16, Dtype.FP16, Dtype.FP32)
 # Features for families without plain attention.
 ASKED: tuple[dict[str, Any], ...] = (
@@ -103,7 +103,7 @@ def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
     while True:
         steered = draw.randrange(EVERY_UNSTEERED) > 0
         point = _draw(draw, family, target)
-        if point is None or point in drawn or unrolled(point, target) > MOST_UNROLLED:
+        if point is None or point in drawn or unrolled(point, target) > MAX_UNROLLED:
             continue
         if steered and not STEERED[0] <= _plain_count(point) / target.sram_per_block <= STEERED[1]:
             continue
@@ -121,7 +121,7 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
         problem = msgspec.structs.replace(problem, **draw.choice(({}, *ASKED)))
         problem = msgspec.structs.replace(problem, **draw.choice(DECODED))
     assumed = _draw_specialization(draw)
-    if why_not(family, problem, target, assumed):
+    if unsupported_reason(family, problem, target, assumed):
         return None
     space = family.space(problem, target)
     config = space.choose(lambda axis: draw.choice(axis.values))
@@ -129,7 +129,7 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
 
 
 def _computes(family: Family, problem: Problem, target: Target) -> bool:
-    return why_not(family, problem, target, Specialization()) is None
+    return unsupported_reason(family, problem, target, Specialization()) is None
 
 
 def _is_plain(family: Family, target: Target) -> bool:

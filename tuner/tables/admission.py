@@ -23,7 +23,7 @@ from flashtune.core.problem import Bias, Problem
 from flashtune.core.record import Record, Resources
 from flashtune.core.target import TARGETS, Target, canonical_name, device_target
 from flashtune.db.codec import BASELINES
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
@@ -32,8 +32,8 @@ from flashtune.tuner.tables.receipts import receipt_flaw
 from flashtune.verification.lengths import is_ragged, usual_lengths
 
 # More sequences than in any tuned shape. Sampling their lengths takes 5 ms.
-MOST_SEQUENCES = 2**13
-MOST_THREADS = 1024
+MAX_SEQUENCES = 2**13
+MAX_THREADS = 1024
 # Size of the cache of digests. A key takes about 1 KiB.
 KEPT_DIGESTS = 2**14
 
@@ -67,7 +67,7 @@ def why_refused(record: Record) -> str:
     most = rounded_up(problem.batch * problem.seqlen_q)
     if problem.packed and not problem.seqlen_q <= problem.packed <= most:
         return f"its {problem.packed} packed tokens are not those of {problem.batch} sequences"
-    if problem.batch > MOST_SEQUENCES and (problem.lengths or problem.page_size):
+    if problem.batch > MAX_SEQUENCES and (problem.lengths or problem.page_size):
         return f"{problem.batch} sequences are too many to be timed with lengths of their own"
     of_family = _unfit_baseline if record.family in BASELINES else _unfit
     return (
@@ -176,7 +176,7 @@ def _unfit_baseline(record: Record, target: Target) -> str:
     """Returns why a baseline's problem cannot have been searched on a GPU, or an empty text."""
     problem, reasons = record.problem, []
     for family in families():
-        reason = why_not(family, problem, target, record.specialization)
+        reason = unsupported_reason(family, problem, target, record.specialization)
         if reason is None:
             return ""
         if family.direction is problem.direction:
@@ -188,7 +188,7 @@ def _unfit(record: Record, target: Target) -> str:
     """Returns why a record does not agree with its family, GPU or kernel, or an empty text."""
     family, problem, config = find_family(record.family), record.problem, record.config
     assert config is not None
-    reason = why_not(family, problem, target, record.specialization)
+    reason = unsupported_reason(family, problem, target, record.specialization)
     if reason:
         return f"its family does not compute its problem: {reason}"
     reason = _misfit(record, family, config, target)
@@ -211,10 +211,8 @@ def _misfit(record: Record, family: Family, config: Config, target: Target) -> s
         if reason:
             return f"its kernel {reason}"
         warps = config.num_warps if resources.warps is msgspec.UNSET else resources.warps
-        if warps * target.warp_size > MOST_THREADS:
-            return (
-                f"its kernel has {warps * target.warp_size} threads, and a block has at most {MOST_THREADS}"
-            )
+        if warps * target.warp_size > MAX_THREADS:
+            return f"its kernel has {warps * target.warp_size} threads, and a block has at most {MAX_THREADS}"
     return ""
 
 

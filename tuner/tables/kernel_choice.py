@@ -12,7 +12,7 @@ from flashtune.core.record import Record
 from flashtune.core.target import Target
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.nearest import same_computation
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.tables.lookup import best_generated, records_of, tables_of
@@ -90,7 +90,7 @@ def _of_family(problem: Problem, target: Target, db: str | None, family_name: st
     """Returns the family's selection, else its best record, else its default."""
     family = find_family(family_name)
     specialization = contiguous_specialization(problem)
-    reason = why_not(family, problem, target, specialization)
+    reason = unsupported_reason(family, problem, target, specialization)
     if reason:
         raise ProblemError(f"{family_name} does not compute {problem.key} on {target.name}: {reason}")
     found = tables_of(target.name, db).find(problem.key, lambda record: record.family == family_name)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.record import Outcome, Provenance, Record, Standing
+from flashtune.core.record import Outcome, Provenance, Record, VerificationStatus
 from flashtune.dispatch.versions import NO_DRIVER, current_versions, is_proven, triton_version
 from flashtune.tuner.tables.lookup import Found
 
@@ -27,7 +27,7 @@ class Listed(msgspec.Struct, frozen=True):
     found: Found
     tflops: float | None
     best_sdpa_ms: float | None
-    standing: Standing
+    standing: VerificationStatus
     stands_in: bool = False
 
 
@@ -67,7 +67,7 @@ def best_sdpa_ms(record: Record) -> float | None:
     return min((peer.ms for peer in peers if peer.name.startswith(SDPA)), default=None)
 
 
-def standing(record: Record, has_receipt: bool = False) -> Standing:
+def standing(record: Record, has_receipt: bool = False) -> VerificationStatus:
     """Returns the verification status of a record at its own shape, under the versions installed here.
 
     The driver's version is not compared on a machine without a driver.
@@ -77,8 +77,12 @@ def standing(record: Record, has_receipt: bool = False) -> Standing:
         has_receipt: Whether a table has a receipt of its kernel under the versions here.
     """
     if record.config is None:
-        return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.UNPROVEN
-    unproven = Standing.VERIFIED if has_receipt else Standing.UNPROVEN
+        return (
+            VerificationStatus.TIMED
+            if record.provenance is Provenance.MEASURED
+            else VerificationStatus.UNPROVEN
+        )
+    unproven = VerificationStatus.VERIFIED if has_receipt else VerificationStatus.UNPROVEN
     # Compare this first: reading the version of ptxas, as below, imports Triton.
     if record.versions.triton != triton_version():
         return unproven
@@ -87,7 +91,9 @@ def standing(record: Record, has_receipt: bool = False) -> Standing:
         here = msgspec.structs.replace(here, driver=record.versions.driver)
     if not is_proven(record, here):
         return unproven
-    return Standing.TIMED if record.provenance is Provenance.MEASURED else Standing.VERIFIED
+    return (
+        VerificationStatus.TIMED if record.provenance is Provenance.MEASURED else VerificationStatus.VERIFIED
+    )
 
 
 def _order(entry: Found) -> tuple[str, str, bool, bool, float, str, int]:

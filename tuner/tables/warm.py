@@ -17,7 +17,7 @@ from flashtune.db.table import TunedTable
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import Tables, tuned_records
 from flashtune.launch.source_cache import kernel_of
-from flashtune.tuner.candidates import Candidate, Scope, contiguous_specialization
+from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.execution.processes import usable_cores
 from flashtune.tuner.workloads.passes import saving_lse
@@ -119,10 +119,10 @@ def compile_needs(
     return compiled
 
 
-def _job(need: Need, target: Target) -> tuple[Scope, Candidate]:
+def _job(need: Need, target: Target) -> tuple[SearchTask, Candidate]:
     record, specialization = need.selection.record, need.kernel.specialization
     assert record.config is not None
-    return Scope(record.problem, target, specialization, ()), Candidate(record.family, record.config)
+    return SearchTask(record.problem, target, specialization, ()), Candidate(record.family, record.config)
 
 
 def warm(
@@ -174,10 +174,10 @@ def _why_not_loaded(need: Need, target: Target, device: int) -> str:
     import torch
 
     from flashtune.request.request import Prefer
-    from flashtune.runtime.kernel_fallback import Asked, chosen
+    from flashtune.runtime.kernel_fallback import KernelKey, chosen
 
     place = torch.device("cuda", device)
-    asked = Asked(need.problem, need.kernel.specialization, Prefer.GENERATED, place)
+    asked = KernelKey(need.problem, need.kernel.specialization, Prefer.GENERATED, place)
     try:
         chosen(need.selection, target, asked)
     except (KernelError, VerificationError) as error:

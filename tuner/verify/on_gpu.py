@@ -29,7 +29,7 @@ from flashtune.verification.check import full_probes, joined
 from flashtune.verification.schedule_fuzzing import delayed
 
 # Checks wait for the CPU most of the time, so several processes share the GPU.
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 # A check holds the inputs and references of two large problems, of up to 2 GiB each.
 WORKER_BYTES = 16 * 2**30
 
@@ -215,7 +215,7 @@ def _workers(index: int) -> int:
     import torch
 
     free, _ = torch.cuda.mem_get_info(index)
-    return max(1, min(MOST_WORKERS, usable_cores() // 2, free // WORKER_BYTES))
+    return max(1, min(MAX_WORKERS, usable_cores() // 2, free // WORKER_BYTES))
 
 
 def _receipts(done: list[_Done]) -> tuple[Check, ...]:

@@ -28,7 +28,7 @@ from flashtune.tuner.tables.receipts import Receipt, never_verified, receipt_fau
 from flashtune.tuner.verify import verify_jobs
 from flashtune.tuner.verify.job_runner import Runs
 from flashtune.tuner.verify.on_gpu import OnGpu, check_on_gpu
-from flashtune.tuner.verify.report import Means, Report, Result
+from flashtune.tuner.verify.report import CheckMethod, Report, Result
 from flashtune.tuner.verify.verify_jobs import Interpretable, Subject
 
 # Fields of a config that the interpreter ignores. They get fixed values, so that fewer kernels differ.
@@ -75,17 +75,17 @@ def verify_records(
         """Returns the result of a record, None if the run ended before it."""
         subject = subjects[id(record)]
         if isinstance(subject, str):
-            return _result(record, None, Means.NONE, subject)
+            return _result(record, None, CheckMethod.NONE, subject)
         misfit = unfit.get(_binary(subject))
         if misfit != "":
-            return None if misfit is None else _result(record, subject.kernel, Means.NONE, misfit)
+            return None if misfit is None else _result(record, subject.kernel, CheckMethod.NONE, misfit)
         outcome = on_gpu.outcomes.get(id(record))
         if outcome is not None and outcome.missed and not outcome.failed:
             return None
         if outcome is not None and (outcome.ran or outcome.failed):
-            return _result(record, subject.kernel, Means.GPU, outcome.failed)
+            return _result(record, subject.kernel, CheckMethod.GPU, outcome.failed)
         if outcome is not None:
-            result = _result(record, subject.kernel, Means.RECEIPT, "")
+            result = _result(record, subject.kernel, CheckMethod.RECEIPT, "")
         else:
             verdict = interpreted.get(_source(subject)) if _is_interpreted(subject) else None
             if verdict is None and _is_interpreted(subject):
@@ -126,7 +126,7 @@ def _subject(record: Record) -> Subject | str:
 
 
 def _result(
-    record: Record, kernel: Kernel | None, means: Means, failed: str, receipt: Receipt | None = None
+    record: Record, kernel: Kernel | None, means: CheckMethod, failed: str, receipt: Receipt | None = None
 ) -> Result:
     digest = kernel.digest if kernel else None
     return Result(record.problem.key, record.target, record.family, digest, means, failed, receipt)
@@ -138,15 +138,15 @@ def _by_receipt(subject: Subject, interpreted: str | None, same_triton: bool, al
     `interpreted` is the failure in the interpreter, empty if it passed, None if it cannot be interpreted.
     """
     record = subject.record
-    means = Means.RECEIPT if interpreted is None else Means.INTERPRETER
+    means = CheckMethod.RECEIPT if interpreted is None else CheckMethod.INTERPRETER
     if interpreted:
         return _result(record, subject.kernel, means, interpreted)
     missing = receipt_fault(record, subject.kernel.digest, same_triton)
     if not missing:
         return _result(record, subject.kernel, means, "", receipt_of(record))
-    means = Means.NONE if interpreted is None else means
+    means = CheckMethod.NONE if interpreted is None else means
     # A predicted record needs no receipt: it has not run on a GPU, and dispatch treats it accordingly.
-    excused = record.provenance is Provenance.PREDICTED and means is Means.INTERPRETER
+    excused = record.provenance is Provenance.PREDICTED and means is CheckMethod.INTERPRETER
     excused = excused or (allow_unproven and never_verified(record))
     return _result(record, subject.kernel, means, "" if excused else missing)
 

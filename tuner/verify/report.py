@@ -10,7 +10,7 @@ from flashtune.tuner.tables.receipts import Receipt
 from flashtune.tuner.verify.on_gpu import OnGpu
 
 
-class Means(enum.StrEnum):
+class CheckMethod(enum.StrEnum):
     """The methods of comparison with the reference, best first."""
 
     GPU = "gpu"
@@ -36,7 +36,7 @@ class Result(msgspec.Struct, frozen=True):
     target: str
     family: str
     kernel: str | None
-    means: Means
+    means: CheckMethod
     failed: str = ""
     receipt: Receipt | None = None
 
@@ -56,7 +56,7 @@ class Report(msgspec.Struct, frozen=True):
     missed: int = 0
     on_gpu: OnGpu = OnGpu()
 
-    def count(self, means: Means) -> int:
+    def count(self, means: CheckMethod) -> int:
         """Returns the number of results of a method, passed or failed."""
         return sum(result.means is means for result in self.results)
 

@@ -34,7 +34,7 @@ GPU_SECONDS = 900.0
 INTERPRETER_SECONDS = 1800.0
 BROKEN_CONTEXT = 70
 # A process that holds more GPU memory than this frees the cached tensors of earlier checks.
-MOST_KEPT_BYTES = 6 * 2**30
+MAX_KEPT_BYTES = 6 * 2**30
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -138,7 +138,7 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
     assert record.config is not None
     target, device = device_target(index), torch.device("cuda", index)
     with _whole_context(device):
-        if torch.cuda.memory_reserved(device) > MOST_KEPT_BYTES:
+        if torch.cuda.memory_reserved(device) > MAX_KEPT_BYTES:
             # Other processes check kernels on the same GPU.
             forget()
             torch.cuda.empty_cache()

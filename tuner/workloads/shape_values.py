@@ -12,7 +12,7 @@ from flashtune.core.problem import Bias, Causal, Direction, Dtype, KvDtype, KvSc
 
 MAX_COUNT = 2**24
 # Maximum number of names in one sentence.
-MOST_NAMED = 6
+MAX_NAMED = 6
 MAX_LENGTH = 2**31 - 1
 MAX_WIDTH = 1024
 
@@ -119,7 +119,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     names = tuple(known)
     longer = [repr(name) for name in names if word and name.startswith(word)]
     if longer:
-        *others, last = longer[:MOST_NAMED]
+        *others, last = longer[:MAX_NAMED]
         return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
     near = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}"

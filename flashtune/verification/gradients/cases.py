@@ -23,7 +23,7 @@ from flashtune.verification.serving_shapes import (
     BATCHES,
     FARTHEST_REDUCED,
     FARTHEST_SQUARE,
-    Posed,
+    ServingCase,
     beside_plain,
     even_lengths,
     with_lengths,
@@ -100,7 +100,7 @@ def _with_features(
     *,
     quick: bool,
     reduced: bool,
-) -> Iterator[Posed]:
+) -> Iterator[ServingCase]:
     """Yields the plain problems with sequences of different lengths, and problems at the borders of masks."""
     beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=False)
     square = mask_squares(tile, problem, quick=quick, reduced=reduced)
@@ -114,7 +114,7 @@ def _with_features(
         yield even_lengths(problem, shape, (many, kv_heads), batch)
 
 
-def _posed(problem: Problem, problems: Iterable[Posed], tiles: Tiles) -> Iterator[Case]:
+def _posed(problem: Problem, problems: Iterable[ServingCase], tiles: Tiles) -> Iterator[Case]:
     turns = zip(itertools.cycle(SCALES), itertools.cycle((Layout.BSHD, Layout.BHSD)))
     for turn, (one, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
         heads, kv_heads = one.heads

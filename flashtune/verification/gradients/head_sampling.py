@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Largest scores of one reference in elements, and largest exact gradients.
 MAX_SCORES = {"cuda": 2**29, "cpu": 2**26}
 MAX_GRADIENTS = 2**25
-LEAST_PAIRS = 2
+MIN_PAIRS = 2
 
 
 class Pairs(NamedTuple):
@@ -106,7 +106,7 @@ def sample_pairs(problem: Problem, generator: torch.Generator) -> Pairs:
         MAX_SCORES[device.type] // max(1, rows * problem.seqlen_kv),
         MAX_GRADIENTS // max(1, rows * problem.head_dim + problem.seqlen_kv * problem.head_dim),
     )
-    wanted = max(LEAST_PAIRS, affordable)
+    wanted = max(MIN_PAIRS, affordable)
     if wanted >= total:
         chosen = torch.arange(total)
     else:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Bias
 from flashtune.launch.backward import BackwardTensors
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
-from flashtune.verification.gradients.probabilities import Given
+from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
-from flashtune.verification.inputs.case_cache import Kept
+from flashtune.verification.inputs.case_cache import CaseCache
 from flashtune.verification.inputs.cpu_generator import aside
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
@@ -30,7 +30,7 @@ from flashtune.verification.inputs.guarded_tensors import (
     guarded_flat,
     poison,
 )
-from flashtune.verification.inputs.memory import Dense, Frame, Memory, placed
+from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, placed
 from flashtune.verification.inputs.placement import Places, capacities, excused, missing, put, query_places
 from flashtune.verification.inputs.prepared import ROWS_BEHIND
 from flashtune.verification.inputs.side_inputs import make_side
@@ -64,7 +64,7 @@ class Prepared(NamedTuple):
     read: tuple[Guarded, ...]
     written: dict[str, Guarded]
     tensors: BackwardTensors
-    side: Side
+    side: ExtraInputs
     lengths: Lengths
     chosen: Chosen
     expected: Expected
@@ -94,7 +94,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
         for name, one in expected.gradients.items()
     }
     expected = expected._replace(gradients=gradients)
-    frame = Frame(alignment, case.layout, case.far, behind=ROWS_BEHIND)
+    frame = MemoryFrame(alignment, case.layout, case.far, behind=ROWS_BEHIND)
     memory = placed(problem, Dense(*given[:3], given.side), lengths, frame, aside(generator))
     came = came_back(problem, given, _results(problem, given, chosen, expected), memory, frame)
     written = written_to(problem, memory, frame)
@@ -104,15 +104,19 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
     return Prepared(read, written, tensors, memory.side, lengths, chosen, expected, checksum(read))
 
 
-def given_values(case: Case, lengths: Lengths, generator: torch.Generator, dlse: bool) -> Given:
+def given_values(case: Case, lengths: Lengths, generator: torch.Generator, dlse: bool) -> BackwardCase:
     """Returns a case's values in padded form, in the dtypes that the kernel reads."""
     problem, own = case.problem, TORCH_DTYPES[case.problem.dtype]
-    side = make_side(case.probe, problem, lengths, case.block, generator) if problem.features else NO_SIDE
+    side = (
+        make_side(case.probe, problem, lengths, case.block, generator)
+        if problem.features
+        else NO_EXTRA_INPUTS
+    )
     values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
     dout = make_dout(case.probe, problem, case.block, generator)
     came_back = make_dlse(problem, generator) if dlse else None
     q, k, v, dout = (value.to(own) for value in (*values, dout))
-    return Given(q, k, v, dout, came_back, side, case.scale, lengths)
+    return BackwardCase(q, k, v, dout, came_back, side, case.scale, lengths)
 
 
 def _absent(name: str, problem: Problem, lengths: Lengths, pairs: Pairs) -> Tensor | None:
@@ -127,7 +131,9 @@ def _absent(name: str, problem: Problem, lengths: Lengths, pairs: Pairs) -> Tens
     return None
 
 
-def _results(problem: Problem, given: Given, chosen: Chosen, expected: Expected) -> tuple[Tensor, Tensor]:
+def _results(
+    problem: Problem, given: BackwardCase, chosen: Chosen, expected: Expected
+) -> tuple[Tensor, Tensor]:
     """Returns the output and the log-sum-exp, which are exact only in compared heads."""
     if chosen.pairs.are_all(problem):
         return expected.out.reshape(given.dout.shape), expected.lse.reshape(given.dout.shape[:3])
@@ -138,7 +144,7 @@ def _results(problem: Problem, given: Given, chosen: Chosen, expected: Expected)
     return out, lse
 
 
-def about_right(problem: Problem, given: Given) -> tuple[Tensor, Tensor]:
+def about_right(problem: Problem, given: BackwardCase) -> tuple[Tensor, Tensor]:
     """Returns an output of zeros, and a log-sum-exp with which probabilities are finite."""
     out = torch.zeros_like(given.dout)
     size = torch.tensor(float(max(1, problem.seqlen_kv))).log().item() + ABOUT_ONE
@@ -146,7 +152,7 @@ def about_right(problem: Problem, given: Given) -> tuple[Tensor, Tensor]:
 
 
 def came_back(
-    problem: Problem, given: Given, results: tuple[Tensor, Tensor], memory: Memory, frame: Frame
+    problem: Problem, given: BackwardCase, results: tuple[Tensor, Tensor], memory: Memory, frame: MemoryFrame
 ) -> dict[str, Guarded]:
     """Returns the output, the log-sum-exp and their gradients in the memory layout of the kernel."""
     places = query_places(problem, given.lengths)
@@ -166,7 +172,7 @@ def came_back(
     return came
 
 
-def written_to(problem: Problem, memory: Memory, frame: Frame) -> dict[str, Guarded]:
+def written_to(problem: Problem, memory: Memory, frame: MemoryFrame) -> dict[str, Guarded]:
     """Returns the poisoned tensors that receive the gradients, by name."""
     # Row strides differ between tensors, so that the stride of another tensor gives a wrong result.
     written = {
@@ -182,7 +188,7 @@ def written_to(problem: Problem, memory: Memory, frame: Frame) -> dict[str, Guar
     return written
 
 
-def _like(one: Guarded, problem: Problem, frame: Frame, role: Role, spare: int, number: int) -> Guarded:
+def _like(one: Guarded, problem: Problem, frame: MemoryFrame, role: Role, spare: int, number: int) -> Guarded:
     """Returns a tensor of the same shape with another row stride. It is far if `number` is `frame.far`."""
     tensor = guarded(
         tuple(one.given.shape), problem.dtype, frame.alignment, frame.layout, one.view.device, role,
@@ -200,7 +206,7 @@ def _fill(view: Tensor, values: Tensor, places: Places) -> None:
         put(view, values, places)
 
 
-prepare_and_keep = Kept(prepare)
+prepare_and_keep = CaseCache(prepare)
 
 
 NEEDLES = (Probe.NEEDLE, Probe.FIRST, Probe.LAST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.verification.reference.dropout import factors
 from flashtune.verification.reference.forward import HIDDEN, softmax
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flashtune.verification.lengths import Lengths
 
 
-class Given(NamedTuple):
+class BackwardCase(NamedTuple):
     """The inputs of a backward pass in padded form. Tensors are finite after the end of a sequence too.
 
     Attributes:
@@ -40,12 +40,12 @@ class Given(NamedTuple):
     v: Tensor
     dout: Tensor
     dlse: Tensor | None
-    side: Side
+    side: ExtraInputs
     scale: float
     lengths: Lengths
 
 
-class Wide(NamedTuple):
+class Float64Rows(NamedTuple):
     """Some rows of some pairs in float64. The rows of the heads of a group are concatenated.
 
     Attributes:
@@ -89,7 +89,7 @@ class Weights(NamedTuple):
     queries: Tensor
 
 
-def widened(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Wide:
+def widened(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -> Float64Rows:
     """Returns some rows of some pairs in float64."""
 
     def stacked(tensor: Tensor) -> Tensor:
@@ -99,10 +99,12 @@ def widened(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Wide:
         return pairs.of_keys(problem, tensor).double()
 
     dlse = 0.0 if given.dlse is None else stacked(given.dlse)
-    return Wide(stacked(given.q), own(given.k), own(given.v), stacked(given.dout), dlse)
+    return Float64Rows(stacked(given.q), own(given.k), own(given.v), stacked(given.dout), dlse)
 
 
-def weights_of(problem: Problem, given: Given, wide: Wide, pairs: Pairs, rows: Tensor) -> Weights:
+def weights_of(
+    problem: Problem, given: BackwardCase, wide: Float64Rows, pairs: Pairs, rows: Tensor
+) -> Weights:
     """Returns the forward pass of some rows of some pairs."""
     device, group, side = wide.q.device, problem.group_size, given.side
     some = Rows(pairs.batch.repeat_interleave(group), pairs.heads(problem).flatten(), rows)

@@ -20,7 +20,7 @@ from flashtune.verification.gradients.bias_gradients import (
 )
 from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
 from flashtune.verification.gradients.kv_gradients import OfKeys, added, key_gradients, key_sums
-from flashtune.verification.gradients.probabilities import Given
+from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.scores import Work, largest, once, work_on
 from flashtune.verification.gradients.tolerance import Gradient, RowFigures, allowed_query_error
 from flashtune.verification.reference.chunks import together
@@ -69,7 +69,7 @@ class OfRows(NamedTuple):
     dbias: Gradient | None
 
 
-def expect_gradients(problem: Problem, given: Given, chosen: Chosen) -> Expected:
+def expect_gradients(problem: Problem, given: BackwardCase, chosen: Chosen) -> Expected:
     """Returns the gradients of the chosen pairs and their tolerances.
 
     Args:
@@ -87,7 +87,7 @@ def _joined(parts: list[Gradient], axis: int) -> Gradient:
     return Gradient(*(together(tensors, axis) for tensors in zip(*parts, strict=True)))
 
 
-def _of_pairs(problem: Problem, given: Given, piece: Piece, chosen: Tensor) -> Expected:
+def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tensor) -> Expected:
     parts: list[OfRows] = []
     of_keys: OfKeys | None = None
     of_slopes: OfSlopes | None = None
@@ -112,7 +112,7 @@ def _of_pairs(problem: Problem, given: Given, piece: Piece, chosen: Tensor) -> E
     )
 
 
-def _of_rows(problem: Problem, given: Given, work: Work, chosen: Tensor) -> OfRows:
+def _of_rows(problem: Problem, given: BackwardCase, work: Work, chosen: Tensor) -> OfRows:
     """Returns the results of some query rows."""
     exact = (work.exact.slopes @ work.wide.k).mul_(given.scale)
     plain = once((work.plain.slopes @ work.wide.k).mul_(given.scale), problem)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.verification.gradients.probabilities import (
-    Given,
+    BackwardCase,
+    Float64Rows,
     Weights,
-    Wide,
     finite,
     rounded,
     weights_of,
@@ -56,7 +56,7 @@ class Work(NamedTuple):
     """
 
     rows: Tensor
-    wide: Wide
+    wide: Float64Rows
     out: Tensor
     lse: Tensor
     keys: Tensor
@@ -66,7 +66,7 @@ class Work(NamedTuple):
     errors: QueryErrors
 
 
-def work_on(problem: Problem, given: Given, pairs: Pairs, rows: Tensor) -> Work:
+def work_on(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -> Work:
     """Returns the quantities that gradients are computed from, for some query rows of some pairs."""
     wide = widened(problem, given, pairs, rows)
     weights = weights_of(problem, given, wide, pairs, rows)
@@ -102,7 +102,7 @@ def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, de
     return Scores(rounded_p, kept, slopes, laid)
 
 
-def _sizes(given: Given, wide: Wide, weights: Weights, delta: Tensor) -> Sizes:
+def _sizes(given: BackwardCase, wide: Float64Rows, weights: Weights, delta: Tensor) -> Sizes:
     kept = 1.0 / (1.0 - (given.side.dropout or 0.0))
     product = norm(wide.dout) * norm(wide.v).amax(-1, keepdim=True) * kept
     return Sizes(

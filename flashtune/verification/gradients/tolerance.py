@@ -56,9 +56,9 @@ from flashtune.verification.tolerance import (
     ADDING_STEPS,
     FLOAT32_ROUNDOFF,
     FUNCTION_STEPS,
-    LEAST_NORMAL,
-    LEAST_ROUNDING,
-    LEAST_SCORE_STEPS,
+    MIN_NORMAL,
+    MIN_ROUNDING,
+    MIN_SCORE_STEPS,
     PRODUCTS_OF_A_STEP,
     ROUNDOFFS_OF_A_STEP,
     UNIT_ROUNDOFF,
@@ -143,14 +143,14 @@ def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
         weight=roundoff**2 + squared(float32_part),
         product=FLOAT32_ROUNDOFF * product_steps * sizes.product,
         delta=(roundoff + FLOAT32_ROUNDOFF * product_steps) * sizes.delta,
-        least=LEAST_ROUNDING[problem.dtype] + LEAST_NORMAL * (1.0 + sizes.change),
-        least_weight=(LEAST_ROUNDING[problem.dtype] + LEAST_NORMAL) * sizes.kept,
+        least=MIN_ROUNDING[problem.dtype] + MIN_NORMAL * (1.0 + sizes.change),
+        least_weight=(MIN_ROUNDING[problem.dtype] + MIN_NORMAL) * sizes.kept,
     )
 
 
 def _product_steps(width: int) -> float:
     """Returns the error of a product of vectors of this width, in roundoffs of the largest such product."""
-    return max(LEAST_SCORE_STEPS, width / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
+    return max(MIN_SCORE_STEPS, width / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
 
 
 class Gradient(NamedTuple):
@@ -205,7 +205,7 @@ def _allowed(figures: RowFigures, problem: Problem, factor: float, stored: Dtype
     if problem.dtype is not Dtype.FP32:
         adding = adding + terms * (ROUNDOFFS_OF_A_STEP / 2 / PRODUCTS_OF_A_STEP)
     relative = UNIT_ROUNDOFF[stored] + FLOAT32_ROUNDOFF * (4.0 + steps + adding)
-    least = LEAST_ROUNDING[stored] + LEAST_NORMAL
+    least = MIN_ROUNDING[stored] + MIN_NORMAL
     allowed = factor * larger(plain, typical) + largest * relative + least
     return allowed * terms.bool()
 

@@ -20,7 +20,7 @@ LARGE_ELEMENTS = 2**24
 Made = TypeVar("Made")
 
 
-class Kept(Generic[Made]):
+class CaseCache(Generic[Made]):
     """Prepares cases and caches recent results: many small ones and few large ones."""
 
     def __init__(self, prepare: Callable[..., Made]) -> None:

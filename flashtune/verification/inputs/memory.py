@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import KvScale
@@ -56,10 +56,10 @@ class Dense(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    side: Side
+    side: ExtraInputs
 
 
-class Frame(NamedTuple):
+class MemoryFrame(NamedTuple):
     """The memory layout of tensors.
 
     Attributes:
@@ -94,11 +94,11 @@ class Memory(NamedTuple):
     out: Guarded
     lse: Guarded
     beside: tuple[Guarded, ...]
-    side: Side
+    side: ExtraInputs
 
 
 def placed(
-    problem: Problem, dense: Dense, lengths: Lengths, frame: Frame, generator: torch.Generator
+    problem: Problem, dense: Dense, lengths: Lengths, frame: MemoryFrame, generator: torch.Generator
 ) -> Memory:
     """Copies a case's values into the memory layout of the kernel, with poison everywhere else.
 
@@ -160,7 +160,7 @@ def _key_shape(problem: Problem, lengths: Lengths, table: Table | None) -> tuple
     return problem.batch, problem.kv_heads, problem.seqlen_kv
 
 
-def _table(problem: Problem, lengths: Lengths, frame: Frame, generator: torch.Generator) -> Table:
+def _table(problem: Problem, lengths: Lengths, frame: MemoryFrame, generator: torch.Generator) -> Table:
     state = generator.get_state()
     table = make_table(problem, lengths, generator)
     beyond = FAULTY_ENTRIES if frame.faulty else unused_entries(table)
@@ -169,8 +169,13 @@ def _table(problem: Problem, lengths: Lengths, frame: Frame, generator: torch.Ge
 
 
 def _beside(
-    problem: Problem, side: Side, lengths: Lengths, table: Table | None, layout: Layout, device: torch.device
-) -> tuple[tuple[Guarded, ...], Side]:
+    problem: Problem,
+    side: ExtraInputs,
+    lengths: Lengths,
+    table: Table | None,
+    layout: Layout,
+    device: torch.device,
+) -> tuple[tuple[Guarded, ...], ExtraInputs]:
     kept: list[Guarded] = []
 
     def keep(copy: Guarded, values: Tensor | None = None) -> Tensor:
@@ -219,7 +224,7 @@ def _beside(
         given["block_table"] = integers(table.entries, -1)
     if side.seed is not None:
         given["seed"] = keep(guarded_flat((1,), device, Role.INPUT, torch.int64), side.seed)
-    return tuple(kept), Side(**given, softcap=side.softcap, dropout=side.dropout)
+    return tuple(kept), ExtraInputs(**given, softcap=side.softcap, dropout=side.dropout)
 
 
 def _cache_scale(

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.request.quantization import E4M3, LARGEST
 from flashtune.verification.cases import Case, lengths_of
-from flashtune.verification.inputs.case_cache import Kept
+from flashtune.verification.inputs.case_cache import CaseCache
 from flashtune.verification.inputs.cpu_generator import aside
 from flashtune.verification.inputs.guarded_tensors import Guarded, checksum
-from flashtune.verification.inputs.memory import Dense, Frame, placed
+from flashtune.verification.inputs.memory import Dense, MemoryFrame, placed
 from flashtune.verification.inputs.placement import excused, missing
 from flashtune.verification.inputs.side_inputs import make_side, store
 from flashtune.verification.probes import make_values
@@ -61,7 +61,7 @@ class Prepared(NamedTuple):
     k: Guarded
     v: Guarded
     beside: tuple[Guarded, ...]
-    side: Side
+    side: ExtraInputs
     out: Guarded
     lse: Guarded
     lengths: Lengths
@@ -90,7 +90,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
     lengths = lengths_of(case)
     dense = dense_values(case, lengths, generator)
-    frame = Frame(alignment, case.layout, case.far, case.faulty is True, ROWS_BEHIND)
+    frame = MemoryFrame(alignment, case.layout, case.far, case.faulty is True, ROWS_BEHIND)
     memory = placed(problem, dense, lengths, frame, aside(generator))
     chosen = sample(problem, generator)
     q, k, v, side = dense
@@ -107,7 +107,11 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
 def dense_values(case: Case, lengths: Lengths, generator: torch.Generator) -> Dense:
     """Returns a case's values in the dtypes that the kernel reads."""
     problem = case.problem
-    side = make_side(case.probe, problem, lengths, case.block, generator) if problem.features else NO_SIDE
+    side = (
+        make_side(case.probe, problem, lengths, case.block, generator)
+        if problem.features
+        else NO_EXTRA_INPUTS
+    )
     values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
     if problem.dtype.is_quantized:
         (q, q_scale), (k, k_scale), (v, v_scale) = (_quantized(value) for value in values)
@@ -132,7 +136,7 @@ def _quantized(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return elements.to(E4M3), (largest * (1 / LARGEST)).flatten(1)
 
 
-prepare_and_keep = Kept(prepare)
+prepare_and_keep = CaseCache(prepare)
 
 
 def next_seed() -> int:

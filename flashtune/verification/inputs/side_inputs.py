@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
 from flashtune.verification.inputs.cpu_generator import aside
@@ -42,7 +42,7 @@ USUAL_DROPOUT, HIGH_DROPOUT = 0.1, 0.75
 
 def make_side(
     probe: Probe, problem: Problem, lengths: Lengths, block: int, generator: torch.Generator
-) -> Side:
+) -> ExtraInputs:
     """Returns new extra inputs for a probe, without lengths, block tables and scales.
 
     Args:
@@ -52,7 +52,7 @@ def make_side(
         block: Number of keys of a tile.
         generator: Random generator. Its device holds the inputs, except the seed of dropout on the CPU.
     """
-    return Side(
+    return ExtraInputs(
         slopes=_slopes(probe, problem).to(generator.device) if problem.alibi else None,
         bias=_bias(probe, problem, block, generator) if problem.bias is not Bias.NONE else None,
         sinks=_sinks(probe, problem, lengths, generator) if problem.sinks else None,

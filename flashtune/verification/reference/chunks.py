@@ -16,7 +16,7 @@ from flashtune.verification.inputs.placement import is_all
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.extra_inputs import Side
+    from flashtune.core.extra_inputs import ExtraInputs
     from flashtune.core.problem import Problem
 
 # Scores of a chunk, in elements. A few float64 copies of them exist at once.
@@ -63,7 +63,7 @@ def together(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 
 def widened(
-    problem: Problem, chunk: Chunk, rows: Tensor, tensors: tuple[Tensor, Tensor, Tensor], side: Side
+    problem: Problem, chunk: Chunk, rows: Tensor, tensors: tuple[Tensor, Tensor, Tensor], side: ExtraInputs
 ) -> list[Tensor]:
     """Returns q, k and v of a chunk in float64, multiplied by their scales: [heads or copies, ..., width].
 

@@ -13,7 +13,7 @@ from flashtune.verification.reference.masks import compared_on
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.extra_inputs import Side
+    from flashtune.core.extra_inputs import ExtraInputs
     from flashtune.core.problem import Problem
     from flashtune.verification.lengths import Lengths
     from flashtune.verification.reference.masks import Rows
@@ -23,7 +23,7 @@ COMPARISONS_OF_A_STATE = 64
 
 
 def factors(
-    problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device
+    problem: Problem, lengths: Lengths, side: ExtraInputs, some: Rows, device: torch.device
 ) -> Tensor | None:
     """Returns the factors of the probabilities: 0 if dropped, otherwise 1 / (1 - dropout).
 

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Problem
 from flashtune.verification.lengths import Lengths, equal_lengths
 from flashtune.verification.reference.chunks import chunked, together, widened
 from flashtune.verification.reference.dropout import factors
 from flashtune.verification.reference.masks import Rows
-from flashtune.verification.reference.scores import Laid, Seen, laid_over, seen_by, sinks_of
+from flashtune.verification.reference.scores import BiasedScores, RowMasks, laid_over, seen_by, sinks_of
 from flashtune.verification.tolerance import (
     WEIGHT_RANGE,
     RowScale,
@@ -129,7 +129,7 @@ def expect(
     v: Tensor,
     scale: float,
     chosen: Sample,
-    side: Side = NO_SIDE,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
     lengths: Lengths | None = None,
 ) -> Expected:
     """Returns the reference and the tolerances of the chosen rows.
@@ -171,8 +171,8 @@ def _expect_heads(
     wide_k: Tensor,
     wide_v: Tensor,
     scale: float,
-    seen: Seen,
-    laid: Laid,
+    seen: RowMasks,
+    laid: BiasedScores,
     sinks: Tensor | None,
     softcap: float,
     kept: Tensor | None,

@@ -13,7 +13,7 @@ from flashtune.verification.lengths import Lengths
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.extra_inputs import Side
+    from flashtune.core.extra_inputs import ExtraInputs
 
 # At most this many comparisons of rows with keys are done on the CPU, which takes a few milliseconds.
 FEW_COMPARISONS = 2**22
@@ -57,7 +57,7 @@ class Masks(NamedTuple):
         return torch.equal(self.of_head, torch.arange(len(self.rows.batch)))
 
 
-def distinct_masks(lengths: Lengths, side: Side, some: Rows) -> Masks:
+def distinct_masks(lengths: Lengths, side: ExtraInputs, some: Rows) -> Masks:
     """Returns the masks of some heads: one for all, one per sequence, or, with a bias, one per head."""
     if side.bias is not None:
         return Masks(some, torch.arange(len(some.batch)))
@@ -85,7 +85,7 @@ def places(problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, devi
 
 
 def visible_keys(
-    problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, side: Side, device: torch.device
+    problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, side: ExtraInputs, device: torch.device
 ) -> Tensor:
     """Returns the visible keys of rows, without the effect of a bias: [heads | 1, rows, keys].
 
@@ -126,7 +126,9 @@ def counted(seen: Tensor) -> Tensor:
     return seen.view(torch.uint8).sum(-1, dtype=torch.int32).double()
 
 
-def unhidden_keys(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Tensor:
+def unhidden_keys(
+    problem: Problem, lengths: Lengths, side: ExtraInputs, some: Rows, device: torch.device
+) -> Tensor:
     """Returns the result of `visible_keys` without keys that a bias hides: [heads | 1, rows, keys]."""
     seen = visible_keys(problem, lengths, some.batch, some.rows, side, device)
     if side.bias is None:

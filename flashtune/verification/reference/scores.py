@@ -21,7 +21,7 @@ from flashtune.verification.reference.masks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.extra_inputs import Side
+    from flashtune.core.extra_inputs import ExtraInputs
     from flashtune.verification.lengths import Lengths
 
 # Features that change scores or hide keys. Without these, a count per row gives its visible keys.
@@ -29,7 +29,7 @@ BESIDE_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DR
 OVER_SCORES = frozenset(Feature) - BESIDE_SCORES
 
 
-class Seen(NamedTuple):
+class RowMasks(NamedTuple):
     """The hidden keys of rows, and the number of visible keys.
 
     Attributes:
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     keys: Tensor
 
 
-class Laid(NamedTuple):
+class BiasedScores(NamedTuple):
     """Scores with softcap, ALiBi and bias applied.
 
     Attributes:
@@ -53,21 +53,23 @@ class Laid(NamedTuple):
     added: Tensor | None
 
 
-def seen_by(problem: Problem, lengths: Lengths, side: Side, some: Rows, device: torch.device) -> Seen:
+def seen_by(
+    problem: Problem, lengths: Lengths, side: ExtraInputs, some: Rows, device: torch.device
+) -> RowMasks:
     """Returns the hidden keys, and the number of visible keys, of some rows."""
     pairs = len(some.rows) * problem.seqlen_kv
     if not problem.features & OVER_SCORES:
         where = compared_on(pairs, device)
         visible = _visible_counts(problem, some.rows)
         hidden = torch.arange(problem.seqlen_kv, device=where) >= visible[:, None].to(where)
-        return Seen(hidden.to(device), visible.double().to(device))
+        return RowMasks(hidden.to(device), visible.double().to(device))
     masks = distinct_masks(lengths, side, some)
     where = compared_on(COMPARISONS_OF_A_MASK * len(masks.rows.batch) * pairs, device)
     seen = unhidden_keys(problem, lengths, side, masks.rows, where)
     hidden, keys = ~seen, counted(seen)
     if len(seen) > 1 and not masks.one_each:
         hidden, keys = hidden[masks.of_head], keys[masks.of_head]
-    return Seen(hidden.to(device), keys.to(device))
+    return RowMasks(hidden.to(device), keys.to(device))
 
 
 def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:
@@ -85,12 +87,14 @@ def distances(
     return (place - torch.arange(problem.seqlen_kv, dtype=torch.float64).to(device)).abs_()
 
 
-def sinks_of(side: Side, some: Rows, device: torch.device) -> Tensor | None:
+def sinks_of(side: ExtraInputs, some: Rows, device: torch.device) -> Tensor | None:
     """Returns the sinks of some heads, [heads, 1] in float64, or None without sinks."""
     return None if side.sinks is None else side.sinks.cpu()[some.head].double()[:, None].to(device)
 
 
-def laid_over(problem: Problem, scores: Tensor, lengths: Lengths, side: Side, some: Rows) -> Laid:
+def laid_over(
+    problem: Problem, scores: Tensor, lengths: Lengths, side: ExtraInputs, some: Rows
+) -> BiasedScores:
     """Applies softcap, ALiBi and bias to scores. May change them in place.
 
     Args:
@@ -113,4 +117,4 @@ def laid_over(problem: Problem, scores: Tensor, lengths: Lengths, side: Side, so
         scores = scores + bias
         size = bias.abs()
         added = size if added is None else added.abs() + size
-    return Laid(scores, added)
+    return BiasedScores(scores, added)

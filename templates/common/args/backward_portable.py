@@ -8,14 +8,14 @@ import msgspec
 
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import MAX_HEAD_DIM, Causal, Dtype, Feature, Problem
-from flashtune.templates.common.args.feature_context import Asked, asked_of
+from flashtune.templates.common.args.feature_context import FeatureContext, asked_of
 from flashtune.templates.common.model.sram import Chunk, head_chunks
 from flashtune.templates.family import Context
 
 # Elements of a tensor that a program of the prologue or epilogue holds, and its warps.
 STEP_NUMBERS = 8192
 STEP_WARPS = 4
-LEAST_ROWS = 16
+MIN_ROWS = 16
 
 
 class PortableContext(Context, frozen=True):
@@ -25,7 +25,7 @@ class PortableContext(Context, frozen=True):
     causal: Causal
     head_dim: int
     value_head_dim: int
-    asks: Asked
+    asks: FeatureContext
     qk_chunks: tuple[Chunk, ...]
     v_chunks: tuple[Chunk, ...]
     widths: tuple[int, ...]
@@ -88,4 +88,4 @@ def portable_fields(
 
 def rows_of_step(chunk: Chunk) -> int:
     """Returns the rows of such a tile that a program of a prologue or epilogue holds at once."""
-    return max(LEAST_ROWS, STEP_NUMBERS // chunk.width)
+    return max(MIN_ROWS, STEP_NUMBERS // chunk.width)

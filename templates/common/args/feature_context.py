@@ -19,7 +19,7 @@ CONVERTS_E4M3 = 89
 STORED_TYPES = {KvDtype.E4M3: "*fp8e4nv", KvDtype.INT8: "*i8"}
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class FeatureContext(msgspec.Struct, frozen=True, kw_only=True):
     """The compile-time values of a problem's features, for `common/masks.jinja`.
 
     Attributes:
@@ -57,9 +57,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     dropout: bool
 
 
-def asked_of(problem: Problem) -> Asked:
+def asked_of(problem: Problem) -> FeatureContext:
     """Returns the values of a problem's features for templates."""
-    return Asked(
+    return FeatureContext(
         window_left=_bound(problem.window_left),
         window_right=_bound(problem.window_right),
         first_tokens=min(problem.first_tokens, FARTHEST),

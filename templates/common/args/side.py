@@ -17,7 +17,7 @@ SIDE_STRIDES = {
 
 
 def side_tensors(problem: Problem) -> tuple[Argument, ...]:
-    """Returns pointers to the side tensors, in the order of `Side`."""
+    """Returns pointers to the side tensors, in the order of `ExtraInputs`."""
     asked = problem.features
     paged = Feature.PAGES in asked
     bias = "*i1" if problem.bias is Bias.BOOLEAN else pointer_type(problem.dtype)

@@ -24,7 +24,7 @@ BANDWIDTH_SHARE = 0.9
 HIDING = 4
 
 
-class Pace(msgspec.Struct, frozen=True):
+class CostParams(msgspec.Struct, frozen=True):
     """Cost parameters of a kind of kernel.
 
     Attributes:
@@ -43,7 +43,7 @@ class Pace(msgspec.Struct, frozen=True):
     exposed: float
 
 
-def block_us(problem: Problem, pairs: int, pace: Pace, target: Target) -> float:
+def block_us(problem: Problem, pairs: int, pace: CostParams, target: Target) -> float:
     """Returns the time of a block with this many (query, key) pairs on an SM."""
     width = problem.head_dim + problem.value_head_dim
     products = 2 * pairs * width / (_rate(problem.dtype, target) * 1e6 / target.sm_count)
@@ -52,7 +52,7 @@ def block_us(problem: Problem, pairs: int, pace: Pace, target: Target) -> float:
     return pace.block + longer + (1 - pace.hidden) * shorter
 
 
-def tile_us(problem: Problem, rows: int, pace: Pace, target: Target) -> float:
+def tile_us(problem: Problem, rows: int, pace: CostParams, target: Target) -> float:
     """Returns the time of a tile of rows without its blocks: loads of queries, stores of outputs."""
     size = rows * _row_bytes(problem)
     return pace.tile + pace.exposed * size / (target.hbm_bandwidth * 1e3 / target.sm_count)

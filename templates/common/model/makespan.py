@@ -6,17 +6,17 @@ import math
 
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.cost import Pace, block_us, tile_us, traffic_us
+from flashtune.templates.common.model.cost import CostParams, block_us, tile_us, traffic_us
 from flashtune.templates.common.model.tile_schedule import (
     RESIDENT,
-    Cost,
+    TileCost,
     Tiling,
     are_alike,
     coming_and_going,
     extremes,
 )
 
-PACE = Pace(launch=9.3, block=0.0, tile=0.3, hidden=0.21, exposed=1.55)
+PACE = CostParams(launch=9.3, block=0.0, tile=0.3, hidden=0.21, exposed=1.55)
 # Additional time of a partial block over that of a full block.
 MASKED = 0.5
 # Slowdown of a program with a short tile that is alone on an SM and leaves units idle.
@@ -25,7 +25,7 @@ SHORT_TILE = 64
 # Time to make descriptors on the device, in µs.
 DESCRIPTORS = 4.5
 # Maximum registers of a thread, and those without accumulators and scores.
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 OTHER_REGISTERS = 50
 
 
@@ -57,7 +57,7 @@ def portable_span(
         return PACE.launch / 1e3
     block = block_us(problem, block_m * block_n, PACE, target)
     cut = 0 if are_alike(problem) else math.ceil(block_m / block_n)
-    cost = Cost(block, tile_us(problem, block_m, PACE, target) + cut * MASKED * block)
+    cost = TileCost(block, tile_us(problem, block_m, PACE, target) + cut * MASKED * block)
     lone = LONE_SHORT if block_m <= SHORT_TILE else 1.0
     busy = coming_and_going(tiling, target.sm_count, longest_first, cost, lone, resident)
     programs = min(tiling.total, resident * target.sm_count)
@@ -84,7 +84,7 @@ def resident_programs(
     """
     threads = warps * target.warp_size
     wanted = block_m * (block_n + problem.value_head_dim) / threads + OTHER_REGISTERS
-    registers = min(wanted, max_registers or MOST_REGISTERS, MOST_REGISTERS)
+    registers = min(wanted, max_registers or MAX_REGISTERS, MAX_REGISTERS)
     keys = stages * block_n * (problem.head_dim + problem.value_head_dim)
     size = (keys + block_m * problem.head_dim) * problem.kv_itemsize
     return max(1, min(int(target.registers_per_sm / (threads * registers)), target.sram_per_sm // size))

@@ -21,7 +21,7 @@ from flashtune.templates.common.model.sram import (
     engine_of,
     head_chunks,
 )
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 
 class Walk(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class Walk(msgspec.Struct, frozen=True, kw_only=True):
 
 def walk_items(
     walk: Walk, problem: Problem, target: Target, specialization: Specialization, names: tuple[str, str]
-) -> tuple[TrafficItem, ...]:
+) -> tuple[BytesItem, ...]:
     """Returns the items that are live at one point of the main loop; none for unknown architectures.
 
     Args:
@@ -84,8 +84,8 @@ def walk_items(
         flight = walk.stages - 1 if pipelined else 0
     row = walk.columns * size
     items = (
-        TrafficItem(names[0], walk.held * row),
-        TrafficItem(f"{names[1]}, {flight} in flight", flight * walk.walked * row),
+        BytesItem(names[0], walk.held * row),
+        BytesItem(f"{names[1]}, {flight} in flight", flight * walk.walked * row),
     )
     return tuple(item for item in items if item.bytes)
 
@@ -100,11 +100,11 @@ def walk_columns(walk: Walk, problem: Problem, target: Target, summed: int) -> i
 
 # With 16-bit tiles of 32 columns, Triton 3.6's ptxas puts some scalars of the loop into registers from which
 # wgmma reads the tile's address.
-LEAST_WIDTH = 64
+MIN_WIDTH = 64
 SMALL_SRAM = 128 * 1024
 WARP_ROWS = 16
 WARPGROUP_ROWS = 64
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 # Accumulators and scores of one thread leave this many registers for the rest.
 SPARE_REGISTERS = 24
 
@@ -112,9 +112,9 @@ SPARE_REGISTERS = 24
 def backward_chunks(problem: Problem, width: int, decomposed: bool) -> tuple[Chunk, ...]:
     """Returns the tiles of a head dim's columns."""
     chunks = head_chunks(width, decomposed)
-    if problem.dtype is Dtype.FP32 or chunks[0].width >= LEAST_WIDTH:
+    if problem.dtype is Dtype.FP32 or chunks[0].width >= MIN_WIDTH:
         return chunks
-    return (Chunk(0, 0, LEAST_WIDTH, padded=True),)
+    return (Chunk(0, 0, MIN_WIDTH, padded=True),)
 
 
 def may_split(problem: Problem) -> bool:
@@ -122,7 +122,7 @@ def may_split(problem: Problem) -> bool:
     if problem.dtype is Dtype.FP32:
         return True
     widths = problem.head_dim, problem.value_head_dim
-    return all(chunk.width >= LEAST_WIDTH for width in widths for chunk in head_chunks(width, True))
+    return all(chunk.width >= MIN_WIDTH for width in widths for chunk in head_chunks(width, True))
 
 
 def fits_warps(
@@ -158,7 +158,7 @@ def fits_warps(
     scores = 2 * held * walked // threads
     if not wide:
         scores += held * walked // threads // 2
-    room = min(MOST_REGISTERS, target.registers_per_sm // threads)
+    room = min(MAX_REGISTERS, target.registers_per_sm // threads)
     if cap > room:
         return False
     return sums + max(scores, shared // threads) + SPARE_REGISTERS <= (cap or room)

@@ -13,7 +13,7 @@ from flashtune.templates.common.model.sram import (
     reordered,
     triton_release,
 )
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 # With four stages, AMD's pipeliner keeps one buffer of each and overlaps both products.
 MFMA_SINGLE_BUFFER_STAGES = 4
@@ -57,7 +57,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
         return self.buffered(self.tiles.v)
 
 
-def stream_items(stream: Stream) -> tuple[TrafficItem, ...]:
+def stream_items(stream: Stream) -> tuple[BytesItem, ...]:
     """Returns the items that are live at one point of the main loop."""
     by_engine = {
         Engine.WARPGROUP: _warpgroup_items,
@@ -95,51 +95,51 @@ def _resident_queries(stream: Stream) -> int:
     return sum(tile for tile in stream.tiles.q if stream.tiles.worth_a_copy(tile))
 
 
-def _stages(stream: Stream, count: int) -> list[TrafficItem]:
+def _stages(stream: Stream, count: int) -> list[BytesItem]:
     return [
-        TrafficItem(f"k, {count} in flight", count * stream.k),
-        TrafficItem(f"v, {count} in flight", count * stream.v),
+        BytesItem(f"k, {count} in flight", count * stream.k),
+        BytesItem(f"v, {count} in flight", count * stream.v),
     ]
 
 
-def _warpgroup_items(stream: Stream) -> list[TrafficItem]:
+def _warpgroup_items(stream: Stream) -> list[BytesItem]:
     # Operands are read from shared memory during the instruction, so no stage is free early.
-    items = [TrafficItem("q", _resident_queries(stream)), *_stages(stream, stream.stages)]
+    items = [BytesItem("q", _resident_queries(stream)), *_stages(stream, stream.stages)]
     if stream.ahead and stream.tiles.whole:
-        items.append(TrafficItem("k of the block ahead", stream.k))
+        items.append(BytesItem("k of the block ahead", stream.k))
     return items
 
 
-def _tensor_memory_items(stream: Stream) -> list[TrafficItem]:
+def _tensor_memory_items(stream: Stream) -> list[BytesItem]:
     # Split operands are in tensor memory or in shared memory, depending on the Triton version.
-    queries = [] if stream.halves else [TrafficItem("q", _resident_queries(stream))]
+    queries = [] if stream.halves else [BytesItem("q", _resident_queries(stream))]
     if not (stream.k or stream.v or stream.halves):
         return [*queries, *_stored_operands(stream)]
     if stream.tiles.whole:
         return [*queries, *_stages(stream, stream.stages)]
     # Triton 3.9 frees one of the two early if a head dim is split.
     held = 0 if stream.halves else min(stream.k, stream.v)
-    return [*queries, *_stages(stream, stream.stages - 1), TrafficItem("k or v in use", held)]
+    return [*queries, *_stages(stream, stream.stages - 1), BytesItem("k or v in use", held)]
 
 
-def _stored_operands(stream: Stream) -> list[TrafficItem]:
+def _stored_operands(stream: Stream) -> list[BytesItem]:
     """Returns K and V if threads load and store them. If pipelined, V of the next block is stored early."""
     k, v = stream.tiles.k, stream.tiles.v
     if stream.stages == 1:
-        return [TrafficItem("v in use", max(v))]
+        return [BytesItem("v in use", max(v))]
     return [
-        TrafficItem("k", max(k)),
-        TrafficItem("v", sum(v)),
-        TrafficItem("v of the next block", sum(v)),
+        BytesItem("k", max(k)),
+        BytesItem("v", sum(v)),
+        BytesItem("v of the next block", sum(v)),
     ]
 
 
-def _warp_items(stream: Stream) -> list[TrafficItem]:
+def _warp_items(stream: Stream) -> list[BytesItem]:
     # A tile in use is in registers, so one stage fewer is in flight.
     tiles = stream.tiles
     flight = _stages(stream, stream.stages - 1)
-    crossing = TrafficItem("weights that cross warps", tiles.crossing_weights())
-    queries = TrafficItem("q", _resident_queries(stream))
+    crossing = BytesItem("weights that cross warps", tiles.crossing_weights())
+    queries = BytesItem("q", _resident_queries(stream))
     if stream.ahead:
         exchanged = [] if stream.halves else [crossing]
         if triton_release() < SHARING_RELEASE and not stream.halves:
@@ -148,32 +148,32 @@ def _warp_items(stream: Stream) -> list[TrafficItem]:
         return _larger([queries] if tiles.whole else [], [*flight, *exchanged])
     pipelined = stream.k + stream.v > 0
     # Without pipelining, K may be transposed in registers, but V is not.
-    loop = flight if pipelined else [TrafficItem("v", max(tiles.v))]
+    loop = flight if pipelined else [BytesItem("v", max(tiles.v))]
     if not stream.halves:
         return [queries, *loop, crossing]
-    halves = TrafficItem("q in halves of tf32", queries.bytes)
+    halves = BytesItem("q in halves of tf32", queries.bytes)
     return [queries, halves, *([*loop, crossing] if pipelined else _larger(loop, [crossing]))]
 
 
-def _vector_items(stream: Stream) -> list[TrafficItem]:
+def _vector_items(stream: Stream) -> list[BytesItem]:
     tiles = stream.tiles
-    queries = TrafficItem("q", _resident_queries(stream))
-    weights = TrafficItem("weights", tiles.weights)
+    queries = BytesItem("q", _resident_queries(stream))
+    weights = BytesItem("weights", tiles.weights)
     if stream.k + stream.v:
         loop = [*_stages(stream, stream.stages - 1), weights]
     else:
-        loop = [TrafficItem("v in passing", max((0, *tiles.shared_v))), weights]
-    return [queries, *_larger([TrafficItem("k in passing", max(tiles.k))], loop)]
+        loop = [BytesItem("v in passing", max((0, *tiles.shared_v))), weights]
+    return [queries, *_larger([BytesItem("k in passing", max(tiles.k))], loop)]
 
 
-def _mfma_items(stream: Stream) -> list[TrafficItem]:
+def _mfma_items(stream: Stream) -> list[BytesItem]:
     # Everything is in registers. Shared memory is only used to reorder one tile at a time.
     tiles = stream.tiles
     single = stream.stages == MFMA_SINGLE_BUFFER_STAGES and tiles.whole
     flight = _stages(stream, 1 if single else stream.stages - 1)
-    crossing = TrafficItem("weights that cross lanes", _mfma_crossing(stream))
+    crossing = BytesItem("weights that cross lanes", _mfma_crossing(stream))
     passing = max(tiles.q[0] if tiles.whole else 0, 0 if stream.k + stream.v else max(tiles.v))
-    return _larger([TrafficItem("q or v in passing", passing)], [*flight, crossing])
+    return _larger([BytesItem("q or v in passing", passing)], [*flight, crossing])
 
 
 def _mfma_crossing(stream: Stream) -> int:
@@ -184,6 +184,6 @@ def _mfma_crossing(stream: Stream) -> int:
     return reordered(tiles.weights) if narrow_warps or one_row_of_warps else 0
 
 
-def _larger(one: list[TrafficItem], other: list[TrafficItem]) -> list[TrafficItem]:
+def _larger(one: list[BytesItem], other: list[BytesItem]) -> list[BytesItem]:
     """Returns the larger of two sets of items that are not live together."""
     return max(one, other, key=lambda items: sum(item.bytes for item in items))

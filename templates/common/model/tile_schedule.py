@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # With more tiles, only the first sections are simulated, or none.
-MOST_TILES = 2**14
+MAX_TILES = 2**14
 # Fraction of the last programs' time without concurrent programs: on average they start at different times.
 LAST_SHARE = 0.29
 # Approximate number of concurrent programs of an SM.
@@ -64,7 +64,7 @@ class Tiling(msgspec.Struct, frozen=True):
         return self.heads * self.tiles
 
 
-class Cost(msgspec.Struct, frozen=True):
+class TileCost(msgspec.Struct, frozen=True):
     """The cost of a block of keys, and the cost of a tile without its blocks."""
 
     block: float
@@ -111,7 +111,7 @@ def extremes(tiling: Tiling) -> Extremes:
     import numpy as np
 
     # Of very many tiles, an evenly spaced sample with the first and the last.
-    some = np.linspace(0, tiling.tiles - 1, min(tiling.tiles, MOST_TILES)).astype(np.int64)
+    some = np.linspace(0, tiling.tiles - 1, min(tiling.tiles, MAX_TILES)).astype(np.int64)
     counted = blocks(tiling, some)
     return Extremes(float(counted.min()), float(counted.mean()), float(counted.max()))
 
@@ -141,7 +141,7 @@ def staying(total: int, even: bool, multiprocessors: int) -> int:
     return min(total, multiprocessors)
 
 
-def busiest(tiling: Tiling, workers: int, section: int, order: str, cost: Cost) -> float:
+def busiest(tiling: Tiling, workers: int, section: int, order: str, cost: TileCost) -> float:
     """Returns the cost of the busiest persistent program."""
     if are_alike(tiling.problem):
         rounds = math.ceil(tiling.total / workers)
@@ -163,9 +163,9 @@ def _loads(tiling: Tiling, workers: int, section: int, order: str) -> _Loads:
 
     heads = min(section or tiling.heads, tiling.heads)
     counted = tiling.total
-    if counted > MOST_TILES:
+    if counted > MAX_TILES:
         # Sections are alike: the first ones represent all.
-        counted = MOST_TILES // (heads * tiling.tiles) * heads * tiling.tiles
+        counted = MAX_TILES // (heads * tiling.tiles) * heads * tiling.tiles
     if counted < workers:
         # With this many tiles in one order, no program ends much later than the others.
         share = tiling.total / workers
@@ -182,7 +182,7 @@ def coming_and_going(
     tiling: Tiling,
     multiprocessors: int,
     longest_first: bool,
-    cost: Cost,
+    cost: TileCost,
     lone: float,
     resident: int = RESIDENT,
 ) -> float:

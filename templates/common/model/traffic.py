@@ -8,7 +8,7 @@ import msgspec
 
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
-from flashtune.templates.family import TrafficItem
+from flashtune.templates.family import BytesItem
 
 # The last-level cache has two partitions, each with a copy of data that both read.
 CACHE_COPIES = 2
@@ -185,7 +185,7 @@ def how_often(share: float, each: str) -> str:
 
 def streamed_items(
     problem: Problem, block_m: int, block_n: int, at_once: AtOnce, target: Target | None
-) -> tuple[TrafficItem, ...]:
+) -> tuple[BytesItem, ...]:
     """Returns the forward traffic of K and V streamed past tiles of queries, in bytes.
 
     Args:
@@ -197,15 +197,15 @@ def streamed_items(
     """
     rows = problem.batch * problem.heads * problem.seqlen_q
     return (
-        TrafficItem("q read once", rows * problem.head_dim * problem.dtype.itemsize),
+        BytesItem("q read once", rows * problem.head_dim * problem.dtype.itemsize),
         streamed_item(problem, block_m, block_n, at_once, target),
-        TrafficItem("out written once", rows * problem.value_head_dim * problem.dtype.out.itemsize),
+        BytesItem("out written once", rows * problem.value_head_dim * problem.dtype.out.itemsize),
     )
 
 
 def streamed_item(
     problem: Problem, block_m: int, block_n: int, at_once: AtOnce, target: Target | None
-) -> TrafficItem:
+) -> BytesItem:
     """Returns the bytes of keys and values streamed past tiles of queries, as in `streamed_items`.
 
     Programs that read the same head at once share its keys: HBM is read once for all of them.
@@ -217,7 +217,7 @@ def streamed_item(
     once = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
     if target is not None:
         streamed = max(once, streamed / at_once.readers)
-    return TrafficItem(f"k and v read {how_often(share, EVERY_TILE)}", moved(streamed, once, share))
+    return BytesItem(f"k and v read {how_often(share, EVERY_TILE)}", moved(streamed, once, share))
 
 
 def cycled_rows(

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.reports import read_report, write_report
 from benchmarks.sanitizer.points import cases_of, subjects
-from benchmarks.sanitizer.report import Asked, Finding, SanitizerReport, report_lines
+from benchmarks.sanitizer.report import Finding, SanitizerReport, SanitizerRequest, report_lines
 from benchmarks.sanitizer.sanitizing import (
     MEMCHECK,
     RACECHECK,
@@ -165,7 +165,7 @@ FOUND = Finding(MEMCHECK, "0" * 32, "forward_hopper", "a kernel", True, 3, 0, ""
 
 def test_reports_come_back(tmp_path: Path) -> None:
     report = SanitizerReport(
-        "nvidia-h200", OLD, "3.6.0", (FOUND,), (Asked(MEMCHECK, "forward_hopper", 2, 1),)
+        "nvidia-h200", OLD, "3.6.0", (FOUND,), (SanitizerRequest(MEMCHECK, "forward_hopper", 2, 1),)
     )
     path = tmp_path / "deep" / "report.json.gz"
     write_report(report, path)
@@ -190,9 +190,9 @@ def test_a_report_goes_on_with_what_is_listed_now(listed: tuple[Subject, ...]) -
 
 def test_the_table_tells_what_was_not_run() -> None:
     asked = (
-        Asked(MEMCHECK, "forward_hopper", 5, 2),
-        Asked(RACECHECK, "backward_hopper", 4, 1, "it is blind"),
-        Asked(RACECHECK, "forward_hopper", 5, 2, "it is blind"),
+        SanitizerRequest(MEMCHECK, "forward_hopper", 5, 2),
+        SanitizerRequest(RACECHECK, "backward_hopper", 4, 1, "it is blind"),
+        SanitizerRequest(RACECHECK, "forward_hopper", 5, 2, "it is blind"),
     )
     refused = msgspec.structs.replace(FOUND, digest="1" * 32, errors=0, first="", refused="no")
     lines = list(report_lines(SanitizerReport("nvidia-h200", OLD, "3.6.0", (FOUND, refused), asked)))

@@ -18,7 +18,7 @@ from benchmarks.sanitizer.runner import Examination, examine
 from benchmarks.sanitizer.sanitizing import MEMCHECK, Subject
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.record import Outcome
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled
 from tests.support.sanitized import TARGET, sanitized
 
@@ -42,7 +42,7 @@ class Compilers:
     ) -> None:
         pass
 
-    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
+    def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         job: Future[Compiled] = Future()
         refused = (scope.problem, candidate) in REFUSED
         job.set_result(Compiled(Outcome.COMPILE_ERROR, message="no") if refused else Compiled(Outcome.OK))
@@ -59,7 +59,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
     """A sanitizer that is a Python program: `number(subject)` is a kernel's place in the list."""
     monkeypatch.setattr(runner, "CompilePool", Compilers)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(runner, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(runner, "MIN_SECONDS", 0.0)
     REFUSED.clear()
 
     def write(body: str) -> Path:
@@ -68,7 +68,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
             f"#!{sys.executable}\n"
             "import os, sys, time\nfrom pathlib import Path\n"
             "from benchmarks.sanitizer import work as sanitizing_work\n"
-            "from benchmarks.sanitizer.work import Desk, work\n"
+            "from benchmarks.sanitizer.work import WorkQueue, work\n"
             "assert os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] == '1'\n"
             "sanitizing_work.IDLE_SECONDS = 0.2\n"
             "name, until, folder, order = sys.argv[-4:]\n"
@@ -81,7 +81,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
             "    print(f'========= Invalid read\\n=========     at kernel+0x1 in {where}:9\\n=========')\n"
             "def launch(subject):\n    pass\n"
             f"{body}\n"
-            "code = work(Desk(Path(folder)), name, float(until), launch)\n"
+            "code = work(WorkQueue(Path(folder)), name, float(until), launch)\n"
             "print(f'========= ERROR SUMMARY: {errors} errors')\n"
             "sys.exit(code)\n"
         )
@@ -176,6 +176,6 @@ def test_when_time_is_up_the_rest_is_left_out(listed: tuple[Subject, ...], scrip
 def test_processes_that_come_to_nothing_are_one_error(
     listed: tuple[Subject, ...], script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "MOST_MUTE", 2)
+    monkeypatch.setattr(runner, "MAX_MUTE", 2)
     with pytest.raises(FlashtuneError, match=r"come to nothing: exit code 7: no device"):
         run(script("print('no device')\nsys.exit(7)"), listed, 3)

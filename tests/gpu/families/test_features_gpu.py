@@ -17,7 +17,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.target import device_target
 from flashtune.launch.forward import compile_binary
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import families
 from flashtune.templates.rendering import render
 from flashtune.verification.cases import Level
@@ -102,7 +102,7 @@ def test_random_problems_are_right() -> None:
 def test_defaults_pass_in_full(name: str) -> None:
     problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
     specialization = Specialization(lse=True)
-    able = [one for one in families() if why_not(one, problem, target, specialization) is None]
+    able = [one for one in families() if unsupported_reason(one, problem, target, specialization) is None]
     assert able
     for family in able:
         config = family.default(problem, target)
@@ -114,7 +114,9 @@ def test_defaults_pass_in_full(name: str) -> None:
 @pytest.mark.parametrize("name", TUNED)
 def test_masks_are_the_same_wherever_pairs_are_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
-    family = next(one for one in families() if why_not(one, problem, target, Specialization()) is None)
+    family = next(
+        one for one in families() if unsupported_reason(one, problem, target, Specialization()) is None
+    )
     config = family.default(problem, target)
     kernel = render(family, problem, config, Specialization())
     for case, seed in planned_cases(kernel, problem, config, Level.QUICK, 1):
@@ -134,7 +136,7 @@ def test_masks_are_the_same_wherever_pairs_are_compared(name: str, monkeypatch: 
 def test_self_checks_are_short(name: str) -> None:
     problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
     specialization = Specialization(lse=True)
-    able = [one for one in families() if why_not(one, problem, target, specialization) is None]
+    able = [one for one in families() if unsupported_reason(one, problem, target, specialization) is None]
     assert able
     for family in able:
         config = family.default(problem, target)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import device_target
@@ -139,7 +139,7 @@ def assert_right(inputs: Inputs, out: Tensor, scales: Named, scale: float | None
     q, k, v = inputs.tensors
     if scale is not None and scale < 0:
         q, scale = (-q.float()).to(q.dtype), -scale
-    given = Side(scales.get("q_scale"), scales.get("k_scale"), scales.get("v_scale"))
+    given = ExtraInputs(scales.get("q_scale"), scales.get("k_scale"), scales.get("v_scale"))
     expected = expect(problem, q, k, v, scale or problem.head_dim**-0.5, chosen, given)
     rows = out.flatten(0, 1)[chosen.heads][:, chosen.rows]
     assert out.dtype is torch.bfloat16

@@ -88,7 +88,7 @@ def test_each_kind_of_tensor_is_served_by_a_family_that_can(kind: str, family: s
 def test_a_native_kernel_that_fails_gives_way_to_a_portable_one(monkeypatch: pytest.MonkeyPatch) -> None:
     real = kernel_fallback.chosen
 
-    def refuse_native(selection: Selection, *rest: object) -> kernel_fallback.Choice:
+    def refuse_native(selection: Selection, *rest: object) -> kernel_fallback.LoadedKernel:
         if selection.record.family == NATIVE:
             raise KernelError("AttributeError: this Triton calls it otherwise")
         return real(selection, *rest)  # type: ignore[arg-type]

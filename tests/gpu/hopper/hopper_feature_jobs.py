@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Problem
@@ -30,7 +30,7 @@ def check_dense(kernel: Kernel, problem: Problem, lengths: Lengths) -> str:
     """Holds a kernel against plain attention at several lengths; the first that is wrong, or nothing."""
     with context_lost_ends_the_process():
         for queries, keys in lengths:
-            wrong = _faults(kernel, problem, (problem.batch, queries, keys), NO_SIDE)
+            wrong = _faults(kernel, problem, (problem.batch, queries, keys), NO_EXTRA_INPUTS)
             if wrong:
                 return f"{queries} queries, {keys} keys: {wrong}"
     return ""
@@ -42,11 +42,11 @@ def check_packed(kernel: Kernel, problem: Problem, lengths: Lengths) -> str:
     rows, keys = (int(one[-1]) + SPARE for one in starts)
     with context_lost_ends_the_process():
         return _faults(
-            kernel, problem, (1, rows, keys), Side(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
+            kernel, problem, (1, rows, keys), ExtraInputs(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
         )
 
 
-def _faults(kernel: Kernel, problem: Problem, shape: tuple[int, int, int], side: Side) -> str:
+def _faults(kernel: Kernel, problem: Problem, shape: tuple[int, int, int], side: ExtraInputs) -> str:
     batch, rows, keys = shape
     chance = torch.Generator().manual_seed(rows + keys)
 
@@ -65,9 +65,11 @@ def _faults(kernel: Kernel, problem: Problem, shape: tuple[int, int, int], side:
     out = torch.empty(batch, rows, problem.heads, problem.value_head_dim, dtype=q.dtype, device=DEVICE)
     out = out.transpose(1, 2)
     lse = torch.empty(batch, problem.heads, rows, device=DEVICE)
-    here = NO_SIDE
+    here = NO_EXTRA_INPUTS
     if side.cu_seqlens_q is not None and side.cu_seqlens_kv is not None:
-        here = Side(cu_seqlens_q=side.cu_seqlens_q.to(DEVICE), cu_seqlens_kv=side.cu_seqlens_kv.to(DEVICE))
+        here = ExtraInputs(
+            cu_seqlens_q=side.cu_seqlens_q.to(DEVICE), cu_seqlens_kv=side.cu_seqlens_kv.to(DEVICE)
+        )
     launch = bind(kernel, device_target(0), q, k, v, out, here)
     found = []
     for _ in range(2):

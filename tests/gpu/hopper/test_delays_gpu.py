@@ -7,7 +7,7 @@ import torch
 
 from flashtune.core.record import Outcome
 from flashtune.core.target import device_target
-from flashtune.tuner.candidates import Scope, contiguous_specialization, open_spaces
+from flashtune.tuner.candidates import SearchTask, contiguous_specialization, open_spaces
 from flashtune.tuner.execution.gpu_worker import GpuWorker
 from flashtune.verification.check import check_delayed
 from tests.gpu.marks import ON_HOPPER
@@ -46,7 +46,7 @@ def test_a_missing_wait_is_caught_where_warps_are_late(name: str, seed: int) -> 
 def test_a_search_proves_what_has_barriers_of_its_own_with_delays() -> None:
     problem, target = MUTANTS[LUCKY[0]].subject.problem, device_target(0)
     assumed = contiguous_specialization(problem, lse=False)
-    scope = Scope(problem, target, assumed, open_spaces(problem, target, ()))
+    scope = SearchTask(problem, target, assumed, open_spaces(problem, target, ()))
     defaults = {candidate.family: candidate for candidate in scope.defaults()}
     with GpuWorker(0) as gpu:
         late = gpu.evaluate_delayed(scope, defaults["forward_hopper"]).result(WAIT)

@@ -46,7 +46,7 @@ REPEATS = int(os.environ.get("FLASHTUNE_REPEATS", "1000"))
 PROBLEMS = 20
 COMPILE_SECONDS = 120.0
 JOB_SECONDS = 120.0
-MOST_TOKENS = 4096
+MAX_TOKENS = 4096
 ROOT = Path(__file__).parents[3]
 WIDTHS = (
     *((width, width) for width in (32, 64, 80, 96, 128, 192, 256)),
@@ -168,8 +168,8 @@ def test_a_shipped_winner_is_right_on_random_problems(
 
 def shrunk(problem: Problem) -> Problem:
     """The problem with as many tokens as repeat quickly."""
-    queries, keys = min(problem.seqlen_q, MOST_TOKENS), min(problem.seqlen_kv, MOST_TOKENS)
-    batch = max(1, min(problem.batch, MOST_TOKENS // max(queries, keys)))
+    queries, keys = min(problem.seqlen_q, MAX_TOKENS), min(problem.seqlen_kv, MAX_TOKENS)
+    batch = max(1, min(problem.batch, MAX_TOKENS // max(queries, keys)))
     return msgspec.structs.replace(problem, seqlen_q=queries, seqlen_kv=keys, batch=batch)
 
 

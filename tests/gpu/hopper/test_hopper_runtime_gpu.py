@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.launch.tma_descriptors import MOST_ADDRESSES
+from flashtune.launch.tma_descriptors import MAX_ADDRESSES
 from tests.gpu.hopper.hopper_calls import NATIVE, TOLERANCE, assert_right, attention, tensors
 from tests.gpu.marks import ON_HOPPER, SERVED
 
@@ -91,7 +91,7 @@ def test_two_threads_call_at_once() -> None:
 def test_more_addresses_than_are_remembered() -> None:
     q, k, v = tensors(64, length=64)
     expected = attention(q, k, v)
-    room = torch.empty(MOST_ADDRESSES + 40, *q.shape, dtype=q.dtype, device="cuda").copy_(q)
+    room = torch.empty(MAX_ADDRESSES + 40, *q.shape, dtype=q.dtype, device="cuda").copy_(q)
     outs = [attention(each, k, v) for each in room]
     assert all(torch.equal(out, expected) for out in outs)
     assert torch.equal(attention(q, k, v), expected)

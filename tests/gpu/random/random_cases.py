@@ -14,7 +14,7 @@ from flashtune.verification.lengths import Lengths, is_ragged
 from flashtune.verification.probes import Probe
 
 LONGEST = 1400
-MOST_PAIRS = 2**26
+MAX_PAIRS = 2**26
 PROBES = (Probe.RANDOM, Probe.RANDOM, Probe.RANDOM, Probe.FAR_BELOW, Probe.NEEDLE, Probe.RISING, Probe.EDGE)
 DECODED = (1, 1, 1, 2, 3, 4, 5, 8, 16)
 HEADS = (1, 2, 3, 4, 5, 8)
@@ -32,7 +32,7 @@ def random_case(chance: random.Random, problem: Problem, config: Config) -> Case
     elif problem.lengths:
         longest_kv += chance.choice((0, 0, 1, 40))
     # Masks and biases of all pairs at once are what a check holds in memory.
-    group = min(group, max(1, MOST_PAIRS // (batch * kv_heads * longest_q * longest_kv)))
+    group = min(group, max(1, MAX_PAIRS // (batch * kv_heads * longest_q * longest_kv)))
     _, block = tile_of(config)
     return Case(
         problem=msgspec.structs.replace(

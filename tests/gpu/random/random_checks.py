@@ -16,7 +16,7 @@ import pebble
 
 from flashtune.core.record import Outcome
 from flashtune.core.target import Target
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import CompilePool
 from flashtune.tuner.execution.processes import usable_cores
 from tests.gpu.random.random_problems import Subject, Trial
@@ -122,7 +122,7 @@ def _unfit(subjects: Sequence[Subject], target: Target) -> dict[Subject, str]:
     with CompilePool(usable_cores()) as pool:
         jobs = {
             subject: pool.submit(
-                Scope(subject.problem, target, subject.specialization, ()),
+                SearchTask(subject.problem, target, subject.specialization, ()),
                 Candidate(subject.family, subject.config),
             )
             for subject in subjects

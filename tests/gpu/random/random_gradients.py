@@ -22,14 +22,14 @@ from benchmarks.saved import save
 from flashtune.core.config import Config
 from flashtune.core.problem import Causal, Direction, Feature, Problem
 from flashtune.core.target import Target, device_target
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
 from flashtune.verification.cases import SCALES, Case
 from flashtune.verification.gradients.cases import tiles_of
 from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.lengths import Lengths, is_ragged
 from flashtune.verification.probes import Probe
-from tests.gpu.random.random_cases import HEADS, LONGEST, MOST_PAIRS
+from tests.gpu.random.random_cases import HEADS, LONGEST, MAX_PAIRS
 from tests.gpu.random.random_problems import DRAWN, Subject, Trial, draw_subject
 
 # Kernels of each family at other widths, types and configs, without any feature.
@@ -78,7 +78,7 @@ def _case(subject: Subject, chance: random.Random, target: Target) -> Case:
     family: Family = find_family(subject.family)
     while True:
         case = random_gradients(chance, subject.problem, subject.config)
-        if why_not(family, case.problem, target, subject.specialization) is None:
+        if unsupported_reason(family, case.problem, target, subject.specialization) is None:
             return case
 
 
@@ -92,7 +92,7 @@ def random_gradients(chance: random.Random, problem: Problem, config: Config) ->
     queries, keys = max(1, *drawn.queries), max(1, *drawn.keys)
     spare = chance.choice((0, 0, 1, 40)) if problem.lengths and not problem.packed else 0
     # Masks and biases of all pairs at once are what a check holds in memory.
-    group = min(chance.choice(HEADS), max(1, MOST_PAIRS // (batch * kv_heads * queries * keys)))
+    group = min(chance.choice(HEADS), max(1, MAX_PAIRS // (batch * kv_heads * queries * keys)))
     more: tuple[Probe, ...] = (Probe.SINK,) if problem.sinks else ()
     more += (Probe.EDGE, Probe.EDGE) if problem.features or problem.causal is not Causal.NONE else ()
     return Case(

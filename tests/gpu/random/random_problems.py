@@ -35,7 +35,7 @@ from flashtune.core.problem import (
     Problem,
 )
 from flashtune.core.target import Target, device_target
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
 from flashtune.verification.cases import Case
 from tests.gpu.random.random_cases import random_case
@@ -94,7 +94,7 @@ def _case(subject: Subject, chance: random.Random, target: Target) -> Case:
     family = find_family(subject.family)
     while True:
         case = random_case(chance, subject.problem, subject.config)
-        if why_not(family, case.problem, target, subject.specialization) is None:
+        if unsupported_reason(family, case.problem, target, subject.specialization) is None:
             return case
 
 
@@ -113,7 +113,7 @@ def draw_subject(
             chance.choice((32, 32, 64)),
             chance.random() < 0.8,
         )
-        if why_not(family, problem, target, specialization) is None:
+        if unsupported_reason(family, problem, target, specialization) is None:
             config = _config(family, problem, chance, target, specialization)
             return Subject(family.name, problem, config, specialization)
     return None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
 from tests.problems.backward_calls import FEATURES as BOTH_PASSES
 from tests.problems.backward_calls import LENGTHS
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    side: Side
+    side: ExtraInputs
     scale: float = 0.3
 
 
@@ -48,7 +48,7 @@ def make_call(problem: Problem) -> Call:
     q = torch.randn(dense_q[0], dense_q[1], problem.heads, problem.head_dim).transpose(1, 2)
     k, v, table = make_keys(problem, keys)
     pages = k.shape[0] if problem.page_size else batch
-    side = Side(
+    side = ExtraInputs(
         k_scale=make_scale(problem, pages),
         v_scale=make_scale(problem, pages),
         slopes=torch.rand(batch, problem.heads) if problem.alibi else None,

@@ -14,7 +14,7 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.launch.compilation import load_module
 from flashtune.templates.backward_fused.space import FusedConfig, Products, Reduction
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification import check as proof
@@ -122,7 +122,9 @@ def test_the_proof_lets_right_kernels_pass_and_no_others(broken: str) -> None:
 
 def test_reproducible_gradients_are_for_others() -> None:
     asked = a_problem(deterministic=True)
-    assert why_not(FAMILY, asked, TARGET, Specialization()) == "backward_fused has no deterministic"
+    assert (
+        unsupported_reason(FAMILY, asked, TARGET, Specialization()) == "backward_fused has no deterministic"
+    )
 
 
 def test_products_of_halves() -> None:

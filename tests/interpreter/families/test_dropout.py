@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtune
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import specialization_of
-from flashtune.core.notices import forget_told
+from flashtune.core.notices import forget_warnings
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.forward import bind
@@ -34,7 +34,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
     forget_servers()
-    forget_told()
+    forget_warnings()
     torch._dynamo.reset()
     yield
     forget_servers()
@@ -62,7 +62,7 @@ def shown_mask(config: MaskedConfig, causal: Causal, seed: Tensor, dropout: floa
     q, k = torch.zeros(BATCH, HEADS, QUERIES, 16), torch.zeros(BATCH, 1, KEYS, 16)
     v = torch.eye(KEYS).expand(BATCH, 1, KEYS, KEYS).contiguous()
     out = torch.empty(BATCH, HEADS, QUERIES, KEYS)
-    side = Side(seed=seed, dropout=dropout)
+    side = ExtraInputs(seed=seed, dropout=dropout)
     kernel = render(FAMILY, problem, config, specialization_of((q, k, v, out), False))
     bind(kernel, TARGET, q, k, v, out, side)(q, k, v, out, None, 1.0, side)
     return out > 0

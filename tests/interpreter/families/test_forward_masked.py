@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment, Specialization, specialization_of
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.target import find_target
@@ -128,7 +128,7 @@ def test_a_cap_keeps_the_digits_of_float32(cap: float) -> None:
     k = torch.zeros(1, 1, 1, 16)
     k[..., 0] = 1.0
     out, lse = torch.empty(1, 1, 64, 16), torch.empty(1, 1, 64)
-    side = Side(softcap=cap)
+    side = ExtraInputs(softcap=cap)
     kernel = render(FAMILY, problem, a_config("cap", two_phases=True), Specialization(lse=True))
     bind(kernel, TARGET, q, k, k, out, side)(q, k, k, out, lse, 1.0, side)
     expected = cap * torch.tanh(q[0, 0, :, 0].double() / cap)
@@ -143,7 +143,7 @@ def test_more_sequences_than_one_step_searches_are_found() -> None:
     problem = a_problem(packed=sum(lengths), heads=1, causal=Causal.BOTTOM_RIGHT, head_dim=16)
     packed = starts(lengths)
     q, k, v = (torch.randn(1, 1, sum(lengths), 16) for _ in range(3))
-    side = Side(cu_seqlens_q=packed, cu_seqlens_kv=packed)
+    side = ExtraInputs(cu_seqlens_q=packed, cu_seqlens_kv=packed)
     config = msgspec.structs.replace(a_config("many", two_phases=True), block_m=32, block_n=32)
     check(problem, Call(q, k, v, side), config)
 

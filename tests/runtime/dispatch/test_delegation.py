@@ -12,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 
 from flashtune.core.problem import Causal
 from flashtune.dispatch.masked_sdpa import chosen_backend
-from flashtune.dispatch.sdpa import sdpa_attention, usual_backend
+from flashtune.dispatch.sdpa import default_backend, sdpa_attention
 from flashtune.request.request import read_request
 
 LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1), (4, 0), (3, 40)]
@@ -78,9 +78,9 @@ def test_no_backend_is_asked_for_unaligned_tensors(index: int) -> None:
 
     q, k, v, bias = (made((1, 2, 16, 16), one == index) for one in range(4))
     problem = read_request(q, k, v, False, "bhsd", False, "fastest").problem
-    assert usual_backend(q, k, v, problem, bias) is None
-    assert (usual_backend(q, k, v, problem) is None) == (index < 3)
-    assert usual_backend(q.clone(), k.clone(), v.clone(), problem, bias.clone()) is not None
+    assert default_backend(q, k, v, problem, bias) is None
+    assert (default_backend(q, k, v, problem) is None) == (index < 3)
+    assert default_backend(q.clone(), k.clone(), v.clone(), problem, bias.clone()) is not None
 
 
 def test_no_backend_is_asked_for_unaligned_memory_of_another_library() -> None:
@@ -89,8 +89,8 @@ def test_no_backend_is_asked_for_unaligned_memory_of_another_library() -> None:
     k = q.clone()
     problem = read_request(q, k, k, False, "bhsd", False, "fastest").problem
     assert q.storage_offset() == 0
-    assert usual_backend(q, k, k, problem) is None
-    assert usual_backend(k, k, k, problem) is not None
+    assert default_backend(q, k, k, problem) is None
+    assert default_backend(k, k, k, problem) is not None
 
 
 @pytest.mark.filterwarnings("error")
@@ -98,12 +98,12 @@ def test_tensors_without_memory_are_not_asked_for_their_addresses() -> None:
     with FakeTensorMode():
         q = torch.randn(1, 2, 16, 16, dtype=torch.bfloat16)
         problem = read_request(q, q, q, False, "bhsd", False, "fastest").problem
-        assert usual_backend(q, q, q, problem) == chosen_backend(q, q, q, None, False)
+        assert default_backend(q, q, q, problem) == chosen_backend(q, q, q, None, False)
 
 
 def test_the_usual_backend_is_known_where_no_mask_is_needed() -> None:
     q = k = v = torch.randn(1, 2, 8, 16)
     square = read_request(q, k, v, True, "bhsd", False, "fastest").problem
-    assert usual_backend(q, k, v, square) in {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", None}
+    assert default_backend(q, k, v, square) in {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", None}
     lopsided = read_request(q, k[:, :, :5], v[:, :, :5], True, "bhsd", False, "fastest").problem
-    assert usual_backend(q, k[:, :, :5], v[:, :, :5], lopsided) is None
+    assert default_backend(q, k[:, :, :5], v[:, :, :5], lopsided) is None

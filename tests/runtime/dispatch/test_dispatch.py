@@ -9,7 +9,7 @@ import pytest
 
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.core.record import Outcome, Provenance, Record, Selection, Standing, Verdict
+from flashtune.core.record import Outcome, Provenance, Record, Selection, Verdict, VerificationStatus
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.faster_peers import faster_peer
@@ -32,7 +32,7 @@ def select(problem: Problem, target: Target, tuned: Tables, *, generated: bool) 
 
 def measured(record: Record) -> Selection:
     """A selection of the very shape that a record was measured at."""
-    return Selection(record=record, standing=Standing.TIMED)
+    return Selection(record=record, standing=VerificationStatus.TIMED)
 
 
 def resized(problem: Problem, **changes: object) -> Problem:
@@ -42,7 +42,11 @@ def resized(problem: Problem, **changes: object) -> Problem:
 def test_the_users_record_comes_before_the_shipped_one(problem: Problem, make_record: Make) -> None:
     mine, shipped = make_record(problem, ms=2.0), make_record(problem, ms=1.0)
     selection = select(problem, TARGET, tables((mine,), (shipped,)), generated=True)
-    assert (selection.record, selection.source, selection.standing) == (mine, "database", Standing.TIMED)
+    assert (selection.record, selection.source, selection.standing) == (
+        mine,
+        "database",
+        VerificationStatus.TIMED,
+    )
     selection = select(problem, TARGET, tables(shipped=(shipped,)), generated=True)
     assert (selection.record, selection.source) == (shipped, "shipped")
 
@@ -53,7 +57,11 @@ def test_a_near_shape_is_verified_not_timed(problem: Problem, make_record: Make)
         make_record(resized(problem, seqlen_q=8192, seqlen_kv=8192)),
     )
     selection = select(problem, TARGET, tables((far,), (near,)), generated=True)
-    assert (selection.record, selection.source, selection.standing) == (near, "nearest", Standing.VERIFIED)
+    assert (selection.record, selection.source, selection.standing) == (
+        near,
+        "nearest",
+        VerificationStatus.VERIFIED,
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ def test_other_static_features_are_no_neighbours(
     problem: Problem, make_record: Make, change: dict[str, object]
 ) -> None:
     selection = select(problem, TARGET, tables((make_record(resized(problem, **change)),)), generated=True)
-    assert (selection.source, selection.standing) == ("default", Standing.UNPROVEN)
+    assert (selection.source, selection.standing) == ("default", VerificationStatus.UNPROVEN)
     assert selection.record.family == "forward_hopper"
     assert selection.record.kernel is None
 
@@ -80,12 +88,12 @@ def test_other_makers_leave_a_record_unproven(problem: Problem, make_record: Mak
     record = make_record(problem)
     other = msgspec.structs.replace(record.versions, **{field: "other"})
     old = msgspec.structs.replace(record, versions=other)
-    assert select(problem, TARGET, tables((old,)), generated=True).standing is Standing.UNPROVEN
+    assert select(problem, TARGET, tables((old,)), generated=True).standing is VerificationStatus.UNPROVEN
 
 
 def test_a_record_without_a_passed_verdict_is_unproven(problem: Problem, make_record: Make) -> None:
     record = make_record(problem, verdict=None)
-    assert select(problem, TARGET, tables((record,)), generated=True).standing is Standing.UNPROVEN
+    assert select(problem, TARGET, tables((record,)), generated=True).standing is VerificationStatus.UNPROVEN
 
 
 @pytest.mark.parametrize("device", ["NVIDIA A100-SXM4-80GB", "interpreter", "NVIDIA H2000"])
@@ -94,7 +102,7 @@ def test_a_receipt_of_another_gpu_leaves_a_record_unproven(
 ) -> None:
     verdict = Verdict(True, 0.4, 100, "", device)
     record = make_record(problem, verdict=verdict)
-    assert select(problem, TARGET, tables((record,)), generated=True).standing is Standing.UNPROVEN
+    assert select(problem, TARGET, tables((record,)), generated=True).standing is VerificationStatus.UNPROVEN
 
 
 def test_a_receipt_covers_one_kernel(problem: Problem, make_record: Make) -> None:

@@ -15,11 +15,11 @@ from benchmarks.dispatch_regret.regret import _tables, draw_problems
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Dtype
-from flashtune.core.record import Provenance, Record, Standing
+from flashtune.core.record import Provenance, Record, VerificationStatus
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.forecast import forecast
-from flashtune.dispatch.lookup import DECODING_FAMILY, of_nearest, select
+from flashtune.dispatch.lookup import DECODING_FAMILY, nearest_selection, select
 from flashtune.dispatch.nearest import FEW_QUERIES, distance, nearest_record, tuned_alike
 from flashtune.dispatch.tables import Tables
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
@@ -62,13 +62,13 @@ def test_few_tiles_are_cut_smaller_by_a_config_that_nobody_timed(records: tuple[
     selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
     assert isinstance(selection.record.config, HopperConfig)
     assert selection.record.config.groups == 1
-    assert (selection.standing, selection.record.kernel) == (Standing.UNPROVEN, None)
+    assert (selection.standing, selection.record.kernel) == (VerificationStatus.UNPROVEN, None)
     assert selection.record.provenance is Provenance.PREDICTED
     assert selection.forecast is not None
-    tuned = of_nearest(selection)
+    tuned = nearest_selection(selection)
     assert tuned is not None
     assert tuned.record == selection.forecast.nearest == selection.measured
-    assert of_nearest(tuned) is None
+    assert nearest_selection(tuned) is None
 
 
 def test_a_tuned_shape_keeps_its_own_record(records: tuple[Record, ...]) -> None:
@@ -177,7 +177,7 @@ def test_spread_otherwise_is_another_schedule_of_the_same_tile() -> None:
     family = find_family("forward_hopper")
     config = family.default(problem, TARGET)
     assert isinstance(config, HopperConfig)
-    others = list(family.spread_otherwise(problem, config, TARGET))
+    others = list(family.schedule_variants(problem, config, TARGET))
     assert len(set(others)) == len(others) >= 10
     assert config not in others
     assert {other.order for other in others if isinstance(other, HopperConfig)} == set(Order)

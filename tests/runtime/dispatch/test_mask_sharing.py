@@ -14,7 +14,7 @@ import flashtune
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, narrowed, nearest_way
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
-from flashtune.core.record import PeerTime, Record, Selection, SharedTime, Standing
+from flashtune.core.record import PeerTime, Record, Selection, SharedTime, VerificationStatus
 from flashtune.dispatch.faster_peers import faster_peer, faster_peer_of_pair
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.masked_sdpa import sharing_of, timed_ways
@@ -143,14 +143,14 @@ def test_times_of_the_way_of_sharing_decide_at_a_tuned_shape(
 ) -> None:
     shared = [(HEADS, 0.9, {CUDNN: peer}), (BATCH, 0.9, {CUDNN: 1.5})]
     record = record_of(make_record, biased, {CUDNN: 1.4}, shared)
-    selection = Selection(record=record, standing=Standing.TIMED)
+    selection = Selection(record=record, standing=VerificationStatus.TIMED)
     assert faster_peer(selection, biased, CUDNN, HEADS) == expected
     assert faster_peer(selection, biased, CUDNN, BATCH) is None
     assert faster_peer(selection, biased, CUDNN) is None
     # Of this way there are no times, and those with an unshared mask decide.
     assert faster_peer(selection, biased, CUDNN, HEADS_AND_ROWS) is None
     unshared = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.4, {CUDNN: 0.5})])
-    selection = Selection(record=unshared, standing=Standing.TIMED)
+    selection = Selection(record=unshared, standing=VerificationStatus.TIMED)
     assert faster_peer(selection, biased, CUDNN, HEADS) is None
     assert faster_peer(selection, biased, CUDNN, HEADS_AND_ROWS) == CUDNN
     assert faster_peer(selection, biased, CUDNN) == CUDNN
@@ -160,7 +160,7 @@ def test_a_backend_that_was_not_timed_with_the_shared_mask_does_not_serve_it(
     biased: Problem, make_record: Make
 ) -> None:
     record = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.9, {"sdpa-efficient": 0.8})])
-    selection = Selection(record=record, standing=Standing.TIMED)
+    selection = Selection(record=record, standing=VerificationStatus.TIMED)
     assert faster_peer(selection, biased, CUDNN, HEADS) is None
     assert faster_peer(selection, biased, "sdpa-efficient", HEADS) == "sdpa-efficient"
 
@@ -169,7 +169,7 @@ def test_the_standard_computation_counts_with_its_time_for_unshared_masks(
     biased: Problem, make_record: Make
 ) -> None:
     record = record_of(make_record, biased, {STANDARD: 0.5}, [(HEADS, 0.6, {}), (BATCH, 0.4, {})])
-    selection = Selection(record=record, standing=Standing.TIMED)
+    selection = Selection(record=record, standing=VerificationStatus.TIMED)
     assert faster_peer(selection, biased, None, HEADS) == STANDARD
     assert faster_peer(selection, biased, None, BATCH) is None
 

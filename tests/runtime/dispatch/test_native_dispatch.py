@@ -12,11 +12,11 @@ from flashtune.core.errors import KernelError, ProblemError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Dtype, Problem
-from flashtune.core.record import Record, Selection, Standing
+from flashtune.core.record import Record, Selection, VerificationStatus
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch import decision
-from flashtune.dispatch.decision import Decision, Server, decide
+from flashtune.dispatch.decision import Backend, Decision, decide
 from flashtune.dispatch.lookup import default_selection, default_selections, select
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
@@ -58,7 +58,7 @@ def test_tensors_that_the_selection_cannot_address_get_the_second_record(
     for tuned in (tables(selected, portable), tables(portable, selected)):
         assert chosen(problem, tuned, ALIGNED).record is selected
         found = chosen(problem, tuned, MISALIGNED)
-        assert (found.record, found.source, found.standing) == (portable, "shipped", Standing.TIMED)
+        assert (found.record, found.source, found.standing) == (portable, "shipped", VerificationStatus.TIMED)
 
 
 def test_the_shipped_second_record_serves_where_the_users_selection_cannot(
@@ -175,7 +175,7 @@ def test_a_kernel_that_fails_gives_way_to_another_familys_default(
     monkeypatch.setattr(prepare, "bound_forward", lambda *_: "served")
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
     request, decided_for = decided(monkeypatch, tuned, misaligned=False)
-    assert decided_for.server is Server.GENERATED
+    assert decided_for.server is Backend.GENERATED
     with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
         served: object = prepare._generated_or_baseline(decided_for, request, *tensors(512, False))
     assert served == "served"

@@ -15,18 +15,18 @@ import flashtune
 from flashtune.core.kernel import Specialization
 from flashtune.core.notices import search_command
 from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.core.record import Provenance, Record, Selection, Standing
+from flashtune.core.record import Provenance, Record, Selection, VerificationStatus
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
-from flashtune.dispatch.decision import Decision, Server
+from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.faster_peers import faster_peer
-from flashtune.dispatch.lookup import of_nearest, select
+from flashtune.dispatch.lookup import nearest_selection, select
 from flashtune.dispatch.nearest import tuned_alike
 from flashtune.dispatch.peer_forecast import expected_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.source_cache import kernel_of
 from flashtune.request.request import Prefer
-from flashtune.runtime.kernel_fallback import Asked, first_that_serves
+from flashtune.runtime.kernel_fallback import KernelKey, first_that_serves
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
 from tests.runtime.training_calls import backward_record
@@ -86,13 +86,13 @@ def test_an_untuned_head_dim_takes_the_configs_of_the_next_wider_one(records: tu
     assert isinstance(default, HopperConfig)
     assert (record.config.groups, default.groups) == (2, 3)
     assert record.config.decomposed == default.decomposed
-    assert (selection.source, selection.standing) == ("nearest", Standing.UNPROVEN)
+    assert (selection.source, selection.standing) == ("nearest", VerificationStatus.UNPROVEN)
     assert (record.problem.head_dim, record.problem.value_head_dim) == (40, 40)
     assert (record.provenance, record.verdict, record.measurement) == (Provenance.PREDICTED, None, None)
     assert "head dim 40" in kernel_of(record, Specialization()).source
     assert why is not None
     assert why.nearest.problem.head_dim == 64
-    assert of_nearest(selection) is None, "it is of another head dim"
+    assert nearest_selection(selection) is None, "it is of another head dim"
     family = find_family("forward_hopper")
     wide = square(64, 12, 6, 640)
     assert family.span(wide, record.config, TARGET) < 0.85 * family.span(
@@ -113,8 +113,8 @@ def test_an_untuned_head_dim_takes_the_configs_of_the_next_wider_one(records: tu
 def test_other_head_dims_and_far_shapes_are_told_with_the_command(
     records: tuple[Record, ...], problem: Problem, said: list[str]
 ) -> None:
-    decision = Decision(Server.GENERATED, "", TARGET, selected(problem, records))
-    asked = Asked(problem, Specialization(), Prefer.FASTEST, torch.device("cpu"))
+    decision = Decision(Backend.GENERATED, "", TARGET, selected(problem, records))
+    asked = KernelKey(problem, Specialization(), Prefer.FASTEST, torch.device("cpu"))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert first_that_serves(decision, asked, lambda selection, _: selection.source) == "nearest"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.launch import workspaces
 from flashtune.launch.backward import BackwardLaunch, BackwardTensors, Stage
-from flashtune.launch.forward import LEAST_SCALE, DescriptorLaunch, QuantizedLaunch
+from flashtune.launch.forward import MIN_SCALE, DescriptorLaunch, QuantizedLaunch
 from flashtune.launch.tma_descriptors import DescriptorArguments, typed
 from flashtune.launch.workspaces import allocate_workspace
 from flashtune.request.quantization import E4M3
@@ -32,7 +32,7 @@ def test_a_launch_passes_descriptors_then_the_rest(gpu: Driver) -> None:
     assert queue.values == [
         (*described, lse.data_ptr(), 0.25),
         # Without a log-sum-exp something else stands there; plain averages have a scale that is no zero.
-        (*described, out.data_ptr(), LEAST_SCALE),
+        (*described, out.data_ptr(), MIN_SCALE),
     ]
     assert len(gpu.filled) == 4
 
@@ -43,7 +43,7 @@ def test_side_inputs_follow_the_log_sum_exp(gpu: Driver) -> None:
     arguments = DescriptorArguments([[pattern(q)] for _ in range(4)], [NOTES] * 4)
     queue = Noted()
     launch = DescriptorLaunch(queue, arguments, ("cu_seqlens_q", "cu_seqlens_kv"))
-    launch(q, k, v, out, None, 0.5, Side(cu_seqlens_q=starts, cu_seqlens_kv=kv_starts))
+    launch(q, k, v, out, None, 0.5, ExtraInputs(cu_seqlens_q=starts, cu_seqlens_kv=kv_starts))
     described = found(arguments, q, k, v, out)
     addresses = (out.data_ptr(), starts.data_ptr(), kv_starts.data_ptr())
     assert queue.values == [(*described, *addresses, 0.5)]
@@ -56,7 +56,7 @@ def test_numbers_follow_the_scale(gpu: Driver) -> None:
     arguments = DescriptorArguments([[pattern(q)] for _ in range(4)], [NOTES] * 4)
     queue = Noted()
     launch = DescriptorLaunch(queue, arguments, ("seed", "dropout"))
-    launch(q, k, v, out, None, 0.5, Side(seed=seed, dropout=0.25))
+    launch(q, k, v, out, None, 0.5, ExtraInputs(seed=seed, dropout=0.25))
     described = found(arguments, q, k, v, out)
     assert queue.values == [(*described, out.data_ptr(), seed.data_ptr(), 0.5, 0.25)]
     assert len(gpu.filled) == 4
@@ -75,7 +75,7 @@ def test_an_epilogue_is_given_the_workspaces_that_the_kernel_wrote(gpu: Driver) 
         return kept[-1]
 
     launch = DescriptorLaunch(kernel, arguments, ("seqlens_kv",), epilogue, ((3, 8, 64), (3, 8)), allocate)
-    launch(q, k, v, out, lse, 0.5, Side(seqlens_kv=lengths))
+    launch(q, k, v, out, lse, 0.5, ExtraInputs(seqlens_kv=lengths))
     assert [tuple(one.shape) for one in kept] == [(3, 8, 64), (3, 8)]
     pointers = [one.data_ptr() for one in kept]
     described = found(arguments, q, k, v, out)
@@ -102,7 +102,7 @@ def test_a_quantised_launch_describes_what_its_prologue_wrote(gpu: Driver) -> No
     kernel, prologue = Noted(), Noted()
     launch = QuantizedLaunch(kernel, prologue, ones, ((2, 4, 64, 32),), allocate, arguments)
     k_scale = torch.ones(2, 4)
-    launch(q, k, v, out, None, 0.5, Side(k_scale=k_scale))
+    launch(q, k, v, out, None, 0.5, ExtraInputs(k_scale=k_scale))
     (workspace,) = kept
     assert prologue.values == [(v.data_ptr(), workspace.data_ptr())]
     assert [made.address for made in gpu.filled] == [t.data_ptr() for t in (q, k, workspace, out)]
@@ -111,7 +111,7 @@ def test_a_quantised_launch_describes_what_its_prologue_wrote(gpu: Driver) -> No
     scales = (ones.data_ptr(), k_scale.data_ptr(), ones.data_ptr())
     assert values[-5:] == (out.data_ptr(), *scales, 0.5)
     assert len(values) == 4 * 9 + 5
-    launch(q, k, v, out, None, 0.5, Side(k_scale=k_scale))
+    launch(q, k, v, out, None, 0.5, ExtraInputs(k_scale=k_scale))
     assert kernel.values == [values, values]
     assert len(gpu.filled) == 4
 
@@ -148,7 +148,7 @@ def test_a_backward_kernel_takes_descriptors_before_addresses() -> None:
         ("dout", "q", "workspace_1"),
         Described(),  # type: ignore[arg-type]  # a driver's part
         main=1,
-    )(BackwardTensors(**made), 0.5, Side(softcap=3.0))
+    )(BackwardTensors(**made), 0.5, ExtraInputs(softcap=3.0))
     at = {name: tensor.data_ptr() for name, tensor in made.items()}
     first, second = (tensor.data_ptr() for tensor in scratch)
     assert queue.values[0] == (at["out"], first, 0.5)
@@ -172,7 +172,7 @@ def test_workspaces_of_a_pass_are_parts_of_one_allocation(monkeypatch: pytest.Mo
         described,  # type: ignore[arg-type]  # a driver's part
     )
     for _ in range(2):
-        launch(made, 0.5, Side(softcap=3.0))
+        launch(made, 0.5, ExtraInputs(softcap=3.0))
     first, second = memory.data_ptr(), memory.data_ptr() + 1024
     # Each begins on a border of its own.
     assert queue.values[0][:2] == (f"descriptor of {first}", f"descriptor of {second}")

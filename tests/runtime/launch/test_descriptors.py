@@ -14,7 +14,7 @@ from triton.backends.nvidia import driver as nvidia
 from flashtune.core.errors import KernelError
 from flashtune.launch import tma_descriptors
 from flashtune.launch.tma_descriptors import (
-    MOST_ADDRESSES,
+    MAX_ADDRESSES,
     DescriptorArguments,
     without_making,
 )
@@ -89,17 +89,17 @@ def test_only_addresses_are_read(gpu: Driver) -> None:
 
 
 def test_all_are_forgotten_when_there_are_many(gpu: Driver) -> None:
-    room = torch.empty(MOST_ADDRESSES + 2, 1, 1, 64, 64, dtype=torch.bfloat16)
+    room = torch.empty(MAX_ADDRESSES + 2, 1, 1, 64, 64, dtype=torch.bfloat16)
     arguments = DescriptorArguments([[pattern(room[0])]], [NOTES])
-    for tensor in room[:MOST_ADDRESSES]:
+    for tensor in room[:MAX_ADDRESSES]:
         found(arguments, tensor)
     found(arguments, room[0])
-    assert len(gpu.filled) == MOST_ADDRESSES
-    found(arguments, room[MOST_ADDRESSES])
-    found(arguments, room[MOST_ADDRESSES])
-    assert len(gpu.filled) == MOST_ADDRESSES + 1
+    assert len(gpu.filled) == MAX_ADDRESSES
+    found(arguments, room[MAX_ADDRESSES])
+    found(arguments, room[MAX_ADDRESSES])
+    assert len(gpu.filled) == MAX_ADDRESSES + 1
     found(arguments, room[0])
-    assert [made.address for made in gpu.filled[-2:]] == [room[MOST_ADDRESSES].data_ptr(), room[0].data_ptr()]
+    assert [made.address for made in gpu.filled[-2:]] == [room[MAX_ADDRESSES].data_ptr(), room[0].data_ptr()]
 
 
 def test_addresses_that_came_together_are_found_together(gpu: Driver) -> None:
@@ -120,7 +120,7 @@ def test_addresses_that_came_together_are_found_together(gpu: Driver) -> None:
     assert asked == [1]
     assert [one.address for one in others if isinstance(one, Map)] == [first.data_ptr(), third.data_ptr()]
     assert arguments.at(addresses) is made
-    for number in range(MOST_ADDRESSES - 1):
+    for number in range(MAX_ADDRESSES - 1):
         arguments.made((first.data_ptr(), number), tensor_of)
     assert arguments.at(addresses) is None, "when there are many, all are forgotten"
 

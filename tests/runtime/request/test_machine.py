@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_disk_with_little_space_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "LEAST_FREE_BYTES", 1 << 62)
+    monkeypatch.setattr(machine, "MIN_FREE_BYTES", 1 << 62)
     fault = folder_fault("the cache", lambda: tmp_path, "X")
     assert (
         fault

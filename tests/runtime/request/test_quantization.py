@@ -11,9 +11,9 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.problem import Dtype
-from flashtune.launch.forward import LEAST_SCALE, DeviceLaunch, QuantizedLaunch
+from flashtune.launch.forward import MIN_SCALE, DeviceLaunch, QuantizedLaunch
 from flashtune.launch.workspaces import allocate_workspace
 from flashtune.request.quantization import negated, quantize
 from flashtune.request.request import Prefer, read_request
@@ -87,20 +87,20 @@ def test_a_request_of_quantized_inputs_has_a_wider_output(tensors: Triple) -> No
     ("scales", "message"),
     [
         (
-            Side(q_scale=torch.ones(BATCH, KV_HEADS)),
+            ExtraInputs(q_scale=torch.ones(BATCH, KV_HEADS)),
             r"q_scale is torch.float32 of shape \[2, 2\]: .* \[2, 4\]",
         ),
         (
-            Side(k_scale=torch.ones(BATCH, HEADS)),
+            ExtraInputs(k_scale=torch.ones(BATCH, HEADS)),
             r"k_scale .* of shape \[2, 4\]: pass float32 of shape \[2, 2\]",
         ),
-        (Side(v_scale=torch.ones(KV_HEADS)), r"v_scale .* of shape \[2\]"),
-        (Side(v_scale=torch.ones(BATCH, KV_HEADS).half()), "v_scale is torch.float16"),
-        (Side(k_scale=torch.ones(BATCH, KV_HEADS, device="meta")), "k_scale is on meta and q on cpu"),
-        (Side(q_scale=0.5), "q_scale is a float"),  # type: ignore[arg-type]
+        (ExtraInputs(v_scale=torch.ones(KV_HEADS)), r"v_scale .* of shape \[2\]"),
+        (ExtraInputs(v_scale=torch.ones(BATCH, KV_HEADS).half()), "v_scale is torch.float16"),
+        (ExtraInputs(k_scale=torch.ones(BATCH, KV_HEADS, device="meta")), "k_scale is on meta and q on cpu"),
+        (ExtraInputs(q_scale=0.5), "q_scale is a float"),  # type: ignore[arg-type]
     ],
 )
-def test_scales_that_do_not_fit(tensors: Triple, scales: Side, message: str) -> None:
+def test_scales_that_do_not_fit(tensors: Triple, scales: ExtraInputs, message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         read_request(*tensors, False, "bhsd", False, "fastest", scales=scales)
 
@@ -122,7 +122,7 @@ def test_the_memo_knows_which_scales_are_given_and_not_their_values(tensors: Tri
     q, k, v = tensors
 
     def key(*scales: Tensor | None) -> tuple[object, ...]:
-        return call_key(q, k, v, False, "bhsd", False, "fastest", Side(*scales))  # type: ignore[arg-type]
+        return call_key(q, k, v, False, "bhsd", False, "fastest", ExtraInputs(*scales))  # type: ignore[arg-type]
 
     one, two = scale_of(HEADS), scale_of(HEADS, 3.0)
     assert key(one, None, None) == key(two, None, None)
@@ -131,13 +131,13 @@ def test_the_memo_knows_which_scales_are_given_and_not_their_values(tensors: Tri
     assert len(presences) == 5
 
 
-Given = dict[str, Any]
+BackwardCase = dict[str, Any]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Given]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
     """A server of every request, whose launches note what they are given."""
-    given: list[Given] = []
+    given: list[BackwardCase] = []
 
     def launch(
         q: Tensor,
@@ -146,7 +146,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Given]:
         out: Tensor,
         lse: Tensor | None,
         scale: float,
-        side: Side = NO_SIDE,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> None:
         given.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": side})
         out.zero_()
@@ -158,7 +158,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Given]:
 
 
 def test_a_call_allocates_the_wider_output_and_hands_scales_on(
-    tensors: Triple, launches: list[Given]
+    tensors: Triple, launches: list[BackwardCase]
 ) -> None:
     q, k, v = tensors
     q_scale, spread = scale_of(HEADS), torch.tensor([[3.0], [5.0]]).expand(BATCH, KV_HEADS)
@@ -173,10 +173,10 @@ def test_a_call_allocates_the_wider_output_and_hands_scales_on(
     assert given["scales"].v_scale.is_contiguous()
     assert torch.equal(given["scales"].v_scale, spread)
     assert flashtune.attention(q, k, v).dtype is torch.bfloat16
-    assert launches[-1]["scales"] == NO_SIDE
+    assert launches[-1]["scales"] == NO_EXTRA_INPUTS
 
 
-def test_scales_are_checked_on_shapes_that_are_known(tensors: Triple, launches: list[Given]) -> None:
+def test_scales_are_checked_on_shapes_that_are_known(tensors: Triple, launches: list[BackwardCase]) -> None:
     q, k, v = tensors
     flashtune.attention(q, k, v, k_scale=scale_of(KV_HEADS))
     with pytest.raises(ProblemError, match="k_scale"):
@@ -185,7 +185,7 @@ def test_scales_are_checked_on_shapes_that_are_known(tensors: Triple, launches: 
 
 
 def test_a_plan_is_called_with_the_scales_that_it_was_made_with(
-    tensors: Triple, launches: list[Given]
+    tensors: Triple, launches: list[BackwardCase]
 ) -> None:
     q, k, v = tensors
     planned = flashtune.plan(q, k, v, scale=-1.0, v_scale=scale_of(KV_HEADS))
@@ -198,7 +198,7 @@ def test_a_plan_is_called_with_the_scales_that_it_was_made_with(
             planned(q, k, v, **scales)
 
 
-def test_operators_carry_scales(tensors: Triple, launches: list[Given]) -> None:
+def test_operators_carry_scales(tensors: Triple, launches: list[BackwardCase]) -> None:
     q, k, v = tensors
     factors = scale_of(HEADS), scale_of(KV_HEADS), scale_of(KV_HEADS, 2.0)
     op = torch.ops.flashtune.attention
@@ -207,7 +207,7 @@ def test_operators_carry_scales(tensors: Triple, launches: list[Given]) -> None:
         True
     ] * 3
     assert op(q, k, v, "none", None, "bhsd", "fastest").dtype is torch.bfloat16
-    assert launches[-1]["scales"] == NO_SIDE
+    assert launches[-1]["scales"] == NO_EXTRA_INPUTS
     meta = [tensor.to("meta") for tensor in (q, k, v)]
     shapes = op(*meta, "none", None, "bhsd", "fastest", *(factor.to("meta") for factor in factors))
     assert (shapes.dtype, shapes.shape) == (out.dtype, out.shape)
@@ -232,10 +232,10 @@ def test_the_prologue_fills_the_workspace_that_the_kernel_is_given(
     out, ones, k_scale = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.ones(BATCH * HEADS), scale_of(KV_HEADS)
     kernel, prologue, kept = Noted(), Noted(), list[Tensor]()
     launch = QuantizedLaunch(kernel, prologue, ones, ((256,),), remembering(kept))
-    launch(q, k, v, out, None, 0.0, Side(k_scale=k_scale))
+    launch(q, k, v, out, None, 0.0, ExtraInputs(k_scale=k_scale))
     assert prologue.values == [(*addresses(v, kept[0]),)]
     factors = addresses(ones, k_scale, ones)
-    assert kernel.values == [(*addresses(q, k, v, out, out), *factors, kept[0].data_ptr(), LEAST_SCALE)]
+    assert kernel.values == [(*addresses(q, k, v, out, out), *factors, kept[0].data_ptr(), MIN_SCALE)]
 
 
 def test_other_kernels_are_given_no_scales(tensors: Triple) -> None:

@@ -15,7 +15,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import load_module
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from tests.problems.hopper_backward import FAMILY, H200, PLAIN, a_problem, kernel_of, like
 
 PLANNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
@@ -94,14 +94,16 @@ def test_launches_are_planned_by_lengths(
     ],
 )
 def test_it_says_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
-    assert reason in (why_not(FAMILY, a_problem(**changes), H200, PLAIN) or "")
+    assert reason in (unsupported_reason(FAMILY, a_problem(**changes), H200, PLAIN) or "")
 
 
 def test_it_takes_no_other_gpu_and_no_odd_strides() -> None:
-    assert "sm_90 alone" in (why_not(FAMILY, a_problem(), find_target("a100"), PLAIN) or "")
+    assert "sm_90 alone" in (unsupported_reason(FAMILY, a_problem(), find_target("a100"), PLAIN) or "")
     odd = Specialization(Alignment.ANY)
-    assert "cannot address" in (why_not(FAMILY, a_problem(), H200, odd) or "")
-    assert why_not(FAMILY, a_problem(72, 40), H200, Specialization(Alignment.EIGHT, 64, True)) is None
+    assert "cannot address" in (unsupported_reason(FAMILY, a_problem(), H200, odd) or "")
+    assert (
+        unsupported_reason(FAMILY, a_problem(72, 40), H200, Specialization(Alignment.EIGHT, 64, True)) is None
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -111,4 +113,4 @@ def test_the_default_is_a_point_of_its_space(head_dim: int) -> None:
         default = FAMILY.default(problem, H200)
         space = FAMILY.space(problem, H200)
         assert space.contains(default)
-        assert all(space.contains(other) for other in FAMILY.spread_otherwise(problem, default, H200))
+        assert all(space.contains(other) for other in FAMILY.schedule_variants(problem, default, H200))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_SIDE
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.target import find_target
@@ -100,7 +100,7 @@ def played(problem: Problem, at_once: int, **changes: Any) -> Sums:
         torch.randn(1, *side, problem.head_dim, generator=chance, dtype=torch.float64).requires_grad_()
         for side in (queries, keys, keys)
     )
-    out, lse = plain_attention(problem, q, k, v, NO_SIDE, SCALE)
+    out, lse = plain_attention(problem, q, k, v, NO_EXTRA_INPUTS, SCALE)
     dout = torch.randn(out.shape, generator=chance, dtype=torch.float64)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     rows = math.ceil(problem.seqlen_q / config.block_m) * config.block_m

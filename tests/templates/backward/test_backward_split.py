@@ -14,7 +14,7 @@ from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
 from flashtune.core.target import TARGETS, Target, find_target
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.backward_split.space import SplitConfig, chunks_of
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
@@ -80,11 +80,11 @@ def test_usual_tiles_are_points_that_fit(target: Target) -> None:
 
 
 def test_what_it_refuses() -> None:
-    assert why_not(FAMILY, a_problem(direction=Direction.FORWARD), H100, PLAIN) is not None
-    assert why_not(FAMILY, a_problem(page_size=16), H100, PLAIN) is not None
+    assert unsupported_reason(FAMILY, a_problem(direction=Direction.FORWARD), H100, PLAIN) is not None
+    assert unsupported_reason(FAMILY, a_problem(page_size=16), H100, PLAIN) is not None
     assert FAMILY.supports(a_problem(packed=512, bias=Bias.BOOLEAN), H100) is not None
     assert FAMILY.supports(a_problem(head_dim=512), H100) is not None
-    assert why_not(FAMILY, a_problem(deterministic=True), H100, PLAIN) is None
+    assert unsupported_reason(FAMILY, a_problem(deterministic=True), H100, PLAIN) is None
 
 
 def test_no_tile_of_16_bits_is_narrow() -> None:

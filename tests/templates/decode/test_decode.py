@@ -91,7 +91,7 @@ def test_other_splits_are_points_of_the_space_and_differ_in_span() -> None:
     problem = a_problem()
     space = FAMILY.space(problem, H200)
     usual = FAMILY.default(problem, H200)
-    others = list(FAMILY.spread_otherwise(problem, usual, H200))
+    others = list(FAMILY.schedule_variants(problem, usual, H200))
     assert usual in others
     assert all(space.contains(other) for other in others)
     spans = {config: FAMILY.span(problem, config, H200) for config in others}

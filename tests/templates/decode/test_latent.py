@@ -12,7 +12,7 @@ from flashtune.core.problem import PAGE_SIZES, Causal, Dtype, Feature, KvDtype
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.templates.decode_latent_hopper.space import LatentConfig
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
 from tests.problems.decode import meta
@@ -105,10 +105,12 @@ def test_whose_it_is() -> None:
     assert not FAMILY.interpreted
     taken: list[dict[str, Any]] = [{}, {"lengths": True}, {"page_size": 256, "dtype": Dtype.FP16}]
     for changes in (*taken, *({"page_size": keys} for keys in PAGE_SIZES)):
-        assert why_not(FAMILY, a_problem(**changes), H200, PLAIN) is None
-        assert why_not(FAMILY, a_problem(**changes), H200, Specialization(Alignment.ANY)) is not None
-    assert why_not(FAMILY, a_problem(softcap=True), H200, PLAIN) is not None
-    assert why_not(FAMILY, a_problem(kv_dtype=KvDtype.E4M3), H200, PLAIN) is not None
+        assert unsupported_reason(FAMILY, a_problem(**changes), H200, PLAIN) is None
+        assert (
+            unsupported_reason(FAMILY, a_problem(**changes), H200, Specialization(Alignment.ANY)) is not None
+        )
+    assert unsupported_reason(FAMILY, a_problem(softcap=True), H200, PLAIN) is not None
+    assert unsupported_reason(FAMILY, a_problem(kv_dtype=KvDtype.E4M3), H200, PLAIN) is not None
     for target in (A100, B200):
         assert "sm_90 alone" in str(FAMILY.supports(a_problem(), target))
 
@@ -124,7 +126,7 @@ def test_defaults_fill_the_gpu(changes: dict[str, Any], splits: int) -> None:
     assert config.splits == splits
     space = FAMILY.space(problem, H200)
     assert space.contains(config)
-    others = list(FAMILY.spread_otherwise(problem, config, H200))
+    others = list(FAMILY.schedule_variants(problem, config, H200))
     assert config in others
     assert all(space.contains(other) for other in others)
 

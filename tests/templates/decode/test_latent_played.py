@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.decode_latent_hopper.space import LatentConfig
@@ -73,7 +73,7 @@ def worst_error(
     where these are not the right ones.
     """
     chance = torch.Generator().manual_seed(1)
-    side, page = NO_SIDE, problem.page_size
+    side, page = NO_EXTRA_INPUTS, problem.page_size
     batch, keys = problem.batch, problem.seqlen_kv
     tokens = torch.tensor(lengths, dtype=torch.int32)
     k = torch.randn(batch, 1, keys, problem.head_dim, generator=chance, dtype=torch.float64)
@@ -88,9 +88,9 @@ def worst_error(
                 table[sequence, number] = order[sequence * most + number]
                 used = min(page, length - number * page)
                 k[int(table[sequence, number]), 0, :used].normal_(generator=chance)
-        side = Side(seqlens_kv=tokens, block_table=table)
+        side = ExtraInputs(seqlens_kv=tokens, block_table=table)
     elif lengths:
-        side = Side(seqlens_kv=tokens)
+        side = ExtraInputs(seqlens_kv=tokens)
         for sequence, length in enumerate(lengths):
             k[sequence, :, length:] = math.nan
     q = torch.randn(

@@ -10,7 +10,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import find_target
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.rendering import render
 from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sampled_configs
 
@@ -56,8 +56,10 @@ def test_packed_sequences_are_of_sixteen_bits_and_share_no_tiles() -> None:
 def test_it_has_windows_and_packed_sequences_and_no_more() -> None:
     window = a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)
     for problem in (window, a_problem(packed=1), a_problem(window_right=3, packed=1)):
-        assert why_not(FAMILY, problem, H200, PLAIN) is None
-    assert why_not(FAMILY, a_problem(packed=1, sinks=1), H200, PLAIN) == "forward_hopper has no sinks"
+        assert unsupported_reason(FAMILY, problem, H200, PLAIN) is None
+    assert (
+        unsupported_reason(FAMILY, a_problem(packed=1, sinks=1), H200, PLAIN) == "forward_hopper has no sinks"
+    )
 
 
 def test_it_takes_what_the_copy_engine_can_address() -> None:
@@ -67,8 +69,8 @@ def test_it_takes_what_the_copy_engine_can_address() -> None:
                 specialization = Specialization(alignment, index_bits)
                 assert FAMILY.takes(dtype, specialization) is (alignment >= least)
     problem = a_problem()
-    assert why_not(FAMILY, problem, H200, Specialization(Alignment.EIGHT, 64)) is None
-    assert "cannot address" in str(why_not(FAMILY, problem, H200, Specialization(Alignment.ANY)))
+    assert unsupported_reason(FAMILY, problem, H200, Specialization(Alignment.EIGHT, 64)) is None
+    assert "cannot address" in str(unsupported_reason(FAMILY, problem, H200, Specialization(Alignment.ANY)))
 
 
 def test_lengths_heads_and_batch_do_not_change_the_source() -> None:

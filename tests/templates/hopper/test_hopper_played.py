@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashtune.core.extra_inputs import NO_SIDE, Side
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.templates.rendering import render
@@ -48,16 +48,16 @@ def worst_error(
 ) -> float:
     """Between what a kernel makes of random tensors and plain attention, of outputs and log-sum-exps."""
     chance = torch.Generator().manual_seed(1)
-    side = NO_SIDE
+    side = NO_EXTRA_INPUTS
     beside: tuple[Array, ...] = ()
     batch, rows, keys = problem.batch, problem.seqlen_q, problem.seqlen_kv
     if lengths is not None:
         starts = [torch.tensor([0, *itertools.accumulate(one)]).int() for one in zip(*lengths, strict=True)]
         batch, rows, keys = 1, int(starts[0][-1]) + spare, int(starts[1][-1]) + spare
-        side = Side(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
+        side = ExtraInputs(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
         beside = tuple(one.numpy() for one in starts)
     if problem.dropout:
-        side = Side(seed=torch.tensor([0x7123456789ABCDEF]), dropout=DROPOUT)
+        side = ExtraInputs(seed=torch.tensor([0x7123456789ABCDEF]), dropout=DROPOUT)
         beside = (np.array([0x7123456789ABCDEF]),)
     shapes = [
         (batch, heads, length, width)

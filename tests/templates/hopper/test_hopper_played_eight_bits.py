@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_SIDE
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.request.quantization import E4M3
@@ -52,7 +52,7 @@ def worst_error(problem: Problem, config: dict[str, Any]) -> float:
     scaled_q, scaled_k, scaled_v = (
         one * by[:, :, None, None] for one, by in ((q, q_scale), (k, k_scale), (v, v_scale))
     )
-    expected = plain_attention(problem, scaled_q, scaled_k, scaled_v, NO_SIDE, scale)
+    expected = plain_attention(problem, scaled_q, scaled_k, scaled_v, NO_EXTRA_INPUTS, scale)
     out = torch.full((*q.shape[:3], v.shape[3]), UNTOUCHED, dtype=torch.float64)
     lse = torch.full(q.shape[:3], UNTOUCHED, dtype=torch.float64)
     inputs = (q, k, in_order_of_weights(v))

@@ -13,7 +13,7 @@ from torch import Tensor
 import flashtune
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Bias, Causal, Dtype
-from flashtune.runtime.unfused import standard_attention
+from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.bench import bench
 from flashtune.tuner.bench.admission import Admitted, admit
 from flashtune.tuner.bench.bench import error_of, run_bench
@@ -34,7 +34,7 @@ def judged() -> Judged:
     problem = a_problem()
     tensors = make_tensors(problem, CPU)
     chosen = sample(problem, torch.Generator().manual_seed(0))
-    out, _ = standard_attention(tensors.q, tensors.k, tensors.v, scale=0.25, causal=problem.causal)
+    out, _ = unfused_attention(tensors.q, tensors.k, tensors.v, scale=0.25, causal=problem.causal)
     return out, chosen, expect(problem, tensors.q, tensors.k, tensors.v, 0.25, chosen)
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 import flashtune
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
-from flashtune.runtime.unfused import standard_attention
+from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.bench import peer_runs
 from flashtune.tuner.bench.admission import Admitted, admit
 from flashtune.tuner.bench.backward import gradient_binders, gradient_judge
@@ -57,7 +57,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: str, prefer: str, **options: object) -> Tensor:
         assert prefer == "generated"
         assert options == {}
-        out, _ = standard_attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=Causal(causal))
+        out, _ = unfused_attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=Causal(causal))
         return out
 
     monkeypatch.setattr(flashtune, "attention", attention)
@@ -86,7 +86,7 @@ def test_one_wrong_element_of_any_gradient_keeps_it_out(index: int, value: float
     tensors = make_tensors(PROBLEM, CPU)
     judge = gradient_judge(PROBLEM, tensors)
     leaves = [tensor.clone().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v)]
-    out, _ = standard_attention(*leaves, scale=tensors.scale, causal=PROBLEM.causal)
+    out, _ = unfused_attention(*leaves, scale=tensors.scale, causal=PROBLEM.causal)
     assert tensors.backward is not None
     gradients = torch.autograd.grad(out, leaves, tensors.backward.dout)
     assert judge(gradients) <= 1
@@ -101,7 +101,7 @@ def test_reproducible_gradients_are_asked_for_and_compared_with_the_peers_usual_
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         asked.append(options["deterministic"])
-        return standard_attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=PROBLEM.causal)[0]
+        return unfused_attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=PROBLEM.causal)[0]
 
     monkeypatch.setattr(flashtune, "attention", attention)
     problem = msgspec.structs.replace(PROBLEM, deterministic=True)
@@ -128,7 +128,7 @@ def test_flex_keeps_what_a_second_backward_pass_reads(
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: object) -> Tensor:
-        return standard_attention(q, k, v, scale=scale, causal=PROBLEM.causal)[0]
+        return unfused_attention(q, k, v, scale=scale, causal=PROBLEM.causal)[0]
 
     # The real one has no backward pass on the CPU.
     monkeypatch.setattr(peer_runs, "flex_attention", attend)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.dispatch.masked_sdpa import masked_attention
-from flashtune.runtime.unfused import standard_attention
+from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.bench import peer_runs
 from flashtune.tuner.bench.bench import error_of
 from flashtune.tuner.bench.peer_runs import (
@@ -68,7 +68,7 @@ def fake_flash_attn_4(problem: Problem, *, swapped: bool) -> Callable[..., tuple
     def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> tuple[Tensor, None]:
         assert causal == (problem.causal is not Causal.NONE)
         heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-        out, _ = standard_attention(*heads_first, scale=softmax_scale, causal=problem.causal)
+        out, _ = unfused_attention(*heads_first, scale=softmax_scale, causal=problem.causal)
         return (out.flip(1) if swapped else out).transpose(1, 2), None
 
     return attend

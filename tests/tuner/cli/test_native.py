@@ -25,7 +25,7 @@ from flashtune.tuner.sram_audit.points import computes_anything
 from flashtune.tuner.verify import record_checks as verify_room
 from flashtune.tuner.verify.job_runner import Runs
 from flashtune.tuner.verify.record_checks import verify_records
-from flashtune.tuner.verify.report import Means
+from flashtune.tuner.verify.report import CheckMethod
 from flashtune.tuner.verify.verify_jobs import Subject
 from tests.tuner.sram_audit.audit_fakes import Scripted
 
@@ -147,7 +147,7 @@ def test_its_kernels_are_verified_by_receipt_and_never_interpreted(
     )
     monkeypatch.setattr(verify_room, "_interpret", interpret)
     (result,) = verify_records([pair[0]], gpu=None).results
-    assert (result.means, result.failed) == (Means.RECEIPT, "")
+    assert (result.means, result.failed) == (CheckMethod.RECEIPT, "")
     assert seen == ["forward_native"]
     unproven = msgspec.structs.replace(pair[0], verdict=None)
     assert "no GPU ever verified it" in verify_records([unproven], gpu=None).results[0].failed

@@ -13,7 +13,7 @@ import triton
 from click.testing import Result
 from rich.console import Console
 
-from flashtune.core.record import Provenance, Record, Standing, Verdict
+from flashtune.core.record import Provenance, Record, Verdict, VerificationStatus
 from flashtune.db.store import open_store
 from flashtune.tuner.tables.listing import best_sdpa_ms, standing, tflops
 from flashtune.tuner.tables.lookup import shipped_selections
@@ -59,7 +59,7 @@ def test_every_shipped_selection_fits_one_line_of_80_columns(
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in result.stdout
-    rows = [line for line in lines if line.rstrip().endswith(tuple(Standing))]
+    rows = [line for line in lines if line.rstrip().endswith(tuple(VerificationStatus))]
     assert len(rows) == len(json.loads(run("show", "--shipped", "--json").stdout))
 
 
@@ -226,13 +226,16 @@ def test_rows_that_cannot_be_read_are_one_sentence(
 
 def test_standing_follows_versions_and_verdict(stored: Stored) -> None:
     record = stored[1]
-    assert standing(record) is Standing.TIMED
+    assert standing(record) is VerificationStatus.TIMED
     other = msgspec.structs.replace(record.versions, triton="3.5.0")
-    assert standing(msgspec.structs.replace(record, versions=other)) is Standing.UNPROVEN
+    assert standing(msgspec.structs.replace(record, versions=other)) is VerificationStatus.UNPROVEN
     failed = Verdict(False, 3.0, 12, "tail", "NVIDIA H200")
-    assert standing(msgspec.structs.replace(record, verdict=failed)) is Standing.UNPROVEN
-    assert standing(msgspec.structs.replace(record, verdict=None)) is Standing.UNPROVEN
-    assert standing(msgspec.structs.replace(record, provenance=Provenance.PREDICTED)) is not Standing.TIMED
+    assert standing(msgspec.structs.replace(record, verdict=failed)) is VerificationStatus.UNPROVEN
+    assert standing(msgspec.structs.replace(record, verdict=None)) is VerificationStatus.UNPROVEN
+    assert (
+        standing(msgspec.structs.replace(record, provenance=Provenance.PREDICTED))
+        is not VerificationStatus.TIMED
+    )
 
 
 def test_a_record_without_times_has_no_speed(stored: Stored) -> None:

@@ -20,7 +20,7 @@ from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table
 from flashtune.dispatch.tables import tuned_records
 from flashtune.recording.call_log import CallCount, add_counts
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.tables.warm import calls_of, needs_of
 from flashtune.tuner.workloads.passes import training_passes
@@ -30,11 +30,11 @@ H100 = find_target("h100")
 
 
 @pytest.fixture
-def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Scope, Candidate]]:
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SearchTask, Candidate]]:
     """What was handed to compilers, which take everything for compiled."""
-    jobs: list[tuple[Scope, Candidate]] = []
+    jobs: list[tuple[SearchTask, Candidate]] = []
 
-    def submit(_: CompilePool, scope: Scope, candidate: Candidate) -> Future[Compiled]:
+    def submit(_: CompilePool, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         jobs.append((scope, candidate))
         done: Future[Compiled] = Future()
         done.set_result(Compiled(Outcome.OK, None, Resources(1024, compile_seconds=1.5)))
@@ -73,7 +73,10 @@ def test_the_command_says_what_it_did(run: Run, shape: str) -> None:
 
 
 def test_a_table_is_warmed_with_its_own_kernels(
-    run: Run, make_record: Callable[..., Record], submitted: list[tuple[Scope, Candidate]], tmp_path: Path
+    run: Run,
+    make_record: Callable[..., Record],
+    submitted: list[tuple[SearchTask, Candidate]],
+    tmp_path: Path,
 ) -> None:
     record = make_record("block_m=64,block_n=32", of=msgspec.structs.replace(make_record().problem, batch=7))
     path = tmp_path / "h200.json"
@@ -88,7 +91,7 @@ def test_a_table_is_warmed_with_its_own_kernels(
 
 
 def test_recorded_calls_are_warmed_as_their_tensors_lay(
-    run: Run, problem: Problem, submitted: list[tuple[Scope, Candidate]], tmp_path: Path
+    run: Run, problem: Problem, submitted: list[tuple[SearchTask, Candidate]], tmp_path: Path
 ) -> None:
     assumed = Specialization(alignment=Alignment.EIGHT, lse=True)
     recorded = tmp_path / "calls.jsonl"

@@ -11,7 +11,7 @@ from flashtune.core.record import Resources
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.binary.resources import occupancy
-from flashtune.tuner.perf_model.calibration import NOTHING, Fit, expected_ms, fit_tables, shipped_fit
+from flashtune.tuner.perf_model.calibration import NOTHING, Calibration, expected_ms, fit_tables, shipped_fit
 from flashtune.tuner.perf_model.features import estimated, features
 from flashtune.tuner.perf_model.measurements import TruthTable, read_tables
 from flashtune.tuner.perf_model.roofline import predict_ms
@@ -21,7 +21,7 @@ TABLES = read_tables(Path(__file__).parents[2] / "data" / "truth")
 H200 = find_target("h200")
 
 
-def predicted(table: TruthTable, fit: Fit) -> list[float]:
+def predicted(table: TruthTable, fit: Calibration) -> list[float]:
     family = find_family(table.family)
     return [
         expected_ms(table.problem, family, table.candidate(row).config, row.resources, H200, fit)
@@ -30,7 +30,7 @@ def predicted(table: TruthTable, fit: Fit) -> list[float]:
     ]
 
 
-def agreement(table: TruthTable, fit: Fit) -> float:
+def agreement(table: TruthTable, fit: Calibration) -> float:
     """Rank correlation of predicted and true times."""
     true = [ms for ms in table.times() if ms is not None]
     ranks = [np.argsort(np.argsort(times)) for times in (predicted(table, fit), true)]

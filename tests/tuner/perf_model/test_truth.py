@@ -10,7 +10,7 @@ import pytest
 
 from flashtune.core.errors import TableError
 from flashtune.core.target import find_target
-from flashtune.tuner.candidates import Scope, contiguous_specialization, open_spaces
+from flashtune.tuner.candidates import SearchTask, contiguous_specialization, open_spaces
 from flashtune.tuner.perf_model.measurements import (
     Sampled,
     TruthTable,
@@ -96,7 +96,9 @@ def test_draws_for_several_problems_hold_the_same_configs_where_their_spaces_do(
     def drawn(shape: str, count: int) -> tuple[Any, ...]:
         problem, target = a_problem(shape), find_target("h200")
         spaces = open_spaces(problem, target, ("forward_hopper",))
-        fitting, found = draw(Scope(problem, target, contiguous_specialization(problem), spaces), count, 0)
+        fitting, found = draw(
+            SearchTask(problem, target, contiguous_specialization(problem), spaces), count, 0
+        )
         assert len(found) == count <= fitting
         return found
 

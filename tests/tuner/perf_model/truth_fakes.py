@@ -8,7 +8,7 @@ from typing import Any
 from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome, Resources, Versions
 from flashtune.core.target import find_target
-from flashtune.tuner.candidates import Scope, contiguous_specialization, open_spaces
+from flashtune.tuner.candidates import SearchTask, contiguous_specialization, open_spaces
 from flashtune.tuner.perf_model.measurements import Row, Sampled, TruthTable, draw, rounded, values_of
 from flashtune.tuner.workloads.shapes import parse_shape
 
@@ -30,7 +30,7 @@ def a_table(
     """
     problem, target = a_problem(shape), find_target("h200")
     spaces = open_spaces(problem, target, (family,))
-    scope = Scope(problem, target, contiguous_specialization(problem), spaces)
+    scope = SearchTask(problem, target, contiguous_specialization(problem), spaces)
     fitting, drawn = draw(scope, configs, seed)
     costs = random.Random(seed)
     share = {

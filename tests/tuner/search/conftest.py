@@ -11,7 +11,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.target import find_target
 from flashtune.db.store import Store, open_store
 from flashtune.templates.registry import find_family
-from flashtune.tuner.candidates import FamilySpace, Scope
+from flashtune.tuner.candidates import FamilySpace, SearchTask
 
 # Worker processes import the stand-ins by name, as the tests do; last, so that nothing is shadowed.
 ROOT = str(Path(__file__).parents[3])
@@ -36,9 +36,9 @@ def healthy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def scope() -> Scope:
+def scope() -> SearchTask:
     from tests.tuner.search.fakes import FAMILY, a_problem, a_space
 
-    return Scope(
+    return SearchTask(
         a_problem(), find_target("h100"), Specialization(), (FamilySpace(find_family(FAMILY), a_space()),)
     )

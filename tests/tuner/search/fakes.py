@@ -18,7 +18,7 @@ from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Resources, Verdict
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.machine_probe import Probe
@@ -64,7 +64,7 @@ def a_config(**changes: Any) -> QOuterConfig:
     return QOuterConfig(**(values | changes))
 
 
-def alike(scope: Scope) -> tuple[Ranked, ...]:
+def alike(scope: SearchTask) -> tuple[Ranked, ...]:
     """A ranking that knows nothing."""
     return tuple(Ranked(candidate, 1.0) for candidate in scope.candidates())
 
@@ -86,7 +86,7 @@ class FakeCompiler:
         self.judge = judge or compiled
         self.seen: list[Candidate] = []
 
-    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
+    def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         self.seen.append(candidate)
         future: Future[Compiled] = Future()
         try:
@@ -122,7 +122,7 @@ class FakeMeasurer:
         self.entrants: list[tuple[Candidate, ...]] = []
 
     def evaluate(
-        self, scope: Scope, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
+        self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
         self.seen.append(candidate)
         self.limits.append(drop_above_ms)
@@ -133,7 +133,7 @@ class FakeMeasurer:
             future.set_exception(error)
         return future
 
-    def finals(self, scope: Scope, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         self.entrants.append(candidates)
         measured = [self.judge(candidate).measurement for candidate in candidates]
         peers = (PeerTime("sdpa-cudnn", 1.0),)
@@ -143,7 +143,7 @@ class FakeMeasurer:
             )
         )
 
-    def evaluate_delayed(self, scope: Scope, candidate: Candidate) -> Future[Evaluation | None]:
+    def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
         self.delayed.append(candidate)
         return done(self.judge_delayed(candidate))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, Progress, SearchRequest, SearchResult
 from tests.tuner.search.fakes import FAMILY, FakeCompiler, a_problem, a_space
@@ -37,5 +37,5 @@ def search(
 ) -> SearchResult:
     observer = (lambda progress: None) if seen is None else seen.append
     return run_search(
-        a_request(**changes), store, observer, Equipment(compiler or FakeCompiler(), measurer, 2)
+        a_request(**changes), store, observer, SearchWorkers(compiler or FakeCompiler(), measurer, 2)
     )

@@ -14,7 +14,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_parts
 from flashtune.tuner.candidates import Candidate, contiguous_specialization, open_spaces
-from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled, compile_candidate
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.predicted_times import Predictor
@@ -41,7 +41,7 @@ def search(store: Store, problem: Problem, trials: int = 40, *, lse: bool = Fals
     def timed(candidate: Candidate) -> Evaluation:
         return right(formula_ms(problem, find_family(candidate.family), candidate.config, LEAN, H200))
 
-    equipment = Equipment(FakeCompiler(compiled), FakeMeasurer(timed), 2)
+    equipment = SearchWorkers(FakeCompiler(compiled), FakeMeasurer(timed), 2)
     budget = Budget(trials, None, None)
     request = SearchRequest(problem=problem, target=H200, device=0, budget=budget, lse=lse)
     return run_search(request, store, equipment=equipment)
@@ -95,7 +95,7 @@ def test_gradients_of_a_near_shape_lend_their_configs(store: Store) -> None:
 @pytest.mark.slow
 def test_without_a_gpu_gradients_are_compiled_and_predicted(store: Store) -> None:
     request = SearchRequest(problem=BACKWARD, target=H200, budget=Budget(3, None, None))
-    equipment = Equipment(FakeCompiler(compiled), Predictor(), 1)
+    equipment = SearchWorkers(FakeCompiler(compiled), Predictor(), 1)
     result = run_search(request, store, equipment=equipment)
     assert result.best is not None
     assert result.best.provenance is Provenance.PREDICTED

@@ -18,7 +18,7 @@ from flashtune.core.target import device_target
 from flashtune.db.store import Store
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.templates.registry import find_family
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution import gpu_worker
 from flashtune.tuner.execution.gpu_worker import GpuWorker
 from flashtune.tuner.execution.inputs import make_tensors
@@ -108,8 +108,8 @@ def test_a_space_of_known_bad_configs_yields_no_wrong_kernel(store: Store, devic
         assert verdict.passed, record.config.label()
 
 
-def a_scope() -> Scope:
-    return Scope(a_problem(), device_target(0), Specialization(), ())
+def a_scope() -> SearchTask:
+    return SearchTask(a_problem(), device_target(0), Specialization(), ())
 
 
 def test_a_broken_context_costs_one_candidate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from flashtune.core.record import Outcome, Resources
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates.family import Family
-from flashtune.tuner.candidates import Candidate, Scope, open_spaces
-from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.candidates import Candidate, SearchTask, open_spaces
+from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.predicted_times import Predictor
@@ -42,7 +42,7 @@ def search(
     request = SearchRequest(
         problem=LONG, target=H200, device=0, budget=Budget(trials, None, None), families=families
     )
-    equipment = Equipment(FakeCompiler(compiled), given.get("measurer", measurer), 2)
+    equipment = SearchWorkers(FakeCompiler(compiled), given.get("measurer", measurer), 2)
     return run_search(request, store, equipment=equipment), measurer
 
 
@@ -113,7 +113,7 @@ def test_predictions_stand_in_for_predictions_alone(native: Family, store: Store
 
 
 def test_every_promising_family_has_its_share_of_the_start(native: Family) -> None:
-    scope = Scope(LONG, H200, Specialization(), open_spaces(LONG, H200, ()))
+    scope = SearchTask(LONG, H200, Specialization(), open_spaces(LONG, H200, ()))
     ranked = rank(scope, seed=0, fit=NOTHING)
     start = opening(ranked, 24)
     assert 20 <= len(start) == len(set(start)) <= 24
@@ -144,14 +144,14 @@ def test_winners_of_near_shapes_are_tried_of_each_family(
     assert result.best is not None
     assert result.stand_in is not None
     near = msgspec.structs.replace(LONG, seqlen_q=8192, seqlen_kv=8192)
-    scope = Scope(near, H200, Specialization(), open_spaces(near, H200, ()))
+    scope = SearchTask(near, H200, Specialization(), open_spaces(near, H200, ()))
     warm = warm_configs(known_winners(store), scope)
     assert {candidate.family for candidate in warm} == {native.name, PORTABLE}
     assert len(warm) <= 2 * WARM_CONFIGS
 
 
 def test_a_large_conditional_space_is_walked_without_its_inactive_corners() -> None:
-    class Wide(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    class Float64Rows(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
         on: bool = False
         a: int = 0
         b: int = 0
@@ -170,4 +170,4 @@ def test_a_large_conditional_space_is_walked_without_its_inactive_corners() -> N
         *(Axis(name, many, only_if=is_on) for name in "abcde"),
     )
     # A hundred thousand combinations, of which one is reached.
-    assert Space(Wide, axes).size() == 1
+    assert Space(Float64Rows, axes).size() == 1

@@ -136,11 +136,11 @@ def test_where_nothing_is_right_nothing_is_selected(store: Store) -> None:
 def test_what_the_model_says_cannot_fit_is_stored_and_never_compiled(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flashtune.templates.family import TrafficItem
+    from flashtune.templates.family import BytesItem
     from flashtune.templates.forward_q_outer.family import ForwardQOuter
 
-    def items(_: object, problem: object, config: Any, *rest: object) -> tuple[TrafficItem, ...]:
-        return (TrafficItem("tiles", 400_000 if config.block_n == 64 else 1000),)
+    def items(_: object, problem: object, config: Any, *rest: object) -> tuple[BytesItem, ...]:
+        return (BytesItem("tiles", 400_000 if config.block_n == 64 else 1000),)
 
     monkeypatch.setattr(ForwardQOuter, "sram_items", items)
     compiler = FakeCompiler()

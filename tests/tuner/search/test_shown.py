@@ -21,7 +21,7 @@ from flashtune.core.record import Outcome, PeerTime, Provenance, Record, Resourc
 from flashtune.core.target import find_target
 from flashtune.db.store import Store, open_store
 from flashtune.tuner.cli import main
-from flashtune.tuner.execution.backend import Equipment
+from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.search.coverage import Expectation, duration, expect, outlook, usual_compile_seconds
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.progress import Place, counts, plain, share_done, shown
@@ -50,7 +50,7 @@ def result(store: Store) -> SearchResult:
         budget=Budget(100, None, None),
         spaces=((FAMILY, a_space()),),
     )
-    return run_search(request, store, equipment=Equipment(FakeCompiler(), FakeMeasurer(by_tile)))
+    return run_search(request, store, equipment=SearchWorkers(FakeCompiler(), FakeMeasurer(by_tile)))
 
 
 def some_progress(phase: Phase = Phase.SEARCHING, **changes: object) -> Progress:
@@ -262,7 +262,9 @@ def test_an_interrupt_prints_the_best_so_far_and_the_command_that_resumes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def interrupted(request: SearchRequest, store: Store, observer: Observer, equipment: Equipment) -> None:
+    def interrupted(
+        request: SearchRequest, store: Store, observer: Observer, equipment: SearchWorkers
+    ) -> None:
         observer(some_progress(problem=request.problem, best=result.best))
         raise KeyboardInterrupt
 

@@ -6,7 +6,7 @@ import zlib
 from concurrent.futures import Future
 
 from flashtune.core.record import Outcome, Resources
-from flashtune.tuner.candidates import Candidate, Scope, demand
+from flashtune.tuner.candidates import Candidate, SearchTask, demand
 from flashtune.tuner.execution.compile_pool import Compiled
 
 
@@ -20,7 +20,7 @@ class Scripted:
         self._factor = factor
         self._silent = silent
 
-    def submit(self, scope: Scope, candidate: Candidate) -> Future[Compiled]:
+    def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         done: Future[Compiled] = Future()
         number = zlib.crc32(candidate.config.label().encode())
         modelled = demand(scope, candidate).sram_bytes

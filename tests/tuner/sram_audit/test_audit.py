@@ -13,7 +13,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import TARGETS, Target, find_target
 from flashtune.templates.common.model import sram
-from flashtune.templates.family import Family, why_not
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.forward_q_outer.space import Loads, Products, QOuterConfig
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
@@ -83,7 +83,7 @@ def test_points_are_varied_and_the_same_for_a_seed() -> None:
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
 def test_only_problems_that_the_family_computes_are_drawn(family: Family) -> None:
     points = list(itertools.islice(draw_points(family, H100, 3), 40))
-    refused = {why_not(family, point.problem, H100, point.specialization) for point in points}
+    refused = {unsupported_reason(family, point.problem, H100, point.specialization) for point in points}
     assert refused == {None}
 
 

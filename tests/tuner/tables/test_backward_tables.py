@@ -15,7 +15,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables.export import kernel_files
 from flashtune.tuner.verify import record_checks, verify_jobs
-from flashtune.tuner.verify.report import Means
+from flashtune.tuner.verify.report import CheckMethod
 
 FAMILY = find_family("backward_split")
 TARGET = find_target("h200")
@@ -96,5 +96,5 @@ def test_a_record_is_compiled_and_interpreted() -> None:
     report = record_checks.verify_records([a_record()], gpu=None)
     (result,) = report.results
     assert result.failed == ""
-    assert result.means is Means.INTERPRETER
+    assert result.means is CheckMethod.INTERPRETER
     assert result.receipt is not None

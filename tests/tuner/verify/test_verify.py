@@ -26,7 +26,7 @@ from flashtune.tuner.tables.receipts import Receipt
 from flashtune.tuner.verify import record_checks, verify_jobs
 from flashtune.tuner.verify.job_runner import Runs
 from flashtune.tuner.verify.record_checks import verify_records
-from flashtune.tuner.verify.report import Means, Report, Result
+from flashtune.tuner.verify.report import CheckMethod, Report, Result
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("h200")
@@ -108,7 +108,7 @@ def test_a_table_is_compiled_fitted_and_interpreted_here() -> None:
     good, alike, large = report.results
     assert not good.failed
     assert not alike.failed
-    assert good.means is alike.means is Means.INTERPRETER
+    assert good.means is alike.means is CheckMethod.INTERPRETER
     assert good.receipt is not None
     assert good.receipt.triton == "3.6.0"
     assert "SRAM" in large.failed or "compile" in large.failed
@@ -120,7 +120,7 @@ def test_a_good_receipt_passes() -> None:
     probed = msgspec.structs.replace(GOOD, probes=("random", "needle"))
     record = make_record(verdict=probed)
     result = only_result(record)
-    assert (result.failed, result.means) == ("", Means.INTERPRETER)
+    assert (result.failed, result.means) == ("", CheckMethod.INTERPRETER)
     versions = current_versions(FAMILY.name)
     assert result.receipt == Receipt(
         "NVIDIA H200",
@@ -174,14 +174,14 @@ def test_what_no_interpreter_runs_passes_by_receipt_alone(
     quick_jobs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(FAMILY), "interpreted", False)
-    assert only_result(make_record()).means is Means.RECEIPT
+    assert only_result(make_record()).means is CheckMethod.RECEIPT
     for changes, words in (
         ({"verdict": None}, "no receipt"),
         ({"kernel": "0" * 32}, "stale receipt"),
         ({"specialization": Specialization(lse=True)}, "stale receipt"),
     ):
         result = only_result(make_record(**changes))
-        assert (result.means, result.receipt) == (Means.NONE, None)
+        assert (result.means, result.receipt) == (CheckMethod.NONE, None)
         assert words in result.failed
 
 
@@ -193,7 +193,7 @@ def test_unproven_kernels_pass_where_that_is_allowed(
         record = make_record(verdict=verdict, provenance=Provenance.PREDICTED)
         assert "no receipt" in only_result(record).failed
         result = only_result(record, allow_unproven=True)
-        assert (result.means, result.failed, result.receipt) == (Means.NONE, "", None)
+        assert (result.means, result.failed, result.receipt) == (CheckMethod.NONE, "", None)
     # What a GPU said still counts.
     for changes, words in (
         ({"verdict": Verdict(False, 2.0, 3, "needle", "NVIDIA H200")}, "receipt of failure"),

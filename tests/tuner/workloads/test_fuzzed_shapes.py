@@ -22,8 +22,8 @@ VALUES = (
 )  # fmt: skip
 NAMES = (*KEYS, *ALONE, "batches", "")
 PIECES = ("=", ",", "|", "..", "\n", "\u00e9", "\0")
-MOST_SECONDS = 5.0
-MOST_BYTES = 2**30
+MAX_SECONDS = 5.0
+MAX_BYTES = 2**30
 
 
 def random_shape(seed: int) -> str:
@@ -59,10 +59,10 @@ def test_random_shapes_are_parsed_or_refused_in_one_sentence(fuzz_count: Callabl
     for seed in range(count):
         start = time.process_time()
         problems = parsed_or_refused(random_shape(seed))
-        assert time.process_time() - start < MOST_SECONDS, seed
+        assert time.process_time() - start < MAX_SECONDS, seed
         assert len(problems) <= MAX_PROBLEMS, seed
         for problem in problems[:3]:
             assert parse_shape(shape_text(problem)) == (problem,), seed
         accepted += bool(problems)
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MOST_BYTES
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MAX_BYTES
     assert count / 20 < accepted < count / 2

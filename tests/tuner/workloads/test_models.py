@@ -8,7 +8,7 @@ from flashtune.core.errors import UsageError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Feature, Problem
 from flashtune.core.target import find_target
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import families, find_family
 from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 from flashtune.tuner.workloads.models import ModelAttention, as_called, model_calls, model_problems
@@ -37,7 +37,7 @@ def test_every_call_of_every_model_is_computed_by_a_family(model: ModelAttention
     phases = [PREFILL, PREFILL._replace(packed=True), *([DECODE] if model.causal else [])]
     target = find_target("h200")
     for problem in (problem for sizes in phases for problem in model_problems(model, sizes)):
-        refused = [why_not(family, problem, target, Specialization()) for family in families()]
+        refused = [unsupported_reason(family, problem, target, Specialization()) for family in families()]
         assert None in refused, refused
 
 

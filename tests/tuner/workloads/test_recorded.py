@@ -16,7 +16,7 @@ from flashtune.core.record import Provenance
 from flashtune.core.target import find_target
 from flashtune.recording.call_log import CallCount, add_counts
 from flashtune.tuner.analysis.explain import roofline
-from flashtune.tuner.analysis.recorded import Weighed, read_weighed, summary, weigh
+from flashtune.tuner.analysis.recorded import WeightedProblem, read_weighed, summary, weigh
 from flashtune.tuner.cli import main
 from flashtune.tuner.cli.commands import search
 from flashtune.tuner.search.request import SearchRequest, SearchResult, Stop, Tally
@@ -38,7 +38,7 @@ def test_calls_that_take_most_time_come_first() -> None:
     assert [found.problem for found in rare] == [long, short]
     often = weigh((CallCount(short, ALIGNED, 10**7), CallCount(long, ALIGNED, 2)), H200)
     assert [found.problem for found in often] == [short, long]
-    assert often[1] == Weighed(long, 2, 2 * roofline(long, H200).bound_ms)
+    assert often[1] == WeightedProblem(long, 2, 2 * roofline(long, H200).bound_ms)
 
 
 def test_a_problem_is_searched_once_whatever_its_tensors_were() -> None:
@@ -58,7 +58,7 @@ def test_features_are_weighed_too() -> None:
 
 
 def test_the_sentence_says_what_is_covered() -> None:
-    weighed = (Weighed(shape(64), 1, 9.0), Weighed(shape(128), 1, 1.0))
+    weighed = (WeightedProblem(shape(64), 1, 9.0), WeightedProblem(shape(128), 1, 1.0))
     assert summary(weighed, 1).startswith("1 of 2 recorded problems are searched, 90% of the time")
     assert summary(weighed, 20).startswith("2 of 2 recorded problems are searched, 100% of the time")
 
@@ -134,7 +134,7 @@ def test_training_searches_both_passes_of_what_was_called(
         )
 
     monkeypatch.setattr("flashtune.tuner.search.driver.run_search", searched)
-    monkeypatch.setattr("flashtune.tuner.execution.backend.open_equipment", lambda *_: nullcontext())
+    monkeypatch.setattr("flashtune.tuner.execution.backend.open_workers", lambda *_: nullcontext())
     options = ["--target", "h200", "--db", str(tmp_path / "own.sqlite"), "--json"]
     recorded = ["--from", str(file), "--top", "2"]
     CliRunner().invoke(main, ["search", *options, *recorded, "--phase", "training"])

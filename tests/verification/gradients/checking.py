@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashtune.core.config import Config, LaunchOptions
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.target import find_target
@@ -60,7 +60,7 @@ def found_at(
     prepared = prepare(case, Alignment.EIGHT, CPU, SEED, dlse)
 
     def bind(*_: object, **__: object) -> Any:
-        def launch(tensors: BackwardTensors, scale: float, side: Side) -> None:
+        def launch(tensors: BackwardTensors, scale: float, side: ExtraInputs) -> None:
             differentiate(case.problem, tensors, scale, side, hooks)
 
         return launch

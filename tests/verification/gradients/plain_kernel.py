@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.config import Config
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import Bias, Problem
 from flashtune.launch.backward import BackwardTensors
 from tests.verification.plain_kernel import key_count, out_of_sight, query_rows
@@ -58,7 +58,7 @@ class Hooks(NamedTuple):
 
     problem: Callable[[Problem], Problem] = lambda problem: problem
     read: Callable[[BackwardTensors], BackwardTensors] = lambda tensors: tensors
-    side: Callable[[Side], Side] = lambda side: side
+    side: Callable[[ExtraInputs], ExtraInputs] = lambda side: side
     head: Callable[[Tensor], Tensor] = lambda head: head
     hidden: Callable[[Tensor], Tensor] = lambda hidden: hidden
     log: Callable[[Tensor], Tensor] = lambda lse: lse
@@ -72,7 +72,7 @@ RIGHT = Hooks()
 
 
 def differentiate(
-    problem: Problem, tensors: BackwardTensors, scale: float, side: Side, hooks: Hooks = RIGHT
+    problem: Problem, tensors: BackwardTensors, scale: float, side: ExtraInputs, hooks: Hooks = RIGHT
 ) -> None:
     """Fills dq, dk and dv."""
     told, read, side = hooks.problem(problem), hooks.read(tensors), hooks.side(side)
@@ -81,7 +81,7 @@ def differentiate(
 
 
 def _one(
-    problem: Problem, tensors: BackwardTensors, scale: float, side: Side, hooks: Hooks, sequence: int
+    problem: Problem, tensors: BackwardTensors, scale: float, side: ExtraInputs, hooks: Hooks, sequence: int
 ) -> None:
     rows, count = query_rows(problem, sequence, side), key_count(problem, sequence, side)
     first = 0 if side.cu_seqlens_kv is None else int(side.cu_seqlens_kv[sequence])
@@ -118,7 +118,7 @@ def _one(
         tensors.dslopes[sequence] = hooks.gradient("dslopes", dslopes[:, None])[:, 0]
 
 
-def _room(problem: Problem, tensors: BackwardTensors, side: Side, sequence: int) -> int:
+def _room(problem: Problem, tensors: BackwardTensors, side: ExtraInputs, sequence: int) -> int:
     """Rows of keys that a sequence has, used or not: the gradient of what is not used is zero."""
     if side.cu_seqlens_kv is None:
         return tensors.k.shape[2]
@@ -128,7 +128,7 @@ def _room(problem: Problem, tensors: BackwardTensors, side: Side, sequence: int)
 def _scores(
     problem: Problem,
     scale: float,
-    side: Side,
+    side: ExtraInputs,
     hooks: Hooks,
     sequence: int,
     operands: tuple[Tensor, Tensor],

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_SIDE
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
 from flashtune.core.problem import Causal, Dtype
 from flashtune.verification.cases import Level
 from flashtune.verification.gradients.cases import RACE_REPEATS, companions, main_cases, tiles_of
 from flashtune.verification.gradients.head_sampling import pieces, sample_pairs
 from flashtune.verification.gradients.inputs import make_dout
-from flashtune.verification.gradients.probabilities import Given
+from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.reference import Chosen, expect_gradients
 from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.probes import Probe
@@ -75,8 +75,8 @@ def test_rows_in_slices_make_the_same_gradients(monkeypatch: pytest.MonkeyPatch,
         return torch.randn(2, heads, rows, width, generator=generator).half()
 
     q, k, v, dout = drawn(4, 100, 32), drawn(2, 100, 32), drawn(2, 100, 24), drawn(4, 100, 24)
-    side = NO_SIDE._replace(slopes=torch.rand(2, 4, generator=generator))
-    given = Given(q, k, v, dout, None, side, 0.2, equal_lengths(problem))
+    side = NO_EXTRA_INPUTS._replace(slopes=torch.rand(2, 4, generator=generator))
+    given = BackwardCase(q, k, v, dout, None, side, 0.2, equal_lengths(problem))
     chosen = Chosen(sample_pairs(problem, generator), torch.arange(100))
     whole = expect_gradients(problem, given, chosen)
     monkeypatch.setattr("flashtune.verification.gradients.head_sampling.CHUNK_SCORES", {"cpu": 3000})

@@ -14,7 +14,7 @@ from flashtune.verification.cases import Case, Level, lengths_of
 from flashtune.verification.gradients.cases import companions
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
 from flashtune.verification.gradients.inputs import make_dlse, make_dout
-from flashtune.verification.gradients.probabilities import Given
+from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.reference import Chosen, expect_gradients
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.probes import Probe, make_values
@@ -95,7 +95,7 @@ def test_the_reference_is_what_autograd_makes(name: str) -> None:
             side = side._replace(bias=open_bias)
         dout, dlse = make_dout(case.probe, problem, 16, generator), make_dlse(problem, generator)
         chosen = Chosen(sample_pairs(problem, generator), torch.arange(problem.seqlen_q))
-        given = Given(q, k, v, dout, dlse, side, case.scale, lengths)
+        given = BackwardCase(q, k, v, dout, dlse, side, case.scale, lengths)
         expected = expect_gradients(problem, given, chosen)
         found = differentiated(problem, given, chosen.pairs)
         assert found.keys() == expected.gradients.keys()
@@ -103,7 +103,7 @@ def test_the_reference_is_what_autograd_makes(name: str) -> None:
             torch.testing.assert_close(tensor, expected.gradients[one].exact, rtol=1e-8, atol=1e-8)
 
 
-def differentiated(problem: Problem, given: Given, pairs: Pairs) -> dict[str, Tensor]:
+def differentiated(problem: Problem, given: BackwardCase, pairs: Pairs) -> dict[str, Tensor]:
     """Gradients by torch's autograd, of attention as another hand wrote it, at some pairs."""
     side = given.side
     inputs = {"dq": given.q.double(), "dk": given.k.double(), "dv": given.v.double()}

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flashtune.core.extra_inputs import Side
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Bias, Causal, Dtype
 from flashtune.launch.backward import BackwardTensors
@@ -40,7 +40,7 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Spoil) -> set[str]
     launches = 0
 
     def bind(*_: object, allocate: Callable[..., Tensor], **__: object) -> Any:
-        def launch(tensors: BackwardTensors, scale: float, side: Side) -> None:
+        def launch(tensors: BackwardTensors, scale: float, side: ExtraInputs) -> None:
             nonlocal launches
             differentiate(case.problem, tensors, scale, side)
             spoil(launches, tensors, allocate)

@@ -6,7 +6,7 @@ import pytest
 
 from flashtune.core.problem import Direction
 from flashtune.core.target import find_target
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from tests.gpu.random.random_gradients import feature_sets, subjects, trials
 from tests.verification.gradients.checking import failures, found_at
@@ -30,7 +30,10 @@ def test_families_compute_what_they_are_given() -> None:
     assert len({trial.subject for trial in trials(60, 1, H200, 12)}) == 12
     for subject, case in drawn:
         assert case.problem.direction is Direction.BACKWARD
-        assert why_not(find_family(subject.family), case.problem, H200, subject.specialization) is None
+        assert (
+            unsupported_reason(find_family(subject.family), case.problem, H200, subject.specialization)
+            is None
+        )
         # The same source serves: nothing differs but extents.
         assert case.problem.computation == subject.problem.computation
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashtune.core.target import find_target
-from flashtune.templates.family import why_not
+from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from tests.mutants import alike
 from tests.mutants.backward_hopper.backward_hopper import FULL, ORDERED
@@ -30,7 +30,7 @@ def test_problems_are_those_of_a_check_and_random_ones_that_the_family_computes(
     assert len(found) > 50
     assert all(case.problem.computation == subject.problem.computation for case in found)
     for case in found:
-        assert why_not(find_family(family), case.problem, H200, subject.specialization) is None
+        assert unsupported_reason(find_family(family), case.problem, H200, subject.specialization) is None
     # Another seed draws other problems, beside the same ones of the check.
     assert 0 < sum(one not in found for one in cases_of(subject, 8)) <= alike.RANDOM_PROBLEMS
 

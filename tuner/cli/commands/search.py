@@ -167,7 +167,7 @@ def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) 
 
     from flashtune.db.location import database_url, describe
     from flashtune.db.store import open_store
-    from flashtune.tuner.execution.backend import open_equipment
+    from flashtune.tuner.execution.backend import open_workers
     from flashtune.tuner.search.coverage import outlook
     from flashtune.tuner.search.driver import run_search
     from flashtune.tuner.search.progress import Place
@@ -179,7 +179,7 @@ def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) 
     results: list[SearchResult] = []
     console, progress = Console(stderr=True), Place(len(requests))
     latest: list[Progress] = []
-    with open_store(db) as store, open_equipment(requests[0].device, requests[0].jobs) as equipment:
+    with open_store(db) as store, open_workers(requests[0].device, requests[0].jobs) as equipment:
         try:
             for request in requests:
                 with observed(console, progress, latest) as observer:
@@ -222,10 +222,10 @@ def _with_recorded(
 def _is_computed(problem: Problem, target: Target) -> bool:
     """Returns whether some family computes a problem for the best alignment."""
     from flashtune.core.kernel import Specialization
-    from flashtune.templates.family import why_not
+    from flashtune.templates.family import unsupported_reason
     from flashtune.templates.registry import families
 
-    return any(why_not(family, problem, target, Specialization()) is None for family in families())
+    return any(unsupported_reason(family, problem, target, Specialization()) is None for family in families())
 
 
 def _refuse_failures(results: list[SearchResult]) -> None:

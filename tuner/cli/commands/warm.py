@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flashtune.tuner.tables.warm import Call
 
 
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 
 
 @flashtune_command(
@@ -110,7 +110,7 @@ def command(
     if not results:
         raise KernelError("no kernel family computes any of these calls: name other shapes")
     if failed:
-        words = "; ".join(f"{result.problem}: {result.failed}" for result in failed[:MOST_SHOWN])
+        words = "; ".join(f"{result.problem}: {result.failed}" for result in failed[:MAX_SHOWN])
         raise KernelError(
             f"{len(failed)} kernels cannot serve ({words}): search their shapes again, "
             "or run flashtune doctor"

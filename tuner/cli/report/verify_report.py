@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from flashtune.tuner.tables.receipts import Receipt
     from flashtune.tuner.verify.report import Report
 
-MOST_SHOWN = 20
+MAX_SHOWN = 20
 
 
 def counts_of(report: Report) -> dict[str, int]:
     """Returns the number of kernels by kind of comparison, and of those that failed or were missed."""
-    from flashtune.tuner.verify.report import Means
+    from flashtune.tuner.verify.report import CheckMethod
 
-    counts = {means.value: report.count(means) for means in Means}
+    counts = {means.value: report.count(means) for means in CheckMethod}
     return {
         "kernels": len(report.results),
         **counts,
@@ -36,7 +36,7 @@ def _source(receipt: Receipt) -> str:
 def print_report(report: Report) -> None:
     """Prints the counts, the receipts and the failures."""
     from flashtune.templates.registry import find_family
-    from flashtune.tuner.verify.report import Means
+    from flashtune.tuner.verify.report import CheckMethod
 
     counts = counts_of(report)
     total = counts["kernels"]
@@ -45,7 +45,7 @@ def print_report(report: Report) -> None:
         f"({counts['gpu']} on the GPU, {counts['interpreter']} under the interpreter), "
         f"{counts['receipt']} by receipt alone and {counts['none']} not at all; {counts['failed']} failed"
     )
-    by_receipt = {result.family for result in report.results if result.means is Means.RECEIPT}
+    by_receipt = {result.family for result in report.results if result.means is CheckMethod.RECEIPT}
     alone = sorted(name for name in by_receipt if not find_family(name).interpreted)
     if alone:
         say(f"no interpreter runs {' or '.join(alone)}: without its GPU a receipt is all there is")
@@ -59,7 +59,7 @@ def print_report(report: Report) -> None:
     if is_set("verbose"):
         for result in report.results:
             note(f"{result.problem} on {result.target}: {result.failed or 'passed'} ({result.means.value})")
-    for result in report.failures[:MOST_SHOWN]:
+    for result in report.failures[:MAX_SHOWN]:
         say(f"failed: {result.problem} on {result.target}: {result.failed}")
-    if len(report.failures) > MOST_SHOWN:
-        note(f"{len(report.failures) - MOST_SHOWN} more failed: --json lists them all")
+    if len(report.failures) > MAX_SHOWN:
+        note(f"{len(report.failures) - MAX_SHOWN} more failed: --json lists them all")

@@ -8,7 +8,7 @@ from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import Direction, Dtype, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
-from flashtune.templates.family import Context, TrafficItem
+from flashtune.templates.family import Context, BytesItem
 
 HOPPER = 90
 WIDTHS = (64, 128, 256)
@@ -62,12 +62,12 @@ class ForwardNative:
 
     def sram_items(
         self, problem: Problem, config: Config, target: Target, specialization: Specialization
-    ) -> tuple[TrafficItem, ...]:
+    ) -> tuple[BytesItem, ...]:
         assert isinstance(config, NativeConfig)
         row = problem.head_dim * problem.dtype.itemsize
         return (
-            TrafficItem("q", config.block_m * row),
-            TrafficItem("k and v", 2 * config.num_stages * config.block_n * row),
+            BytesItem("q", config.block_m * row),
+            BytesItem("k and v", 2 * config.num_stages * config.block_n * row),
         )
 
     def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
@@ -83,13 +83,13 @@ class ForwardNative:
     def span(self, problem: Problem, config: Config, target: Target) -> float:
         return problem.flops() / target.peak.half / 1e9
 
-    def spread_otherwise(self, problem: Problem, config: Config, target: Target) -> tuple[Config, ...]:
+    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> tuple[Config, ...]:
         return ()
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
-    ) -> tuple[TrafficItem, ...]:
-        return (TrafficItem("all of it once", problem.minimal_bytes()),)
+    ) -> tuple[BytesItem, ...]:
+        return (BytesItem("all of it once", problem.minimal_bytes()),)
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> NativeContext:
         assert isinstance(config, NativeConfig)

@@ -16,11 +16,11 @@ from benchmarks.search_replay.replays import (
     summarize,
 )
 from flashtune.db.store import open_store
-from flashtune.tuner.candidates import Scope
+from flashtune.tuner.candidates import SearchTask
 from flashtune.tuner.perf_model.calibration import NOTHING
 from flashtune.tuner.perf_model.measurements import TruthTable, read_tables
-from flashtune.tuner.search.optuna_study import Answer
-from flashtune.tuner.search.policy import Knowledge
+from flashtune.tuner.search.optuna_study import TrialResult
+from flashtune.tuner.search.policy import SearchContext
 from tests.tuner.perf_model.truth_fakes import a_table
 
 TABLES = read_tables(Path(__file__).parents[3] / "data" / "truth")
@@ -35,22 +35,22 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_policy_proposes_everything_once(name: str, scope: Scope) -> None:
+def test_every_policy_proposes_everything_once(name: str, scope: SearchTask) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{name} needs {NEEDS[name]}")
-    proposer = POLICIES[name](Knowledge(scope, (), {}, 20, 0, NOTHING))
+    proposer = POLICIES[name](SearchContext(scope, (), {}, 20, 0, NOTHING))
     proposed = []
     while (candidate := proposer.ask()) is not None:
         proposed.append(candidate)
         failed = len(proposed) % 5 == 0
-        proposer.tell(candidate, Answer(None if failed else float(len(proposed))))
+        proposer.tell(candidate, TrialResult(None if failed else float(len(proposed))))
     assert len(proposed) == len(set(proposed))
     assert set(proposed) == set(scope.candidates())
 
 
-def test_random_orders_differ_by_seed_and_exhaustive_ones_by_their_start(scope: Scope) -> None:
+def test_random_orders_differ_by_seed_and_exhaustive_ones_by_their_start(scope: SearchTask) -> None:
     def order(name: str, seed: int) -> list[object]:
-        proposer = POLICIES[name](Knowledge(scope, (), {}, None, seed, NOTHING))
+        proposer = POLICIES[name](SearchContext(scope, (), {}, None, seed, NOTHING))
         return [proposer.ask() for _ in range(10)]
 
     assert order("random", 1) == order("random", 1) != order("random", 2)
@@ -59,14 +59,14 @@ def test_random_orders_differ_by_seed_and_exhaustive_ones_by_their_start(scope: 
     assert (walk.index(first) + 1) % len(walk) == walk.index(second)  # type: ignore[arg-type]
 
 
-def test_a_conditional_axis_is_always_searched_by_samplers_that_know_no_conditions(scope: Scope) -> None:
+def test_a_conditional_axis_is_always_searched_by_samplers_that_know_no_conditions(scope: SearchTask) -> None:
     import optuna
 
     from flashtune.tuner.search.optuna_study import Study
 
     study = Study(scope, optuna.samplers.RandomSampler(seed=0), flat=True)
     for candidate in scope.candidates():
-        study.add(candidate, Answer(1.0))
+        study.add(candidate, TrialResult(1.0))
     suggested = [study.suggest() for _ in range(30)]
     assert all(scope.contains(candidate) for candidate in suggested)
     assert {len(trial.params) for trial in study._study.trials} == {5}

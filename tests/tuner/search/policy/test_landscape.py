@@ -3,15 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.search.candidate_grid import Pool
-from flashtune.tuner.search.surrogate import Beliefs, Landscape
+from flashtune.tuner.candidates import Candidate, SearchTask
+from flashtune.tuner.search.candidate_grid import CandidateGrid
+from flashtune.tuner.search.surrogate import GpParams, Surrogate
 from tests.tuner.search.fakes import FAMILY, a_config, by_tile
 
 
 @pytest.fixture
-def pool(scope: Scope) -> Pool:
-    return Pool(scope, tuple(scope.candidates()))
+def pool(scope: SearchTask) -> CandidateGrid:
+    return CandidateGrid(scope, tuple(scope.candidates()))
 
 
 def ms_of(candidate: Candidate) -> float:
@@ -20,7 +20,7 @@ def ms_of(candidate: Candidate) -> float:
     return measurement.ms
 
 
-def test_steps_count_the_axes_that_differ(pool: Pool) -> None:
+def test_steps_count_the_axes_that_differ(pool: CandidateGrid) -> None:
     candidate = Candidate(FAMILY, a_config())
     apart = pool.steps(candidate).sum(axis=1)
     assert apart[pool.places[candidate]] == 0
@@ -31,14 +31,14 @@ def test_steps_count_the_axes_that_differ(pool: Pool) -> None:
     )
 
 
-def test_neighbours_on_a_long_axis_lie_nearer_than_its_ends(scope: Scope) -> None:
+def test_neighbours_on_a_long_axis_lie_nearer_than_its_ends(scope: SearchTask) -> None:
     import msgspec
 
     from tests.tuner.search.fakes import a_space
 
     space = msgspec.structs.replace(scope.spaces[0], space=a_space(block_ms=(16, 32, 64, 128, 256)))
     wide = msgspec.structs.replace(scope, spaces=(space,))
-    pool = Pool(wide, tuple(wide.candidates()))
+    pool = CandidateGrid(wide, tuple(wide.candidates()))
     apart = pool.steps(Candidate(FAMILY, a_config(block_m=16))).sum(axis=1)
     steps = [apart[pool.places[Candidate(FAMILY, a_config(block_m=rows))]] for rows in (16, 32, 64, 128, 256)]
     assert steps == sorted(steps)
@@ -46,7 +46,7 @@ def test_neighbours_on_a_long_axis_lie_nearer_than_its_ends(scope: Scope) -> Non
     assert steps[-1] == 1
 
 
-def test_the_nearest_free_candidate_stands_for_one_from_outside(pool: Pool) -> None:
+def test_the_nearest_free_candidate_stands_for_one_from_outside(pool: CandidateGrid) -> None:
     free = np.ones(len(pool.candidates), dtype=bool)
     outside = Candidate(FAMILY, a_config(block_m=128, num_stages=5))
     nearest = pool.nearest(outside, free)
@@ -56,8 +56,8 @@ def test_the_nearest_free_candidate_stands_for_one_from_outside(pool: Pool) -> N
     assert pool.nearest(outside, np.zeros_like(free)) is None
 
 
-def test_most_is_expected_of_what_is_like_the_fast_and_unlike_the_slow(pool: Pool) -> None:
-    landscape = Landscape(pool, [1.0] * len(pool.candidates), Beliefs())
+def test_most_is_expected_of_what_is_like_the_fast_and_unlike_the_slow(pool: CandidateGrid) -> None:
+    landscape = Surrogate(pool, [1.0] * len(pool.candidates), GpParams())
     known: dict[int, float | None] = {
         place: ms_of(candidate) for place, candidate in enumerate(pool.candidates) if place % 3 == 0
     }
@@ -69,16 +69,16 @@ def test_most_is_expected_of_what_is_like_the_fast_and_unlike_the_slow(pool: Poo
     assert ranks[0] < 4
 
 
-def test_predictions_are_believed_until_they_are_disproved(pool: Pool) -> None:
+def test_predictions_are_believed_until_they_are_disproved(pool: CandidateGrid) -> None:
     predicted = [ms_of(candidate) for candidate in pool.candidates]
-    landscape = Landscape(pool, predicted, Beliefs())
+    landscape = Surrogate(pool, predicted, GpParams())
     slowest = int(np.argmax(predicted))
     expected = landscape.expected_improvements({slowest: 3 * predicted[slowest]}, ())
     assert int(expected.argmax()) == int(np.argmin(predicted))
 
 
-def test_little_is_expected_beside_failures_and_of_what_is_being_tried(pool: Pool) -> None:
-    landscape = Landscape(pool, [1.0] * len(pool.candidates), Beliefs())
+def test_little_is_expected_beside_failures_and_of_what_is_being_tried(pool: CandidateGrid) -> None:
+    landscape = Surrogate(pool, [1.0] * len(pool.candidates), GpParams())
     good, bad = 0, len(pool.candidates) - 1
     without = landscape.expected_improvements({good: 1.0}, ())
     assert landscape.expected_improvements({good: 1.0, bad: None}, ())[bad - 1] < without[bad - 1]

@@ -6,9 +6,9 @@ from typing import Any
 
 from flashtune.core.config import Space
 from flashtune.templates.forward_q_outer.space import Loads
-from flashtune.tuner.candidates import Candidate, Scope
-from flashtune.tuner.search.optuna_study import Answer
-from flashtune.tuner.search.proposer import Proposer, neighbours
+from flashtune.tuner.candidates import Candidate, SearchTask
+from flashtune.tuner.search.optuna_study import TrialResult
+from flashtune.tuner.search.proposer import DefaultStrategy, neighbours
 from tests.tuner.search.fakes import FAMILY, a_config, a_space, alike
 
 
@@ -45,20 +45,20 @@ def test_a_config_from_outside_has_neighbours_inside() -> None:
     assert {near.block_m for near in inside} == {64, 128}  # type: ignore[attr-defined]
 
 
-def test_what_lies_beside_the_fastest_is_proposed_soon(scope: Scope) -> None:
+def test_what_lies_beside_the_fastest_is_proposed_soon(scope: SearchTask) -> None:
     best = Candidate(FAMILY, a_config(block_m=128, num_warps=4))
-    proposer = Proposer(scope, (best,), alike(scope), {}, seed=0)
+    proposer = DefaultStrategy(scope, (best,), alike(scope), {}, seed=0)
     assert proposer.ask() == best
-    proposer.tell(best, Answer(0.5))
+    proposer.tell(best, TrialResult(0.5))
     beside = {Candidate(FAMILY, near) for near in neighbours(scope.spaces[0].space, best.config)}
     proposed = [proposer.ask() for _ in range(4 * len(beside))]
     assert beside <= set(proposed)
     assert len(set(proposed)) == len(proposed)
 
 
-def test_nothing_lies_beside_what_failed(scope: Scope) -> None:
+def test_nothing_lies_beside_what_failed(scope: SearchTask) -> None:
     failed = Candidate(FAMILY, a_config())
-    proposer = Proposer(scope, (failed,), alike(scope), {}, seed=0)
+    proposer = DefaultStrategy(scope, (failed,), alike(scope), {}, seed=0)
     assert proposer.ask() == failed
-    proposer.tell(failed, Answer(None))
+    proposer.tell(failed, TrialResult(None))
     assert proposer._beside_the_best() is None

@@ -7,21 +7,21 @@ from flashtune.core.errors import UsageError
 from flashtune.core.kernel import Specialization
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.candidates import Candidate, FamilySpace, Scope, open_spaces
+from flashtune.tuner.candidates import Candidate, FamilySpace, SearchTask, open_spaces
 from flashtune.tuner.perf_model.calibration import NOTHING
-from flashtune.tuner.search.optuna_study import Answer
-from flashtune.tuner.search.proposer import FAMILY_CHANCES, Proposer
+from flashtune.tuner.search.optuna_study import TrialResult
+from flashtune.tuner.search.proposer import FAMILY_CHANCES, DefaultStrategy
 from flashtune.tuner.search.ranking import Ranked, rank, varied
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem, a_space, alike, by_tile
 
 PORTABLE = ("forward_kv_outer", "forward_q_outer")
 
 
-def proposer_of(scope: Scope, start: tuple[Candidate, ...] = ()) -> Proposer:
-    return Proposer(scope, start, alike(scope), {}, seed=0)
+def proposer_of(scope: SearchTask, start: tuple[Candidate, ...] = ()) -> DefaultStrategy:
+    return DefaultStrategy(scope, start, alike(scope), {}, seed=0)
 
 
-def trials_of(proposer: Proposer) -> list[FrozenTrial]:
+def trials_of(proposer: DefaultStrategy) -> list[FrozenTrial]:
     """What the sampler learned; its own suggestions, which are answered elsewhere, left out."""
     return [trial for trial in proposer._study._study.trials if trial.state is not TrialState.FAIL]
 
@@ -32,45 +32,45 @@ def ms_of(candidate: Candidate) -> float:
     return measurement.ms
 
 
-def test_every_candidate_is_proposed_once_and_then_none(scope: Scope) -> None:
+def test_every_candidate_is_proposed_once_and_then_none(scope: SearchTask) -> None:
     proposer = proposer_of(scope)
     proposed = []
     while (candidate := proposer.ask()) is not None:
         proposed.append(candidate)
-        proposer.tell(candidate, Answer(ms_of(candidate)))
+        proposer.tell(candidate, TrialResult(ms_of(candidate)))
     assert len(proposed) == len(set(proposed))
     assert set(proposed) == set(scope.candidates())
 
 
-def test_nothing_is_proposed_twice_while_it_is_open(scope: Scope) -> None:
+def test_nothing_is_proposed_twice_while_it_is_open(scope: SearchTask) -> None:
     proposer = proposer_of(scope)
     proposed = [proposer.ask() for _ in range(8)]
     assert None not in proposed
     assert len(set(proposed)) == 8
 
 
-def test_the_start_comes_first_and_in_order_even_from_outside_the_space(scope: Scope) -> None:
+def test_the_start_comes_first_and_in_order_even_from_outside_the_space(scope: SearchTask) -> None:
     outside = Candidate(FAMILY, a_config(block_m=256, num_warps=16))
     inside = Candidate(FAMILY, a_config(block_m=128))
     assert not scope.contains(outside)
     proposer = proposer_of(scope, (outside, inside, inside))
     assert [proposer.ask(), proposer.ask()] == [outside, inside]
-    proposer.tell(outside, Answer(1.0))
-    proposer.tell(inside, Answer(2.0))
+    proposer.tell(outside, TrialResult(1.0))
+    proposer.tell(inside, TrialResult(2.0))
     assert [trial.value for trial in trials_of(proposer)] == [2.0]
 
 
-def test_what_is_known_is_told_to_the_sampler_and_not_proposed(scope: Scope) -> None:
-    known = {candidate: Answer(ms_of(candidate)) for candidate in list(scope.candidates())[:-1]}
-    proposer = Proposer(scope, (), alike(scope), known, seed=0)
+def test_what_is_known_is_told_to_the_sampler_and_not_proposed(scope: SearchTask) -> None:
+    known = {candidate: TrialResult(ms_of(candidate)) for candidate in list(scope.candidates())[:-1]}
+    proposer = DefaultStrategy(scope, (), alike(scope), known, seed=0)
     assert len(trials_of(proposer)) == len(known)
     assert proposer.ask() == list(scope.candidates())[-1]
     assert proposer.ask() is None
 
 
-def test_failures_are_completed_trials_with_a_violated_constraint(scope: Scope) -> None:
+def test_failures_are_completed_trials_with_a_violated_constraint(scope: SearchTask) -> None:
     proposer = proposer_of(scope, tuple(scope.candidates())[:3])
-    answers = (Answer(None, excess=0.25), Answer(None), Answer(1.5))
+    answers = (TrialResult(None, excess=0.25), TrialResult(None), TrialResult(1.5))
     for answer in answers:
         candidate = proposer.ask()
         assert candidate is not None
@@ -82,10 +82,10 @@ def test_failures_are_completed_trials_with_a_violated_constraint(scope: Scope) 
     assert fine.constraints == {"capacity": 0.0, "right": 0.0}
 
 
-def test_inactive_axes_take_no_part(scope: Scope) -> None:
+def test_inactive_axes_take_no_part(scope: SearchTask) -> None:
     proposer = proposer_of(scope)
     while (candidate := proposer.ask()) is not None:
-        proposer.tell(candidate, Answer(ms_of(candidate)))
+        proposer.tell(candidate, TrialResult(ms_of(candidate)))
     for trial in trials_of(proposer):
         descriptor = trial.params[f"{FAMILY}.loads"] == 1
         assert (f"{FAMILY}.qk_ahead" in trial.params) is descriptor
@@ -94,7 +94,7 @@ def test_inactive_axes_take_no_part(scope: Scope) -> None:
 
 def test_one_study_spans_the_families() -> None:
     problem, target = a_problem(), find_target("h100")
-    scope = Scope(problem, target, Specialization(), open_spaces(problem, target, PORTABLE))
+    scope = SearchTask(problem, target, Specialization(), open_spaces(problem, target, PORTABLE))
     proposer = proposer_of(scope)
     proposed = [candidate for candidate in (proposer.ask() for _ in range(12)) if candidate]
     assert {candidate.family for candidate in proposed} == {"forward_kv_outer", "forward_q_outer"}
@@ -104,14 +104,14 @@ def test_one_study_spans_the_families() -> None:
 
 def test_the_sampler_finds_the_best_sooner_than_chance() -> None:
     space = a_space(block_ms=(16, 32, 64, 128, 256, 512), warps=(1, 2, 4, 8, 16))
-    scope = Scope(
+    scope = SearchTask(
         a_problem(),
         find_target("h100"),
         Specialization(),
         (FamilySpace(find_family(FAMILY), space),),
     )
     ordered = sorted(scope.candidates(), key=ms_of)
-    proposer = Proposer(scope, (), [Ranked(candidate, 1.0) for candidate in ordered[::-1]], {}, seed=3)
+    proposer = DefaultStrategy(scope, (), [Ranked(candidate, 1.0) for candidate in ordered[::-1]], {}, seed=3)
     found = []
     for _ in range(60):
         candidate = proposer.ask()
@@ -119,7 +119,7 @@ def test_the_sampler_finds_the_best_sooner_than_chance() -> None:
         config = candidate.config
         # A third of the space fails, as large tiles do.
         fails = getattr(config, "block_m", 0) == 512
-        proposer.tell(candidate, Answer(None, excess=1.0) if fails else Answer(ms_of(candidate)))
+        proposer.tell(candidate, TrialResult(None, excess=1.0) if fails else TrialResult(ms_of(candidate)))
         found.append((fails, candidate))
     right = [candidate for fails, candidate in found if not fails]
     working = [candidate for candidate in ordered if getattr(candidate.config, "block_m", 0) != 512]
@@ -130,7 +130,7 @@ def test_the_sampler_finds_the_best_sooner_than_chance() -> None:
 
 def test_the_ranking_holds_what_fits_and_the_start_is_varied() -> None:
     problem, target = a_problem(seqlen_q=4096, seqlen_kv=4096), find_target("h100")
-    scope = Scope(problem, target, Specialization(), open_spaces(problem, target, (FAMILY,)))
+    scope = SearchTask(problem, target, Specialization(), open_spaces(problem, target, (FAMILY,)))
     ranked = rank(scope, seed=0, fit=NOTHING)
     times = [entry.predicted_ms for entry in ranked]
     assert times == sorted(times)
@@ -147,7 +147,7 @@ def test_a_family_that_does_not_exist_is_a_usage_error() -> None:
 
 def test_a_family_far_behind_is_given_up() -> None:
     problem, target = a_problem(), find_target("h200")
-    scope = Scope(problem, target, Specialization(), open_spaces(problem, target, PORTABLE))
+    scope = SearchTask(problem, target, Specialization(), open_spaces(problem, target, PORTABLE))
     slow, fast = "forward_kv_outer", "forward_q_outer"
     proposer = proposer_of(scope)
     proposed = []
@@ -155,6 +155,6 @@ def test_a_family_far_behind_is_given_up() -> None:
         candidate = proposer.ask()
         assert candidate is not None
         proposed.append(candidate.family)
-        proposer.tell(candidate, Answer(30.0 if candidate.family == slow else 1.0))
+        proposer.tell(candidate, TrialResult(30.0 if candidate.family == slow else 1.0))
     assert proposed.count(slow) == FAMILY_CHANCES
     assert proposed.count(fast) == 60 - FAMILY_CHANCES

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.search_replay.replay import Replay, Tried, best_after, replay_scope, replay_space
+from benchmarks.search_replay.replay import Replay, SimulatedTrial, best_after, replay_scope, replay_space
 from flashtune.core.errors import TableError
 from flashtune.core.record import Outcome
 from flashtune.core.target import find_target
@@ -108,6 +108,6 @@ def test_configs_that_the_space_forgot_are_refused() -> None:
 def test_the_answer_after_each_trial_is_the_truly_fastest_of_those_that_looked_so() -> None:
     candidate = a_table().candidate(a_table().rows[0])
     times = [(None, None), (2.0, 2.5), (1.0, 1.2), (1.1, 1.0), (1.05, 1.3)]
-    tried = [Tried(candidate, 0.0, seen, true) for seen, true in times]
+    tried = [SimulatedTrial(candidate, 0.0, seen, true) for seen, true in times]
     assert best_after(tried, 2) == [math.inf, 2.5, 1.2, 1.0, 1.2]
     assert best_after(tried, 3) == [math.inf, 2.5, 1.2, 1.0, 1.0]

@@ -13,13 +13,13 @@ from flashtune.core.errors import MachineError
 from flashtune.core.record import Outcome
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution import compile_pool, gpu_worker, machine_probe, processes
 from flashtune.tuner.execution.compile_pool import CompilePool
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.gpu_worker import GpuWorker
 from flashtune.tuner.execution.machine_probe import Probe, fault_of, look_for_fault, start_probe
-from flashtune.tuner.execution.processes import Lost
+from flashtune.tuner.execution.processes import LostJob
 from tests.tuner.search import fakes
 from tests.tuner.search.fakes import FAMILY, FakeCompiler, FakeMeasurer, a_config, by_tile
 from tests.tuner.search.small_search import SIZE, search
@@ -31,7 +31,7 @@ STORED = "what was finished is stored, and the same command goes on"
 
 
 def test_a_compiler_process_that_is_killed_blames_no_candidate(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.kill_itself)
     with (
@@ -42,7 +42,7 @@ def test_a_compiler_process_that_is_killed_blames_no_candidate(
 
 
 def test_a_full_disk_in_a_compiler_process_blames_no_candidate(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.compile_without_space)
     with CompilePool(1) as pool, pytest.raises(MachineError, match="No space left on device"):
@@ -53,7 +53,7 @@ def test_a_full_disk_in_a_compiler_process_blames_no_candidate(
     "job", [fakes.crash, fakes.hang, fakes.fail_with_a_tool], ids=lambda job: job.__name__
 )
 def test_a_failure_on_a_machine_that_a_probe_finds_ill_blames_no_candidate(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch, job: Any
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch, job: Any
 ) -> None:
     monkeypatch.setattr(machine_probe, "look_for_fault", fakes.triton_cache_full)
     monkeypatch.setattr(compile_pool, "compile_candidate", job)
@@ -63,7 +63,7 @@ def test_a_failure_on_a_machine_that_a_probe_finds_ill_blames_no_candidate(
 
 @pytest.mark.usefixtures("healthy_machine")
 def test_a_tool_that_fails_on_a_healthy_machine_is_an_outcome(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.fail_with_a_tool)
     with CompilePool(1) as pool:
@@ -71,7 +71,7 @@ def test_a_tool_that_fails_on_a_healthy_machine_is_an_outcome(
 
 
 def test_a_pool_that_was_stopped_starts_no_process_for_jobs_that_were_lost(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
     with CompilePool(1) as pool:
@@ -85,7 +85,7 @@ def test_a_pool_that_was_stopped_starts_no_process_for_jobs_that_were_lost(
 
 
 def test_a_process_that_runs_kernels_and_is_killed_blames_no_candidate(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_worker, "prepare", fakes.succeed)
     monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.kill_itself)
@@ -95,7 +95,7 @@ def test_a_process_that_runs_kernels_and_is_killed_blames_no_candidate(
 
 @pytest.mark.parametrize("job", [fakes.crash, fakes.hang], ids=lambda job: job.__name__)
 def test_a_launch_that_fails_on_a_machine_that_is_ill_blames_no_candidate(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch, job: Any
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch, job: Any
 ) -> None:
     monkeypatch.setattr(gpu_worker, "prepare", fakes.succeed)
     monkeypatch.setattr(gpu_worker, "evaluate_candidate", job)
@@ -124,7 +124,7 @@ def test_a_probe_names_a_folder_that_cannot_be_written(
 def test_a_time_out_counts_against_a_candidate_on_an_idle_machine_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timed_out = Lost(True, "did not end within its time limit")
+    timed_out = LostJob(True, "did not end within its time limit")
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     assert fault_of(timed_out, WELL, "a process") == ""
     assert "too busy (4 programs for each core)" in fault_of(timed_out, Probe("", slowness=4.0), "a process")
@@ -135,7 +135,7 @@ def test_a_time_out_counts_against_a_candidate_on_an_idle_machine_alone(
 
 
 def test_a_crash_counts_against_a_candidate_unless_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    crashed = Lost(False, "its process died (killed by signal 6)", 6)
+    crashed = LostJob(False, "its process died (killed by signal 6)", 6)
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: unlimited)
     assert fault_of(crashed, WELL, "a process") == ""

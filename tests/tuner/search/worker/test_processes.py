@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flashtune.core.record import Outcome
-from flashtune.tuner.candidates import Candidate, Scope
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution import compile_pool, gpu_worker
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.execution.evaluation import DeviceLostError
@@ -26,7 +26,7 @@ CANDIDATE = Candidate(FAMILY, a_config())
 WAIT = 60.0
 
 
-def test_a_kernel_compiles_in_a_worker_without_a_gpu(scope: Scope) -> None:
+def test_a_kernel_compiles_in_a_worker_without_a_gpu(scope: SearchTask) -> None:
     with CompilePool(1) as pool:
         result = pool.submit(scope, CANDIDATE).result(WAIT)
     assert result.outcome is Outcome.OK
@@ -45,7 +45,7 @@ def test_a_signal_to_the_process_group_ends_workers_and_not_their_server() -> No
     assert {signal.SIGTERM, signal.SIGINT} <= server_blocks
 
 
-def test_a_kernel_that_does_not_fit_is_infeasible(scope: Scope) -> None:
+def test_a_kernel_that_does_not_fit_is_infeasible(scope: SearchTask) -> None:
     big = Candidate(FAMILY, a_config(block_m=128, block_n=256, num_warps=8, num_stages=4))
     with CompilePool(1) as pool:
         result = pool.submit(scope, big).result(WAIT)
@@ -56,7 +56,7 @@ def test_a_kernel_that_does_not_fit_is_infeasible(scope: Scope) -> None:
 
 @pytest.mark.usefixtures("healthy_machine")
 def test_a_compiler_that_crashes_or_hangs_is_an_outcome(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CompilePool(1, seconds=1.0) as pool:
         monkeypatch.setattr(compile_pool, "compile_candidate", fakes.crash)
@@ -90,7 +90,9 @@ def healthy_gpu(healthy_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("healthy_gpu")
-def test_a_launch_that_crashes_or_hangs_is_an_outcome(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_crashes_or_hangs_is_an_outcome(
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = fakes.compiled(CANDIDATE)
     with GpuWorker(0, seconds=1.5) as gpu:
         monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.leave_with_illegal_access)
@@ -112,7 +114,7 @@ def test_a_launch_that_crashes_or_hangs_is_an_outcome(scope: Scope, monkeypatch:
 
 
 def test_a_crash_because_the_gpu_is_gone_blames_no_candidate(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_worker, "prepare", fakes.lose_device)
     monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.crash)
@@ -124,7 +126,7 @@ def test_a_crash_because_the_gpu_is_gone_blames_no_candidate(
 
 @pytest.mark.usefixtures("healthy_gpu")
 def test_a_job_whose_process_died_before_taking_it_is_run_again(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.process_id)
     compiled = fakes.compiled(CANDIDATE)
@@ -142,7 +144,7 @@ def test_a_job_whose_process_died_before_taking_it_is_run_again(
 
 @pytest.mark.usefixtures("healthy_gpu")
 def test_a_kernel_that_hangs_or_crashes_when_warps_are_late_is_wrong(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_worker, "build_late", fakes.agree)
     found = []
@@ -159,7 +161,7 @@ def test_a_kernel_that_hangs_or_crashes_when_warps_are_late_is_wrong(
 
 
 def test_a_gpu_that_is_gone_when_warps_are_late_blames_no_candidate(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_worker, "prepare", fakes.lose_device)
     monkeypatch.setattr(gpu_worker, "build_late", fakes.agree)
@@ -171,7 +173,7 @@ def test_a_gpu_that_is_gone_when_warps_are_late_blames_no_candidate(
 @pytest.mark.usefixtures("healthy_gpu")
 @pytest.mark.parametrize("build", [fakes.hang, fakes.crash, fakes.succeed], ids=lambda job: job.__name__)
 def test_a_kernel_that_cannot_be_built_with_delays_is_not_judged(
-    scope: Scope, monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any]
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(gpu_worker, "COMPILE_SECONDS", 1.0)
     monkeypatch.setattr(gpu_worker, "build_late", build)
@@ -181,13 +183,17 @@ def test_a_kernel_that_cannot_be_built_with_delays_is_not_judged(
 
 
 @pytest.mark.usefixtures("healthy_gpu")
-def test_finals_whose_process_is_lost_come_to_nothing(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finals_whose_process_is_lost_come_to_nothing(
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_worker, "time_finalists", fakes.crash)
     with GpuWorker(0) as gpu:
         assert gpu.finals(scope, (CANDIDATE,)).result(WAIT) == ()
 
 
-def test_a_pool_ends_at_once_whatever_its_workers_do(scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_ends_at_once_whatever_its_workers_do(
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
     with CompilePool(2) as pool:
         pool.submit(scope, CANDIDATE)
