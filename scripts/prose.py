@@ -1,0 +1,155 @@
+"""Checks the prose of pages and docstrings: sentence length and words with a standard term.
+
+    python -m scripts.prose                # fails if a file has more findings than it may have
+    python -m scripts.prose FILES          # lists the findings of these files
+    python -m scripts.prose --write        # lowers the numbers of allowed findings to the present ones
+
+`scripts/prose_allowed.toml` has the numbers of findings that files may have. Files that it does not name may
+have none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+ALLOWED = ROOT / "scripts/prose_allowed.toml"
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
+# Generated from the help texts of commands, which are checked where they are written.
+GENERATED = frozenset({"docs/cli.md"})
+CODE = ("flashtune", "tuner", "templates", "db", "benchmarks")
+MAX_WORDS = 25
+
+# Patterns of words that have a plain or a standard alternative, and the advice.
+WORDS = {
+    r"\bnobody\b": "use 'no' and a noun",
+    r"\bbeside\b": "use 'next to', 'in addition to' or 'in the same run'",
+    r"\bstand-?ins?\b|\bstands? in for\b": "use 'fallback' or 'replaces'",
+    r"\b(is|are|be|was|were) told\b|\btells? apart\b": "use 'gets', 'knows' or 'differs'",
+    r"^(?:What|Who|Whom|Whose)\b(?!.*\?)": "name the thing",
+    r"\b(?:of|for|from|by|to|with|as|than) (?:what|whom|who)\b": "name the thing",
+    r"\bgo(?:es)? (?:by|past)\b": "use 'depends on' or 'bypasses'",
+    r"\blaid\b": "use 'stored' or 'added'",
+}
+RULES = tuple((re.compile(pattern, re.IGNORECASE), advice) for pattern, advice in WORDS.items())
+
+NOT_PROSE = tuple(
+    re.compile(pattern, re.DOTALL | re.MULTILINE)
+    for pattern in (
+        r"^```.*?^```",
+        r"<!--.*?-->",
+        r"^\s*\|.*?\|\s*$",
+        r"^#+ .*?$",
+        r"^    .*?$",
+    )
+)
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+SPAN = re.compile(r"``[^`]+``|`[^`\n]+`")
+END = re.compile(r"(?<=[.!?:])\s+|\n\s*\n|\n(?=\s*(?:[-*] |\d+\. ))")
+WORD = re.compile(r"[A-Za-z0-9][\w'./%-]*")
+
+
+class Finding(NamedTuple):
+    """A sentence that breaks a rule."""
+
+    path: str
+    sentence: str
+    advice: str
+
+
+def main() -> None:
+    """Prints findings, and exits with 1 if a file has more than it may have."""
+    parser = argparse.ArgumentParser(description="Checks the prose of pages and docstrings.")
+    parser.add_argument("--write", action="store_true", help="lower the allowed counts to the present ones")
+    parser.add_argument("files", nargs="*", help="the files to list; all if left out")
+    options = parser.parse_args()
+    findings = {path: tuple(findings_of(ROOT / path)) for path in (options.files or checked_files())}
+    if options.files:
+        for found in findings.values():
+            print("\n".join(f"{one.path}: {one.sentence!r}: {one.advice}" for one in found))
+        return
+    counts = {path: len(found) for path, found in findings.items() if found}
+    allowed = allowed_counts()
+    if options.write:
+        first = not ALLOWED.exists()
+        lowered = {
+            path: count if first else min(count, allowed.get(path, 0))
+            for path, count in sorted(counts.items())
+        }
+        kept = (f'"{path}" = {count}\n' for path, count in lowered.items() if count)
+        ALLOWED.write_text("".join(kept), "utf-8")
+        return
+    failed = excess(counts, allowed)
+    for path in failed:
+        print("\n".join(f"{one.path}: {one.sentence!r}: {one.advice}" for one in findings[path]))
+    if failed:
+        sys.exit(f"{len(failed)} files have more findings than {ALLOWED.relative_to(ROOT)} allows")
+
+
+def excess(counts: dict[str, int], allowed: dict[str, int]) -> list[str]:
+    """Returns the files with more findings than they may have."""
+    return sorted(path for path, count in counts.items() if count > allowed.get(path, 0))
+
+
+def allowed_counts() -> dict[str, int]:
+    """Returns the number of findings that each file may have; files that are not named may have none."""
+    return tomllib.loads(ALLOWED.read_text("utf-8")) if ALLOWED.exists() else {}
+
+
+def checked_files() -> list[str]:
+    """Returns the paths of all pages and modules that are checked."""
+    pages = [path for pattern in PAGES for path in ROOT.glob(pattern)]
+    # Folders behind links are not walked.
+    modules = [
+        Path(folder, name)
+        for package in CODE
+        for folder, _, names in os.walk(ROOT / package)
+        for name in names
+        if name.endswith(".py")
+    ]
+    found = {path.relative_to(ROOT).as_posix() for path in (*pages, *modules)}
+    return sorted(found - GENERATED)
+
+
+def findings_of(path: Path) -> Iterator[Finding]:
+    """The sentences of a page, or of a module's docstrings, that break a rule."""
+    text = path.read_text("utf-8")
+    name = str(path.relative_to(ROOT))
+    texts = [text] if path.suffix == ".md" else docstrings(text)
+    for one in texts:
+        for sentence in sentences(one):
+            words = len(WORD.findall(sentence))
+            if words > MAX_WORDS:
+                yield Finding(name, sentence, f"{words} words: at most {MAX_WORDS}")
+            for pattern, advice in RULES:
+                if found := pattern.search(sentence):
+                    yield Finding(name, sentence, f"{found.group(0).strip()!r}: {advice}")
+
+
+def docstrings(source: str) -> list[str]:
+    """Returns all docstrings of a module."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
+    return [text for text in found if text]
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a text in Markdown, or of a docstring, without code, tables, headings and links."""
+    for pattern in NOT_PROSE:
+        text = pattern.sub("\n\n", text)
+    text = SPAN.sub("code", LINK.sub(r"\1", text))
+    for sentence in END.split(text):
+        if words := sentence.split():
+            yield " ".join(words)
+
+
+if __name__ == "__main__":
+    main()
