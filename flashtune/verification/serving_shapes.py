@@ -90,7 +90,7 @@ def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bo
 
 
 def _decoded_tiles(tile: Tile, splits: int, problem: Problem) -> ServingCase:
-    """Returns a problem with three tiles of rows per KV head, and three blocks of keys in each split."""
+    """Returns a problem with three tiles of rows per KV head and, if splits are few, three blocks in each."""
     group = max(DECODED_GROUP, tile.queries) if problem.latent else DECODED_GROUP
     queries = 2 * tile.queries // group + 1
     keys = 2 * min(splits, FEW_PARTS) * tile.keys + 1

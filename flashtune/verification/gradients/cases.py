@@ -192,7 +192,10 @@ def many_tiles(tile: Tile, *, quick: bool) -> Iterator[Shape]:
 
 
 def turns_of(tile: Tile) -> Iterator[Shape]:
-    """Yields problems with many more blocks of keys than a GPU runs at once, for deterministic sums."""
+    """Yields problems with many more blocks of keys than a GPU runs at once.
+
+    In deterministic kernels, later blocks then wait for the sums of earlier ones.
+    """
     m, n, _ = tile
     for _ in ROUNDS:
         yield Shape(Probe.RANDOM, 2 * m + 1, 8 * n, SMALL_REPEATS)
@@ -240,7 +243,7 @@ def _full(tiles: Tiles, problem: Problem) -> Iterator[Shape]:
 
 
 def _around_diagonal(tiles: Tiles) -> Iterator[Shape]:
-    """Yields problems with as many, more and fewer keys than queries. Some rows or keys have no partner."""
+    """Yields problems with as many, more and fewer keys than queries. Some rows or keys are fully masked."""
     m, n = tiles.queries[-1], tiles.keys[-1]
     for side in _lengths((*tiles.queries, *tiles.keys), 2)[1:]:
         yield Shape(Probe.DIAGONAL, side, side)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from flashtune.core.extra_inputs import ExtraInputs
     from flashtune.verification.lengths import Lengths
 
-# Features that change scores or hide keys. Without these, a count per row gives its visible keys.
+# Features that neither change scores nor hide keys, and all others. Without the others, the number of visible
+# keys of a row determines these keys.
 BESIDE_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT, Feature.DETERMINISTIC}
 OVER_SCORES = frozenset(Feature) - BESIDE_SCORES
 
