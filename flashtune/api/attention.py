@@ -144,7 +144,7 @@ def attention(
             and (scales is NO_EXTRA_INPUTS or getattr(q, "dtype", E4M3) is E4M3)
         )
     except (RuntimeError, ValueError):
-        # An array in place of a number, which has no truth value: the call's record refuses it.
+        # Arrays instead of numbers have no truth value. `dense_call` raises the error.
         is_simple = False
     if not is_simple:
         call = dense_call(

@@ -36,11 +36,10 @@ HELD_REACH = 1.0
 # Number of near shapes that determine a penalty, and the largest penalty of a shape (a logarithm).
 ASKED = 4
 MAX_HELD = 0.3
-# Required margins as fractions of the time. STEP_DOUBT is per step of a factor
-# of two by which the shape where the config won is farther than the nearest winner's. PORTABLE_DOUBT is per
-# step to the nearest winner of a portable family, because times of such families are less certain.
-# UNTIMED_DOUBT is for configs that were never verified or timed, and BESIDE_DOUBT for those of them that
-# differ from a winner on one axis only.
+# Required margins as fractions of the time. STEP_DOUBT is per step of a factor of two by which the shape
+# where the config won is farther than the nearest winner's. PORTABLE_DOUBT is per step to the nearest winner
+# of a portable family, because times of such families are less certain. UNTIMED_DOUBT is for configs that
+# were never verified or timed, and BESIDE_DOUBT for those of them that differ from a winner on one axis only.
 STEP_DOUBT = 0.005
 PORTABLE_DOUBT = 0.04
 UNTIMED_DOUBT = 0.05

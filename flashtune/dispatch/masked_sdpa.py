@@ -132,7 +132,7 @@ def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def chosen_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
-    """Returns the name of the backend that SDPA picks for a call, or None for its unfused path."""
+    """Returns the name of the backend that SDPA selects for a call, or None for its unfused path."""
     # torch has no public function for this.
     choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
         q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1]

@@ -52,8 +52,8 @@ def tuned_alike(problem: Problem, records: Iterable[Record]) -> list[Record]:
 def nearest_record(problem: Problem, records: Iterable[Record]) -> Record | None:
     """Returns the record of the nearest shape with the same static features, or None.
 
-    If shapes are equally near, the smallest problem key wins, so that all ranks select the same. Of records
-    of one shape, the first wins.
+    If shapes are equally near, the problem's own mask and then the smallest key win, so that all ranks agree.
+    Of records of one shape, the first wins.
     """
     masks = [same.causal for same in same_computation(problem)]
     alike = tuned_alike(problem, records)

@@ -1,4 +1,4 @@
-"""Calls: prepared once, cached by shape, executed by a kernel, by SDPA or unfused.
+"""Execution of calls: prepared once, cached by shape, computed by a kernel, by SDPA or unfused.
 
 Also torch's operators and autograd functions. May import all packages but `kv_cache`, `api` and `tuner`.
 """

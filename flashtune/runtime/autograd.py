@@ -1,7 +1,7 @@
-"""How autograd goes through a call: one function of three inputs, whose backward pass is a kernel too.
+"""The autograd function of a call, whose backward pass runs a kernel too.
 
-Eager calls record the function itself. Compilers, dispatch modes and torch.func's transforms see operators,
-whose autograd kernels record the same function (`flashtune.runtime.backward_ops`).
+Eager calls use the function directly. Compilers, dispatch modes and torch.func's transforms see operators,
+whose autograd kernels use the same function (`flashtune.runtime.backward_ops`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from flashtune.request.request import Executor, Result
     from flashtune.runtime.backward_executors import BackwardExecutor
 else:
-    # What `torch.autograd.Function` is made of, less the part that turns torch.func's transforms away: inside
-    # of an operator's autograd kernel one level of them is done at a time.
+    # The base of `torch.autograd.Function` without the check that rejects torch.func's transforms. An
+    # operator's autograd kernel handles one level of transforms at a time.
     from torch.autograd.function import _SingleLevelFunction as Function
 
 TWICE = (
@@ -36,7 +36,7 @@ TWICE = (
 
 
 class AllGradients(NamedTuple):
-    """Gradients of all inputs of a call that may have some; None where nobody asks for one."""
+    """Gradients of all inputs of a call that may have one. None if a gradient is not required."""
 
     dq: Tensor
     dk: Tensor
@@ -46,7 +46,7 @@ class AllGradients(NamedTuple):
     dslopes: Tensor | None = None
 
 
-# As `flashtune.runtime.backward_executors.BackwardExecutor`, with the gradients of side inputs.
+# Like `flashtune.runtime.backward_executors.BackwardExecutor`, with the gradients of side inputs.
 ServeAll = Callable[..., AllGradients]
 
 
@@ -54,10 +54,10 @@ class Pair(NamedTuple):
     """Both passes of one kind of call.
 
     Attributes:
-        forward: Gives the output and the log-sum-exp.
-        backward: Gives the gradients of all inputs.
+        forward: Returns the output and the log-sum-exp.
+        backward: Returns the gradients of all inputs.
         return_lse: Whether the call returns the log-sum-exp too.
-        is_traced: Whether the backward pass is an operator, which autograd knows by itself.
+        is_traced: Whether the backward pass is an operator with its own autograd kernel.
     """
 
     forward: Executor
@@ -67,17 +67,17 @@ class Pair(NamedTuple):
 
 
 def differentiable(pair: Pair) -> Executor:
-    """A server through which autograd goes back."""
+    """Returns a differentiable executor."""
     return functools.partial(attend, pair)
 
 
 def with_side(backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...]) -> ServeAll:
-    """All gradients, those of side inputs in the shapes that these have.
+    """Returns a backward pass with all gradients. Those of side inputs have the shapes of these inputs.
 
     Args:
-        backward: What runs the kernels.
+        backward: The executor of the backward kernels.
         layout: The order of the output's dimensions.
-        wanted: Names of the side inputs whose gradients are asked for.
+        wanted: Names of the side inputs that require grad.
     """
 
     def serve(
@@ -110,7 +110,7 @@ def with_side(backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...
 def attend(
     pair: Pair, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> Result:
-    """Attention by a pair, as a node of autograd's graph."""
+    """Returns attention by a pair, as a node of autograd's graph."""
     result: Result = Attend.apply(q, k, v, side.sinks, side.bias, side.slopes, pair, scale, side)  # type: ignore[no-untyped-call]
     return result
 
@@ -131,8 +131,8 @@ class Attend(Function):
         scale: float | None,
         side: ExtraInputs,
     ) -> Result:
-        """Runs the forward pass and keeps what the backward pass reads."""
-        del sinks, bias, slopes  # named so that autograd knows of them
+        """Runs the forward pass and saves the tensors for the backward pass."""
+        del sinks, bias, slopes  # arguments only so that autograd tracks them
         if side is NO_EXTRA_INPUTS:
             out, lse = pair.forward(q, k, v, scale)
             ctx.save_for_backward(q, k, v, out, lse)
@@ -145,7 +145,7 @@ class Attend(Function):
 
     @staticmethod
     def backward(ctx: Any, *results: Tensor) -> tuple[Tensor | None, ...]:
-        """Runs the backward pass, for the gradients of the results; refuses batches of these."""
+        """Runs the backward pass for gradients of the results. Batches of gradients raise ProblemError."""
         dout, dlse = results[0], results[1] if len(results) > 1 else None
         given = ctx.call, dout, dlse, *ctx.saved_tensors
         first = torch.is_grad_enabled() and not ctx.call[0].is_traced
@@ -160,23 +160,23 @@ class Attend(Function):
 def only_once(
     compute: Callable[..., tuple[Tensor | None, ...]], *arguments: object
 ) -> tuple[Tensor | None, ...]:
-    """What a function computes of the other arguments; autograd must not go through it."""
+    """Returns the result of a function of the other arguments. Differentiating it raises ProblemError."""
     gradients: tuple[Tensor | None, ...] = FirstDerivative.apply(compute, *arguments)  # type: ignore[no-untyped-call]
     return gradients
 
 
 class FirstDerivative(Function):
-    """A backward pass where a graph of it is asked for: a node that leads to an error."""
+    """A backward pass with `create_graph`: differentiating it again raises an error."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
-        """The gradients, by a function of the other arguments."""
+        """Returns the gradients as a function of the other arguments."""
         del ctx
         return tuple(compute(*arguments))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """There is none.
+        """Raises an error, because kernels compute first derivatives only.
 
         Raises:
             ProblemError: Always.
@@ -212,7 +212,7 @@ def sink_gradient(
     dlse: Tensor | None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the sinks, float32 [heads]: a sink takes weight from all values and has none itself.
+    """Returns the gradient of the sinks, float32 [heads]. A sink reduces all weights and has no value.
 
     Args:
         layout: The order of the dimensions of out and dout.
@@ -220,29 +220,29 @@ def sink_gradient(
         out: The output.
         lse: The log-sum-exp, float32 [batch, heads, seqlen_q].
         dout: The gradient of the output.
-        dlse: That of the log-sum-exp; None is zeros.
-        starts: Where the queries of packed sequences begin, and the last ends: int32 [batch + 1].
+        dlse: The gradient of the log-sum-exp. None means zeros.
+        starts: Offsets of the packed sequences' queries and the end of the last one: int32 [batch + 1].
     """
     delta = (layout.heads_first(dout).float() * layout.heads_first(out).float()).sum(-1).reshape(lse.shape)
     if dlse is not None:
         delta = delta - dlse
-    # Where nothing is seen a sink may be -inf as the log-sum-exp is: then there is no weight to take.
+    # In a row without visible keys, sink and log-sum-exp may both be -inf: the gradient is 0.
     taken = torch.exp(sinks.view(-1, 1) - lse).masked_fill(lse == -torch.inf, 0.0) * delta
     if starts is not None:
-        # Rows that no sequence has were not written.
+        # Rows outside of all sequences were not written.
         rows = torch.arange(lse.shape[-1], device=lse.device)
         taken = taken.masked_fill((rows < starts[0]) | (rows >= starts[-1]), 0.0)
     return -taken.sum(-1).view(-1, sinks.numel()).sum(0)
 
 
 def leaves_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors without a past, so that going back from what is made of them ends with them."""
+    """Returns the tensors without their autograd history, so that a backward pass ends at them."""
     fresh = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors}
     return tuple(fresh[id(tensor)] for tensor in tensors)
 
 
 def go_back(result: Result, inputs: tuple[Tensor, ...]) -> None:
-    """Runs the backward pass once, if there is any; what comes of it is let go."""
+    """Runs the backward pass once, if there is one, and discards the gradients."""
     results = (result,) if isinstance(result, Tensor) else result
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if wanted and all(one.requires_grad for one in results):

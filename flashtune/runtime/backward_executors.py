@@ -1,7 +1,8 @@
-"""What computes the gradients of one kind of call: a proven kernel's launches, or Triton's interpreter.
+"""Executors of the backward pass of one kind of call: launches of a verified kernel, or Triton's interpreter.
 
-The gradient of the output is somebody else's tensor: it may be expanded or transposed. What a kernel can
-address it takes as it lies; else it is copied, so that nothing is compiled while a program goes back.
+The gradient of the output comes from other code and may be expanded or transposed. If the kernel can address
+it, the kernel reads it directly. Otherwise it is copied, so that no kernel is compiled during a backward
+pass.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
     from flashtune.request.request import Request
     from flashtune.runtime.kernel_fallback import LoadedKernel
 
-# Strides for which launches are kept; a program may slice the gradient out of ever other tensors.
+# Maximum number of cached launches. A program may pass gradients with ever new strides.
 MAX_LAUNCHES = 64
 
 
 class Gradients(NamedTuple):
-    """What kernels write.
+    """Gradients that kernels write.
 
     Attributes:
-        dq: The gradient of q, in the call's layout and of its type; likewise the next two.
-        dk: That of k.
-        dv: That of v.
-        dbias: That of an additive bias, [batch, heads, seqlen_q, seqlen_kv] in its type; None without one.
-        dslopes: That of ALiBi's slopes, float32 [batch, heads]; None without them.
+        dq: Gradient of q, in the call's layout and q's type.
+        dk: Gradient of k, likewise.
+        dv: Gradient of v, likewise.
+        dbias: Gradient of an additive bias, [batch, heads, seqlen_q, seqlen_kv] in its type, or None.
+        dslopes: Gradient of the ALiBi slopes, float32 [batch, heads], or None.
     """
 
     dq: Tensor
@@ -53,7 +54,7 @@ class Gradients(NamedTuple):
 
 
 class BackwardExecutor(Protocol):
-    """Computes the gradients of one kind of call; tensors are in its layout, the scale is not negative."""
+    """Backward executor of one kind of call. Tensors are in its layout, and the scale is not negative."""
 
     def __call__(
         self,
@@ -67,12 +68,12 @@ class BackwardExecutor(Protocol):
         scale: float | None,
         side: ExtraInputs = ...,
     ) -> Gradients:
-        """The gradients, from those of the output and, where the call returns it, of the log-sum-exp."""
+        """Returns the gradients for those of the output and, if the call returns it, of the log-sum-exp."""
         ...
 
 
 class BackwardServer:
-    """A proven kernel of the backward pass, bound to each set of strides once."""
+    """A verified backward kernel, which is bound once to each set of strides."""
 
     __slots__ = ("_choice", "_default_scale", "_launches", "_request")
 
@@ -80,8 +81,8 @@ class BackwardServer:
         self._choice = choice
         self._request = request
         self._default_scale = request.default_scale
-        # By the strides of all that is read, which hooks of saved tensors may change; None where the output's
-        # gradient must be copied first.
+        # The key is the strides of all inputs, which hooks of saved tensors may change. The value is None if
+        # the output's gradient must be copied first.
         self._launches: dict[tuple[object, ...], Backward | None] = {}
 
     def __call__(
@@ -96,10 +97,10 @@ class BackwardServer:
         scale: float | None,
         side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> Gradients:
-        """As `BackwardExecutor`.
+        """Returns the gradients as `BackwardExecutor`.
 
         Raises:
-            KernelError: A hook of saved tensors gave them strides that the kernel cannot address.
+            KernelError: A hook of saved tensors returned strides that the kernel cannot address.
         """
         if dout.data_ptr() % POINTER_ALIGNMENT:
             dout = dout.clone()
@@ -113,7 +114,7 @@ class BackwardServer:
                     self._launches.clear()
                 self._launches[key] = self._bind(q, k, v, out, dout, side)
             else:
-                # Strides of single elements may be odd and a tensor contiguous all the same.
+                # A contiguous tensor may have unusual strides in dimensions of size 1.
                 dout = dout.clone(memory_format=torch.contiguous_format)
             return self(q, k, v, out, lse, dout, dlse, scale, side)
         scale = self._default_scale if scale is None else scale
@@ -132,7 +133,7 @@ class BackwardServer:
         dlse: Tensor | None,
         scale: float | None,
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k and v, without side inputs and `dlse`: the same in as few steps as can be."""
+        """Returns the gradients of q, k and v with less overhead, without side inputs and `dlse`."""
         launch = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
         if launch is None or dout.data_ptr() % POINTER_ALIGNMENT:
             return self(q, k, v, out, lse, dout, dlse, scale)
@@ -142,10 +143,10 @@ class BackwardServer:
         return dq, dk, dv
 
     def bind_usual(self, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> None:
-        """Binds the kernel to a gradient that lies as the output does.
+        """Binds the kernel to a gradient with the strides of the output.
 
         Raises:
-            KernelError: It does not load.
+            KernelError: The kernel does not load.
         """
         out = torch.empty(self._request.out_shape, dtype=self._request.out_dtype, device="meta")
         self._launches[_strides(q, k, v, out, out, side)] = self._bind(q, k, v, out, out, side)
@@ -170,7 +171,7 @@ class BackwardServer:
 def _strides(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: ExtraInputs
 ) -> tuple[object, ...]:
-    """Strides of all that a launch is bound to."""
+    """Returns the strides of all tensors that a launch is bound to."""
     strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
     if side is NO_EXTRA_INPUTS:
         return strides
@@ -179,9 +180,9 @@ def _strides(
 
 
 def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    """Memory for all gradients that a kernel writes."""
+    """Allocates all gradients that a kernel writes."""
     problem = request.problem
-    # Behind the last of packed sequences nothing is written, and nobody's gradient is zero.
+    # Kernels do not write rows after the last packed sequence, whose gradients are zero.
     make = torch.zeros_like if problem.packed else torch.empty_like
     heads = problem.batch, problem.heads
     dbias = dslopes = None
@@ -193,12 +194,12 @@ def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 
 def _covers(assumed: Specialization, needed: Specialization) -> bool:
-    """Whether a kernel that assumes so much is right for tensors of which so much may be assumed."""
+    """Whether a kernel with these assumptions is correct for tensors with these properties."""
     return assumed.alignment <= needed.alignment and assumed.index_bits >= needed.index_bits
 
 
 def _has_rows(tensor: Tensor) -> bool:
-    """Whether the last dimension is contiguous, as kernels take for granted."""
+    """Whether the last dimension is contiguous, as kernels require."""
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
@@ -221,7 +222,7 @@ def interpreted_backward(
     scale: float | None,
     side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Gradients:
-    """The kernels under Triton's interpreter, in float32, as in `flashtune.runtime.executors.interpreted`."""
+    """Runs kernels under Triton's interpreter in float32, as `flashtune.runtime.executors.interpreted`."""
     assert decision.target is not None
     q_wide, k_wide, v_wide, out_wide = (tensor.float() for tensor in (q, k, v, out))
     dout_wide = dout.float().contiguous()

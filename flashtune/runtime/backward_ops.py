@@ -1,8 +1,8 @@
-"""The torch operator `flashtune::attention_backward`, and how autograd goes through operators.
+"""The torch operator `flashtune::attention_backward`, and the autograd kernels of operators.
 
-The graph of a compiled call holds a forward operator that gives the log-sum-exp too, and this one. Who serves
-is settled while it is traced, as far as shapes tell it: a baseline is traced operator by operator,
-as if it had been called itself. Which kernels serve is settled when the operators run.
+The graph of a compiled call contains a forward operator, which also returns the log-sum-exp, and this
+operator. Tracing selects the backend as far as shapes determine it. A baseline is traced operator by
+operator, as if the program called it directly. Kernels are selected when the operators run.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from flashtune.runtime.torch_modes import transforms
 NAME = "attention_backward"
 ARGUMENTS = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {CALL_ARGUMENTS})"
 
-# What lengths are taken for of which a compiler knows nothing.
+# Assumed value of lengths that are unknown at compile time.
 UNKNOWN_LENGTH = 2048
 
 Forward = Callable[[Call], tuple[Tensor, Tensor]]
 
 
 def differentiated(request: Request, call: Call, forward: Forward) -> Result:
-    """A call of an operator, so that autograd goes through it; may be traced.
+    """Returns the result of a differentiable call of an operator. It may be traced.
 
     Args:
-        request: What it asks for; gradients are.
-        call: Its tensors and options, the scale not negative.
-        forward: Gives output and log-sum-exp of such a call by an operator.
+        request: The request of the call, with gradients.
+        call: The call's tensors and options. The scale is not negative.
+        forward: Returns the output and log-sum-exp of such a call by an operator.
 
     Raises:
-        ProblemError: Nobody can serve it.
+        ProblemError: No backend supports the call.
     """
     decision = decide_assumed(_hinted(request), _assumed(request, call))
     if not decision.generated:
@@ -74,7 +74,7 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
 
 
 def _assumed(request: Request, call: Call) -> Assumptions:
-    """The best is assumed of tensors that may have no memory yet."""
+    """Returns the best properties for tensors, which may have no memory yet."""
 
     def usual() -> str | None:
         symbolic = any(isinstance(size, torch.SymInt) for tensor in (call.q, call.k) for size in tensor.shape)
@@ -88,7 +88,7 @@ def _assumed(request: Request, call: Call) -> Assumptions:
 
 
 def _hinted(request: Request) -> Request:
-    """A request whose lengths are numbers: where a compiler has symbols, those that it traces with."""
+    """Returns a request with numbers as lengths. A compiler's symbols are replaced by its hints."""
     sizes = {name: getattr(request.problem, name) for name in Problem.__struct_fields__}
     symbols = {name: size for name, size in sizes.items() if isinstance(size, torch.SymInt)}
     if not symbols and not isinstance(request.tokens, torch.SymInt):
@@ -100,14 +100,14 @@ def _hinted(request: Request) -> Request:
 
 def _hint(size: int | torch.SymInt) -> int:
     if isinstance(size, torch.SymInt):
-        # Lengths that depend on data have none.
+        # Lengths that depend on data have no hint.
         return int(size.node.hint) if size.node.has_hint() else UNKNOWN_LENGTH
     return size
 
 
 @contextlib.contextmanager
 def _below_autograd() -> Iterator[None]:
-    """Operators go on to what comes after autograd; of nested transforms, to the next one's autograd."""
+    """Skips autograd's kernels in operators. With nested transforms, the next level's autograd runs."""
     grad = contextlib.nullcontext() if transforms() is None else torch.enable_grad()
     with grad, torch._C._AutoDispatchBelowAutograd():
         yield

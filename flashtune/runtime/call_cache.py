@@ -1,7 +1,7 @@
-"""The memo of servers: one entry for each kind of call, a few thousand at most.
+"""The per-process cache of executors: one entry for each kind of call, a few thousand at most.
 
-A call of a known kind only makes a key and looks up its server. Other calls take the slow path under one
-lock, so that threads compile a kernel once.
+A call of a known kind only computes its key and looks up its executor. Other calls take the slow path under
+one lock, so that threads compile a kernel once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashtune.runtime.prepare import prepare
 from flashtune.runtime.prepare_training import prepare_pair
 from flashtune.runtime.value_checks import with_checks
 
-# The memo is cleared at this size. Kernels stay loaded.
+# The cache is cleared at this size. Kernels stay loaded.
 MEMO_LIMIT = 4096
 
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -58,9 +58,9 @@ def call_key(
     scales: ExtraInputs = NO_EXTRA_INPUTS,
     deterministic: bool = False,
 ) -> tuple[object, ...]:
-    """Returns the properties of a call on which its server depends.
+    """Returns the cache key of a call: all properties on which its executor depends.
 
-    Values of tensors and scales do not count. Addresses count as aligned to 16 bytes or not.
+    Values of tensors and scales are not part of it. Of addresses, only the alignment to 16 bytes is.
     """
     return (
         q.shape,
@@ -104,12 +104,12 @@ def serve(
     scales: ExtraInputs = NO_EXTRA_INPUTS,
     deterministic: bool = False,
 ) -> Result:
-    """Returns attention of tensors with memory, by the server of their kind of call.
+    """Returns attention of tensors with memory, by the executor of their kind of call.
 
     Raises:
-        ProblemError: The call is invalid, or no server takes it.
-        KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
-        VerificationError: It is new, only generated kernels may serve and they are wrong here.
+        ProblemError: The call is invalid, or no backend supports it.
+        KernelError: The call is new, and a CUDA graph is being captured or no kernel can be loaded.
+        VerificationError: The call is new, `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     if scale is not None and not (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
         q, scale = with_positive_scale(q, scale)
@@ -132,12 +132,12 @@ def server_of(
     scales: ExtraInputs = NO_EXTRA_INPUTS,
     deterministic: bool = False,
 ) -> Executor:
-    """Returns the server of a kind of call, and prepares it if this process has none.
+    """Returns the executor of a kind of call. It is prepared if the cache does not contain it.
 
     Raises:
-        ProblemError: The call is invalid, or no server takes it.
-        KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
-        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+        ProblemError: The call is invalid, or no backend supports it.
+        KernelError: A CUDA graph is being captured, or `prefer` is "generated" and no kernel loads.
+        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
 
     def read() -> Request:
@@ -150,12 +150,12 @@ def server_of(
 def prepared(
     key: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs, read: Callable[[], Request]
 ) -> Executor:
-    """Returns the memo's server for a key, or a new one for the request that `read` returns.
+    """Returns the cached executor of a key, or a new one for the request that `read` returns.
 
     Raises:
-        ProblemError: The call is invalid, or no server takes it.
-        KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
-        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+        ProblemError: The call is invalid, or no backend supports it.
+        KernelError: A CUDA graph is being captured, or `prefer` is "generated" and no kernel loads.
+        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
 
     def make(request: Request) -> Executor:
@@ -164,7 +164,7 @@ def prepared(
         if not recording() or request.is_empty or request.is_double:
             return server
         if request.needs_grad:
-            # Such a call has a backward pass too.
+            # Such a call also has a backward pass.
             server = counted(server, request.backward, backward_specialization(request, q, k, v, side))
             request = request.forward
         return counted(server, request.problem, required_specialization(request, q, k, v, side))
@@ -175,10 +175,10 @@ def prepared(
 def remembered(
     key: tuple[object, ...], q: Tensor, read: Callable[[], Request], make: Callable[[Request], Made]
 ) -> Made:
-    """Returns the memo's entry for a key, or a new one: `make` of the request that `read` returns.
+    """Returns the cached entry of a key, or a new one: `make` of the request that `read` returns.
 
     Raises:
-        KernelError: A CUDA graph is being captured. Errors of `read` and `make` pass.
+        KernelError: A CUDA graph is being captured. Errors of `read` and `make` are passed on.
     """
     with _preparing:
         server: Made | None = _servers.get(key)
@@ -193,12 +193,12 @@ def remembered(
 
 
 def known_server(key: tuple[object, ...]) -> Any:
-    """Returns the memo's server for a key, or None."""
+    """Returns the cached executor of a key, or None."""
     return _servers.get(key)
 
 
 def forget_servers() -> None:
-    """Clears the memo."""
+    """Clears the cache."""
     with _preparing:
         _servers.clear()
         forget_choices()

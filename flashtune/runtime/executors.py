@@ -1,7 +1,7 @@
-"""What computes one kind of call: a launch, Triton's interpreter, torch's SDPA, the standard computation.
+"""Executors of one kind of call: a kernel launch, Triton's interpreter, torch's SDPA or unfused.
 
-Each is called as (q, k, v, scale), with tensors in the call's layouts; the scale is not negative, and None
-asks for the default. Side inputs come last, and whose problem has none needs none.
+Each is called as (q, k, v, scale) with tensors in the call's layouts. The scale is not negative, and None
+means the default. Side inputs are the last argument, which problems without side inputs can omit.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from flashtune.runtime.unfused import unfused_attention, unfused_features
 
 
 def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
-    """Allocates and launches: all that a call does on a shape that was met before.
+    """Returns an executor that allocates the output and launches the kernel, without further work.
 
-    A launch reads addresses alone, its strides are bound: tensors pass in the layout they have.
+    A launch reads only addresses, because it is bound to strides. Tensors are passed in the call's layout.
     """
     default_scale = request.default_scale
     if request.problem.dtype.is_quantized:
@@ -63,7 +63,7 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
 
 
 def _with_side(launch: Launch, request: Request, q: Tensor) -> Executor:
-    """Allocates and launches, and hands over what the kernel reads beside q, k and v."""
+    """Returns an executor that allocates the output and launches the kernel with side inputs."""
     default_scale = request.default_scale
     out_like = prototype(request.out_shape, q.dtype, q.device)
     lse_like = prototype(request.lse_shape, torch.float32, q.device) if request.return_lse else None
@@ -86,7 +86,7 @@ def _quantized(
     scale: float | None,
     scales: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Result:
-    """Allocates and launches. Of the scales a server knows no more than which are given: each is checked."""
+    """Allocates and launches. The cache key contains no properties of scales, so each call checks them."""
     check_scales(request.problem, q.device, scales)
     contiguous = given_scales(*(one if one is None else one.contiguous() for one in scales.scales))
     out = q.new_empty(request.out_shape, dtype=request.out_dtype)
@@ -104,9 +104,9 @@ def interpreted(
     scale: float | None,
     side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Result:
-    """The kernel under Triton's interpreter, in float32: its products of 16-bit tiles are garbage.
+    """Runs the kernel under Triton's interpreter in float32, because its 16-bit matrix products are wrong.
 
-    Nothing is proven first: there is no binary whose rightness could hang on this machine.
+    The kernel is not verified first, because there is no binary that depends on this machine.
     """
     assert decision.target is not None
     stored = request.problem.kv_dtype is not None
@@ -127,12 +127,12 @@ def interpreted(
 
 
 def in_words(server: Backend) -> str:
-    """A baseline as sentences name it."""
+    """Returns the name of a baseline for use in messages."""
     return "torch's SDPA" if server is Backend.SDPA else "the unfused computation"
 
 
 def baseline_server(server: Backend, request: Request) -> Executor:
-    """SDPA or the standard computation."""
+    """Returns an executor by SDPA or by the unfused computation."""
     problem = request.problem
     default_scale, layout = request.default_scale, request.layout
 
@@ -163,14 +163,14 @@ def baseline_server(server: Backend, request: Request) -> Executor:
 
 
 def masked_server(request: Request, backend: str | None) -> Executor:
-    """Returns a server by SDPA with a mask; by the standard computation where SDPA picks another backend."""
+    """Returns an executor by SDPA with a mask, or unfused if SDPA selects another backend at the call."""
     default_scale, layout, problem = request.default_scale, request.layout, request.problem
     standard = baseline_server(Backend.STANDARD, request)
 
     def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> Result:
         assert side.bias is not None
         views = request.views(q, k, v)
-        # torch's settings may have changed since.
+        # torch's settings may have changed since the executor was made.
         if default_backend(*views, problem, side.bias) != backend:
             return standard(q, k, v, scale, side)
         with types_as_given(q):
@@ -181,7 +181,7 @@ def masked_server(request: Request, backend: str | None) -> Executor:
 
 
 def types_as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Autocast would make 16-bit numbers of scores, and of what is returned."""
+    """Disables autocast, which would convert scores and results to 16 bits."""
     device = q.device.type
     casting = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if casting else contextlib.nullcontext()
@@ -195,7 +195,7 @@ def nothing(
     scale: float | None,
     side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Result:
-    """Zeros, and the log-sum-exp of nothing, or of a sink alone; gradients are zeros."""
+    """Returns zeros with zero gradients. The log-sum-exp is -inf, or the sink's logit."""
     del scale
     out = q.new_zeros(request.out_shape, dtype=request.out_dtype)
     lse = q.new_full(request.lse_shape, -torch.inf, dtype=request.lse_dtype)
@@ -203,7 +203,7 @@ def nothing(
         heads = (-1,) if request.layout is Layout.BHD else (-1, 1)
         lse = lse.copy_(side.sinks.view(heads))
     if request.needs_grad:
-        # Sums of no elements: autograd finds its way to all inputs, whatever is in them.
+        # Sums of no elements connect the result to all inputs in autograd's graph.
         inputs = (one for one in (q, k, v, *side.tensors) if one.requires_grad)
         way = torch.stack([one[..., :0].sum(dtype=out.dtype) for one in inputs]).sum()
         out, lse = out + way, lse + way.to(lse.dtype)

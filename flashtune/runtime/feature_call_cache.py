@@ -1,7 +1,7 @@
-"""The memo of servers for calls with masks, packed sequences, pages or a quantised cache.
+"""The cache of executors for calls with masks, packed sequences, pages or a quantized cache.
 
-As `flashtune.runtime.call_cache`, whose memo this is, with the side inputs in the keys. Of packed sequences
-every number of tokens is another kind of call; they share what is slow to make, the choice and the binary
+It is the cache of `flashtune.runtime.call_cache`, with side inputs in the keys. Each number of packed tokens
+is another kind of call. These kinds share the selected kernel and its binary, which are slow to make
 (`flashtune.runtime.prepare`).
 """
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def key_of_call(call: Call) -> tuple[object, ...]:
-    """All that a server depends on: of the tensors everything but their values and addresses.
+    """Returns the cache key of a call: its options and its tensors' properties, except values and addresses.
 
-    Of the lengths of packed sequences the longest counts, and of it only the next power of two.
-    An invalid call may raise the errors that `flashtune.core.arguments.checked` handles.
+    Of the lengths of packed sequences, the key contains only the longest, rounded up to a power of two. An
+    invalid call may raise the errors that `flashtune.core.arguments.checked` handles.
     """
     q, k, v, _, options, side = call
     if options.max_seqlen_q or options.max_seqlen_k:
@@ -38,7 +38,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
             max_seqlen_q=rounded_up(options.max_seqlen_q), max_seqlen_k=rounded_up(options.max_seqlen_k)
         )
     if side.dropout is not None:
-        # Where it lies is the same for all calls, and plans are made before there is one.
+        # Seeds of all calls have the same properties, and plans are made before there is a seed.
         side = side._replace(seed=None)
     beside = tuple(None if tensor is None else _kind(tensor) for tensor in side.optional_tensors)
     return (
@@ -71,12 +71,12 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
 
 
 def serve_call(call: Call) -> Result:
-    """Attention of real tensors, by the server of their kind of call.
+    """Returns attention of tensors with memory, by the executor of their kind of call.
 
     Raises:
-        ProblemError: The call is invalid, or nobody can serve it.
-        KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
-        VerificationError: It is new, only generated kernels may serve and they are wrong here.
+        ProblemError: The call is invalid, or no backend supports it.
+        KernelError: The call is new, and a CUDA graph is being captured or no kernel can be loaded.
+        VerificationError: The call is new, `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     call = unsigned(call)
     key = key_of_call(call)
@@ -88,10 +88,10 @@ def serve_call(call: Call) -> Result:
 
 
 def unsigned(call: Call) -> Call:
-    """Returns a call with a scale that is not negative: its queries have turned signs instead.
+    """Returns a call with a scale that is not negative. A negative scale is replaced by negated queries.
 
     Raises:
-        ProblemError: The scale is no finite number.
+        ProblemError: The scale is not a finite number.
     """
     scale = call.scale
     if scale is None or (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
@@ -101,12 +101,12 @@ def unsigned(call: Call) -> Call:
 
 
 def server_of_call(key: tuple[object, ...], call: Call) -> Executor:
-    """The server of a kind of call, prepared now if this process has none.
+    """Returns the executor of a kind of call. It is prepared if the cache does not contain it.
 
     Raises:
-        ProblemError: The call is invalid, or nobody can serve it.
-        KernelError: A CUDA graph is being captured, or only generated kernels may serve and none loads.
-        VerificationError: Only generated kernels may serve and they are wrong on this GPU.
+        ProblemError: The call is invalid, or no backend supports it.
+        KernelError: A CUDA graph is being captured, or `prefer` is "generated" and no kernel loads.
+        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
 
     def read() -> Request:

@@ -1,4 +1,4 @@
-"""Kernels that serve: of those that a decision leads to, the first that compiles, loads and is right."""
+"""Loading of a decision's kernel, or of a fallback if it does not compile, load or pass its self-check."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 Served = TypeVar("Served")
 
-# Choices of calls with features that are kept, a few of each kind of model and batch.
+# Maximum number of cached kernels of calls with features, which are a few for each kind of model and batch.
 CHOICES_LIMIT = 1024
 
 _choices: dict[KernelKey, LoadedKernel] = {}
 
 
 class LoadedKernel(NamedTuple):
-    """A kernel that was chosen, loaded and proven: what shapes of one problem have in common."""
+    """A selected, loaded and verified kernel. All shapes of one problem share it."""
 
     kernel: Kernel
     target: Target
@@ -43,7 +43,7 @@ class LoadedKernel(NamedTuple):
 
 
 class KernelKey(NamedTuple):
-    """What a choice hangs on."""
+    """Cache key of a loaded kernel."""
 
     problem: Problem
     specialization: Specialization
@@ -52,12 +52,12 @@ class KernelKey(NamedTuple):
 
 
 def known_choice(asked: KernelKey) -> LoadedKernel | None:
-    """What was chosen for calls with features: packed sequences come in ever new numbers of tokens."""
+    """Returns the cached kernel of a call with features. Numbers of packed tokens are often new."""
     return _choices.get(asked) if asked.problem.features else None
 
 
 def remember_choice(asked: KernelKey, choice: LoadedKernel) -> None:
-    """Keeps a choice for the next call that asks the same."""
+    """Caches a kernel for later calls with the same key."""
     if not asked.problem.features:
         return
     if len(_choices) >= CHOICES_LIMIT:
@@ -66,16 +66,16 @@ def remember_choice(asked: KernelKey, choice: LoadedKernel) -> None:
 
 
 def forget_choices() -> None:
-    """Every problem is new again."""
+    """Clears the cache of kernels."""
     _choices.clear()
 
 
 def chosen(selection: Selection, target: Target, asked: KernelKey) -> LoadedKernel:
-    """The kernel of a selection, loaded, and proven unless a receipt covers it.
+    """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it.
 
     Raises:
-        KernelError: It does not compile or load.
-        VerificationError: It is wrong on this GPU.
+        KernelError: The kernel does not compile or load.
+        VerificationError: The kernel is wrong on this GPU.
     """
     record = selection.record
     assert record.config is not None
@@ -95,11 +95,11 @@ def chosen(selection: Selection, target: Target, asked: KernelKey) -> LoadedKern
 def first_that_serves(
     decision: Decision, asked: KernelKey, attempt: Callable[[Selection, Target], Served]
 ) -> Served:
-    """What `attempt` makes of the first selection at which it does not fail; warnings say what serves.
+    """Returns the result of `attempt` for the first selection with which it succeeds, and warns of fallbacks.
 
     Raises:
-        KernelError: None compiles and loads.
-        VerificationError: The decision's kernel is wrong on this GPU, and no other serves.
+        KernelError: No kernel compiles and loads.
+        VerificationError: The decision's kernel is wrong on this GPU, and there is no working fallback.
     """
     assert decision.selection is not None
     assert decision.target is not None
@@ -115,7 +115,7 @@ def first_that_serves(
         try:
             served = attempt(other, decision.target)
         except (KernelError, VerificationError):
-            # The first failure is the one to be told; another kernel may still do.
+            # Report the first failure only. Another kernel may still work.
             continue
         warn_of_failure(failure, name, asked.problem)
         return served
@@ -123,13 +123,13 @@ def first_that_serves(
 
 
 def warn_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
-    """Warns that something else serves than was selected."""
-    # A server that meets ever new lengths would be told of the same kernel at each of them.
+    """Warns that a fallback replaces the selection."""
+    # The key is constant, because a program with ever new lengths would otherwise repeat the warning.
     warn_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")
 
 
 def _instead(selection: Selection, target: Target, asked: KernelKey) -> Iterator[tuple[Selection, str]]:
-    """What is tried, each with a name, where the kernel of a decision fails."""
+    """Yields fallbacks for the kernel of a decision, each with a name for the warning."""
     tuned = nearest_selection(selection)
     if tuned is not None:
         yield tuned, "the config of the nearest tuned shape"
@@ -149,5 +149,5 @@ def _tell_of_fallback(selection: Selection, problem: Problem) -> None:
         what = f"{problem.key} is not tuned here and its nearest, {near.key}, is far"
     else:
         return
-    # Once for each pass.
+    # Warn once for each pass.
     warn_once(f"untuned {problem.direction}", f"{what}: run {search_command(problem)}")

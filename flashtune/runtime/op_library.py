@@ -1,4 +1,4 @@
-"""What the torch operators of this package share: their library, and a call as a list of operands."""
+"""The library of this package's torch operators, and the conversion of a call to a list of operands."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.request.options import Call, Options
 from flashtune.request.request import Result
 
-# Inductor must hand over the strides that the program has: kernels are chosen by them.
+# Inductor must preserve the program's strides, because kernels are selected by them.
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 library = Library("flashtune", "DEF")
 
-# A call of any kind, as `operands` lists it.
+# Schema of a call of any kind, in the order of `operands`.
 CALL_ARGUMENTS = (
     "Tensor q, Tensor k, Tensor? v, float? scale, str causal, str layout, str kv_layout, bool return_lse, "
     "str prefer, SymInt? window_left, SymInt? window_right, SymInt sink_tokens, SymInt chunk, "
@@ -27,12 +27,12 @@ CALL_ARGUMENTS = (
 
 
 def operands(call: Call) -> tuple[object, ...]:
-    """A call as an operator takes it."""
+    """Returns the operands of an operator for a call."""
     options = call.options
     causal = options.causal
     if isinstance(causal, bool):
         causal = "bottom_right" if causal else "none"
-    # An operator returns nothing that it was given, nor takes one tensor for two.
+    # An operator may neither return an input nor get the same tensor as two inputs.
     values = None if options.latent else call.v
     tensors = call.q, call.k, values, call.scale
     return (*tensors, causal, *options[1:5], *options.window, *options[6:], *call.side)
@@ -52,7 +52,7 @@ def call_of(
     window_right: int | None,
     *rest: object,
 ) -> Call:
-    """The call of an operator's operands."""
+    """Returns the call of an operator's operands."""
     window = window_left, window_right
     numbers = len(Options._fields) - 6
     options = Options(causal, layout, kv_layout, return_lse, prefer, window, *rest[:numbers])  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def call_of(
 
 
 def contiguous(result: Result) -> Result:
-    """SDPA's backends differ in the strides of what they return; a compiler was promised these."""
+    """Returns a contiguous result. SDPA's backends return various strides, but a compiler expects these."""
     if isinstance(result, Tensor):
         return result.contiguous()
     out, lse = result

@@ -1,7 +1,7 @@
-"""How autograd goes through what most training asks for: the output of q, k and v, and nothing beside them.
+"""The autograd function of plain training calls, which have only q, k and v and return only the output.
 
-`flashtune.runtime.autograd` does the same for all calls. Here is less to hand over, to keep and to look at: a
-GPU may wait for this, and autograd runs the backward pass in a thread whose caches know little of it.
+`flashtune.runtime.autograd` does the same for all calls. This module has less host overhead, because the GPU
+may be idle during it. Autograd runs the backward pass in another thread, whose CPU caches are cold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ else:
     # As in `flashtune.runtime.autograd`.
     from torch.autograd.function import _SingleLevelFunction as Function
 
-# Bound once: it is asked in every call.
+# Bound once, because each call uses it.
 is_grad_enabled = torch.is_grad_enabled
 
 
@@ -32,9 +32,9 @@ class Passes(NamedTuple):
     """Both passes of one kind of call.
 
     Attributes:
-        forward: Gives the output and the log-sum-exp.
-        backward: As `flashtune.runtime.backward_executors.BackwardExecutor` without side inputs; of what
-            it gives the first three are taken.
+        forward: Returns the output and the log-sum-exp.
+        backward: Like `flashtune.runtime.backward_executors.BackwardExecutor` without side inputs. Only the
+            first three results are used.
     """
 
     forward: Executor
@@ -42,7 +42,7 @@ class Passes(NamedTuple):
 
 
 def plainly_differentiable(passes: Passes) -> Executor:
-    """A server through which autograd goes back."""
+    """Returns a differentiable executor."""
     apply = PlainAttend.apply
 
     def serve(
@@ -59,7 +59,7 @@ class PlainAttend(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, passes: Passes, scale: float | None) -> Tensor:
-        """Runs the forward pass and keeps what the backward pass reads."""
+        """Runs the forward pass and saves the tensors for the backward pass."""
         out, lse = passes.forward(q, k, v, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = passes, scale
@@ -67,10 +67,10 @@ class PlainAttend(Function):
 
     @staticmethod
     def backward(ctx: Any, *results: Tensor) -> tuple[Tensor | None, ...]:
-        """Runs the backward pass, for the gradient of the output.
+        """Runs the backward pass for the gradient of the output.
 
         Raises:
-            ProblemError: It stands for a batch of gradients.
+            ProblemError: The gradient is a batch of gradients.
         """
         passes, scale = ctx.call
         q, k, v, out, lse = ctx.saved_tensors

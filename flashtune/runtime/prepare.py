@@ -1,4 +1,4 @@
-"""Servers: what computes one kind of call, prepared once and then called for every call alike."""
+"""Preparation of executors. An executor is prepared once and then computes all calls of its kind."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
 def prepare(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> Executor:
-    """What serves a request that no one goes back through from now on: compiled, loaded and proven.
+    """Returns the executor of a request without gradients. Its kernel is compiled, loaded and verified.
 
     Raises:
-        ProblemError: Nobody can serve it.
-        KernelError: Only generated kernels may serve, and none compiles or loads.
-        VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
+        ProblemError: No backend supports the call.
+        KernelError: `prefer` is "generated" and no kernel compiles or loads.
+        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     choice = None
     if request.problem.features and not request.is_empty:
         choice = known_choice(asked_forward(request, q, k, v, side))
     if choice is not None and not may_serve(request):
         return bound_forward(choice, request, q, k, v, side)
-    # Whether SDPA serves a mask depends on strides too, on which choices do not.
+    # Whether SDPA supports a mask also depends on strides, which are not part of the key of a kernel.
     decision = decide(request, q, k, v, side)
     if decision.server is Backend.SDPA and request.problem.features:
         served = _masked(request, q, k, v, side)
@@ -66,7 +66,7 @@ def prepare(
             return served
         decision = decide(request, q, k, v, side)
         if decision.server is Backend.SDPA:
-            # A trial that ran out of memory is not remembered.
+            # A trial of SDPA that ran out of memory is not cached.
             decision = msgspec.structs.replace(decision, server=Backend.GENERATED)
     if choice is not None and decision.server is Backend.GENERATED:
         return bound_forward(choice, request, q, k, v, side)
@@ -78,7 +78,7 @@ def prepare(
 
 
 def _masked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Executor | None:
-    """Returns a server by SDPA with a mask, or warns and returns None where a trial fails."""
+    """Returns an executor by SDPA with a mask, or warns and returns None if a trial of SDPA fails."""
     assert side.bias is not None
     views = request.views(q, k, v)
     with types_as_given(q):
@@ -95,11 +95,11 @@ def _masked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs
 def prepare_generated(
     decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> Executor:
-    """The generated kernel that a decision leads to, or one that serves in its place.
+    """Returns an executor of a decision's generated kernel or of its fallback.
 
     Raises:
-        KernelError: None compiles or loads.
-        VerificationError: They are wrong on this GPU.
+        KernelError: No kernel compiles or loads.
+        VerificationError: The kernels are wrong on this GPU.
     """
     if decision.server is Backend.INTERPRETER:
         return functools.partial(interpreted, decision, request)
@@ -117,7 +117,7 @@ def prepare_generated(
 def asked_forward(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> KernelKey:
-    """What the choice of a forward kernel hangs on."""
+    """Returns the cache key of a request's forward kernel."""
     needed = required_specialization(request, q, k, v, side)
     return KernelKey(request.problem, needed, request.prefer, request.device)
 
@@ -143,10 +143,10 @@ def bound_forward(
     v: Tensor,
     side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Executor:
-    """A chosen kernel bound to these strides.
+    """Returns an executor of a kernel that is bound to the strides of these tensors.
 
     Raises:
-        KernelError: It does not load.
+        KernelError: The kernel does not load.
     """
     tensors = *request.views(q, k, v), output_like(request)
     if not request.problem.features:

@@ -1,7 +1,7 @@
 """Prepares both passes of a differentiable call together, so that they agree on dropout and layouts.
 
 The backward kernel is compiled, loaded and checked when the forward pass is first called. A backward pass
-therefore never meets a kernel that fails.
+therefore never uses a kernel that fails.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ if TYPE_CHECKING:
 def prepare_pair(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> Executor:
-    """What serves a request through which autograd goes back.
+    """Returns the executor of a request with gradients.
 
     Raises:
-        ProblemError: Nobody can serve it.
-        KernelError: Only generated kernels may serve, and none compiles or loads.
-        VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
+        ProblemError: No backend supports the call.
+        KernelError: `prefer` is "generated" and no kernel compiles or loads.
+        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     if request.problem.features and not request.is_empty:
         known = _known_pair(request, q, k, v, side)
@@ -85,7 +85,7 @@ def prepare_pair(
 
 
 def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Executor | None:
-    """Kernels that were chosen for such calls, bound to these lengths."""
+    """Returns an executor of cached kernels bound to these lengths, or None if one is not cached."""
     first = known_choice(asked_forward(request.forward, q, k, v, side))
     last = known_choice(asked_backward(request, q, k, v, side))
     if first is None or last is None:
@@ -105,12 +105,12 @@ def _paired(forward: Executor, backward: BackwardExecutor, request: Request, sid
 def prepare_alone(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> BackwardExecutor:
-    """What computes gradients where the forward pass was an operator's, and so can no longer be a baseline.
+    """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve.
 
     Raises:
         ProblemError: No family computes it.
-        KernelError: Only generated kernels may serve, and none compiles or loads.
-        VerificationError: Only generated kernels may serve, and they are wrong on this GPU.
+        KernelError: `prefer` is "generated" and no kernel compiles or loads.
+        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     known = None if request.is_empty else known_choice(asked_backward(request, q, k, v, side))
     if known is not None:
@@ -128,7 +128,7 @@ def prepare_alone(
 
 
 def recomputed(request: Request) -> BackwardExecutor:
-    """Gradients by computing the forward pass again, unfused."""
+    """Returns an executor that computes the forward pass again, unfused, and differentiates it."""
     standard = baseline_server(Backend.STANDARD, request)
     written = {"bias": request.problem.bias is Bias.ADDITIVE, "slopes": request.problem.alibi}
     names = [name for name, given in written.items() if given]
@@ -155,7 +155,7 @@ def recomputed(request: Request) -> BackwardExecutor:
             found = torch.autograd.grad(
                 result, (*inputs, *beside.values()), dout if dlse is None else (dout, dlse)
             )
-        # In the strides that a compiler was promised.
+        # Return the strides that the fake implementation declares to compilers.
         gradients = Gradients(*map(_laid_out_like, (q, k, v), found))
         return gradients._replace(**{f"d{name}": one for name, one in zip(names, found[3:], strict=True)})
 
@@ -168,16 +168,16 @@ def _laid_out_like(tensor: Tensor, values: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _autograd_inside_operator() -> Iterator[None]:
-    """Autograd records although the dispatcher is behind it, inside of an operator."""
+    """Enables autograd within an operator, where the dispatcher has excluded it."""
     included = torch._C._dispatch_tls_local_include_set()
-    # The key of any device stands for autograd on all of them.
+    # Removing the key of one device enables autograd on all devices.
     recording = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradCPU)
     with torch._C._ForceDispatchKeyGuard(included, recording), torch.enable_grad():
         yield
 
 
 def baseline_of_pair(decision: PairDecision, request: Request) -> Executor:
-    """The baseline that serves both passes; a warning says so where no family computes them."""
+    """Returns the baseline's executor for both passes, and warns if no family computes them."""
     server: Backend = decision.backward.server
     if server is Backend.NOBODY:
         return functools.partial(nothing, request)
@@ -189,11 +189,11 @@ def baseline_of_pair(decision: PairDecision, request: Request) -> Executor:
 def prepare_backward(
     decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> BackwardExecutor:
-    """What computes the gradients of a request from now on: compiled, loaded and proven.
+    """Returns the executor of a backward pass. Its kernel is compiled, loaded and verified.
 
     Raises:
         KernelError: No kernel compiles and loads.
-        VerificationError: They are wrong on this GPU.
+        VerificationError: The kernels are wrong on this GPU.
     """
     if decision.server is Backend.INTERPRETER:
         return functools.partial(interpreted_backward, decision, request)
@@ -211,7 +211,7 @@ def prepare_backward(
 def asked_backward(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> KernelKey:
-    """What the choice of a backward kernel hangs on."""
+    """Returns the cache key of a request's backward kernel."""
     needed = backward_specialization(request, q, k, v, side)
     return KernelKey(request.backward, needed, request.prefer, request.device)
 
@@ -224,10 +224,10 @@ def bound_backward(
     v: Tensor,
     side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> BackwardExecutor:
-    """A chosen kernel, bound to a gradient that lies as the output does.
+    """Returns the executor of a kernel that is bound to a gradient with the strides of the output.
 
     Raises:
-        KernelError: It does not load.
+        KernelError: The kernel does not load.
     """
     server = BackwardServer(choice, request)
     server.bind_usual(q, k, v, side)

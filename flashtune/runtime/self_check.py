@@ -1,4 +1,4 @@
-"""A kernel that nobody proved here is proven before its first use, once per machine."""
+"""The self-check of kernels without a valid receipt, before their first use and once per machine."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from flashtune.core.target import Target
     from flashtune.launch.forward import Binary
 
-# A check takes a part of a second; whoever holds the lock for so long is not checking any more.
+# A check takes a fraction of a second. A process that holds the lock longer than this is no longer checking.
 LOCK_SECONDS = 30.0
 
-# What this process found or read, by (digest, target's name).
+# Verdicts that this process computed or read, by (digest, target's name).
 _known: dict[tuple[str, str], bool] = {}
-# What checks of this process have been rehearsed: each loads what others of its kind need.
+# Kinds of checks whose modules and CUDA kernels this process has preloaded.
 _rehearsed: set[tuple[Direction, Dtype, frozenset[Feature]]] = set()
 
 
 def known_verdict(kernel: Kernel, target: Target) -> bool | None:
-    """Whether a kernel passed its self-check here, or verification for the shipped table; None if unknown.
+    """Returns whether a kernel passed its self-check here, or verification for the shipped table.
 
-    Only verdicts under the installed versions count.
+    None if there is no verdict. Only verdicts with the installed versions count.
 
     Raises:
-        StoreError: The database is damaged, locked or out of reach.
+        StoreError: The database is damaged, locked or not reachable.
     """
     from flashtune.db.light.reader import open_reader
 
@@ -49,7 +49,7 @@ def known_verdict(kernel: Kernel, target: Target) -> bool | None:
         here = current_versions(kernel.family)
         reader = open_reader()
         passed = reader.check(kernel.digest, target.name, here) if reader else None
-        # A failure on this machine outweighs a pass on another.
+        # A failure on this machine overrides a pass on another one.
         if passed is None and (kernel.digest, here.makers) in _shipped_receipts(target.name):
             passed = True
         if passed is None:
@@ -60,7 +60,7 @@ def known_verdict(kernel: Kernel, target: Target) -> bool | None:
 
 @functools.cache
 def _shipped_receipts(target_name: str) -> frozenset[tuple[str, tuple[str, ...]]]:
-    """The kernels that passed verification for the shipped table: digest and versions."""
+    """Returns the digests and versions of the kernels that were verified for the shipped table."""
     from flashtune.db.table import shipped_table
 
     table = shipped_table(target_name)
@@ -69,10 +69,10 @@ def _shipped_receipts(target_name: str) -> frozenset[tuple[str, tuple[str, ...]]
 
 
 def known_seconds(kernel: Kernel, target: Target) -> float | None:
-    """What the self-check of a kernel, once loaded, took on this machine; None where that is not known.
+    """Returns the time of a kernel's self-check on this machine after loading, in s, or None if not known.
 
     Raises:
-        StoreError: The database is damaged, locked or out of reach.
+        StoreError: The database is damaged, locked or not reachable.
     """
     from flashtune.db.light.reader import open_reader
 
@@ -80,7 +80,7 @@ def known_seconds(kernel: Kernel, target: Target) -> float | None:
     try:
         check = reader and reader.remembered(kernel.digest, target.name, current_versions(kernel.family))
     except TableError:
-        return None  # a row of whatever origin: whether the kernel passed is another column
+        return None  # the stored time is invalid; the verdict is in another column
     return check.seconds if check else None
 
 
@@ -92,22 +92,22 @@ def passes_self_check(
     device: torch.device,
     compiled: Binary | None = None,
 ) -> bool:
-    """Whether a kernel is right on this GPU, by memory or by a check of a part of a second.
+    """Returns whether a kernel is correct on this GPU, from the cache or by a check of less than 1 s.
 
-    Of the processes of this machine one checks and the others wait for what it finds. The verdict is
-    remembered in the user's database; where that cannot be read or written, a warning says so and
-    this process alone remembers.
+    One process of this machine checks while the others wait for its verdict. The verdict is stored in the
+    user's database. If that cannot be read or written, a warning is given, and only this process caches the
+    verdict.
 
     Args:
         kernel: The kernel.
-        problem: What it computes: of this its static features count.
-        config: Its config.
+        problem: The problem of the kernel. Only its static features matter.
+        config: The kernel's config.
         target: The GPU.
         device: The GPU as torch names it.
-        compiled: Its binary, where it is at hand.
+        compiled: The kernel's binary, if there is one already.
 
     Raises:
-        KernelError: It does not compile, load or launch.
+        KernelError: The kernel does not compile, load or launch.
     """
     known = _remembered(kernel, target)
     if known is not None:
@@ -128,12 +128,12 @@ def passes_self_check(
 def rehearsing(
     kernel: Kernel, problem: Problem, config: Config, target: Target, device: torch.device
 ) -> Iterator[None]:
-    """Gets ready to check a kernel that is unknown here, in a thread that ends with the block.
+    """Prepares the check of a kernel without a verdict, in a thread that ends with the block.
 
-    The block compiles and loads the kernel meanwhile. What a check then no longer has to do, importing its
-    modules and loading torch's kernels, takes a fresh process as long as the check itself. Once does for each
-    pass, type and set of features. Of a thread that multiplied matrices torch keeps a handle of cuBLAS, with
-    its workspace, for the next one: 32 MiB on Hopper.
+    The block compiles and loads the kernel in the meantime. The thread imports the modules of a check and
+    loads torch's CUDA kernels. In a fresh process this takes as long as the check. It is done once for each
+    pass, type and set of features. After matrix products in the thread, torch keeps a cuBLAS handle with its
+    workspace of 32 MiB on Hopper for the next thread.
     """
     kind = (problem.direction, problem.dtype, problem.features)
     if kind in _rehearsed or _remembered(kernel, target) is not None:
@@ -141,14 +141,14 @@ def rehearsing(
         return
     _rehearsed.add(kind)
     enough = threading.Event()
-    # Memory that is freed there is found again by whoever computes on the same stream.
+    # Memory freed on this stream can be reused by later work on it.
     stream = torch.cuda.current_stream(device)
 
     def rehearsed() -> None:
         from flashtune.verification.warmup import rehearse
 
-        # Nothing is decided here: what torch cannot do, for want of memory say, shows in the check. A new
-        # thread's device is the first, which a stream alone would go back to, and begin to use.
+        # Errors are ignored here, because the check reports them. A new thread's device is the first one.
+        # After the stream's block alone, torch would return to it and start to use it.
         with contextlib.suppress(RuntimeError), torch.cuda.device(device), torch.cuda.stream(stream):
             rehearse(kernel, problem, config, target, device, enough.is_set)
 
@@ -162,12 +162,12 @@ def rehearsing(
 
 
 def forget_verdicts() -> None:
-    """The database is asked again."""
+    """Clears the verdicts of this process, so that the database is read again."""
     _known.clear()
 
 
 def _remembered(kernel: Kernel, target: Target) -> bool | None:
-    """As `known_verdict`, for a process that goes on without a database."""
+    """Returns `known_verdict`, or None with a warning if the database cannot be read."""
     try:
         return known_verdict(kernel, target)
     except StoreError as error:
@@ -177,9 +177,9 @@ def _remembered(kernel: Kernel, target: Target) -> bool | None:
 
 @contextlib.contextmanager
 def _one_of_many(kernel: Kernel) -> Iterator[None]:
-    """Of the processes of this machine one at a time, where the kernel cache can be written.
+    """Runs the block in one process of this machine at a time, if the kernel cache is writable.
 
-    The lock saves work and nothing hangs on it: whoever cannot have it checks for itself.
+    The lock only saves work. A process that cannot get it runs its own check.
     """
     folder = kernel_folder()
     lock = folder / f"{kernel.family}_{kernel.digest}.lock"

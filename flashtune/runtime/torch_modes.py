@@ -1,4 +1,4 @@
-"""Whether torch may be gone past: no compiler traces, no mode watches, no tensor is of another kind."""
+"""Whether a call may bypass torch's dispatcher: no compiler, mode, transform or tensor subclass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 from flashtune.core.errors import ProblemError
 
-# Bound once: each is asked in every call.
+# Bound once, because each call uses them.
 is_compiling = torch.compiler.is_dynamo_compiling
 function_mode = torch._C._is_torch_function_mode_enabled
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -16,7 +16,7 @@ transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[repor
 
 
 def runs_eagerly(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a call of these tensors may go past torch's operators."""
+    """Whether a call of these tensors may bypass torch's operators."""
     return (
         not is_compiling()
         and type(q) is type(k) is type(v) is Tensor
@@ -27,7 +27,7 @@ def runs_eagerly(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Refuses a derivative in forward mode, which would come out as zeros.
+    """Raises an error for forward-mode derivatives, which would be zeros.
 
     Raises:
         ProblemError: A tensor has a tangent.
@@ -43,10 +43,10 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def refuse_batches(gradients: tuple[Tensor | None, ...]) -> None:
-    """Refuses gradients of an eager call's results that torch made a batch of, which have no address.
+    """Raises an error for batches of gradients of an eager call's results, which have no address.
 
     Raises:
-        ProblemError: One of them stands for a batch.
+        ProblemError: One of them is a batch.
     """
     if any(one is not None and _is_batched(one) for one in gradients):
         raise ProblemError(
@@ -57,10 +57,10 @@ def refuse_batches(gradients: tuple[Tensor | None, ...]) -> None:
 
 
 def _is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor stands for a batch, of autograd's or of torch.func's: these are of two kinds."""
+    """Whether a tensor is a batched tensor of autograd or of torch.func, which are two kinds."""
     return "Batched" in str(torch._C._dispatch_keys(tensor))
 
 
 def _derives_forward() -> bool:
-    """Whether tensors may have tangents, with torch.func or without."""
+    """Whether tensors may have tangents, in or outside of torch.func."""
     return forward_ad._current_level >= 0

@@ -1,8 +1,8 @@
 """The torch operators `flashtune::attention`, `attention_with_lse` and `attention_features`.
 
-Compilers and dispatch modes see one opaque node of known shapes. Eager calls bypass the operators, which cost
-as much host time as the rest of a call. `attention_features` takes dense, packed and paged calls. A program
-that loads a saved graph with these operators imports this module first.
+Compilers and dispatch modes see one opaque node of known shapes. Eager calls bypass the operators, which have
+as much host overhead as the rest of a call. `attention_features` accepts dense, packed and paged calls. A
+program that loads a saved graph with these operators imports this module first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def call_op(
     scales: ExtraInputs = NO_EXTRA_INPUTS,
     deterministic: bool = False,
 ) -> Result:
-    """The operator of a call; torch.compile traces through this into one node."""
+    """Calls the operator. torch.compile traces through this function into one node."""
     if isinstance(causal, bool):
         causal = "bottom_right" if causal else "none"
     op = torch.ops.flashtune.attention_with_lse if return_lse else torch.ops.flashtune.attention
@@ -52,7 +52,7 @@ def call_op(
 
 
 def _register(name: str, returns: str, return_lse: bool) -> None:
-    """One operator: what it computes, its shapes, and how autograd goes through it."""
+    """Registers an operator with its implementation, its fake implementation and its autograd kernel."""
 
     def compute(
         q: Tensor,
@@ -121,7 +121,7 @@ def _register(name: str, returns: str, return_lse: bool) -> None:
 
 
 def _forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp by the operator."""
+    """Returns the output and log-sum-exp by the operator."""
     causal, layout, *_ = call.options
     result = call_op(call.q, call.k, call.v, causal, call.scale, layout, True, call.options.prefer)
     return cast("tuple[Tensor, Tensor]", result)
@@ -135,12 +135,12 @@ NAME = "attention_features"
 
 
 def attend(call: Call) -> Result:
-    """Attention of whatever a call holds: at once, or by the operator where torch wants to see one.
+    """Returns the attention of any call, directly or by the operator if torch must see one.
 
     Raises:
-        ProblemError: The call is invalid, or nobody can serve it.
-        KernelError: It is new, and a CUDA graph is being captured or no kernel can be loaded.
-        VerificationError: It is new, only generated kernels may serve and they are wrong here.
+        ProblemError: The call is invalid, or no backend supports it.
+        KernelError: The call is new, and a CUDA graph is being captured or no kernel can be loaded.
+        VerificationError: The call is new, `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     if runs_eagerly(call.q, call.k, call.v):
         return checked(serve_call, check_call, seeded(call))
@@ -189,7 +189,7 @@ def _differentiate(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 
 def _forward_of_features(call: Call) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp by the operator."""
+    """Returns the output and log-sum-exp by the operator."""
     options = call.options._replace(return_lse=True)
     found: tuple[Tensor, Tensor] = torch.ops.flashtune.attention_features(
         *operands(call._replace(options=options))

@@ -1,8 +1,8 @@
-"""The unfused computation: torch operators that hold all scores in memory.
+"""The unfused computation: torch operators that store all scores in memory.
 
-It is the baseline of benchmarks, and dispatch may choose it for short sequences, where scores are small.
-With features it is differentiable for dense tensors. It serves where no kernel can. Sequences that are packed
-or paged are gathered one by one, for which the host reads their lengths from the device.
+It is a baseline of benchmarks, and dispatch may select it for short sequences, whose scores are small. It is
+the fallback if no kernel supports a call. With features it is differentiable for dense tensors. Packed or
+paged sequences are gathered one by one, for which the host reads their lengths from the device.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 def unfused_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: Causal = Causal.NONE, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by two matrix products of the inputs' dtype and a softmax in float32, or float64 as they.
+    """Returns attention by two matrix products in the inputs' dtype and a softmax in float32 or float64.
 
-    Rows with nothing to attend to give zeros, and -inf as log-sum-exp.
+    The softmax is in float64 if the inputs are. Rows without visible keys give zeros, and -inf as
+    log-sum-exp.
 
     Args:
         q: Queries [batch, heads, seqlen_q, head_dim], any strides.
@@ -40,7 +41,7 @@ def unfused_attention(
         v: Values [batch, kv_heads, seqlen_kv, value_head_dim].
         scale: Factor of the scores, of any sign.
         causal: The causal mask and its alignment.
-        return_lse: Whether to make the log-sum-exp.
+        return_lse: Whether to compute the log-sum-exp.
 
     Returns:
         The output [batch, heads, seqlen_q, value_head_dim] in the inputs' dtype, and the natural
@@ -52,7 +53,7 @@ def unfused_attention(
         lse = q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=score_dtype(q)) if return_lse else None
         return q.new_zeros(batch, heads, seqlen_q, value_head_dim), lse
     if causal is Causal.BOTTOM_RIGHT and seqlen_q > seqlen_kv:
-        # The first queries see no key; left out, they put no 0/0 into gradients either.
+        # The first queries see no key. Without them there is no 0/0 in gradients.
         blind = seqlen_q - seqlen_kv
         out, lse = unfused_attention(q[:, :, blind:], k, v, scale=scale, causal=causal, return_lse=return_lse)
         return pad(out, (0, 0, blind, 0)), lse if lse is None else pad(lse, (blind, 0), value=-torch.inf)
@@ -65,14 +66,15 @@ def unfused_attention(
     if return_lse:
         lse = torch.logsumexp(scores, -1).view(batch, heads, seqlen_q)
     weights = torch.softmax(scores, -1).to(v.dtype)
-    # The heads of a group lie one after another, so folded rows unfold into heads.
+    # The heads of a group are adjacent, so folded rows unfold into heads.
     return torch.bmm(weights, v.flatten(0, 1)).view(batch, heads, seqlen_q, value_head_dim), lse
 
 
 def scaled_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scaled scores [batch * kv_heads, group_size * seqlen_q, seqlen_kv].
+    """Returns scaled scores [batch * kv_heads, group_size * seqlen_q, seqlen_kv].
 
-    The query heads of one KV head become more rows of one product: keys and values are not repeated.
+    The query heads of one KV head become rows of one matrix product, so that keys and values are not
+    repeated.
     """
     batch, heads, seqlen_q, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -85,20 +87,20 @@ def scaled_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def score_dtype(q: Tensor) -> torch.dtype:
-    """The type in which scores are kept: float32, or float64 of such queries."""
+    """Returns the type of scores: float64 for float64 queries, else float32."""
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
 def _widens(q: Tensor, k: Tensor) -> bool:
-    """Whether torch multiplies 16-bit matrices into float32: on CUDA, and outside of autograd."""
+    """Whether torch can multiply 16-bit matrices into float32: on CUDA and without gradients."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     return q.is_cuda and torch.version.hip is None and q.element_size() == 2 and not needs_grad
 
 
 def standard_hbm_items(problem: Problem) -> tuple[BytesItem, ...]:
-    """HBM traffic of `unfused_attention`, item by item, in bytes; of a backward problem autograd's.
+    """Returns the HBM traffic of `unfused_attention`, or of its backward pass, by item in bytes.
 
-    Each operator reads its whole input from HBM and writes its whole output there, scores in float32.
+    Each operator reads its inputs from HBM and writes its output there. Scores are in float32.
     """
     if problem.is_backward:
         return _gradient_hbm_items(problem)
@@ -122,7 +124,7 @@ def standard_hbm_items(problem: Problem) -> tuple[BytesItem, ...]:
 
 
 def _gradient_hbm_items(problem: Problem) -> tuple[BytesItem, ...]:
-    """The weights are kept in both types, and gradients of weights and scores are made beside them."""
+    """Returns the traffic of the backward pass, with weights and their gradients in both types."""
     size = problem.dtype.itemsize
     queries = problem.batch * problem.heads * problem.seqlen_q * size
     keys = problem.batch * problem.kv_heads * problem.seqlen_kv * size
@@ -159,20 +161,20 @@ def unfused_features(
     scale: float,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention with all features by two matrix products and a softmax in float32.
+    """Returns attention with all features by two matrix products and a softmax in float32.
 
     Args:
-        problem: What is computed; its numbers of tokens do not count, those of the tensors do.
-        q: Queries as kernels see them, [batch, heads, seqlen_q, head_dim]; packed ones of one batch.
-        k: Keys, [batch, kv_heads, seqlen_kv, head_dim], or pages of that form.
+        problem: The problem. Numbers of tokens are those of the tensors.
+        q: Queries in the kernels' layout, [batch, heads, seqlen_q, head_dim]. Packed ones have batch 1.
+        k: Keys, [batch, kv_heads, seqlen_kv, head_dim], or pages of that shape.
         v: Values.
-        side: Side inputs as kernels see them.
+        side: Side inputs in the kernels' layout.
         scale: Factor of the scores, not negative.
-        return_lse: Whether to make the log-sum-exp.
+        return_lse: Whether to compute the log-sum-exp.
 
     Returns:
-        The output [batch, heads, seqlen_q, value_head_dim] in q's type, zeros in rows that see nothing, and
-        the natural log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
+        The output [batch, heads, seqlen_q, value_head_dim] in q's type, with zeros in rows without visible
+        keys, and the natural log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
     """
     if not (problem.packed or problem.page_size):
         k, v = _numbers(k, side.k_scale, q.dtype), _numbers(v, side.v_scale, q.dtype)
@@ -190,7 +192,7 @@ def unfused_features(
 
 
 class _Sequence(NamedTuple):
-    """One sequence by itself: where its queries are, its keys and values, its side inputs."""
+    """One sequence: the indices of its queries, its keys and values, and its side inputs."""
 
     at: tuple[slice, slice, slice]
     k: Tensor
@@ -199,10 +201,10 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Iterator[_Sequence]:
-    """One sequence after the other: copies of all at once would take the memory of a second cache."""
+    """Yields one sequence at a time. Copies of all of them would need as much memory as the cache."""
     if side.block_table is not None:
         assert side.seqlens_kv is not None
-        # The host reads lengths below in any case. A page beyond the cache would break CUDA's context.
+        # The host reads lengths below anyway. A page index out of range would corrupt the CUDA context.
         check_pages(problem, side.block_table, side.seqlens_kv, k.shape[0])
     everything = slice(None)
     if side.cu_seqlens_q is None:
@@ -234,14 +236,14 @@ def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInp
 
 
 def _numbers(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What stored elements stand for: [places, heads, tokens, width] times [places, heads]."""
+    """Returns dequantized values: [places, heads, tokens, width] times [places, heads]."""
     if scale is None:
         return stored
     return (stored.float() * scale[:, :, None, None]).to(dtype)
 
 
 def _gathered(pages: Tensor, scale: Tensor | None, table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The tokens of one sequence, [1, heads, length, width]."""
+    """Returns the tokens of one sequence, [1, heads, length, width]."""
     rows = _numbers(pages[table], None if scale is None else scale[table], dtype)
     return rows.transpose(0, 1).flatten(1, 2)[None, :, :length]
 
@@ -249,12 +251,12 @@ def _gathered(pages: Tensor, scale: Tensor | None, table: Tensor, length: int, d
 def _dense(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs, scale: float, first_row: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of sequences in dense tensors; `first_row` is that of a packed one."""
+    """Returns output and log-sum-exp of dense sequences. `first_row` is that of a packed sequence."""
     batch, heads, seqlen_q, _ = q.shape
     seqlen_kv = k.shape[2]
     places, seen = _visible(problem, q, k, side)
     if side.seqlens_kv is not None:
-        # A cache holds whatever it held before; zero weights would not make numbers of that.
+        # A cache may hold NaN or infinity after the last key, and 0 times these is NaN.
         beyond = torch.arange(seqlen_kv, device=q.device) >= side.seqlens_kv[:, None]
         k, v = (tensor.masked_fill(beyond[:, None, :, None], 0) for tensor in (k, v))
     scores = scaled_scores(q, k, scale).view(batch, heads, seqlen_q, seqlen_kv)
@@ -277,7 +279,7 @@ def _dense(
 
 
 def _visible(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> tuple[Tensor, Tensor]:
-    """Places of queries among the keys, [batch or 1, seqlen_q], and which keys each sees, of all heads."""
+    """Returns positions of queries, [batch or 1, seqlen_q], and the visible keys, which heads share."""
     lengths = side.seqlens_kv
     if lengths is None:
         lengths = torch.full((1,), k.shape[2], dtype=torch.int32, device=q.device)
@@ -305,9 +307,9 @@ def _visible(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> tuple
 def _averages(
     scores: Tensor, v: Tensor, sinks: Tensor | None, factors: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax-weighted values and the log-sum-exp; no NaN, in gradients neither, where all is hidden.
+    """Returns softmax-weighted values and the log-sum-exp. Fully hidden rows give no NaN, also in gradients.
 
-    `factors` of the weights are what dropout makes of them, [batch * heads, seqlen_q, seqlen_kv].
+    `factors` are those that dropout applies to the weights, [batch * heads, seqlen_q, seqlen_kv].
     """
     batch, heads, seqlen_q, seqlen_kv = scores.shape
     lowest = scores.new_full((batch, heads, seqlen_q, 1), -torch.inf)

@@ -1,8 +1,8 @@
-"""Checks of the values of lengths, starts, block tables and slots, which kernels read without checking.
+"""Checks of the values of lengths, starts, block tables and slots, which kernels use without checks.
 
-Reading them from a GPU waits for it, so that calls on one are checked only where `FLASHTUNE_CHECK=1` is set.
-On the CPU it costs little, and calls are always checked. A server is wrapped once, when it is prepared:
-without the check a prepared call runs no instruction more.
+Reading values from a GPU synchronizes, so calls on a GPU are checked only with `FLASHTUNE_CHECK=1`. On the
+CPU calls are always checked. An executor is wrapped once, when it is prepared, so that there is no overhead
+without the check.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ VARIABLE = "FLASHTUNE_CHECK"
 
 
 def values_are_checked(device: torch.device) -> bool:
-    """Returns whether values on a device are checked: on the CPU, and where `FLASHTUNE_CHECK` is set."""
+    """Whether values on a device are checked: on the CPU, and if `FLASHTUNE_CHECK` is set."""
     return device.type == "cpu" or os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def with_checks(serve: Executor, request: Request) -> Executor:
-    """Returns a server that checks the values of each call's lengths, or the server itself without need."""
+    """Returns an executor that checks the values of each call's lengths, or `serve` if there is no need."""
     problem = request.problem
     has_values = problem.packed or problem.page_size or problem.lengths or problem.prefix
     if not has_values or not values_are_checked(request.device):
@@ -43,11 +43,11 @@ def check_slot_values(slots: Tensor, rows: int) -> None:
     """Checks the slots of rows that are appended to a cache.
 
     Args:
-        slots: Int64 [tokens]; negative ones are skipped.
-        rows: Rows of all pages.
+        slots: Int64 [tokens]. Negative slots are skipped.
+        rows: Number of rows of all pages.
 
     Raises:
-        ProblemError: A slot lies behind the last page, or two are the same.
+        ProblemError: A slot is beyond the last page, or two are the same.
     """
     if is_capturing(slots):
         return
@@ -70,13 +70,13 @@ def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> N
     """Checks the values of a call's lengths, starts and block table.
 
     Args:
-        request: What the call asks for.
+        request: The request of the call.
         q: Queries, in the call's layout.
         k: Keys or pages, in the call's layout.
         side: The call's side inputs.
 
     Raises:
-        ProblemError: A value reaches beyond the tensors, or sequences overlap.
+        ProblemError: A value is beyond the tensors, or sequences overlap.
     """
     problem = request.problem
     if side.cu_seqlens_q is not None:
@@ -96,16 +96,16 @@ def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> N
 
 
 def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) -> None:
-    """Checks lengths against a block table, and the entries that hold keys; others are never read.
+    """Checks lengths against a block table, and the entries that hold keys. Others are never read.
 
     Args:
-        problem: What is computed.
-        table: The pages of each sequence, int32 [batch, pages of the longest].
-        lengths: Keys of each sequence, int32 [batch].
-        pages: How many pages the cache has.
+        problem: The problem.
+        table: The pages of each sequence, int32 [batch, max_pages].
+        lengths: Number of keys of each sequence, int32 [batch].
+        pages: Number of pages of the cache.
 
     Raises:
-        ProblemError: A sequence is longer than its row, or has a page that the cache has not.
+        ProblemError: A sequence is longer than its row, or has a page number that is not in the cache.
     """
     _check_lengths("seqlens_k", lengths, "a row of block_table", table.shape[1] * problem.page_size)
     starts = torch.arange(table.shape[1], device=table.device) * problem.page_size
@@ -119,7 +119,7 @@ def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) ->
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Returns whether a CUDA graph is being captured, when no value can be read."""
+    """Whether a CUDA graph is being captured. Values cannot be read during a capture."""
     if not tensor.is_cuda:
         return False
     with torch.cuda.device(tensor.device):
@@ -135,7 +135,7 @@ def _checked(
 
 
 def _check_starts(name: str, starts: Tensor, tensor: str, tokens: int, longest: int) -> None:
-    # Differences of int32 may overflow.
+    # Differences of int32 values may overflow.
     starts = starts.long()
     if (begin := int(starts[0])) != 0:
         raise ProblemError(f"{name}[0] is {begin}: pass 0, where the first sequence begins")
@@ -168,7 +168,7 @@ def _check_lengths(name: str, lengths: Tensor, tensor: str, room: int) -> None:
 
 
 def _first(wrong: Tensor) -> tuple[int, ...] | None:
-    """Returns the index of the first element that is true, or None."""
+    """Returns the index of the first true element, or None."""
     places = wrong.nonzero()
     return tuple(places[0].tolist()) if len(places) else None
 
