@@ -36,7 +36,7 @@ class SearchContext(msgspec.Struct, frozen=True):
 
     Attributes:
         scope: The problem, the GPU and the spaces.
-        promised: Candidates that are always tried first: defaults, and winners of near shapes.
+        enqueued: Candidates that are always tried first: defaults, and winners of near shapes.
         answers: Results of earlier searches of the same problem.
         trials: Maximum number of trials, including those of earlier searches; None for no limit.
         seed: Seed of all random choices.
