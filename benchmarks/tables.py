@@ -144,7 +144,7 @@ def winners_table(benches: Sequence[Bench], family: str) -> Iterator[str]:
     axes = dict.fromkeys(axis for line in lines.values() for config in line for axis in config)
     rows = [(f"`{axis}`", *(_values(line, axis) for line in lines.values())) for axis in axes]
     if rows:
-        yield "Values at each length, from the shortest to the longest; one value stands for all."
+        yield "Values at each length, from the shortest to the longest. One value is the same at all lengths."
         yield ""
         yield from table(("axis", *lines), (row for row in rows if len(set(row[1:])) > 1))
         yield ""

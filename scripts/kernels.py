@@ -1,4 +1,4 @@
-"""Writes kernels_generated/: a rendered kernel for each class of problems of the shipped tables, an index.
+"""Writes kernels_generated/: a kernel for each class of problems of the shipped tables, and an index.
 
     python -m scripts.kernels
 
@@ -9,13 +9,15 @@ with the last key. `flashtune export --format python` writes the kernels of all 
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record
 from flashtune.tuner.bench.peer_runs import CUDNN
+from flashtune.tuner.cli.report.doc_tables import table
 from flashtune.tuner.tables.export import kernel_files, write_file
 from flashtune.tuner.tables.lookup import shipped_tables
 
@@ -83,16 +85,11 @@ def _name(problem: Problem) -> str:
 
 def _index(chosen: dict[str, Record]) -> Iterator[str]:
     yield TITLE.rstrip()
-    headings: Sequence[str] = ()
-    for path, record in chosen.items():
-        if headings != (record.target, record.family):
-            if headings[:1] != (record.target,):
-                yield f"\n## {record.target}"
-            headings = record.target, record.family
-            yield f"\n### {record.family}\n"
-            yield f"| {' | '.join(HEADS)} |"
-            yield "| --- | --- | --- | ---: | ---: |"
-        yield f"| {' | '.join(_row(path, record))} |"
+    for target, of_target in itertools.groupby(chosen.items(), key=lambda item: item[1].target):
+        yield f"\n## {target}"
+        for family, members in itertools.groupby(of_target, key=lambda item: item[1].family):
+            yield f"\n### {family}\n"
+            yield from table(HEADS, (_row(path, record) for path, record in members))
 
 
 def _row(path: str, record: Record) -> tuple[str, ...]:

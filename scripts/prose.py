@@ -79,13 +79,9 @@ def main() -> None:
     counts = {path: len(found) for path, found in findings.items() if found}
     allowed = allowed_counts()
     if options.write:
-        first = not ALLOWED.exists()
-        lowered = {
-            path: count if first else min(count, allowed.get(path, 0))
-            for path, count in sorted(counts.items())
-        }
-        kept = (f'"{path}" = {count}\n' for path, count in lowered.items() if count)
-        ALLOWED.write_text("".join(kept), "utf-8")
+        lowered = {path: min(counts.get(path, 0), most) for path, most in sorted(allowed.items())}
+        lines = (f'"{path}" = {most}\n' for path, most in lowered.items() if most)
+        ALLOWED.write_text("".join(lines), "utf-8")
         return
     failed = excess(counts, allowed)
     for path in failed:
@@ -101,7 +97,7 @@ def excess(counts: dict[str, int], allowed: dict[str, int]) -> list[str]:
 
 def allowed_counts() -> dict[str, int]:
     """Returns the number of findings that each file may have; files that are not named may have none."""
-    return tomllib.loads(ALLOWED.read_text("utf-8")) if ALLOWED.exists() else {}
+    return tomllib.loads(ALLOWED.read_text("utf-8"))
 
 
 def checked_files() -> list[str]:

@@ -47,7 +47,7 @@ def alone(path: Path) -> Iterator[None]:
             ) from error
         except OSError as error:
             raise StoreError(
-                f"cannot write beside the database {path} ({error.strerror}): {ELSEWHERE}"
+                f"cannot write in the folder of the database {path} ({error.strerror}): {ELSEWHERE}"
             ) from error
         yield
 

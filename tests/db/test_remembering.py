@@ -158,7 +158,7 @@ def test_what_is_no_database_says_so(path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot write beside the database"):
+    with pytest.raises(StoreError, match="cannot write in the folder of the database"):
         remember_check(make_check(), str(tmp_path / "file" / "flashtune.sqlite"))
 
 

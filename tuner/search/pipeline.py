@@ -82,7 +82,7 @@ class Pipeline:
             beat()
 
     def _owes(self) -> bool:
-        """Returns whether promised candidates are unfinished, and drops others that wait for the GPU."""
+        """Returns whether enqueued candidates are unfinished, and drops others that wait for the GPU."""
         self._ready = deque(entry for entry in self._ready if entry[0] in self._promised)
         waiting = (candidate for candidate, _ in (*self._ready, *self._running.values()))
         return not self._promised.isdisjoint((*self._compiling.values(), *waiting))

@@ -116,7 +116,7 @@ def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot write beside the database"):
+    with pytest.raises(StoreError, match="cannot write in the folder of the database"):
         open_store(str(tmp_path / "file" / "records.sqlite"))
 
 
@@ -189,7 +189,7 @@ def test_a_read_only_database_is_read_and_merged(
 def test_a_folder_that_may_not_be_written(folder: Path, unprivileged: None) -> None:
     if os.geteuid() != NOBODY:
         folder.chmod(0o555)
-    with pytest.raises(StoreError, match="cannot write beside the database"):
+    with pytest.raises(StoreError, match="cannot write in the folder of the database"):
         open_store(str(folder / "records.sqlite"))
     assert list(folder.iterdir()) == []
 

@@ -159,7 +159,10 @@ def test_a_full_database_folder(place: Place, disk: Callable[[int], tuple[Path, 
             "FLASHTUNE_CACHE_DIR",
             "the kernel cache .*/file/folder/kernels cannot be written.*FLASHTUNE_CACHE_DIR",
         ),
-        ("FLASHTUNE_DB", "cannot write beside the database .*/file/folder .*: name another with --db"),
+        (
+            "FLASHTUNE_DB",
+            "cannot write in the folder of the database .*/file/folder .*: name another with --db",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_written(place: Place, variable: str, words: str) -> None:
@@ -171,7 +174,7 @@ def test_a_home_that_cannot_be_written(place: Place) -> None:
     for name in ("FLASHTUNE_CACHE_DIR", "FLASHTUNE_DB", "TRITON_CACHE_DIR"):
         del place.environment[name]
     place.environment.pop("XDG_CACHE_HOME", None)
-    words = "cannot write beside the database .*/file/folder/.cache/flashtune/flashtune.sqlite"
+    words = "cannot write in the folder of the database .*/file/folder/.cache/flashtune/flashtune.sqlite"
     place.refused(words, {"HOME": below_a_file(place)})
 
 
