@@ -35,6 +35,9 @@ BACKWARD = (
     "order: halves: one counter for both",
     "order: turns never passed",
 )
+# Their error is a race between threads, which some plays do not show.
+RACES = ("order: halves: one counter for both",)
+PLAYS_OF_RACES = 5
 LATENT = (
     "diagonal one key too far",
     "later blocks' masks missing",
@@ -81,7 +84,8 @@ def test_gradients_of_the_right_kernels_are_right(subject: Subject, monkeypatch:
 def test_gradients_of_a_broken_kernel_are_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[f"backward_hopper: {name}"]
     with pytest.raises((AssertionError, Stuck, IndexError)):
-        played_backward(broken(mutant), mutant.subject, monkeypatch)
+        for _ in range(PLAYS_OF_RACES if name in RACES else 1):
+            played_backward(broken(mutant), mutant.subject, monkeypatch)
 
 
 def worst_of_latent(kernel: Kernel, subject: Subject) -> float:
