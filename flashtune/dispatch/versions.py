@@ -100,7 +100,14 @@ def driver_version() -> str:
 
 @functools.cache
 def _ptxas_version() -> str:
-    """Returns the version of the ptxas that Triton runs for Hopper, of those that it contains."""
+    """Returns the version of the ptxas that Triton runs for Hopper, of those that it contains.
+
+    Raises:
+        MachineError: The tool is missing or not executable.
+    """
     from triton.backends.nvidia.compiler import get_ptxas
 
-    return str(get_ptxas(HOPPER).version)
+    from flashtune.core.machine import machine_errors
+
+    with machine_errors():
+        return str(get_ptxas(HOPPER).version)

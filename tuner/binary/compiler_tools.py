@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from flashtune.core.errors import KernelError, MachineError
+from flashtune.core.machine import machine_errors
 
 TOOL_SECONDS = 120
 
@@ -28,12 +29,13 @@ def tool_path(name: str) -> str:
     """Returns the path of a tool that Triton ships.
 
     Raises:
-        MachineError: This installation of Triton lacks it.
+        MachineError: This installation of Triton lacks it, or it is not executable.
     """
     from triton import knobs
 
     try:
-        return str(getattr(knobs.nvidia, name).path)
+        with machine_errors():
+            return str(getattr(knobs.nvidia, name).path)
     except RuntimeError as error:
         raise MachineError(f"this installation of Triton has no {name}: reinstall triton") from error
 
