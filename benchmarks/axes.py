@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.exhaustive.truth_table import TruthTable, fastest, read_tables
 from benchmarks.prediction import TABLES
 from flashtune.core.problem import Causal
 from flashtune.tuner.cli.report.doc_tables import table
-from flashtune.tuner.perf_model.measurements import TruthTable, fastest, read_tables
 
 SCRIPT = "benchmarks/axes.py"
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import policies_report
+from benchmarks.exhaustive.truth_table import read_tables
 from benchmarks.saved import RESULTS, ROOT, document
 from flashtune.core.errors import UsageError
-from flashtune.tuner.perf_model.measurements import read_tables
 
 MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
 OURS, CUDNN = "flashtune", "sdpa-cudnn"

@@ -19,12 +19,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.exhaustive.truth_table import TruthTable, read_tables
+from benchmarks.fitting import fit_tables
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.perf_model.calibration import FILE, NOTHING, Calibration, expected_ms, fit_tables
-from flashtune.tuner.perf_model.measurements import TruthTable, read_tables
+from flashtune.tuner.perf_model.calibration import FILE, NOTHING, Calibration, expected_ms
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests/data/truth"

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.exhaustive.run import Drawing, Workers, make_table
+from benchmarks.exhaustive.truth_table import TruthTable, fastest, file_name, read_table
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome
 from flashtune.core.target import device_target
 from flashtune.tuner.execution.processes import usable_cores
-from flashtune.tuner.perf_model.measurements import TruthTable, fastest, file_name, read_table
 from flashtune.tuner.workloads.shapes import parse_shape
 
 PRESET = (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
+from benchmarks.exhaustive.inner_loop import Loop, read_loop
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
@@ -15,7 +16,6 @@ from flashtune.core.target import Target
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.binary.sass import Loop, read_loop
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.compile_pool import MAX_MESSAGE, Compiled, compile_candidate
 from flashtune.tuner.execution.evaluation import Evaluation

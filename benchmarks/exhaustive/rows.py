@@ -7,10 +7,10 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.exhaustive.jobs import Described
+from benchmarks.exhaustive.truth_table import Row, Sampled, rounded, values_of
 from flashtune.core.record import Measurement, Resources
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.evaluation import Evaluation
-from flashtune.tuner.perf_model.measurements import Row, Sampled, rounded, values_of
 
 MAX_MESSAGE = 100
 

@@ -14,6 +14,7 @@ import msgspec
 
 from benchmarks.exhaustive.jobs import Batch, Described, describe_candidate, measure_batch
 from benchmarks.exhaustive.rows import Ready, row_of, sampled
+from benchmarks.exhaustive.truth_table import Row, TruthTable, draw, rounded, write_table
 from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, Outcome
 from flashtune.core.target import Target
@@ -23,7 +24,6 @@ from flashtune.tuner.execution.compile_pool import COMPILE_SECONDS, Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.gpu_jobs import fatal_error, time_finalists
 from flashtune.tuner.execution.processes import exit_code_of, failure_of, start_pool, stop_pool
-from flashtune.tuner.perf_model.measurements import Row, TruthTable, draw, rounded, write_table
 
 BATCH = 16
 BATCH_SECONDS = 90.0

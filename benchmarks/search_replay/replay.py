@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from benchmarks.exhaustive.truth_table import TruthTable
 from flashtune.core.config import Config, Space
 from flashtune.core.errors import TableError
 from flashtune.core.record import Measurement, Outcome, Provenance, Verdict
@@ -27,7 +28,6 @@ from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.noise import ERROR_OF_MEDIAN
-from flashtune.tuner.perf_model.measurements import TruthTable
 
 # Seconds of the GPU's process for one candidate, beside the launches that are timed: loading it and
 # proving it in full, or on small problems alone where it is far behind. A search of an H200 took 44 s for

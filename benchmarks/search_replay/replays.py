@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from benchmarks.exhaustive.truth_table import TruthTable, fastest
+from benchmarks.fitting import fit_tables
 from benchmarks.search_replay.baselines import POLICIES
 from benchmarks.search_replay.replay import Replay, best_after, replay_scope, target_of
 from flashtune.db.store import open_store
 from flashtune.db.table import shipped_table
 from flashtune.tuner.candidates import Candidate, FamilySpace
-from flashtune.tuner.perf_model.calibration import fit_tables
-from flashtune.tuner.perf_model.measurements import TruthTable, fastest
 from flashtune.tuner.search.candidate_grid import CandidateGrid
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.finals import FINALISTS

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.exhaustive.truth_table import TruthTable, read_tables
 from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.templates.common.model.cost import together_us, traffic_us
@@ -30,7 +31,6 @@ from flashtune.templates.common.model.tile_schedule import (
 )
 from flashtune.templates.forward_hopper.space import Order
 from flashtune.templates.registry import families, find_family
-from flashtune.tuner.perf_model.measurements import TruthTable, read_tables
 from tests.problems.hopper import a_problem
 
 H200 = find_target("h200")

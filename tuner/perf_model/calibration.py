@@ -1,6 +1,6 @@
-"""Calibration of predictions: a ridge regression of measured over predicted times.
+"""Calibration of predictions by constants that were fitted to measured times.
 
-Its constants are in `fitted.json`, which `benchmarks/prediction.py` makes from tabular benchmarks. They hold
+The constants are in `fitted.json`, which `benchmarks/prediction.py` makes from tabular benchmarks. They hold
 for the measured architecture.
 """
 
@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
 from importlib import resources as files
 
 import msgspec
-import numpy as np
 
 from flashtune.core.config import Config
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Problem
 from flashtune.core.record import Resources, ShortText
-from flashtune.core.target import Target, find_target
+from flashtune.core.target import Target
 from flashtune.templates.family import Family
-from flashtune.templates.registry import find_family
 from flashtune.tuner.perf_model.features import features
-from flashtune.tuner.perf_model.measurements import TruthTable
 from flashtune.tuner.perf_model.roofline import predict_ms
 from flashtune.tuner.perf_model.roofline_backward import predict_backward_ms
 
 FILE = "fitted.json"
-# Weight of the penalty on large weights, compared with the residuals.
-RIDGE = 10.0
-DIGITS = 5
 
 
 class FamilyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,54 +96,3 @@ def shipped_fit() -> Calibration:
         raise TableError(
             f"{FILE} of this installation is damaged ({error}): install flashtune again"
         ) from error
-
-
-def fit_tables(tables: Sequence[TruthTable]) -> Calibration:
-    """Returns constants fitted to one GPU's tables. All problems have equal weight."""
-    if not tables:
-        return NOTHING
-    families = {table.family for table in tables}
-    fits = {
-        name: _fit_family([_samples(table) for table in tables if table.family == name])
-        for name in sorted(families)
-    }
-    arch = find_target(tables[0].target).arch
-    return Calibration(arch, tuple(sorted({table.problem.key for table in tables})), fits)
-
-
-class _Samples(msgspec.Struct, frozen=True):
-    """The working configs of a table: features, and logarithms of measured over predicted times."""
-
-    features: tuple[Mapping[str, float], ...]
-    off: tuple[float, ...]
-
-
-def _samples(table: TruthTable) -> _Samples:
-    family, target = find_family(table.family), find_target(table.target)
-    found, off = [], []
-    for row, ms in zip(table.rows, table.times(), strict=True):
-        config = table.candidate(row).config
-        if ms is None or row.resources is None:
-            continue
-        predicted = formula_ms(table.problem, family, config, row.resources, target)
-        if not math.isinf(predicted):
-            found.append(features(table.problem, family, config, row.resources, target))
-            off.append(math.log(ms / predicted))
-    return _Samples(tuple(found), tuple(off))
-
-
-def _fit_family(tables: Sequence[_Samples]) -> FamilyFit:
-    """Fits weights to differences within tables, so that a problem's own level has no effect."""
-    names = sorted({name for table in tables for entry in table.features for name in entry})
-    grids = [
-        np.array([[entry.get(name, 0.0) for name in names] for entry in table.features]) for table in tables
-    ]
-    offs = [np.array(table.off) for table in tables]
-    rows = np.vstack([grid - grid.mean(axis=0) for grid in grids])
-    errors = np.concatenate([off - off.mean() for off in offs])
-    weights = np.linalg.solve(rows.T @ rows + RIDGE * np.eye(len(names)), rows.T @ errors)
-    level = float(
-        np.mean([off.mean() - grid.mean(axis=0) @ weights for grid, off in zip(grids, offs, strict=True)])
-    )
-    kept = {name: round(float(weight), DIGITS) for name, weight in zip(names, weights, strict=True)}
-    return FamilyFit(round(level, DIGITS), kept)

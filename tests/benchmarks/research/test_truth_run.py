@@ -12,18 +12,18 @@ import pytest
 from pebble import ProcessExpired
 
 from benchmarks.exhaustive import run
+from benchmarks.exhaustive.inner_loop import Loop
 from benchmarks.exhaustive.jobs import Batch, Described
 from benchmarks.exhaustive.run import Drawing, make_table
+from benchmarks.exhaustive.truth_table import TruthTable, read_table
 from flashtune.core.errors import KernelError
 from flashtune.core.record import Measurement, Outcome, PeerTime, Resources
 from flashtune.core.target import find_target
-from flashtune.tuner.binary.sass import Loop
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.gpu_jobs import FATAL_EXIT, time_finalists
-from flashtune.tuner.perf_model.measurements import TruthTable, read_table
-from tests.tuner.perf_model.truth_fakes import a_problem
+from tests.benchmarks.research.truth_fakes import a_problem
 
 ANCHOR_MS = 2.0
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.exhaustive.inner_loop import read_loop
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Dtype, KvDtype, KvScale
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.binary.sass import read_loop
 from tests.problems.decode import LATENT, a_config, a_problem
 
 FAMILY, H200 = find_family("decode_split_kv"), find_target("h200")

@@ -6,16 +6,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.exhaustive.truth_table import TruthTable, read_tables
+from benchmarks.fitting import fit_tables
 from benchmarks.search_replay.replay import replay_scope
 from flashtune.core.record import Resources
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.binary.resources import occupancy
-from flashtune.tuner.perf_model.calibration import NOTHING, Calibration, expected_ms, fit_tables, shipped_fit
+from flashtune.tuner.perf_model.calibration import NOTHING, Calibration, expected_ms, shipped_fit
 from flashtune.tuner.perf_model.features import estimated, features
-from flashtune.tuner.perf_model.measurements import TruthTable, read_tables
 from flashtune.tuner.perf_model.roofline import predict_ms
-from tests.tuner.perf_model.truth_fakes import SHAPE, a_table
+from tests.benchmarks.research.truth_fakes import SHAPE, a_table
 
 TABLES = read_tables(Path(__file__).parents[2] / "data" / "truth")
 H200 = find_target("h200")

@@ -5,15 +5,15 @@ import time
 
 import pytest
 
+from benchmarks.exhaustive.truth_table import TruthTable, fastest
 from benchmarks.search_replay.replay import Replay, SimulatedTrial, best_after, replay_scope, replay_space
 from flashtune.core.errors import TableError
 from flashtune.core.record import Outcome
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.tuner.perf_model.measurements import TruthTable, fastest
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult, Stop
-from tests.tuner.perf_model.truth_fakes import a_table
+from tests.benchmarks.research.truth_fakes import a_table
 
 
 def replayed(table: TruthTable, store: Store, budget: Budget, seed: int = 0) -> tuple[SearchResult, Replay]:

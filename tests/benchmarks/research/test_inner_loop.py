@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.exhaustive.inner_loop import find_loop, loops
 from benchmarks.exhaustive.jobs import describe_candidate
 from flashtune.core.kernel import Specialization
 from flashtune.core.target import find_target
-from flashtune.tuner.binary.sass import find_loop, loops
 from flashtune.tuner.candidates import Candidate
 from tests.tuner.binary.listings import listed
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem

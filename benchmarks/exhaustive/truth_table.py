@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.exhaustive.inner_loop import Loop
 from flashtune.core.config import AxisValue, Config
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Problem
 from flashtune.core.record import Milliseconds, NonNegative, Outcome, PeerTime, Resources, ShortText, Versions
 from flashtune.templates.registry import family_names, find_family
-from flashtune.tuner.binary.sass import Loop
 from flashtune.tuner.candidates import Candidate, SearchTask, demand
 
 SUFFIX = ".json.xz"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from benchmarks.exhaustive.truth_table import Row, Sampled, TruthTable, draw, rounded, values_of
 from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome, Resources, Versions
 from flashtune.core.target import find_target
 from flashtune.tuner.candidates import SearchTask, contiguous_specialization, open_spaces
-from flashtune.tuner.perf_model.measurements import Row, Sampled, TruthTable, draw, rounded, values_of
 from flashtune.tuner.workloads.shapes import parse_shape
 
 SHAPE = "heads=16,seqlen=2048,head_dim=128,tokens=16384,causal"

@@ -8,10 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flashtune.core.errors import TableError
-from flashtune.core.target import find_target
-from flashtune.tuner.candidates import SearchTask, contiguous_specialization, open_spaces
-from flashtune.tuner.perf_model.measurements import (
+from benchmarks.exhaustive.truth_table import (
     Sampled,
     TruthTable,
     draw,
@@ -20,7 +17,10 @@ from flashtune.tuner.perf_model.measurements import (
     read_tables,
     write_table,
 )
-from tests.tuner.perf_model.truth_fakes import SHAPE, a_problem, a_table
+from flashtune.core.errors import TableError
+from flashtune.core.target import find_target
+from flashtune.tuner.candidates import SearchTask, contiguous_specialization, open_spaces
+from tests.benchmarks.research.truth_fakes import SHAPE, a_problem, a_table
 
 KEPT = Path(__file__).parents[2] / "data" / "truth"
 
