@@ -1,4 +1,4 @@
-"""The canonical form of sources: comments and docstrings do not count, and everything that runs does."""
+"""Tests of the canonical form of sources."""
 
 from __future__ import annotations
 
@@ -98,35 +98,35 @@ MEANINGFUL = [
 ]
 
 
-def test_the_canonical_form_is_the_same_under_every_python() -> None:
+def test_canonical_form_does_not_depend_on_python_version() -> None:
     digest = hashlib.sha256(canonical_source(SOURCE).encode()).hexdigest()
     assert digest[:16] == PINNED
 
 
 @pytest.mark.parametrize(("old", "new"), NEUTRAL)
-def test_comments_docstrings_and_the_wrapper_do_not_count(old: str, new: str) -> None:
+def test_comments_docstrings_and_wrapper_are_ignored(old: str, new: str) -> None:
     assert old in SOURCE
     assert canonical_source(SOURCE.replace(old, new, 1)) == canonical_source(SOURCE)
 
 
 @pytest.mark.parametrize(("old", "new"), MEANINGFUL)
-def test_code_strings_and_indentation_count(old: str, new: str) -> None:
+def test_code_strings_and_indentation_change_canonical_form(old: str, new: str) -> None:
     assert old in SOURCE
     changed = SOURCE.replace(old, new, 1)
     assert canonical_source(changed) != canonical_source(SOURCE)
 
 
-def test_a_decorated_wrapper_counts() -> None:
+def test_decorated_wrapper_changes_canonical_form() -> None:
     kernel = "@triton.jit\ndef kernel(q):\n    return q\n"
     wrapped = kernel.replace("@triton.jit\n", "@triton.jit\ndef attention(): pass\n")
     assert canonical_source(wrapped) != canonical_source(kernel)
 
 
-def test_the_canonical_form_is_its_own() -> None:
+def test_canonicalisation_is_idempotent() -> None:
     assert canonical_source(canonical_source(SOURCE)) == canonical_source(SOURCE)
 
 
-def test_other_control_characters_leave_the_source_as_it_is() -> None:
+def test_sources_with_other_control_characters_are_not_changed() -> None:
     for character in "\r\f\0\ufeff":
         source = f"# comment{character}\nx = 1\n"
         assert canonical_source(source) == source
@@ -138,7 +138,7 @@ def test_incomplete_sources_have_a_canonical_form(source: str) -> None:
     assert isinstance(canonical_template(source), str)
 
 
-def test_hostile_sources_take_linear_time() -> None:
+def test_malformed_sources_take_linear_time() -> None:
     start = time.process_time()
     for source in ("'" * 200_000, '"\\' * 100_000, '"""' + '\\"' * 100_000, "(" * 200_000, "#{% " * 50_000):
         canonical_source(source)
@@ -158,7 +158,7 @@ def test_quotes_and_brackets_in_tags_do_not_open_strings() -> None:
     assert canonical_template(template) == canonical_template(template.replace("second", "third"))
 
 
-def test_the_longest_shipped_kernel_takes_at_most_five_milliseconds() -> None:
+def test_longest_shipped_kernel_takes_at_most_five_milliseconds() -> None:
     files = Path(kernels_generated.__path__[0]).rglob("*.py")
     source = max((entry.read_text(encoding="utf-8") for entry in files), key=len)
     # Other processes slow this one down by their use of caches and of shared cores: the fastest run counts.

@@ -28,7 +28,7 @@ def _is_admitted(config: Config) -> bool:
     return config.block_m != 4 * config.block_n
 
 
-def test_a_space_enumerates_each_admitted_config_once_and_contains_them() -> None:
+def test_space_enumerates_each_valid_config_once() -> None:
     space = a_space()
     configs = list(space.configs())
     # Four tiles less the one that is not admitted, by pointer or by descriptor, this one ahead or not.
@@ -47,7 +47,7 @@ def test_a_space_enumerates_each_admitted_config_once_and_contains_them() -> Non
     ],
     ids=["no value", "not admitted", "inactive axis", "field without an axis", "single value"],
 )
-def test_a_space_does_not_contain_its_neighbours(changes: dict[str, Any]) -> None:
+def test_space_does_not_contain_invalid_configs(changes: dict[str, Any]) -> None:
     base: dict[str, Any] = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}
     space = a_space()
     assert space.contains(QOuterConfig(**base))
@@ -58,7 +58,7 @@ def test_a_space_does_not_contain_its_neighbours(changes: dict[str, Any]) -> Non
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 @pytest.mark.parametrize("dtype", [dtype for dtype in Dtype if not dtype.is_quantized])
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256])
-def test_every_space_holds_something_and_every_default_is_of_its_family(
+def test_spaces_are_not_empty_and_defaults_have_the_family_type(
     target: Target, dtype: Dtype, head_dim: int
 ) -> None:
     problem = Problem(

@@ -21,13 +21,11 @@ def views(
     ("offset", "stride", "alignment"),
     [(0, 64, 16), (0, 40, 8), (0, 36, 1), (1, 64, 1), (8, 64, 16)],
 )
-def test_the_alignment_class_is_what_pointers_and_strides_keep(
-    offset: int, stride: int, alignment: int
-) -> None:
+def test_alignment_class_follows_pointers_and_strides(offset: int, stride: int, alignment: int) -> None:
     assert specialization_of(views(offset=offset, stride=stride), lse=False).alignment == alignment
 
 
-def test_rows_that_repeat_are_no_matter_for_descriptors() -> None:
+def test_expanded_rows_have_no_descriptor_alignment() -> None:
     row = torch.empty(2, 4, 1, 64, dtype=torch.bfloat16)
     repeated = row.expand(2, 4, 8, 64)
     assert specialization_of((row, repeated, repeated, row), lse=False).alignment is Alignment.ANY
@@ -80,12 +78,12 @@ def test_the_digest_covers_source_specialisation_and_options() -> None:
     assert len(digests) == 1 + len(others)
 
 
-def test_what_has_no_prologue_hashes_as_before_there_were_any() -> None:
+def test_kernel_without_prologue_omits_the_field_from_its_hash() -> None:
     assert b"prologue" not in msgspec.json.encode(KERNEL)
     assert KERNEL.first is None
 
 
-def test_a_prologue_is_a_kernel_of_the_same_source() -> None:
+def test_prologue_is_a_kernel_of_the_same_source() -> None:
     first = msgspec.structs.replace(KERNEL, prologue=PROLOGUE).first
     assert first is not None
     assert (first.entry, first.arguments, first.options) == (

@@ -34,7 +34,7 @@ def counted_pairs(problem: Problem) -> int:
 
 @pytest.mark.slow
 @given(PROBLEMS)
-def test_visible_pairs_are_those_that_one_counts(problem: Problem) -> None:
+def test_visible_pairs_match_brute_force_count(problem: Problem) -> None:
     assert problem.visible_pairs() == counted_pairs(problem)
 
 
@@ -62,25 +62,25 @@ def seen_keys(sight: MaskInfo, query: int) -> set[int]:
 
 
 @given(SIGHTS)
-def test_what_is_seen_with_windows_and_chunks_is_what_one_counts(sight: MaskInfo) -> None:
+def test_visible_keys_of_windows_and_chunks_match_brute_force_count(sight: MaskInfo) -> None:
     rows = [seen_keys(sight, query) for query in range(sight.seqlen_q)]
     assert visible_pairs(sight) == sum(map(len, rows))
     assert distinct_keys(sight) == len(set().union(*rows))
 
 
-def test_chunks_are_counted_and_not_walked() -> None:
+def test_visible_pairs_of_chunks_are_computed_in_closed_form() -> None:
     long = 2**31 - 1
     assert visible_pairs(MaskInfo(long, long, 0, None, None, 0, 1)) == long
     assert visible_pairs(MaskInfo(8, 8, 0, None, None, 0, 4)) == 32
 
 
 @given(PROBLEMS)
-def test_a_problem_survives_json(problem: Problem) -> None:
+def test_problem_round_trips_through_json(problem: Problem) -> None:
     assert msgspec.json.decode(msgspec.json.encode(problem), type=Problem) == problem
 
 
 @given(PROBLEMS, PROBLEMS)
-def test_keys_are_equal_for_equal_problems_alone(one: Problem, other: Problem) -> None:
+def test_only_equal_problems_have_equal_keys(one: Problem, other: Problem) -> None:
     assert (one.key == other.key) == (one == other)
 
 
@@ -99,7 +99,7 @@ def test_nominal_flops_halve_when_causal() -> None:
     assert msgspec.structs.replace(full, causal=Causal.TOP_LEFT).nominal_flops() * 2 == full.nominal_flops()
 
 
-def test_of_windows_chunks_and_packed_sequences_only_what_is_seen_counts() -> None:
+def test_nominal_flops_count_visible_pairs_only() -> None:
     full = Problem(
         dtype=Dtype.BF16,
         head_dim=128,
@@ -118,7 +118,7 @@ def test_of_windows_chunks_and_packed_sequences_only_what_is_seen_counts() -> No
     assert msgspec.structs.replace(full, softcap=True).nominal_flops() == full.nominal_flops()
 
 
-def test_outputs_of_quantized_inputs_are_wider_than_they() -> None:
+def test_minimal_bytes_count_wider_outputs_of_quantized_inputs() -> None:
     wide = Problem(
         dtype=Dtype.BF16,
         head_dim=64,
@@ -137,7 +137,7 @@ def test_outputs_of_quantized_inputs_are_wider_than_they() -> None:
 
 
 @pytest.mark.parametrize("ragged", [{"page_size": 16}, {"lengths": True}], ids=["pages", "lengths"])
-def test_ragged_sequences_read_three_quarters_of_the_longest_on_average(ragged: dict[str, Any]) -> None:
+def test_minimal_bytes_of_ragged_sequences_use_mean_length(ragged: dict[str, Any]) -> None:
     equal = Problem(
         dtype=Dtype.BF16,
         head_dim=128,

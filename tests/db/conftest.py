@@ -1,4 +1,4 @@
-"""Records to store, and the databases that the store's contract is tested on."""
+"""Fixtures: records, and the databases of the store's contract tests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def make_record(make_problem: Callable[..., Problem]) -> Callable[..., Record]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a database may be made."""
+    """The path of a new database."""
     return tmp_path / "records.sqlite"
 
 
@@ -88,7 +88,7 @@ def filled(path: Path, make_record: Callable[..., Record]) -> Path:
 
 @pytest.fixture(params=["sqlite", *(["server"] if SERVER_VARIABLE in os.environ else [])])
 def store(request: pytest.FixtureRequest, path: Path) -> Iterator[Store]:
-    """An empty store of each kind that is there to be tested on."""
+    """An empty store of each available engine."""
     url = str(path)
     if request.param == "server":
         url = os.environ[SERVER_VARIABLE]

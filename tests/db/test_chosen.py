@@ -1,4 +1,4 @@
-"""The selections of a file are read without SQLAlchemy as the store reads them."""
+"""Tests of reading the selections of a file without SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def by_store(path: Path) -> tuple[StoredRecord, ...]:
         return (*store.selections(), *store.stand_ins())
 
 
-def test_selections_are_those_of_the_store_in_its_order(file: Path) -> None:
+def test_reader_returns_the_selections_of_the_store_in_order(file: Path) -> None:
     assert read(file) == by_store(file)
     assert [stored.id for stored in by_store(file)] == [2, 1, 3, 1]
 
 
 @pytest.mark.parametrize("column", ["payload", "created_at"])
-def test_damaged_rows_are_told_of_as_the_store_does(file: Path, column: str) -> None:
+def test_damaged_rows_cause_the_same_warnings_as_in_the_store(file: Path, column: str) -> None:
     execute(file, f"UPDATE records SET {column} = CAST(x'ff' AS TEXT) WHERE id = 3")
     told = []
     for way in (read, by_store):
@@ -61,7 +61,7 @@ def test_damaged_rows_are_told_of_as_the_store_does(file: Path, column: str) -> 
     assert told[0] == told[1]
 
 
-def test_a_value_that_is_too_large_is_left_to_the_store(file: Path) -> None:
+def test_oversize_value_is_read_by_the_store(file: Path) -> None:
     execute(file, "UPDATE records SET payload = CAST(zeroblob(2000000) AS TEXT) WHERE id = 3")
     assert read(file) is None
 
@@ -75,19 +75,19 @@ def test_a_value_that_is_too_large_is_left_to_the_store(file: Path) -> None:
         ("CREATE TRIGGER t AFTER INSERT ON records BEGIN SELECT 1; END", "has a trigger"),
     ],
 )
-def test_other_schemas_are_refused(file: Path, statement: str, message: str) -> None:
+def test_other_schema_versions_are_refused(file: Path, statement: str, message: str) -> None:
     execute(file, statement)
     with pytest.raises(StoreError, match=message):
         read(file)
 
 
-def test_an_empty_file_must_be_upgraded_first(path: Path) -> None:
+def test_empty_file_is_refused_until_upgraded(path: Path) -> None:
     path.touch()
     with pytest.raises(StoreError, match="older schema: run `flashtune db upgrade --db "):
         read(path)
 
 
-def test_a_file_that_is_no_database_is_refused(path: Path) -> None:
+def test_file_that_is_not_a_database_is_refused(path: Path) -> None:
     path.write_bytes(b"no database, and long enough to be read as one" * 100)
     with pytest.raises(StoreError, match="is no SQLite database or is damaged"):
         read(path)

@@ -122,7 +122,7 @@ def records(draw: st.DrawFn) -> Record:
 @pytest.mark.slow
 @given(records())
 @settings(max_examples=80)
-def test_a_record_comes_back_as_it_was(record: Record) -> None:
+def test_record_round_trips(record: Record) -> None:
     raw = encode_record(record)
     decoded = decode_record(raw)
     assert decoded == record
@@ -132,7 +132,7 @@ def test_a_record_comes_back_as_it_was(record: Record) -> None:
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_noise_is_refused(raw: bytes) -> None:
+def test_random_bytes_are_refused(raw: bytes) -> None:
     with pytest.raises(TableError):
         decode_record(raw)
 
@@ -140,9 +140,7 @@ def test_noise_is_refused(raw: bytes) -> None:
 @pytest.mark.slow
 @given(st.data())
 @settings(max_examples=80)
-def test_any_field_replaced_by_anything_is_refused_or_typed(
-    make_record: MakeRecord, data: st.DataObject
-) -> None:
+def test_replaced_field_is_refused_or_has_its_type(make_record: MakeRecord, data: st.DataObject) -> None:
     fields = msgspec.json.decode(encode_record(make_record()))
     name = data.draw(st.sampled_from(sorted(fields)))
     fields[name] = data.draw(
@@ -180,12 +178,14 @@ def test_a_kernel_that_returned_nan_can_be_stored(make_record: MakeRecord) -> No
         {"config": Config(num_warps=4, num_stages=2)},
     ],
 )
-def test_what_could_not_be_read_again_is_not_stored(make_record: MakeRecord, changes: dict[str, Any]) -> None:
+def test_record_that_cannot_be_decoded_is_not_stored(
+    make_record: MakeRecord, changes: dict[str, Any]
+) -> None:
     with pytest.raises(TableError):
         encode_record(make_record(**changes))
 
 
-def test_a_measurement_without_shared_masks_is_stored_as_before_there_were_any(
+def test_measurement_without_shared_masks_omits_the_field(
     make_record: MakeRecord,
 ) -> None:
     fields = msgspec.json.decode(encode_record(make_record()))
@@ -205,7 +205,7 @@ def test_a_measurement_without_shared_masks_is_stored_as_before_there_were_any(
         None,
     ],
 )
-def test_hostile_times_with_shared_masks_are_refused(make_record: MakeRecord, shared: object) -> None:
+def test_malformed_shared_mask_times_are_refused(make_record: MakeRecord, shared: object) -> None:
     fields = msgspec.json.decode(encode_record(make_record()))
     fields["measurement"]["shared"] = shared
     with pytest.raises(TableError):
@@ -235,7 +235,7 @@ def hostile(record: Record, **changes: Any) -> bytes:
         {"surprise": 1},
     ],
 )
-def test_a_hostile_config_is_refused(make_record: MakeRecord, changes: dict[str, Any]) -> None:
+def test_malformed_config_is_refused(make_record: MakeRecord, changes: dict[str, Any]) -> None:
     with pytest.raises(TableError, match="config is none of family forward_q_outer"):
         decode_record(hostile(make_record(), **changes))
 
@@ -262,7 +262,7 @@ def test_a_config_of_another_family_is_refused(
         decode_record(theirs)
 
 
-def test_a_million_fields_are_refused_at_once(make_record: MakeRecord) -> None:
+def test_a_million_fields_are_refused_quickly(make_record: MakeRecord) -> None:
     many = b",".join(b'"f%d":0' % number for number in range(1_000_000))
     raw = encode_record(make_record()).replace(b'"config":{', b'"config":{' + many + b",")
     with pytest.raises(TableError, match="bytes is no record"):
@@ -275,7 +275,7 @@ def test_deep_nesting_is_refused(make_record: MakeRecord) -> None:
         decode_record(raw)
 
 
-def test_an_error_does_not_repeat_what_is_hostile(make_record: MakeRecord) -> None:
+def test_errors_do_not_repeat_hostile_text(make_record: MakeRecord) -> None:
     with pytest.raises(TableError) as caught:
         decode_record(hostile(make_record(), **{"f" * 50_000: 1}))
     assert len(str(caught.value)) < 400
@@ -320,20 +320,20 @@ def test_a_record_that_contradicts_itself_is_refused(
 
 
 @pytest.mark.parametrize("name", ["kernel", "target"])
-def test_a_line_break_behind_a_name_is_refused(make_record: MakeRecord, name: str) -> None:
+def test_line_break_after_a_name_is_refused(make_record: MakeRecord, name: str) -> None:
     fields = msgspec.json.decode(encode_record(make_record()))
     fields[name] += "\n"
     with pytest.raises(TableError, match="regex"):
         decode_record(msgspec.json.encode(fields))
 
 
-def test_a_failed_verdict_may_have_any_figures(make_record: MakeRecord) -> None:
+def test_failed_verdict_accepts_any_numbers(make_record: MakeRecord) -> None:
     verdict = Verdict(passed=False, worst_ratio=1e300, checks=0, failed="needle", device="NVIDIA H200")
     record = make_record(outcome=Outcome.WRONG_RESULT, verdict=verdict)
     assert decode_record(encode_record(record)) == record
 
 
-def test_a_time_that_is_no_number_is_refused() -> None:
+def test_non_finite_time_is_refused() -> None:
     with pytest.raises(TableError, match="median of nan ms"):
         Measurement(ms=math.nan, p20=1.0, p80=1.0, samples=1)
 

@@ -1,4 +1,4 @@
-"""Processes share a database: nothing is lost, and a kill corrupts nothing."""
+"""Tests of concurrent and killed processes that share a database."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDLESS = 1_000_000
 
 
 def start(path: Path, first: int, count: int) -> subprocess.Popen[str]:
-    """A writer at work."""
+    """A running writer process."""
     command = [sys.executable, str(WRITER), str(path), str(first), str(count)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -37,7 +37,7 @@ def is_sound(path: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_processes_that_create_and_write_at_once_lose_nothing(path: Path) -> None:
+def test_concurrent_creation_and_writes_lose_no_records(path: Path) -> None:
     writers = [start(path, 1000 * number, 80) for number in range(4)]
     said: set[int] = set()
     for writer in writers:
@@ -53,7 +53,7 @@ def test_processes_that_create_and_write_at_once_lose_nothing(path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_killed_writers_lose_nothing_and_corrupt_nothing(path: Path) -> None:
+def test_killed_writers_lose_no_committed_records(path: Path) -> None:
     chance = random.Random(5)
     said: set[int] = set()
     for round_number in range(3):
@@ -75,7 +75,7 @@ def test_killed_writers_lose_nothing_and_corrupt_nothing(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_kill_at_creation_leaves_a_database_that_opens(path: Path) -> None:
+def test_kill_during_creation_leaves_a_usable_database(path: Path) -> None:
     for delay in (0.2, 0.4, 0.6, 0.8):
         writer = start(path, 0, ENDLESS)
         try:

@@ -36,7 +36,7 @@ def fill(path: Path, *records: Record, pinned: Record | None = None) -> None:
             store.pin(store.add(pinned))
 
 
-def test_records_are_joined_by_their_content(store: Store, other: Path, make_record: MakeRecord) -> None:
+def test_equal_records_are_merged_into_one(store: Store, other: Path, make_record: MakeRecord) -> None:
     shared, ours, theirs = make_record(ms=1.0), make_record(ms=2.0), make_record(ms=3.0)
     failed = make_record(outcome=Outcome.INFEASIBLE, kernel=None, measurement=None, verdict=None)
     store.add(shared)
@@ -48,7 +48,7 @@ def test_records_are_joined_by_their_content(store: Store, other: Path, make_rec
     assert store.merge_from(str(other)) == MergeCounts(0, 3, 0, 0, 0, 0)
 
 
-def test_a_merged_record_keeps_its_age(store: Store, other: Path, make_record: MakeRecord) -> None:
+def test_merged_record_keeps_its_timestamp(store: Store, other: Path, make_record: MakeRecord) -> None:
     fill(other, make_record())
     with open_store(str(other)) as source:
         age = source.records()[0].created_at
@@ -56,7 +56,7 @@ def test_a_merged_record_keeps_its_age(store: Store, other: Path, make_record: M
     assert store.records()[0].created_at == age
 
 
-def test_selections_that_we_lack_are_taken(
+def test_missing_selections_are_added(
     store: Store, other: Path, make_record: MakeRecord, make_problem: MakeProblem
 ) -> None:
     ours, theirs = make_record(), make_record(problem=make_problem(seqlen_kv=1024))
@@ -108,7 +108,7 @@ def test_the_faster_measured_selection_wins(
     assert len(store.records()) == 2
 
 
-def test_checks_are_joined_and_ours_stay(store: Store, other: Path, make_record: MakeRecord) -> None:
+def test_existing_checks_are_not_replaced(store: Store, other: Path, make_record: MakeRecord) -> None:
     def check(digest: str, passed: bool) -> Check:
         verdict = Verdict(passed=passed, worst_ratio=1.0, checks=1, failed="", device="NVIDIA H200")
         versions = make_record().versions
@@ -125,20 +125,18 @@ def test_checks_are_joined_and_ours_stay(store: Store, other: Path, make_record:
     assert answers == [False, True]
 
 
-def test_a_database_merged_with_itself_stays(store: Store, make_record: MakeRecord) -> None:
+def test_merge_with_itself_changes_nothing(store: Store, make_record: MakeRecord) -> None:
     store.pin(store.add(make_record()))
     assert store.merge_from(store.url) == MergeCounts(0, 1, 0, 0, 1, 0)
 
 
-def test_a_database_that_is_not_there_is_not_made(store: Store, other: Path) -> None:
+def test_merge_does_not_create_a_missing_source(store: Store, other: Path) -> None:
     with pytest.raises(StoreError, match="there is no database"):
         store.merge_from(str(other))
     assert not other.exists()
 
 
-def test_tables_are_taken_as_databases_are(
-    store: Store, make_record: MakeRecord, make_problem: MakeProblem
-) -> None:
+def test_merge_accepts_tables(store: Store, make_record: MakeRecord, make_problem: MakeProblem) -> None:
     ours, slower = make_record(ms=1.0), make_record(ms=2.0)
     new = make_record(problem=make_problem(batch=9))
     store.pin(store.add(ours))
@@ -149,7 +147,7 @@ def test_tables_are_taken_as_databases_are(
 
 
 @pytest.mark.slow
-def test_tables_come_to_the_same_at_once_as_row_by_row(
+def test_bulk_merge_of_tables_equals_merge_by_row(
     store: Store, other: Path, tmp_path: Path, make_record: MakeRecord
 ) -> None:
     shipped = shipped_table("nvidia-h200")
@@ -183,7 +181,7 @@ def _changed(record: Record, number: int) -> Record:
 
 
 @pytest.mark.slow
-def test_a_large_table_takes_few_statements(
+def test_large_table_is_merged_in_few_statements(
     store: Store, make_record: MakeRecord, make_problem: MakeProblem
 ) -> None:
     records = tuple(make_record(problem=make_problem(batch=batch)) for batch in range(1, 1201))
@@ -205,7 +203,7 @@ def test_a_large_table_takes_few_statements(
     assert len(told) == 3
 
 
-def test_a_table_replaces_a_selection_that_cannot_be_read(store: Store, make_record: MakeRecord) -> None:
+def test_table_replaces_an_unreadable_selection(store: Store, make_record: MakeRecord) -> None:
     store.pin(store.add(make_record(ms=2.0)))
     with sqlite3.connect(store.url.removeprefix("sqlite:///")) as connection:
         connection.execute("UPDATE records SET payload = '{}'")
@@ -215,14 +213,14 @@ def test_a_table_replaces_a_selection_that_cannot_be_read(store: Store, make_rec
     assert [row.record.ms for row in store.selections()] == [1.0]
 
 
-def test_a_table_with_what_may_not_serve_is_refused(store: Store, make_record: MakeRecord) -> None:
+def test_table_with_ineligible_records_is_refused(store: Store, make_record: MakeRecord) -> None:
     failed = TunedTable(target="nvidia-h200", records=(make_record(outcome=Outcome.TIMEOUT),))
     with pytest.raises(TableError, match="the table of nvidia-h200, record 1 cannot be used"):
         store.merge_tables(failed)
     assert store.records() == []
 
 
-def test_of_tables_all_comes_in_or_nothing(store: Store, make_record: MakeRecord) -> None:
+def test_merge_of_tables_is_atomic(store: Store, make_record: MakeRecord) -> None:
     good = TunedTable(target="nvidia-h200", records=(make_record(),))
     bad = TunedTable(target="nvidia-a100", records=(make_record(target="nvidia-a100", message="x" * 1000),))
     with pytest.raises(TableError):

@@ -22,12 +22,12 @@ MakeProblem = Callable[..., Problem]
 TARGET = "nvidia-h200"
 
 
-def test_no_database_no_reader(path: Path) -> None:
+def test_missing_database_has_no_reader(path: Path) -> None:
     assert open_reader(str(path)) is None
     assert not path.exists()
 
 
-def test_the_reader_finds_what_the_store_pinned(
+def test_reader_finds_selections_of_the_store(
     store: Store, make_record: MakeRecord, make_problem: MakeProblem
 ) -> None:
     short, long = make_record(), make_record(problem=make_problem(seqlen_q=1024))
@@ -42,7 +42,7 @@ def test_the_reader_finds_what_the_store_pinned(
     assert reader.selections("amd-mi300x") == ()
 
 
-def test_the_environment_names_the_database(own_database: Path, make_record: MakeRecord) -> None:
+def test_environment_variable_sets_the_database(own_database: Path, make_record: MakeRecord) -> None:
     with open_store() as store:
         store.pin(store.add(make_record()))
     reader = open_reader()
@@ -50,7 +50,7 @@ def test_the_environment_names_the_database(own_database: Path, make_record: Mak
     assert reader.selections(TARGET) == (make_record(),)
 
 
-def test_a_database_that_is_just_being_made_is_empty(path: Path, make_record: MakeRecord) -> None:
+def test_partly_created_database_reads_as_empty(path: Path, make_record: MakeRecord) -> None:
     path.touch()
     reader = open_reader(str(path))
     assert reader is not None
@@ -61,7 +61,7 @@ def test_a_database_that_is_just_being_made_is_empty(path: Path, make_record: Ma
         assert reader.selection(make_record().problem.key, TARGET) == make_record()
 
 
-def test_a_database_that_is_replaced_or_removed_is_seen(path: Path, make_record: MakeRecord) -> None:
+def test_reader_notices_a_replaced_or_removed_database(path: Path, make_record: MakeRecord) -> None:
     for ms in (1.0, 2.0):
         with open_store(str(path)) as store:
             store.pin(store.add(make_record(ms=ms)))
@@ -72,7 +72,7 @@ def test_a_database_that_is_replaced_or_removed_is_seen(path: Path, make_record:
         assert reader.selections(TARGET) == ()
 
 
-def test_the_reader_writes_nothing(path: Path, make_record: MakeRecord) -> None:
+def test_reader_does_not_write(path: Path, make_record: MakeRecord) -> None:
     with open_store(str(path)) as store:
         store.pin(store.add(make_record()))
     before = path.read_bytes()
@@ -86,7 +86,7 @@ def test_the_reader_writes_nothing(path: Path, make_record: MakeRecord) -> None:
     "payload",
     ["{}", "[", "__import__('os').abort()", b"\xff\xfe", 7, None, "null", '{"family": "forward_q_outer"}'],
 )
-def test_a_hostile_row_is_skipped_with_a_warning(
+def test_malformed_row_is_skipped_with_a_warning(
     path: Path, make_record: MakeRecord, payload: str | bytes | int | None
 ) -> None:
     with open_store(str(path)) as store:
@@ -132,7 +132,7 @@ def test_threads_read_while_a_store_writes(path: Path, make_record: MakeRecord) 
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_reads_too(path: Path, make_record: MakeRecord) -> None:
+def test_forked_child_can_read(path: Path, make_record: MakeRecord) -> None:
     with open_store(str(path)) as store:
         store.pin(store.add(make_record()))
     script = (
@@ -148,7 +148,7 @@ def test_a_forked_child_reads_too(path: Path, make_record: MakeRecord) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_reading_imports_nothing_heavy(path: Path, make_record: MakeRecord) -> None:
+def test_reader_imports_no_heavy_modules(path: Path, make_record: MakeRecord) -> None:
     with open_store(str(path)) as store:
         store.pin(store.add(make_record()))
     script = (

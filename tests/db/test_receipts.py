@@ -1,4 +1,4 @@
-"""The receipts of the shipped tables are bound to kernels that still render bit for bit."""
+"""Tests of the receipts of the shipped tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHIPPED = [target.name for target in TARGETS if shipped_table(target.name)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_records_name_the_kernels_that_render_here(name: str) -> None:
+def test_shipped_records_have_current_kernel_digests(name: str) -> None:
     table = shipped_table(name)
     assert table is not None
     stale = [
@@ -30,7 +30,7 @@ def test_shipped_records_name_the_kernels_that_render_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_receipts_of_shipped_kernels_name_their_probes(name: str) -> None:
+def test_receipts_of_shipped_kernels_list_their_probes(name: str) -> None:
     table = shipped_table(name)
     assert table is not None
     verdicts = [record.verdict for record in table.records if record.config is not None]

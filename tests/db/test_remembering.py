@@ -1,4 +1,4 @@
-"""Self-checks that are remembered without SQLAlchemy, and the databases that are made for them."""
+"""Tests of storing self-checks without SQLAlchemy, and of the databases created for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_check(digest: str = "a" * 32, *, passed: bool = True, seconds: float | 
 
 
 def layout(path: Path) -> set[tuple[str, str, str]]:
-    """All that a database defines, whatever the white space."""
+    """All definitions of a database, without white space."""
     with closing(sqlite3.connect(path)) as connection:
         rows = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")
         return {
@@ -43,7 +43,7 @@ def layout(path: Path) -> set[tuple[str, str, str]]:
         }
 
 
-def test_the_schema_file_is_what_the_migrations_come_to(tmp_path: Path) -> None:
+def test_schema_file_matches_the_migrations(tmp_path: Path) -> None:
     migrated, made = tmp_path / "migrated.sqlite", tmp_path / "made.sqlite"
     upgrade(str(migrated))
     create_database(made)
@@ -53,14 +53,12 @@ def test_the_schema_file_is_what_the_migrations_come_to(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_a_new_database_is_whole_and_on_the_disk_when_it_gets_its_name(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_database_is_complete_before_its_rename(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[object] = []
     replace = Path.replace
 
     def named(draft: Path, target: Path) -> Path:
-        # No log stands beside it that would be lost.
+        # A log file would be lost by the rename.
         steps.append([file.name for file in draft.parent.iterdir()])
         return replace(draft, target)
 
@@ -79,9 +77,7 @@ def test_a_new_database_is_whole_and_on_the_disk_when_it_gets_its_name(
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_a_database_that_could_not_be_made_leaves_no_table_behind(
-    path: Path, empty: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_creation_leaves_no_table(path: Path, empty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if empty:
         path.touch()
     made = bootstrap._statements()
@@ -94,7 +90,7 @@ def test_a_database_that_could_not_be_made_leaves_no_table_behind(
     assert upgrade(str(path)) == Upgraded(HEAD, HEAD)
 
 
-def test_a_check_makes_the_database_and_the_store_goes_on_with_it(path: Path) -> None:
+def test_store_opens_a_database_created_by_a_check(path: Path) -> None:
     check = make_check()
     remember_check(check, str(path))
     reader = open_reader(str(path))
@@ -116,7 +112,7 @@ def test_an_empty_file_becomes_a_database(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", SCHEMAS, ids=lambda path: path.stem)
-def test_a_past_schema_takes_checks_and_stays_as_it_is(kept: Path, path: Path) -> None:
+def test_checks_are_stored_in_past_schemas_without_upgrade(kept: Path, path: Path) -> None:
     shutil.copy(kept, path)
     remember_check(make_check(), str(path))
     reader = open_reader(str(path))
@@ -140,7 +136,9 @@ def test_a_past_schema_takes_checks_and_stays_as_it_is(kept: Path, path: Path) -
         (("CREATE TABLE alembic_version (version_num TEXT)",), "has schema 'None'"),
     ],
 )
-def test_other_databases_are_left_alone(path: Path, statements: tuple[str, ...], words: str) -> None:
+def test_databases_of_other_programs_are_not_changed(
+    path: Path, statements: tuple[str, ...], words: str
+) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         for statement in statements:
             connection.execute(statement)
@@ -150,19 +148,19 @@ def test_other_databases_are_left_alone(path: Path, statements: tuple[str, ...],
     assert path.read_bytes() == before
 
 
-def test_what_is_no_database_says_so(path: Path) -> None:
+def test_file_that_is_not_a_database_is_reported(path: Path) -> None:
     path.write_bytes(b"something else" * 200)
     with pytest.raises(StoreError, match="no SQLite database"):
         remember_check(make_check(), str(path))
 
 
-def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot write in the folder of the database"):
         remember_check(make_check(), str(tmp_path / "file" / "flashtune.sqlite"))
 
 
-def test_a_disk_without_room_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(**_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -171,7 +169,7 @@ def test_a_disk_without_room_says_so(path: Path, monkeypatch: pytest.MonkeyPatch
         remember_check(make_check(), str(path))
 
 
-def test_many_that_create_it_at_once_lose_nothing(path: Path) -> None:
+def test_concurrent_creation_loses_no_checks(path: Path) -> None:
     digests = [f"{number:032x}" for number in range(8)]
     failures: list[StoreError] = []
 

@@ -1,4 +1,4 @@
-"""A second record of a problem, for tensors that the selection's family cannot address."""
+"""Tests of fallbacks: second records for tensors that the selection's family cannot address."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TARGET = "nvidia-h200"
 
 @pytest.fixture
 def make_native(native: Family, make_record: MakeRecord, make_problem: MakeProblem) -> MakeRecord:
-    """Records of a family that takes aligned tensors alone."""
+    """Records of a family that requires aligned tensors."""
 
     def make(ms: float = 0.5, **changes: object) -> Record:
         record = make_record(ms, **changes)
@@ -41,7 +41,7 @@ def make_native(native: Family, make_record: MakeRecord, make_problem: MakeProbl
 
 
 def serving(store: Store) -> tuple[list[Record], list[Record]]:
-    """The selections and what stands in for them, read by the store; the reader must agree."""
+    """The selections and fallbacks, read by the store; the reader must agree."""
     found = [row.record for row in store.selections()], [row.record for row in store.stand_ins()]
     reader = open_reader(store.url)
     assert reader is not None
@@ -49,7 +49,9 @@ def serving(store: Store) -> tuple[list[Record], list[Record]]:
     return found
 
 
-def test_families_differ_in_what_they_serve(make_record: MakeRecord, make_native: MakeRecord) -> None:
+def test_families_differ_in_the_tensors_they_can_address(
+    make_record: MakeRecord, make_native: MakeRecord
+) -> None:
     selected, portable = make_native(), make_record()
     assert not serves_any_tensors(selected)
     assert serves_any_tensors(portable)
@@ -57,7 +59,7 @@ def test_families_differ_in_what_they_serve(make_record: MakeRecord, make_native
     assert by_problem((portable, selected)) == {portable.problem.key: (selected, portable)}
 
 
-def test_the_earlier_selection_stands_in_for_one_that_takes_less(
+def test_earlier_portable_selection_becomes_the_fallback(
     store: Store, make_record: MakeRecord, make_native: MakeRecord
 ) -> None:
     portable, selected, better = make_record(), make_native(), make_native(ms=0.4)
@@ -71,7 +73,7 @@ def test_the_earlier_selection_stands_in_for_one_that_takes_less(
     assert serving(store) == ([portable], []), "what serves any tensors needs nobody to stand in for it"
 
 
-def test_a_stand_in_is_named_where_one_is_needed(
+def test_fallback_is_set_only_where_one_is_needed(
     store: Store, make_record: MakeRecord, make_native: MakeRecord, make_problem: MakeProblem
 ) -> None:
     selected, portable, other = make_native(), make_record(), make_record(problem=make_problem(batch=7))
@@ -84,7 +86,7 @@ def test_a_stand_in_is_named_where_one_is_needed(
     assert serving(store) == (sorted((selected, other), key=lambda r: r.problem.key), [portable])
 
 
-def test_what_may_not_serve_may_not_stand_in(
+def test_ineligible_record_cannot_be_a_fallback(
     store: Store, make_record: MakeRecord, make_native: MakeRecord
 ) -> None:
     store.pin(store.add(make_native()))
@@ -95,7 +97,7 @@ def test_what_may_not_serve_may_not_stand_in(
         store.stand_in(999)
 
 
-def test_families_compare_by_all_versions_but_their_templates(
+def test_families_with_different_templates_are_comparable(
     make_record: MakeRecord, make_native: MakeRecord
 ) -> None:
     fast, slow = make_native(0.5), make_record(1.0)
@@ -107,7 +109,7 @@ def test_families_compare_by_all_versions_but_their_templates(
     assert not is_better_selection(msgspec.structs.replace(make_native(0.4), versions=retold), fast)
 
 
-def test_merging_keeps_the_best_of_both_kinds(
+def test_merge_keeps_the_best_selection_and_fallback(
     store: Store, tmp_path: Path, make_record: MakeRecord, make_native: MakeRecord
 ) -> None:
     theirs = tmp_path / "theirs.sqlite"
@@ -124,7 +126,9 @@ def test_merging_keeps_the_best_of_both_kinds(
     assert serving(store) == ([selected], [make_record(ms=0.8)]), "a slower selection may still stand in"
 
 
-def test_a_table_brings_both(store: Store, make_record: MakeRecord, make_native: MakeRecord) -> None:
+def test_table_merge_adds_selection_and_fallback(
+    store: Store, make_record: MakeRecord, make_native: MakeRecord
+) -> None:
     selected, portable = make_native(), make_record()
     table = parse_table(dump_table(TunedTable(target=TARGET, records=(portable, selected))), "here")
     assert table.records == (selected, portable)
@@ -134,13 +138,15 @@ def test_a_table_brings_both(store: Store, make_record: MakeRecord, make_native:
     assert store.merge_tables(table).records_known == 2
 
 
-def test_a_table_has_one_of_each_kind(make_record: MakeRecord, make_native: MakeRecord) -> None:
+def test_table_with_two_selections_or_two_fallbacks_is_refused(
+    make_record: MakeRecord, make_native: MakeRecord
+) -> None:
     for pair in ((make_record(1.0), make_record(2.0)), (make_native(1.0), make_native(2.0))):
         with pytest.raises(TableError, match="has a record before it"):
             dump_table(TunedTable(target=TARGET, records=pair))
 
 
-def test_the_order_of_records_changes_no_hash(make_record: MakeRecord, make_native: MakeRecord) -> None:
+def test_order_of_records_does_not_change_the_hash(make_record: MakeRecord, make_native: MakeRecord) -> None:
     both = make_native(), make_record()
     one, other = (TunedTable(target=TARGET, records=records) for records in (both, both[::-1]))
     assert table_hash(one) == table_hash(other)
@@ -148,7 +154,7 @@ def test_the_order_of_records_changes_no_hash(make_record: MakeRecord, make_nati
     assert table_hash(one) != table_hash(TunedTable(target=TARGET, records=both[:1]))
 
 
-def test_a_database_from_before_is_read_as_it_is(path: Path) -> None:
+def test_database_without_fallback_table_can_be_read(path: Path) -> None:
     shutil.copy(Path(__file__).parents[1] / "data" / "schemas" / "0001.sqlite", path)
     reader = open_reader(str(path))
     assert reader is not None
@@ -156,7 +162,7 @@ def test_a_database_from_before_is_read_as_it_is(path: Path) -> None:
     assert reader.stand_ins(TARGET) == ()
 
 
-def test_forgetting_a_stand_in_names_the_next_best_and_keeps_the_selection(
+def test_forgetting_a_fallback_selects_the_next_best_fallback(
     store: Store, make_record: MakeRecord, make_native: MakeRecord
 ) -> None:
     selected, first = make_native(), make_record(ms=0.8)
@@ -173,7 +179,7 @@ def test_forgetting_a_stand_in_names_the_next_best_and_keeps_the_selection(
     assert serving(store) == ([selected], [second])
 
 
-def test_forgetting_a_selection_of_a_family_selects_what_stood_in_for_it(
+def test_forgetting_a_selection_selects_its_fallback(
     store: Store, make_record: MakeRecord, make_native: MakeRecord
 ) -> None:
     selected, portable = make_native(), make_record()

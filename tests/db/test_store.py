@@ -21,7 +21,7 @@ MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]
 
 
-def test_what_is_added_comes_back(store: Store, make_record: MakeRecord) -> None:
+def test_added_records_can_be_read(store: Store, make_record: MakeRecord) -> None:
     first, second = make_record(ms=1.0), make_record(ms=2.0, outcome=Outcome.TIMEOUT, measurement=None)
     ids = [store.add(first), store.add(second)]
     found = store.records()
@@ -31,7 +31,7 @@ def test_what_is_added_comes_back(store: Store, make_record: MakeRecord) -> None
     assert found[0].created_at.endswith("+00:00")
 
 
-def test_the_same_record_is_kept_once(store: Store, make_record: MakeRecord) -> None:
+def test_equal_record_is_stored_once(store: Store, make_record: MakeRecord) -> None:
     assert store.add(make_record(ms=1.0)) == store.add(make_record(ms=1.0)) != store.add(make_record(ms=2.0))
     assert len(store.records()) == 2
 
@@ -50,13 +50,13 @@ def test_records_are_found_by_problem_target_and_family(
     assert store.records(problem=long, target="nvidia-a100") == []
 
 
-def test_every_open_sees_what_another_wrote(store: Store, make_record: MakeRecord) -> None:
+def test_stores_see_records_of_other_connections(store: Store, make_record: MakeRecord) -> None:
     with open_store(store.url) as other:
         other.add(make_record())
         assert len(store.records()) == 1
 
 
-def test_a_pin_replaces_the_one_before(
+def test_pin_replaces_the_earlier_selection(
     store: Store, make_record: MakeRecord, make_problem: MakeProblem
 ) -> None:
     slow, fast = make_record(ms=2.0), make_record(ms=1.0)
@@ -76,7 +76,7 @@ def test_a_pin_replaces_the_one_before(
         ({"kernel": None}, "names no kernel"),
     ],
 )
-def test_what_may_not_serve_is_not_pinned(
+def test_ineligible_record_is_not_pinned(
     store: Store, make_record: MakeRecord, changes: dict[str, object], reason: str
 ) -> None:
     record_id = store.add(make_record(**changes))
@@ -91,7 +91,7 @@ def test_predictions_and_baselines_may_be_pinned(store: Store, make_record: Make
     assert [stored.record.family for stored in store.selections()] == ["sdpa"]
 
 
-def test_pinning_what_is_not_there_is_an_error(store: Store) -> None:
+def test_pin_of_a_missing_record_is_an_error(store: Store) -> None:
     with pytest.raises(StoreError, match="has no record 7"):
         store.pin(7)
 
@@ -102,7 +102,7 @@ def test_a_record_out_of_bounds_is_not_stored(store: Store, make_record: MakeRec
     assert store.records() == []
 
 
-def test_the_columns_say_what_the_record_says(store: Store, make_record: MakeRecord) -> None:
+def test_columns_match_the_record(store: Store, make_record: MakeRecord) -> None:
     record = make_record(ms=0.25, specialization=Specialization(lse=True))
     store.add(record)
     with store._engine.connect() as connection:
@@ -125,7 +125,7 @@ def test_rows_that_cannot_be_read_are_skipped_with_a_warning(store: Store, make_
     assert [stored.id for stored in found] == [good]
 
 
-def test_a_record_filed_under_another_problem_is_skipped(store: Store, make_record: MakeRecord) -> None:
+def test_selection_with_another_problem_key_is_skipped(store: Store, make_record: MakeRecord) -> None:
     record_id = store.add(make_record())
     store.pin(record_id)
     with store._engine.begin() as connection:
@@ -135,7 +135,7 @@ def test_a_record_filed_under_another_problem_is_skipped(store: Store, make_reco
     assert len(store.records()) == 1
 
 
-def test_the_last_check_counts(store: Store, make_record: MakeRecord) -> None:
+def test_last_check_is_used(store: Store, make_record: MakeRecord) -> None:
     versions = make_record().versions
     for passed in (True, False):
         verdict = Verdict(passed=passed, worst_ratio=1.0, checks=3, failed="", device="NVIDIA H200")
@@ -147,7 +147,7 @@ def test_the_last_check_counts(store: Store, make_record: MakeRecord) -> None:
 
 
 @pytest.mark.slow
-def test_threads_share_a_store(store: Store, make_record: MakeRecord) -> None:
+def test_store_is_thread_safe(store: Store, make_record: MakeRecord) -> None:
     def write(thread: int) -> None:
         for number in range(25):
             store.pin(store.add(make_record(ms=1 + thread + number / 100)))

@@ -33,7 +33,7 @@ def table(make_record: MakeRecord, make_problem: MakeProblem) -> TunedTable:
     return TunedTable(target=TARGET, records=(*(make_record(problem=one) for one in problems), baseline))
 
 
-def test_a_table_comes_back_in_the_order_of_its_problems(table: TunedTable, tmp_path: Path) -> None:
+def test_table_round_trips_in_problem_order(table: TunedTable, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_bytes(dump_table(table))
     loaded = load_table(path)
@@ -47,7 +47,7 @@ def test_order_does_not_change_the_bytes_or_the_hash(table: TunedTable) -> None:
     assert table_hash(turned) == table_hash(table)
 
 
-def test_the_hash_is_of_the_content_not_of_the_layout(table: TunedTable, make_record: MakeRecord) -> None:
+def test_hash_does_not_depend_on_json_layout(table: TunedTable, make_record: MakeRecord) -> None:
     raw = dump_table(table)
     respaced = json.dumps(json.loads(raw)).encode()
     assert table_hash(parse_table(respaced, "respaced")) == table_hash(table)
@@ -67,7 +67,7 @@ def test_a_diff_shows_one_field_a_line(table: TunedTable, make_record: MakeRecor
     assert differing[0].lstrip().startswith('"measurement"')
 
 
-def test_an_empty_table_is_a_table() -> None:
+def test_empty_table_is_valid() -> None:
     empty = TunedTable(target=TARGET, records=())
     assert parse_table(dump_table(empty), "empty") == empty
 
@@ -126,7 +126,7 @@ def test_a_table_out_of_order_is_refused(table: TunedTable, changes: dict[str, A
         ({"message": "x" * 401}, "length"),
     ],
 )
-def test_a_hostile_record_is_refused(table: TunedTable, changes: dict[str, Any], reason: str) -> None:
+def test_malformed_record_is_refused(table: TunedTable, changes: dict[str, Any], reason: str) -> None:
     refused(with_record(table, **changes), f"record 1.*{reason}")
 
 
@@ -142,11 +142,11 @@ def test_negative_blocks_are_refused(table: TunedTable) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}'])
-def test_what_is_no_table_is_refused(raw: bytes) -> None:
+def test_file_that_is_not_a_table_is_refused(raw: bytes) -> None:
     refused(raw, "is no tuned table")
 
 
-def test_one_byte_that_is_not_utf8_is_refused_wherever_it_is(table: TunedTable) -> None:
+def test_invalid_utf8_byte_is_refused_at_every_position(table: TunedTable) -> None:
     raw = dump_table(table)
     for place in range(0, len(raw), 101):
         with pytest.raises(TableError) as caught:
@@ -162,7 +162,7 @@ def test_two_records_of_a_problem_are_refused(table: TunedTable, make_record: Ma
         dump_table(twice)
 
 
-def test_failures_are_not_written(make_record: MakeRecord) -> None:
+def test_failed_records_are_not_exported(make_record: MakeRecord) -> None:
     with pytest.raises(TableError, match="its outcome is timeout"):
         dump_table(TunedTable(target=TARGET, records=(make_record(outcome=Outcome.TIMEOUT),)))
 
@@ -187,19 +187,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["no-such-gpu", "../schema", "", "a/b", "x" * 500, "nvidia-h200\n"])
-def test_no_table_ships_for_such_a_target(name: str) -> None:
+def test_unknown_target_has_no_shipped_table(name: str) -> None:
     assert shipped_table(name) is None
 
 
 @pytest.mark.parametrize("target", [target.name for target in TARGETS])
-def test_what_ships_is_of_its_target(target: str) -> None:
+def test_shipped_table_has_its_target(target: str) -> None:
     table = shipped_table(target)
     assert table is None or (table.target == target and table.records)
 
 
-def test_a_table_ships_with_the_package(
-    table: TunedTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_contains_a_table(table: TunedTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "nvidia-b200.json").write_bytes(
         edited(table).replace(b"nvidia-h200", b"nvidia-b200")

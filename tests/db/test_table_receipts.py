@@ -1,4 +1,4 @@
-"""Tables of schema 2: receipts and times under further versions, and where they count."""
+"""Tests of tables of schema 2: receipts and times under further versions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def table(record: Record) -> TunedTable:
     )
 
 
-def test_a_table_is_read_as_it_was_written(table: TunedTable) -> None:
+def test_table_with_receipts_round_trips(table: TunedTable) -> None:
     again = parse_table(dump_table(table), "here")
     assert again.records == table.records
     assert set(again.receipts) == set(table.receipts)
@@ -106,13 +106,13 @@ def test_a_second_receipt_of_a_kernel_is_refused(record: Record) -> None:
         dump_table(TunedTable(target=TARGET, records=(record,), receipts=(first, second)))
 
 
-def test_a_time_of_no_record_is_refused(record: Record) -> None:
+def test_time_without_a_record_is_refused(record: Record) -> None:
     timing = msgspec.structs.replace(timing_of(record, record.versions), kernel="f" * 32)
     with pytest.raises(TableError, match="time 1 cannot be used"):
         dump_table(TunedTable(target=TARGET, records=(record,), times=(timing,)))
 
 
-def test_a_record_takes_the_evidence_for_the_versions_asked_for(table: TunedTable, record: Record) -> None:
+def test_record_takes_the_receipt_and_time_of_the_given_versions(table: TunedTable, record: Record) -> None:
     here = newer(record.versions)
     (known,) = under(table, lambda family: here)
     assert (known.versions, known.verdict, known.measurement) == (here, PASSED, MEASURED)
@@ -120,14 +120,14 @@ def test_a_record_takes_the_evidence_for_the_versions_asked_for(table: TunedTabl
     assert not is_proven(record, here)
 
 
-def test_a_record_with_a_receipt_and_no_time_stays_as_it_is(table: TunedTable, record: Record) -> None:
+def test_record_with_a_receipt_but_no_time_is_not_changed(table: TunedTable, record: Record) -> None:
     untimed = msgspec.structs.replace(table, times=())
     assert under(untimed, lambda family: newer(record.versions)) == (record,)
     unproven = msgspec.structs.replace(table, receipts=())
     assert under(unproven, lambda family: newer(record.versions)) == (record,)
 
 
-def test_a_time_without_peers_keeps_those_of_the_record(table: TunedTable, record: Record) -> None:
+def test_time_without_baselines_keeps_those_of_the_record(table: TunedTable, record: Record) -> None:
     assert record.measurement is not None
     peers = (PeerTime("sdpa-cudnn", 0.3),)
     timed = msgspec.structs.replace(
@@ -137,7 +137,7 @@ def test_a_time_without_peers_keeps_those_of_the_record(table: TunedTable, recor
     assert known.measurement == msgspec.structs.replace(MEASURED, peers=peers)
 
 
-def test_times_with_shared_masks_follow_the_time_of_the_kernel(table: TunedTable, record: Record) -> None:
+def test_shared_mask_times_replace_those_of_the_record(table: TunedTable, record: Record) -> None:
     peers = (PeerTime("sdpa-cudnn", 0.3),)
     shared = (SharedTime(MaskSharing.HEADS, 0.4, peers),)
     earlier = Measurement(0.5, 0.4, 0.6, 50, shared=shared)
@@ -148,7 +148,7 @@ def test_times_with_shared_masks_follow_the_time_of_the_kernel(table: TunedTable
     assert known.measurement == msgspec.structs.replace(MEASURED, shared=kept)
 
 
-def test_a_record_without_such_evidence_stays_as_it_is(table: TunedTable, record: Record) -> None:
+def test_record_without_evidence_of_the_versions_is_not_changed(table: TunedTable, record: Record) -> None:
     other = msgspec.structs.replace(record.versions, triton="3.8.0")
     assert under(table, lambda family: other) == (record,)
     assert under(table, lambda family: record.versions) == (record,)
@@ -156,7 +156,7 @@ def test_a_record_without_such_evidence_stays_as_it_is(table: TunedTable, record
 
 @pytest.fixture
 def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTable]:
-    """A shipped table whose kernel passed under the versions that are installed here."""
+    """A shipped table whose kernel passed under the installed versions."""
     receipts = tuple(receipt_of(record, current_versions(FAMILY), digest=digest) for digest in ("", "e" * 32))
     times = (timing_of(record, current_versions(FAMILY)),)
     table = TunedTable(target=TARGET, records=(record,), receipts=receipts, times=times)
@@ -168,7 +168,7 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
     tables.tuned_records.cache_clear()
 
 
-def test_dispatch_sees_a_shipped_record_as_proven_under_newer_versions(shipped: TunedTable) -> None:
+def test_shipped_receipt_verifies_a_record_under_newer_versions(shipped: TunedTable) -> None:
     ((_, (record,)),) = tables.tuned_records(TARGET).shipped.items()
     assert is_proven(record, current_versions(FAMILY))
     assert not is_proven(shipped.records[0], current_versions(FAMILY))
@@ -182,7 +182,7 @@ def test_a_sibling_with_a_shipped_receipt_needs_no_self_check(
     assert not self_check._shipped_receipts("nvidia-h100")
 
 
-def test_an_imported_table_brings_its_receipts_as_self_checks(table: TunedTable, tmp_path: Path) -> None:
+def test_import_of_a_table_stores_its_receipts_as_self_checks(table: TunedTable, tmp_path: Path) -> None:
     with open_store(str(tmp_path / "flashtune.sqlite")) as store:
         assert store.merge_tables(table).checks_added == 2
         assert store.merge_tables(table).checks_added == 0
@@ -206,7 +206,7 @@ def test_verdicts_under_other_versions_become_receipts(record: Record) -> None:
     assert verified_kernels(done) == {record.versions.triton: kernel, "3.9.0": kernel}
 
 
-def test_newer_receipts_and_times_take_the_place_of_earlier_ones(table: TunedTable, record: Record) -> None:
+def test_newer_receipts_and_times_replace_earlier_ones(table: TunedTable, record: Record) -> None:
     versions = newer(record.versions)
     better = msgspec.structs.replace(PASSED, checks=200)
     check = receipt_of(record, versions, better)

@@ -1,4 +1,4 @@
-"""A process that writes records and says on its standard output which of them are stored.
+"""A process that writes records and prints the stored ones to its standard output.
 
     python writer.py URL FIRST COUNT
 

@@ -1,4 +1,4 @@
-"""Makes databases that are damaged or hostile, and puts them to use."""
+"""Creates and uses databases that are damaged or hostile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_of(record: Record) -> Check:
 
 
 def repeat_rows(path: Path, name: str) -> None:
-    """Lets the tree of a table or index of one row name one page so often that its rows have no end."""
+    """Corrupts the B-tree of a table or index so that a scan of its rows never ends."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
         (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (name,)).fetchone()

@@ -1,4 +1,4 @@
-"""Keeps a database of the present schema under tests/data/schemas/, for all later versions to open.
+"""Saves a database of the present schema under tests/data/schemas/, for all later versions to open.
 
 Run once for each new migration: python tests/db/files/keep_schema.py
 """
@@ -63,7 +63,7 @@ CHECK = Check(
 
 
 def main() -> None:
-    """Writes the database of the present schema, unless it is kept already."""
+    """Writes the database of the present schema, unless it exists already."""
     path = FOLDER / f"{HEAD}.sqlite"
     if path.exists():
         raise SystemExit(f"{path} is kept already, and a past schema does not change")

@@ -1,4 +1,4 @@
-"""A damaged row of a database is left out, and the others serve."""
+"""Tests of damaged rows: each is skipped, and the other rows are read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeProblem = Callable[..., Problem]
     ],
     ids=["too large", "not UTF-8"],
 )
-def test_a_damaged_row_is_left_out_and_others_serve(
+def test_damaged_row_is_skipped(
     filled: Path, make_record: MakeRecord, make_problem: MakeProblem, damage: str, reason: str
 ) -> None:
     lost, whole = make_record(), make_record(problem=make_problem(seqlen_kv=1024))
@@ -54,7 +54,7 @@ def test_a_damaged_row_is_left_out_and_others_serve(
     assert (counts.records_added, counts.selections_added, counts.checks_added) == (1, 1, 0)
 
 
-def test_text_that_is_not_utf8_beside_a_record_is_no_traceback(filled: Path, make_record: MakeRecord) -> None:
+def test_column_that_is_not_utf8_skips_its_row(filled: Path, make_record: MakeRecord) -> None:
     remember_check(check_of(make_record()), str(filled))
     bad = "CAST(x'ff' AS TEXT)"
     execute(
@@ -75,7 +75,7 @@ def test_text_that_is_not_utf8_beside_a_record_is_no_traceback(filled: Path, mak
 @pytest.mark.parametrize("damage", ["CAST(zeroblob(2000000) AS TEXT)", "CAST(x'ff' AS TEXT)"])
 @pytest.mark.parametrize("table", ["selections", "stand_ins"])
 @pytest.mark.parametrize("column", ["problem_key", "target"])
-def test_a_damaged_key_loses_its_row_alone(
+def test_damaged_key_skips_only_its_row(
     filled: Path, make_record: MakeRecord, make_problem: MakeProblem, table: str, column: str, damage: str
 ) -> None:
     whole = make_record(problem=make_problem(seqlen_kv=1024))
@@ -95,7 +95,7 @@ def test_a_damaged_key_loses_its_row_alone(
     assert (counts.records_added, counts.selections_added) == (2, 1 if table == "selections" else 2)
 
 
-def test_a_selection_with_a_large_target_hides_no_other_of_a_target(
+def test_selection_with_oversize_target_is_skipped(
     filled: Path, make_record: MakeRecord, make_problem: MakeProblem
 ) -> None:
     whole = make_record(problem=make_problem(seqlen_kv=1024))
@@ -107,7 +107,7 @@ def test_a_selection_with_a_large_target_hides_no_other_of_a_target(
 
 
 @pytest.mark.parametrize("damage", ["CAST(zeroblob(2000000) AS TEXT)", "CAST(x'ff' AS TEXT)"])
-def test_self_checks_with_a_damaged_digest_are_merged_by_their_content(
+def test_self_checks_with_damaged_digest_merge_by_content(
     filled: Path, make_record: MakeRecord, damage: str
 ) -> None:
     remember_check(check_of(make_record()), str(filled))

@@ -1,4 +1,4 @@
-"""A database that cannot be used is one sentence, and stays as it was."""
+"""Tests of databases that cannot be used: each raises one sentence, and does not change."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refused(path: Path, reason: str) -> None:
     assert digest(path) == before
 
 
-def test_a_file_that_is_no_database(path: Path) -> None:
+def test_file_that_is_not_a_database(path: Path) -> None:
     path.write_bytes(b"no database, but long enough to look at " * 100)
     refused(path, "is no SQLite database or is damaged: move it away")
 
@@ -71,9 +71,7 @@ def test_a_database_cut_short(filled: Path) -> None:
     refused(filled, "damaged")
 
 
-def test_damaged_pages_are_told_when_they_are_read(
-    filled: Path, tmp_path: Path, make_record: MakeRecord
-) -> None:
+def test_damaged_pages_are_reported_when_read(filled: Path, tmp_path: Path, make_record: MakeRecord) -> None:
     raw = bytearray(filled.read_bytes())
     # The schema and the first pages survive; the records' pages do not.
     raw[len(raw) // 4 :] = b"\xff" * (len(raw) - len(raw) // 4)
@@ -97,13 +95,13 @@ def test_a_newer_schema(filled: Path) -> None:
     refused(filled, "has schema '9999', and this flashtune knows those up to .*: upgrade flashtune")
 
 
-def test_another_programs_database(path: Path) -> None:
+def test_database_of_another_program(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE bookmarks (url TEXT)")
     refused(path, "holds other tables and is no flashtune database")
 
 
-def test_a_version_table_of_another_shape(path: Path) -> None:
+def test_version_table_with_other_columns(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE alembic_version (other TEXT)")
     refused(path, "cannot be used")
@@ -120,14 +118,14 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
         open_store(str(tmp_path / "file" / "records.sqlite"))
 
 
-def test_a_kind_of_database_that_is_not_used() -> None:
+def test_unsupported_database_engine() -> None:
     with pytest.raises(StoreError, match="SQLite or PostgreSQL, and mysql://host/name is neither"):
         open_store("mysql://host/name")
     with pytest.raises(StoreError, match="is no database URL"):
         open_store("no such thing://x")
 
 
-def test_a_password_is_in_no_message() -> None:
+def test_messages_do_not_contain_passwords() -> None:
     with pytest.raises(StoreError) as caught:
         open_store("postgresql+psycopg://me:secret@flashtune.invalid/name")
     assert "secret" not in str(caught.value)
@@ -136,7 +134,7 @@ def test_a_password_is_in_no_message() -> None:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder that everyone may enter, unlike pytest's own."""
+    """A folder that all users can enter, unlike pytest's own."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -145,7 +143,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def unprivileged() -> Iterator[None]:
-    """Rights count for nothing where tests run as root: act as somebody without any."""
+    """Root ignores permissions: switch to a user without any."""
     if os.geteuid() != 0:
         yield
         return
@@ -158,7 +156,7 @@ def unprivileged() -> Iterator[None]:
 
 @pytest.fixture
 def read_only(folder: Path, make_record: MakeRecord) -> Path:
-    """A database that may be read, in a folder that may not be written."""
+    """A readable database in a folder without write permission."""
     path = folder / "records.sqlite"
     with open_store(str(path)) as store:
         store.pin(store.add(make_record()))
@@ -168,7 +166,7 @@ def read_only(folder: Path, make_record: MakeRecord) -> Path:
     return path
 
 
-def test_a_read_only_database_is_not_opened_for_writing(read_only: Path, unprivileged: None) -> None:
+def test_read_only_database_is_not_opened_for_writing(read_only: Path, unprivileged: None) -> None:
     before = digest(read_only)
     with pytest.raises(StoreError, match=r"make it writable|check its folder and its rights"):
         open_store(str(read_only))
@@ -186,7 +184,7 @@ def test_a_read_only_database_is_read_and_merged(
         assert store.merge_from(str(read_only)).records_added == 1
 
 
-def test_a_folder_that_may_not_be_written(folder: Path, unprivileged: None) -> None:
+def test_folder_without_write_permission(folder: Path, unprivileged: None) -> None:
     if os.geteuid() != NOBODY:
         folder.chmod(0o555)
     with pytest.raises(StoreError, match="cannot write in the folder of the database"):
@@ -209,7 +207,7 @@ def full_disk() -> Iterator[None]:
 
 
 def add_many(store: Store, make_record: MakeRecord) -> None:
-    """More than fits into the pages that are there."""
+    """Adds more records than the existing pages can hold."""
     for number in range(100):
         store.add(make_record(ms=1000.0 + number))
 
@@ -225,9 +223,7 @@ def test_a_full_disk(filled: Path, make_record: MakeRecord, full_disk: None) -> 
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_a_disk_that_was_full_at_creation(
-    path: Path, full_disk: None, request: pytest.FixtureRequest
-) -> None:
+def test_disk_full_at_creation(path: Path, full_disk: None, request: pytest.FixtureRequest) -> None:
     with pytest.raises(StoreError, match="disk is full"):
         open_store(str(path))
     reader = open_reader(str(path))

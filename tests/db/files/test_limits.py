@@ -1,4 +1,4 @@
-"""A database that is damaged or hostile costs neither time nor memory, and is one sentence."""
+"""Tests of the limits on time and memory for damaged or hostile databases."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ENDLESS = (
         ("DROP VIEW known_checks", f"CREATE VIEW known_checks AS {ENDLESS}"),
     ],
 )
-def test_no_view_is_read(filled: Path, make_record: MakeRecord, statements: tuple[str, ...]) -> None:
+def test_views_are_not_read(filled: Path, make_record: MakeRecord, statements: tuple[str, ...]) -> None:
     execute(filled, *statements)
     start = time.monotonic()
     reader = reader_of(filled)
@@ -57,7 +57,7 @@ def test_no_view_is_read(filled: Path, make_record: MakeRecord, statements: tupl
     assert time.monotonic() - start < 5
 
 
-def test_a_trigger_is_refused_before_anything_is_written(filled: Path, make_record: MakeRecord) -> None:
+def test_database_with_trigger_is_refused_before_a_write(filled: Path, make_record: MakeRecord) -> None:
     execute(filled, f"CREATE TRIGGER t AFTER INSERT ON checks BEGIN {ENDLESS}; END")
     for use in (open_store, upgrade, lambda path: remember_check(check_of(make_record()), path)):
         with pytest.raises(StoreError, match="has a trigger"):
@@ -76,7 +76,7 @@ def test_a_trigger_is_refused_before_anything_is_written(filled: Path, make_reco
     ],
     ids=["generated column", "default", "check", "index", "index without a call", "partial index"],
 )
-def test_expressions_in_a_table_are_refused_before_they_run(
+def test_table_with_expressions_is_refused_before_evaluation(
     filled: Path, make_record: MakeRecord, statement: str
 ) -> None:
     if "DEFAULT" in statement:  # SQLite adds no such column to a table that has rows
@@ -94,7 +94,7 @@ def test_expressions_in_a_table_are_refused_before_they_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sqlite_autoindex_selections_1", "records"])
-def test_rows_without_end_are_stopped_within_five_seconds(filled: Path, name: str) -> None:
+def test_endless_rows_are_stopped_within_five_seconds(filled: Path, name: str) -> None:
     repeat_rows(filled, name)
     ours = filled.with_name("ours.sqlite")
     with open_store(str(ours)):
@@ -110,7 +110,7 @@ def test_rows_without_end_are_stopped_within_five_seconds(filled: Path, name: st
 
 
 @pytest.mark.slow
-def test_a_merge_may_take_longer_than_one_statement(
+def test_merge_may_exceed_the_statement_limit(
     filled: Path, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = 0.2
@@ -123,7 +123,7 @@ def test_a_merge_may_take_longer_than_one_statement(
     assert time.monotonic() - start > seconds
 
 
-def test_a_statement_on_a_larger_database_may_take_longer(path: Path) -> None:
+def test_statement_limit_grows_with_database_size(path: Path) -> None:
     path.write_bytes(bytes(range(1, 256)) * 160_000)
     assert statement_seconds(path) == pytest.approx(6, abs=0.1)
     with path.open("wb") as file:
@@ -175,7 +175,7 @@ print(*found, sep=";")
     ],
     ids=["blob", "text", "small"],
 )
-def test_a_payload_of_a_hundred_megabytes_is_not_read(filled: Path, value: str, found: str) -> None:
+def test_payload_of_a_hundred_megabytes_is_not_loaded(filled: Path, value: str, found: str) -> None:
     execute(filled, f"UPDATE records SET payload = {value}")
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(filled)], capture_output=True, text=True, timeout=120
@@ -192,7 +192,7 @@ def test_a_large_payload_is_skipped_with_a_warning(filled: Path) -> None:
         assert store.selections() == []
 
 
-def test_a_schema_that_is_not_utf8_is_a_damaged_database(filled: Path, make_record: MakeRecord) -> None:
+def test_schema_that_is_not_utf8_is_reported_as_damage(filled: Path, make_record: MakeRecord) -> None:
     execute(filled, "PRAGMA journal_mode = DELETE")
     raw = filled.read_bytes()
     damaged = raw.replace(b"CREATE TABLE records", b"CREATE T\xffBLE records")
@@ -211,7 +211,7 @@ def test_a_schema_that_is_not_utf8_is_a_damaged_database(filled: Path, make_reco
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-def test_a_named_pipe_is_no_database(path: Path, make_record: MakeRecord) -> None:
+def test_named_pipe_is_refused(path: Path, make_record: MakeRecord) -> None:
     os.mkfifo(path)
     for use in (
         lambda: reader_of(path).selections(TARGET),

@@ -8,14 +8,14 @@ from flashtune.core.errors import UsageError
 from flashtune.db.location import database_url, default_url, describe, sqlite_path
 
 
-def test_the_default_is_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_database_is_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHTUNE_DB")
     monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path))
     assert sqlite_path(default_url()) == tmp_path / "flashtune.sqlite"
 
 
 @pytest.mark.parametrize("value", ["{}/other.sqlite", "sqlite:///{}/other.sqlite"])
-def test_the_environment_names_a_path_or_a_url(
+def test_environment_variable_accepts_path_or_url(
     value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHTUNE_DB", value.format(tmp_path))
@@ -29,7 +29,7 @@ def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["a?b.sqlite", "50%41.sqlite", "a b#c.sqlite", "größe.sqlite"])
-def test_odd_file_names_survive_the_url(name: str, tmp_path: Path) -> None:
+def test_unusual_file_names_round_trip_through_url(name: str, tmp_path: Path) -> None:
     url = database_url(str(tmp_path / name))
     assert sqlite_path(url) == tmp_path / name
     assert sqlite_path(database_url(url)) == tmp_path / name
@@ -43,7 +43,7 @@ def test_a_url_without_a_file_is_refused(url: str) -> None:
         database_url(url)
 
 
-def test_a_password_is_not_shown() -> None:
+def test_description_omits_password() -> None:
     url = database_url("postgresql+psycopg://me:secret@host:5432/tuning?sslmode=require")
     assert sqlite_path(url) is None
     assert describe(url) == "postgresql+psycopg://me@host:5432/tuning"

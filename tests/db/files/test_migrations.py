@@ -1,4 +1,4 @@
-"""The migrations make the tables that the code expects, and bring every past schema to the present."""
+"""Tests of the migrations: they create the expected tables and upgrade every past schema."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MakeRecord = Callable[..., Record]
 SCHEMAS = sorted((Path(__file__).parents[2] / "data" / "schemas").glob("*.sqlite"))
 
 
-def test_the_code_names_every_migration() -> None:
+def test_revisions_list_every_migration() -> None:
     scripts = ScriptDirectory(str(MIGRATIONS))
     assert tuple(script.revision for script in reversed(list(scripts.walk_revisions()))) == REVISIONS
 
 
-def test_every_past_schema_is_kept() -> None:
+def test_every_past_schema_has_a_test_database() -> None:
     assert tuple(path.stem for path in SCHEMAS) == REVISIONS, "run tests/db/files/keep_schema.py"
 
 
@@ -44,7 +44,7 @@ def test_migrations_and_tables_agree(store: Store) -> None:
 
 
 @pytest.mark.parametrize("kept", SCHEMAS, ids=lambda path: path.stem)
-def test_a_past_schema_opens_with_all_it_held(kept: Path, path: Path) -> None:
+def test_upgrade_of_a_past_schema_preserves_its_rows(kept: Path, path: Path) -> None:
     shutil.copy(kept, path)
     assert upgrade(str(path)) == Upgraded(kept.stem, HEAD)
     with open_store(str(path)) as store:
@@ -60,7 +60,7 @@ def test_a_past_schema_opens_with_all_it_held(kept: Path, path: Path) -> None:
     assert reader.check("0123456789abcdef" * 2, "nvidia-h200", versions) is True
 
 
-def test_outcomes_that_the_machine_caused_are_removed(path: Path, make_record: MakeRecord) -> None:
+def test_upgrade_removes_outcomes_caused_by_the_machine(path: Path, make_record: MakeRecord) -> None:
     shutil.copy(SCHEMAS[REVISIONS.index("0003")], path)
     caused = (
         "OSError: [Errno 28] No space left on device",
@@ -98,7 +98,7 @@ def test_upgrading_twice_changes_nothing(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_fresh_database_is_set_up_as_it_must_be(path: Path) -> None:
+def test_new_database_has_required_pragmas(path: Path) -> None:
     with open_store(str(path)) as store, store._engine.connect() as connection:
         settings = {
             name: connection.exec_driver_sql(f"PRAGMA {name}").scalar()
@@ -107,7 +107,7 @@ def test_a_fresh_database_is_set_up_as_it_must_be(path: Path) -> None:
     assert settings == {"journal_mode": "wal", "synchronous": 1, "busy_timeout": 60_000, "foreign_keys": 1}
 
 
-def test_writers_take_the_lock_when_they_begin(path: Path) -> None:
+def test_write_transactions_begin_immediately(path: Path) -> None:
     statements: list[str] = []
     with open_store(str(path)) as store:
         with store._engine.connect() as connection:
@@ -119,9 +119,7 @@ def test_writers_take_the_lock_when_they_begin(path: Path) -> None:
     assert began == ["BEGIN", "BEGIN IMMEDIATE"]
 
 
-def test_a_migration_that_fails_leaves_the_database_as_it_was(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_migration_leaves_the_database_unchanged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(connection: Connection, url: str) -> None:
         real(connection, url)
         raise RuntimeError("power cut")
@@ -137,7 +135,7 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(
         assert store.records() == []
 
 
-def test_merging_an_older_schema_says_how_to_upgrade_it(
+def test_merge_of_an_older_schema_names_the_upgrade_command(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upgrade(str(path))
