@@ -1,4 +1,4 @@
-"""Files of recorded calls: who may write and read them, and what is refused of them."""
+"""Tests of files of recorded calls: permissions, concurrent writes and validation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashtune.core.problem import Problem
 from flashtune.recording.call_log import CallCount, add_counts, read_counts
 
 
-def test_who_may_read_a_file_stays_as_it_was(problem: Problem, file: Path) -> None:
+def test_file_permissions_are_preserved(problem: Problem, file: Path) -> None:
     count = CallCount(problem, Specialization(), 1)
     usual = file.with_name("usual")
     usual.touch()
@@ -31,7 +31,7 @@ def test_who_may_read_a_file_stays_as_it_was(problem: Problem, file: Path) -> No
     assert {path.name for path in file.parent.iterdir()} <= {"usual", file.name, f"{file.name}.lock"}
 
 
-def test_a_file_of_something_else_is_not_touched(file: Path) -> None:
+def test_file_of_another_format_is_not_changed(file: Path) -> None:
     file.write_text("my thesis\n", encoding="utf-8")
     with pytest.raises(UsageError, match="line 1: this is no recorded call"), flashtune.record_calls(file):
         pass
@@ -43,7 +43,7 @@ def test_a_file_of_something_else_is_not_touched(file: Path) -> None:
         pass
 
 
-def test_processes_write_one_file_at_once(problem: Problem, file: Path) -> None:
+def test_concurrent_processes_write_one_file(problem: Problem, file: Path) -> None:
     program = textwrap.dedent(
         """
         import sys
@@ -75,9 +75,7 @@ fields = st.sampled_from(["problem", "specialization", "calls", "extra"])
 
 
 @given(content=st.binary(max_size=60) | st.dictionaries(fields, lines).map(msgspec.json.encode))
-def test_whatever_a_file_holds_is_one_sentence(
-    content: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_malformed_files_raise_one_sentence(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("recorded") / "x.jsonl"
     path.write_bytes(content)
     sentence = ""
@@ -101,7 +99,7 @@ def test_whatever_a_file_holds_is_one_sentence(
         ({"problem": {}}, "dtype"),
     ],
 )
-def test_values_out_of_bounds_are_named(
+def test_values_out_of_bounds_are_reported(
     change: dict[str, object], part: str, problem: Problem, file: Path
 ) -> None:
     row = msgspec.to_builtins(CallCount(problem, Specialization(), 1))

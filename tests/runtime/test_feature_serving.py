@@ -1,4 +1,4 @@
-"""Who serves calls with features, without a GPU: kernels are rendered for one and never compiled."""
+"""Tests of dispatch of calls with features, without a GPU: kernels are rendered but not compiled."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def packed(*lengths: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_new_numbers_of_tokens_choose_no_kernel_again(bound: Bound, machine: Machine) -> None:
+def test_new_token_counts_reuse_the_selected_kernel(bound: Bound, machine: Machine) -> None:
     for lengths in ((70, 50), (71, 50), (90, 38)):
         assert flashtune.attention_varlen(*packed(*lengths), causal=True).shape == (sum(lengths), HEADS, 64)
     assert bound.choices == 1
@@ -88,7 +88,7 @@ def test_new_numbers_of_tokens_choose_no_kernel_again(bound: Bound, machine: Mac
 
 
 @pytest.mark.parametrize("wrong", ["right", "compiles"])
-def test_a_kernel_that_fails_gives_way_with_one_warning(wrong: str, bound: Bound, machine: Machine) -> None:
+def test_failed_kernel_is_replaced_with_one_warning(wrong: str, bound: Bound, machine: Machine) -> None:
     setattr(machine, wrong, False)
     call = varlen_call(*packed(20, 7), return_lse=True, causal=True, window=(5, 0))
     given = packed(20, 7)
@@ -104,7 +104,7 @@ def test_a_kernel_that_fails_gives_way_with_one_warning(wrong: str, bound: Bound
         flashtune.attention_varlen(*given, causal=True, window=(5, 0), prefer="generated")
 
 
-def test_what_nobody_computes_names_what_to_leave_out(
+def test_unsupported_problem_error_names_the_feature_to_omit(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lesser = [find_family("forward_q_outer"), find_family("forward_masked")]
@@ -119,7 +119,7 @@ def test_what_nobody_computes_names_what_to_leave_out(
         flashtune.explain_paged(token, *paged((20, 9)), window=(3, 0))
 
 
-def test_records_of_other_features_are_not_alike(make_record: MakeRecord) -> None:
+def test_records_with_other_features_are_not_neighbours(make_record: MakeRecord) -> None:
     q = torch.zeros(2, 8, 512, 64, dtype=torch.bfloat16)
     k = q[:, :2]
     plain, windowed, wider, sunk = (
@@ -136,14 +136,14 @@ def test_records_of_other_features_are_not_alike(make_record: MakeRecord) -> Non
         assert nearest_record(problem, records) == record
 
 
-def test_names_of_masks_where_lengths_are_ragged() -> None:
+def test_ragged_lengths_canonicalise_causal_mask() -> None:
     longest = read_call(varlen_call(*packed(64, 3), return_lse=False, causal=True), False).problem
     assert [same.causal for same in same_computation(longest)] == [Causal.BOTTOM_RIGHT]
     single = read_call(varlen_call(*packed(1, 1), return_lse=False, causal=True), False).problem
     assert {same.causal for same in same_computation(single)} == {Causal.BOTTOM_RIGHT, Causal.NONE}
 
 
-def test_windows_that_hold_nothing_back_are_served_as_plain_attention(machine: Machine) -> None:
+def test_windows_without_effect_use_plain_kernels(machine: Machine) -> None:
     q = torch.randn(1, HEADS, 64, 64).half()
     with pytest.warns(flashtune.FlashtuneWarning, match="default config serves"):
         out = flashtune.attention(q, q, q, causal=True, window=(64, 0), prefer="generated")
@@ -151,7 +151,7 @@ def test_windows_that_hold_nothing_back_are_served_as_plain_attention(machine: M
     assert {kernel.family for kernel in machine.kernels} <= {"forward_q_outer", "forward_hopper"}
 
 
-def test_few_queries_are_decoded_and_many_are_not(machine: Machine) -> None:
+def test_decoding_kernels_serve_few_queries_only(machine: Machine) -> None:
     def family(queries: int) -> str:
         q = torch.randn(2, queries, HEADS, 64).half()
         given = paged((2048, 900), widths=(64, 64))

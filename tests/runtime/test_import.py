@@ -1,4 +1,4 @@
-"""What importing flashtune costs and brings along, asked of fresh processes."""
+"""Tests of the modules that an import of flashtune loads, in new processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(program: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_whole_runtime_is_light() -> None:
+def test_runtime_imports_no_heavy_modules() -> None:
     told = run(
         f"""
         import json, sys, torch, triton
@@ -35,12 +35,12 @@ def test_the_whole_runtime_is_light() -> None:
     assert json.loads(told) == []
 
 
-def test_the_bare_import_loads_nothing_heavy() -> None:
+def test_import_of_flashtune_loads_no_heavy_modules() -> None:
     told = run("import sys, flashtune; print(*{'torch', 'triton', 'msgspec'} & set(sys.modules))")
     assert told == ""
 
 
-def test_names_are_listed_and_unknown_ones_refused() -> None:
+def test_public_names_are_listed_and_unknown_names_raise() -> None:
     import flashtune
 
     assert set(flashtune.__all__) <= set(dir(flashtune))

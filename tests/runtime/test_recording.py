@@ -1,4 +1,4 @@
-"""Recorded calls: which count, as which problems, how many are kept, and recording a whole process."""
+"""Tests of recorded calls: counts, problems, limits, and recording of a whole process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_length(problem: Problem, length: int) -> Problem:
     return msgspec.structs.replace(problem, seqlen_q=length, seqlen_kv=length)
 
 
-def test_problems_are_written_with_how_often_they_were_called(problem: Problem, file: Path) -> None:
+def test_recorded_problems_have_call_counts(problem: Problem, file: Path) -> None:
     short = with_length(problem, 64)
     with flashtune.record_calls(file):
         for _ in range(3):
@@ -42,7 +42,7 @@ def test_problems_are_written_with_how_often_they_were_called(problem: Problem, 
     assert told == {problem: 3, short: 1}
 
 
-def test_what_tensors_hold_is_not_written(problem: Problem, file: Path) -> None:
+def test_recorded_problems_contain_no_tensor_values(problem: Problem, file: Path) -> None:
     with flashtune.record_calls(file):
         flashtune.attention(*inputs(problem))
     (line,) = file.read_bytes().splitlines()
@@ -50,14 +50,14 @@ def test_what_tensors_hold_is_not_written(problem: Problem, file: Path) -> None:
     assert len(line) < 500
 
 
-def test_shapes_that_were_met_before_are_counted_too(problem: Problem, file: Path) -> None:
+def test_cached_shapes_are_recorded(problem: Problem, file: Path) -> None:
     flashtune.attention(*inputs(problem), causal=True)
     with flashtune.record_calls(file):
         flashtune.attention(*inputs(problem), causal=True)
     assert [count.calls for count in read_counts(file)] == [1]
 
 
-def test_a_call_goes_straight_to_its_server_where_nothing_is_recorded(problem: Problem, file: Path) -> None:
+def test_executors_are_not_wrapped_without_recording(problem: Problem, file: Path) -> None:
     def serve(number: int) -> int:
         return number
 
@@ -71,7 +71,7 @@ def test_a_call_goes_straight_to_its_server_where_nothing_is_recorded(problem: P
     assert not any(hasattr(server, "__wrapped__") for server in call_cache._servers.values())
 
 
-def test_a_plan_counts_if_it_was_made_while_recording(problem: Problem, file: Path) -> None:
+def test_plan_created_while_recording_is_counted(problem: Problem, file: Path) -> None:
     tensors = inputs(problem)
     before = flashtune.plan(*tensors, causal=True)
     with flashtune.record_calls(file):
@@ -82,7 +82,7 @@ def test_a_plan_counts_if_it_was_made_while_recording(problem: Problem, file: Pa
     assert [count.calls for count in read_counts(file)] == [2]
 
 
-def test_alignment_tells_calls_apart(problem: Problem, file: Path) -> None:
+def test_calls_are_counted_by_alignment(problem: Problem, file: Path) -> None:
     q, k, v = inputs(problem)
     odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
     with flashtune.record_calls(file):
@@ -93,7 +93,7 @@ def test_alignment_tells_calls_apart(problem: Problem, file: Path) -> None:
     assert {count.problem for count in found} == {problem}
 
 
-def test_empty_calls_are_left_out(problem: Problem, file: Path) -> None:
+def test_empty_and_float64_calls_are_not_recorded(problem: Problem, file: Path) -> None:
     q, k, v = inputs(problem)
     with flashtune.record_calls(file):
         flashtune.attention(q, k[:, :, :0], v[:, :, :0])
@@ -103,7 +103,7 @@ def test_empty_calls_are_left_out(problem: Problem, file: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_calls_that_need_gradients_count_for_both_passes(problem: Problem, file: Path) -> None:
+def test_calls_that_need_gradients_are_counted_for_both_passes(problem: Problem, file: Path) -> None:
     q, k, v = inputs(problem)
     with flashtune.record_calls(file):
         for _ in range(3):
@@ -132,7 +132,7 @@ def test_both_passes_of_compiled_programs_are_recorded(
     assert {count.problem: count.calls for count in read_counts(file)} == {problem: 2, backward: 2}
 
 
-def test_calls_with_features_are_recorded_with_them(
+def test_calls_are_recorded_with_their_features(
     problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "bind", lambda *_, **__: lambda *_: None)
@@ -145,7 +145,7 @@ def test_calls_with_features_are_recorded_with_them(
     assert count.calls == 2
 
 
-def test_recordings_of_one_file_add_up(problem: Problem, file: Path, tmp_path: Path) -> None:
+def test_recordings_to_one_file_are_summed(problem: Problem, file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     with flashtune.record_calls(file), flashtune.record_calls(other):
         flashtune.attention(*inputs(problem), causal=True)
@@ -155,7 +155,7 @@ def test_recordings_of_one_file_add_up(problem: Problem, file: Path, tmp_path: P
     assert [count.calls for count in read_counts(other)] == [1]
 
 
-def test_an_interrupted_program_is_recorded_all_the_same(problem: Problem, file: Path) -> None:
+def test_interrupted_program_is_recorded(problem: Problem, file: Path) -> None:
     def program() -> None:
         flashtune.attention(*inputs(problem), causal=True)
         raise KeyboardInterrupt
@@ -166,7 +166,7 @@ def test_an_interrupted_program_is_recorded_all_the_same(problem: Problem, file:
     assert [count.calls for count in read_counts(file)] == [1]
 
 
-def test_a_process_keeps_a_bounded_number_of_problems(
+def test_number_of_recorded_problems_is_bounded(
     problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "MAX_LINES", 2)
@@ -176,7 +176,7 @@ def test_a_process_keeps_a_bounded_number_of_problems(
     assert {count.problem.seqlen_q: count.calls for count in read_counts(file)} == {64: 2, 128: 1}
 
 
-def test_the_most_called_are_kept(problem: Problem) -> None:
+def test_merge_keeps_the_problems_with_most_calls(problem: Problem) -> None:
     counts = [CallCount(with_length(problem, length), Specialization(), length) for length in (1, 2, 3)]
     assert [count.calls for count in merged([*counts, *counts], most=2)] == [6, 4]
     most = CallCount(problem, Specialization(), MAX_CALLS)
@@ -202,14 +202,14 @@ def run_recorded(name: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_environment_records_a_whole_process(file: Path) -> None:
+def test_environment_variable_records_a_process(file: Path) -> None:
     for _ in range(2):
         told = run_recorded(str(file))
         assert (told.returncode, told.stdout) == (0, "1 2\n"), told.stderr
     assert [count.calls for count in read_counts(file)] == [4]
 
 
-def test_a_bad_file_in_the_environment_is_a_warning(file: Path) -> None:
+def test_invalid_file_in_environment_variable_causes_a_warning(file: Path) -> None:
     told = run_recorded(str(file.parent / "none" / "x.jsonl"))
     assert FlashtuneWarning.__name__ in told.stderr
     assert "no such folder" in told.stderr

@@ -1,4 +1,4 @@
-"""Self-checks: made once per machine, by one process of many, and remembered with what they cost."""
+"""Tests of self-checks: one per machine, by one process of many, stored with their duration."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def kernel_for(record: Record) -> Kernel:
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_a_verdict_is_remembered_by_process_and_database(
+def test_verdict_is_cached_in_process_and_database(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, passed: bool
 ) -> None:
     checker = Checker(passed)
@@ -77,7 +77,7 @@ def test_a_verdict_is_remembered_by_process_and_database(
     assert known_verdict(kernel, find_target("a100")) is None
 
 
-def test_a_verdict_under_other_versions_does_not_count(problem: Problem, make_record: Make) -> None:
+def test_verdict_under_other_versions_is_ignored(problem: Problem, make_record: Make) -> None:
     record = make_record(problem)
     kernel = kernel_for(record)
     versions = msgspec.structs.replace(current_versions(record.family), driver="another")
@@ -88,7 +88,7 @@ def test_a_verdict_under_other_versions_does_not_count(problem: Problem, make_re
     assert known_verdict(kernel, TARGET) is None
 
 
-def test_a_database_out_of_reach_means_checking_in_every_process(
+def test_unreachable_database_causes_a_check_in_every_process(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, own_database: Path
 ) -> None:
     own_database.write_bytes(b"no database at all, but long enough to be read as one" * 40)
@@ -105,7 +105,7 @@ def test_a_database_out_of_reach_means_checking_in_every_process(
     assert checker.calls == 1
 
 
-def test_a_kernel_that_does_not_launch_is_no_verdict(
+def test_launch_failure_stores_no_verdict(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, compiled: object) -> Verdict:
@@ -119,7 +119,7 @@ def test_a_kernel_that_does_not_launch_is_no_verdict(
     assert known_verdict(kernel_for(record), TARGET) is None
 
 
-def test_what_a_check_took_is_remembered(
+def test_duration_of_a_check_is_stored(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "check_rendered", Checker(True))
@@ -133,7 +133,7 @@ def test_what_a_check_took_is_remembered(
     assert 0 <= seconds < 1
 
 
-def test_who_waited_for_another_process_takes_its_verdict(
+def test_verdict_of_another_process_is_used_after_the_wait(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checker = Checker(True)
@@ -194,7 +194,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 @pytest.mark.parametrize("error", [None, KernelError("does not compile")], ids=str)
-def test_a_check_is_rehearsed_while_its_kernel_is_compiled(
+def test_preload_runs_while_the_kernel_compiles(
     problem: Problem,
     make_record: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -215,7 +215,7 @@ def test_a_check_is_rehearsed_while_its_kernel_is_compiled(
     assert entered == [DEVICE, f"the caller's on {DEVICE}"]
 
 
-def test_one_rehearsal_does_for_all_kernels_of_a_kind(
+def test_preload_runs_once_for_kernels_of_a_kind(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
 ) -> None:
     monkeypatch.setattr(flashtune.verification.warmup, "rehearse", lambda *_: None)
@@ -234,7 +234,7 @@ def test_one_rehearsal_does_for_all_kernels_of_a_kind(
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.usefixtures("entered")
-def test_what_fails_in_a_rehearsal_is_left_to_the_check(
+def test_errors_of_the_preload_are_ignored(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rehearsal = Rehearsal(fails=True)
@@ -245,7 +245,7 @@ def test_what_fails_in_a_rehearsal_is_left_to_the_check(
         assert rehearsal.began.wait(20)
 
 
-def test_a_known_kernel_is_not_rehearsed(
+def test_verified_kernel_needs_no_preload(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
 ) -> None:
     rehearsal = Rehearsal()
@@ -262,7 +262,7 @@ def test_a_known_kernel_is_not_rehearsed(
     assert not entered
 
 
-def test_without_a_lock_everybody_checks(
+def test_without_a_lock_every_process_checks(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     record = make_record(problem)
@@ -277,7 +277,7 @@ def test_without_a_lock_everybody_checks(
     assert checker.calls == 1
 
 
-def test_a_check_imports_no_sqlalchemy(own_database: Path) -> None:
+def test_self_check_does_not_import_sqlalchemy(own_database: Path) -> None:
     """Whose import would take longer than the check."""
     program = (
         "import sys\n"

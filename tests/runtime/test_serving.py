@@ -1,4 +1,4 @@
-"""Servers and the memo of them, with launches that only note what they were given."""
+"""Tests of executors and the call cache, with launches that only record their arguments."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from tests.support.machine import Machine, expected, inputs, tuned
 Make = Callable[..., Record]
 
 
-def test_the_bshd_layout_reaches_the_kernel_as_strides(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
+def test_bshd_layout_is_passed_as_strides(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem))
     q, k, v = inputs(problem)
     moved = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
@@ -46,7 +44,7 @@ def test_a_negative_scale_negates_the_queries(machine: Machine, problem: Problem
     torch.testing.assert_close(planned(q, k, v), expected(q, k, v, scale=-0.3))
 
 
-def test_a_plan_of_views_with_gaps_negates_them_where_they_lie(
+def test_plan_with_negative_scale_keeps_strides_of_views(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     tuned(machine, make_record(problem))
@@ -57,7 +55,7 @@ def test_a_plan_of_views_with_gaps_negates_them_where_they_lie(
     torch.testing.assert_close(planned(gaps, k, v), expected(q, k, v, scale=-0.3))
 
 
-def test_alignment_is_part_of_the_kind_of_call(machine: Machine, problem: Problem, make_record: Make) -> None:
+def test_executors_are_cached_by_alignment(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem))
     q, k, v = inputs(problem)
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
@@ -69,7 +67,7 @@ def test_alignment_is_part_of_the_kind_of_call(machine: Machine, problem: Proble
     assert len(machine.checked) == 2, "what the receipt does not cover is checked"
 
 
-def test_far_strides_get_wide_indices() -> None:
+def test_large_strides_need_64_bit_indices() -> None:
     q = torch.empty_strided((2, 8, 512, 64), (2**31, 2**15, 64, 1), device="meta", dtype=torch.bfloat16)
     k = q[:, :2]
     request = read_request(q, k, k, True, "bhsd", False, "fastest")
@@ -77,7 +75,7 @@ def test_far_strides_get_wide_indices() -> None:
     assert needed == Specialization(Alignment.SIXTEEN, 64, False)
 
 
-def test_the_fastest_serves_unless_generated_is_preferred(
+def test_fastest_backend_serves_unless_generated_is_preferred(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     tuned(machine, make_record(problem, ms=1.0, peers={"sdpa-cudnn": 0.5}))
@@ -90,7 +88,7 @@ def test_the_fastest_serves_unless_generated_is_preferred(
     assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
 
 
-def test_a_selected_baseline_gives_way_to_a_log_sum_exp(
+def test_baseline_does_not_serve_calls_that_return_lse(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     tuned(machine, make_record(problem, family="sdpa", config=None, kernel=None, measurement=None))
@@ -99,7 +97,7 @@ def test_a_selected_baseline_gives_way_to_a_log_sum_exp(
     assert flashtune.explain(q, k, v, causal=True, return_lse=True).server == "generated"
 
 
-def test_the_standard_computation_may_win_on_short_sequences(
+def test_unfused_attention_may_serve_short_sequences(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     machine.usual = None
@@ -135,7 +133,7 @@ def test_empty_problems_never_launch(machine: Machine, problem: Problem, axis: s
     assert machine.launches == 0
 
 
-def test_a_plan_takes_tensors_like_its_own_alone(
+def test_plan_refuses_tensors_that_differ_from_the_planned(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     tuned(machine, make_record(problem))
@@ -148,7 +146,9 @@ def test_a_plan_takes_tensors_like_its_own_alone(
 
 
 @pytest.mark.slow
-def test_threads_prepare_a_kind_of_call_once(machine: Machine, problem: Problem, make_record: Make) -> None:
+def test_concurrent_threads_prepare_an_executor_once(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
     tuned(machine, make_record(problem))
     q, k, v = inputs(problem)
     results: list[Any] = []
@@ -165,7 +165,7 @@ def test_threads_prepare_a_kind_of_call_once(machine: Machine, problem: Problem,
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_the_memo_is_bounded(machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_cache_is_bounded(machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MEMO_LIMIT", 4)
     q, k, v = inputs(problem)
     with warnings.catch_warnings():
@@ -175,7 +175,7 @@ def test_the_memo_is_bounded(machine: Machine, problem: Problem, monkeypatch: py
     assert len(call_cache._servers) <= 4
 
 
-def test_explain_tells_what_serves_and_runs_nothing(
+def test_explain_names_the_backend_without_a_launch(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     record = make_record(problem, ms=1.0, peers={"sdpa-cudnn": 1.2})

@@ -1,4 +1,4 @@
-"""The standard computation against float64."""
+"""Tests of unfused attention against float64."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, causal: Causal) -> Problem:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
 @pytest.mark.parametrize("causal", list(Causal))
-def test_it_passes_the_gate_of_kernels(causal: Causal, dtype: torch.dtype, device: str) -> None:
+def test_unfused_attention_is_within_kernel_tolerances(
+    causal: Causal, dtype: torch.dtype, device: str
+) -> None:
     torch.manual_seed(0)
     choices = itertools.product(LENGTHS, [(2, 2), (4, 2), (3, 1)], ["bhsd", "bshd"], [0.2, -0.7, 0.0, 3.0])
     for lengths, heads, layout, scale in choices:
@@ -78,7 +80,7 @@ def test_without_lse() -> None:
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 6, 0)])
-def test_nothing_to_do(seqlen_q: int, seqlen_kv: int, batch: int) -> None:
+def test_empty_problems(seqlen_q: int, seqlen_kv: int, batch: int) -> None:
     q, k, v = tensors((seqlen_q, seqlen_kv), (4, 2), torch.bfloat16, "bhsd", "cpu")
     out, lse = unfused_attention(q[:batch], k[:batch], v[:batch], scale=0.2, return_lse=True)
     assert torch.equal(out, torch.zeros(batch, 4, seqlen_q, 16, dtype=torch.bfloat16))
@@ -105,7 +107,7 @@ def test_large_scores_of_float16_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("lengths", [(5, 7), (7, 5)])
 @pytest.mark.parametrize("causal", list(Causal))
-def test_inputs_are_left_alone_and_gradients_flow(lengths: tuple[int, int], causal: Causal) -> None:
+def test_inputs_are_not_modified_and_get_gradients(lengths: tuple[int, int], causal: Causal) -> None:
     torch.manual_seed(0)
     inputs = [tensor.requires_grad_() for tensor in tensors(lengths, (4, 2), torch.float32, "bhsd", "cpu")]
     copies = [tensor.detach().clone() for tensor in inputs]

@@ -1,4 +1,4 @@
-"""The standard computation with features against plain float64, and the merging of two parts."""
+"""Tests of unfused attention with features against float64, and of merging two parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_dense(lengths: tuple[int, int]) -> None:
     check(dense_call(*dense(*lengths), return_lse=True, attn_mask=seen, causal=True))
 
 
-def test_a_cache_whose_end_is_rubbish() -> None:
+def test_cache_with_invalid_rows_after_its_length() -> None:
     q, k, v = dense(3, 28)
     k[1, :, 13:] = v[1, :, 13:] = torch.nan
     lengths = torch.tensor([28, 13], dtype=INT)
@@ -86,7 +86,7 @@ def test_pages_of_8_bits_and_latent_values() -> None:
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd", "bhd"])
-def test_merging(layout: str) -> None:
+def test_merge_of_two_parts(layout: str) -> None:
     torch.manual_seed(3)
     scores, values = (
         torch.randn(2, 4, 5, 9, dtype=torch.float64),
@@ -103,7 +103,7 @@ def test_merging(layout: str) -> None:
         merge_attention(*one, other[0][..., :3], other[1], layout=layout)
 
 
-def test_gradients_of_rows_that_see_nothing_merge_to_zeros() -> None:
+def test_merged_rows_without_keys_have_zero_gradients() -> None:
     lse = [torch.tensor([[[0.5, -torch.inf]]], requires_grad=True) for _ in range(2)]
     out = [torch.ones(1, 1, 2, 4, requires_grad=True) for _ in range(2)]
     merged, both = merge_attention(out[0], lse[0], out[1], lse[1])

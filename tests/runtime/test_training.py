@@ -1,4 +1,4 @@
-"""Both passes of a call that autograd goes through: who serves them, and that they agree."""
+"""Tests of the backends of both passes of a call with gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.machine import Machine, tuned
 
 @pytest.mark.slow
 @quiet
-def test_both_passes_are_prepared_by_the_first_forward_pass(machine: Machine, problem: Problem) -> None:
+def test_first_forward_pass_prepares_both_passes(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem)
     out = flashtune.attention(q, k, v, causal=True)
     assert [kernel.family.split("_")[0] for kernel in machine.kernels] == ["forward", "backward"]
@@ -32,7 +32,7 @@ def test_both_passes_are_prepared_by_the_first_forward_pass(machine: Machine, pr
 
 
 @quiet
-def test_wrong_kernels_leave_both_passes_to_torch(machine: Machine, problem: Problem) -> None:
+def test_sdpa_serves_both_passes_where_kernels_fail(machine: Machine, problem: Problem) -> None:
     machine.right = False
     q, k, v = leaves(problem)
     with pytest.warns(
@@ -44,7 +44,7 @@ def test_wrong_kernels_leave_both_passes_to_torch(machine: Machine, problem: Pro
         gradients(problem, q, k, v, prefer="generated")
 
 
-def test_what_is_faster_over_both_passes_serves_both(
+def test_backend_with_the_faster_sum_serves_both_passes(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     q, k, v = leaves(problem, torch.bfloat16)
@@ -70,7 +70,7 @@ def test_what_is_faster_over_both_passes_serves_both(
     assert server(0.1, 0.1) == ("generated", "generated")
 
 
-def test_compilers_trace_what_serves_both_passes_by_its_own_operators(
+def test_compile_traces_operators_of_the_backend_of_both_passes(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     peers = {"sdpa-cudnn": 0.5}
@@ -89,7 +89,7 @@ def test_compilers_trace_what_serves_both_passes_by_its_own_operators(
 
 
 @quiet
-def test_explanations_tell_of_each_pass(machine: Machine, problem: Problem, make_record: Make) -> None:
+def test_explain_describes_both_passes(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem), backward_record(make_record, problem, 3.0))
     q, k, v = leaves(problem, torch.bfloat16)
     told = flashtune.explain(q, k, v, causal=True)
@@ -109,7 +109,7 @@ def test_explanations_tell_of_each_pass(machine: Machine, problem: Problem, make
 
 @pytest.mark.slow
 @quiet
-def test_reproducible_gradients_are_another_problem(machine: Machine, problem: Problem) -> None:
+def test_deterministic_gradients_are_a_separate_problem(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem)
 
     def asked(**options: Any) -> bool:
@@ -150,7 +150,7 @@ def test_plans_prepare_both_passes(machine: Machine, problem: Problem) -> None:
         planned(q.detach(), k.detach(), v.detach())
 
 
-def test_a_capture_meets_no_new_shape(
+def test_new_shape_during_capture_is_refused(
     machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(q: Tensor) -> None:
@@ -161,7 +161,7 @@ def test_a_capture_meets_no_new_shape(
         flashtune.attention(*leaves(problem))
 
 
-def test_gradients_that_no_kernel_computes_are_named(machine: Machine, problem: Problem) -> None:
+def test_unsupported_gradients_are_reported(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem)
     cache = k.detach().to(torch.int8), v.detach().to(torch.int8)
     scale = torch.ones(1)
@@ -179,7 +179,7 @@ def test_gradients_that_no_kernel_computes_are_named(machine: Machine, problem: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"window": (3, 0)}, {"return_lse": True}])
-def test_float64_is_computed_unfused(options: dict[str, Any]) -> None:
+def test_float64_uses_unfused_attention(options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, heads, 4, 6, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
 

@@ -1,4 +1,4 @@
-"""Gradients and saved tensors that lie in memory in other ways than the forward pass left them."""
+"""Tests of gradients and saved tensors with other strides than in the forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.machine import Machine, expected
 
 @pytest.mark.slow
 @quiet
-def test_a_gradient_that_lies_otherwise_is_bound_once(machine: Machine, problem: Problem) -> None:
+def test_gradient_with_other_strides_is_bound_once(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem)
     for _ in range(2):
         out = flashtune.attention(q, k, v, causal=True)
@@ -33,7 +33,7 @@ def test_a_gradient_that_lies_otherwise_is_bound_once(machine: Machine, problem:
 
 @pytest.mark.slow
 @quiet
-def test_a_gradient_that_no_kernel_addresses_is_copied(machine: Machine, problem: Problem) -> None:
+def test_gradient_that_no_kernel_can_address_is_copied(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem)
     out = flashtune.attention(q, k, v, causal=True)
     for dout in (
@@ -48,7 +48,7 @@ def test_a_gradient_that_no_kernel_addresses_is_copied(machine: Machine, problem
 
 
 @quiet
-def test_a_gradient_with_odd_strides_of_single_heads_is_copied(machine: Machine, problem: Problem) -> None:
+def test_gradient_with_unaligned_strides_of_size_1_dims_is_copied(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(msgspec.structs.replace(problem, heads=1, kv_heads=1))
     out = flashtune.attention(q, k, v, causal=True)
     dout = torch.randn(2, 512, 64)[..., None].permute(0, 3, 1, 2)
@@ -60,7 +60,7 @@ def test_a_gradient_with_odd_strides_of_single_heads_is_copied(machine: Machine,
 
 
 @quiet
-def test_strides_that_hooks_change_are_bound_anew(
+def test_strides_changed_by_hooks_are_bound_again(
     machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound: list[tuple[int, ...]] = []
@@ -83,7 +83,7 @@ def test_strides_that_hooks_change_are_bound_anew(
 
 @pytest.mark.slow
 @quiet
-def test_launches_are_kept_for_so_many_strides(
+def test_number_of_cached_launches_is_bounded(
     machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backward_executors, "MAX_LAUNCHES", 2)
@@ -98,7 +98,7 @@ def test_launches_are_kept_for_so_many_strides(
     assert len(server._launches) == 2
 
 
-def test_saved_tensors_with_other_strides_are_told_of(machine: Machine, problem: Problem) -> None:
+def test_saved_tensors_with_other_strides_are_refused(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem, torch.bfloat16)
     out = flashtune.attention(q, k, v, causal=True)
     server = server_of(out)

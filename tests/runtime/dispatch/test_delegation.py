@@ -1,4 +1,4 @@
-"""SDPA serves with flashtune's meaning of masks, empty rows, groups and scales."""
+"""Tests of SDPA with flashtune's semantics of masks, empty rows, groups and scales."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_masks_groups_and_scales(
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("causal", list(Causal))
-def test_gradients_are_finite_and_right(lengths: tuple[int, int], causal: Causal) -> None:
+def test_gradients_are_finite_and_correct(lengths: tuple[int, int], causal: Causal) -> None:
     q, k, v = leaves = tensors(*lengths)
     for leaf in leaves:
         leaf.requires_grad_()
@@ -71,7 +71,7 @@ def _by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ca
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
-def test_no_backend_is_asked_for_unaligned_tensors(index: int) -> None:
+def test_unaligned_tensors_have_no_default_backend(index: int) -> None:
     def made(shape: tuple[int, ...], moved: bool) -> Tensor:
         count = math.prod(shape)
         return torch.randn(count + 1, dtype=torch.bfloat16)[moved : moved + count].view(shape)
@@ -83,7 +83,7 @@ def test_no_backend_is_asked_for_unaligned_tensors(index: int) -> None:
     assert default_backend(q.clone(), k.clone(), v.clone(), problem, bias.clone()) is not None
 
 
-def test_no_backend_is_asked_for_unaligned_memory_of_another_library() -> None:
+def test_unaligned_external_memory_has_no_default_backend() -> None:
     base = torch.randn(2 * 16 * 16 + 1, dtype=torch.bfloat16)
     q = from_dlpack(base[1:]).view(1, 2, 16, 16)
     k = q.clone()
@@ -94,14 +94,14 @@ def test_no_backend_is_asked_for_unaligned_memory_of_another_library() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_tensors_without_memory_are_not_asked_for_their_addresses() -> None:
+def test_fake_tensors_are_supported() -> None:
     with FakeTensorMode():
         q = torch.randn(1, 2, 16, 16, dtype=torch.bfloat16)
         problem = read_request(q, q, q, False, "bhsd", False, "fastest").problem
         assert default_backend(q, q, q, problem) == chosen_backend(q, q, q, None, False)
 
 
-def test_the_usual_backend_is_known_where_no_mask_is_needed() -> None:
+def test_default_backend_requires_a_call_without_mask() -> None:
     q = k = v = torch.randn(1, 2, 8, 16)
     square = read_request(q, k, v, True, "bhsd", False, "fastest").problem
     assert default_backend(q, k, v, square) in {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", None}

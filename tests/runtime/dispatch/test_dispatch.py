@@ -1,4 +1,4 @@
-"""Which record serves: the lookup order, standing, and when a baseline is handed the problem."""
+"""Tests of record lookup: order, verification status, and selection of a baseline."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def resized(problem: Problem, **changes: object) -> Problem:
     return msgspec.structs.replace(problem, **changes)
 
 
-def test_the_users_record_comes_before_the_shipped_one(problem: Problem, make_record: Make) -> None:
+def test_user_record_precedes_shipped_record(problem: Problem, make_record: Make) -> None:
     mine, shipped = make_record(problem, ms=2.0), make_record(problem, ms=1.0)
     selection = select(problem, TARGET, tables((mine,), (shipped,)), generated=True)
     assert (selection.record, selection.source, selection.standing) == (
@@ -51,7 +51,7 @@ def test_the_users_record_comes_before_the_shipped_one(problem: Problem, make_re
     assert (selection.record, selection.source) == (shipped, "shipped")
 
 
-def test_a_near_shape_is_verified_not_timed(problem: Problem, make_record: Make) -> None:
+def test_near_shape_is_verified_but_not_timed(problem: Problem, make_record: Make) -> None:
     near, far = (
         make_record(resized(problem, seqlen_q=1024, seqlen_kv=1024)),
         make_record(resized(problem, seqlen_q=8192, seqlen_kv=8192)),
@@ -67,7 +67,7 @@ def test_a_near_shape_is_verified_not_timed(problem: Problem, make_record: Make)
 @pytest.mark.parametrize(
     "change", [{"dtype": Dtype.FP16}, {"head_dim": 128}, {"value_head_dim": 32}, {"causal": Causal.NONE}]
 )
-def test_other_static_features_are_no_neighbours(
+def test_records_with_other_static_features_are_not_neighbours(
     problem: Problem, make_record: Make, change: dict[str, object]
 ) -> None:
     selection = select(problem, TARGET, tables((make_record(resized(problem, **change)),)), generated=True)
@@ -84,20 +84,22 @@ def test_predictions_and_failures_never_serve(problem: Problem, make_record: Mak
 
 
 @pytest.mark.parametrize("field", ["triton", "template", "driver", "ptxas"])
-def test_other_makers_leave_a_record_unproven(problem: Problem, make_record: Make, field: str) -> None:
+def test_other_compiler_versions_make_a_record_unverified(
+    problem: Problem, make_record: Make, field: str
+) -> None:
     record = make_record(problem)
     other = msgspec.structs.replace(record.versions, **{field: "other"})
     old = msgspec.structs.replace(record, versions=other)
     assert select(problem, TARGET, tables((old,)), generated=True).standing is VerificationStatus.UNPROVEN
 
 
-def test_a_record_without_a_passed_verdict_is_unproven(problem: Problem, make_record: Make) -> None:
+def test_record_without_a_passed_verdict_is_unverified(problem: Problem, make_record: Make) -> None:
     record = make_record(problem, verdict=None)
     assert select(problem, TARGET, tables((record,)), generated=True).standing is VerificationStatus.UNPROVEN
 
 
 @pytest.mark.parametrize("device", ["NVIDIA A100-SXM4-80GB", "interpreter", "NVIDIA H2000"])
-def test_a_receipt_of_another_gpu_leaves_a_record_unproven(
+def test_receipt_of_another_gpu_leaves_a_record_unverified(
     problem: Problem, make_record: Make, device: str
 ) -> None:
     verdict = Verdict(True, 0.4, 100, "", device)
@@ -113,7 +115,7 @@ def test_a_receipt_covers_one_kernel(problem: Problem, make_record: Make) -> Non
     assert not proven_by(selection, "0" * 32)
 
 
-def test_masks_that_draw_the_same_diagonal_share_records(problem: Problem, make_record: Make) -> None:
+def test_masks_with_equal_diagonals_share_records(problem: Problem, make_record: Make) -> None:
     record = make_record(problem)
     top_left = resized(problem, causal=Causal.TOP_LEFT)
     assert select(top_left, TARGET, tables((record,)), generated=True).record is record
@@ -127,7 +129,7 @@ def test_masks_that_draw_the_same_diagonal_share_records(problem: Problem, make_
 @pytest.mark.parametrize("seqlen_q", [1, 2, 3])
 @pytest.mark.parametrize("seqlen_kv", [1, 2, 3])
 @pytest.mark.parametrize("causal", list(Causal))
-def test_the_same_computation_sees_the_same_keys(
+def test_equivalent_problems_have_equal_masks(
     problem: Problem, seqlen_q: int, seqlen_kv: int, causal: Causal
 ) -> None:
     def seen(one: Problem) -> list[int]:
@@ -141,7 +143,7 @@ def test_the_same_computation_sees_the_same_keys(
     assert all(seen(other) == seen(posed) for other in same)
 
 
-def test_nearness_is_in_octaves_and_ties_are_settled_by_key(problem: Problem, make_record: Make) -> None:
+def test_distance_is_in_octaves_and_ties_are_broken_by_key(problem: Problem, make_record: Make) -> None:
     half, double = (resized(problem, seqlen_q=size, seqlen_kv=size) for size in (256, 1024))
     assert distance(problem, half) == distance(problem, double) > 0
     records = [make_record(half), make_record(double)]
@@ -153,7 +155,7 @@ def test_nearness_is_in_octaves_and_ties_are_settled_by_key(problem: Problem, ma
     assert nearest_record(problem, []) is None
 
 
-def test_sdpa_serves_unless_the_kernel_won_beyond_noise(problem: Problem, make_record: Make) -> None:
+def test_sdpa_serves_unless_the_kernel_is_faster_beyond_noise(problem: Problem, make_record: Make) -> None:
     def peer(ms: float, name: str = "sdpa-cudnn", usual: str | None = "sdpa-cudnn") -> str | None:
         return faster_peer(measured(make_record(problem, ms=1.0, peers={name: ms})), problem, usual)
 
@@ -167,9 +169,7 @@ def test_sdpa_serves_unless_the_kernel_won_beyond_noise(problem: Problem, make_r
     assert faster_peer(measured(make_record(problem, measurement=None)), problem, "sdpa-cudnn") is None
 
 
-def test_scores_of_a_long_problem_are_not_held_because_a_short_one_was_fast(
-    problem: Problem, make_record: Make
-) -> None:
+def test_unfused_attention_does_not_serve_much_longer_problems(problem: Problem, make_record: Make) -> None:
     record = measured(make_record(problem, ms=1.0, peers={"standard": 0.5, "sdpa-cudnn": 0.9}))
     longer = msgspec.structs.replace(problem, seqlen_q=16384, seqlen_kv=16384)
     assert faster_peer(record, problem, "sdpa-cudnn") == "standard"
@@ -177,7 +177,7 @@ def test_scores_of_a_long_problem_are_not_held_because_a_short_one_was_fast(
     assert faster_peer(record, longer, None) is None
 
 
-def test_a_selected_baseline_serves_only_where_it_may(problem: Problem, make_record: Make) -> None:
+def test_selected_baseline_serves_only_eligible_calls(problem: Problem, make_record: Make) -> None:
     baseline = make_record(problem, family="sdpa", config=None, kernel=None)
     tuned = tables((baseline,))
     assert select(problem, TARGET, tuned, generated=False).record is baseline
@@ -185,7 +185,7 @@ def test_a_selected_baseline_serves_only_where_it_may(problem: Problem, make_rec
     assert select(problem, TARGET, tuned, generated=True).source == "default"
 
 
-def test_the_default_fits_small_gpus(problem: Problem) -> None:
+def test_default_config_fits_small_gpus(problem: Problem) -> None:
     for name in ("l4", "mi300x", "b200"):
         selection = default_selection(
             resized(problem, head_dim=256, value_head_dim=256), find_target(name), Specialization()
@@ -193,7 +193,7 @@ def test_the_default_fits_small_gpus(problem: Problem) -> None:
         assert selection.record.config is not None
 
 
-def test_the_table_hash_covers_what_dispatch_uses(problem: Problem, make_record: Make) -> None:
+def test_table_hash_covers_records_of_dispatch(problem: Problem, make_record: Make) -> None:
     from flashtune.db.store import open_store
 
     empty = table_hash("nobodys-gpu")
@@ -207,7 +207,7 @@ def test_the_table_hash_covers_what_dispatch_uses(problem: Problem, make_record:
     assert tuned_records("nobodys-gpu").find(problem.key) is not None
 
 
-def test_a_damaged_database_leaves_the_shipped_tables(own_database: object) -> None:
+def test_damaged_database_falls_back_to_shipped_tables(own_database: object) -> None:
     from pathlib import Path
 
     from flashtune.core.notices import FlashtuneWarning

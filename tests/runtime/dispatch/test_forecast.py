@@ -1,4 +1,4 @@
-"""What serves a shape that nobody tuned: the config that is expected to be fastest there."""
+"""Tests of dispatch at untuned shapes: the config with the least estimated time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def records() -> tuple[Record, ...]:
     return tuple(one for one in forward if one.problem.batch * one.problem.seqlen_q >= PAPER_TOKENS)
 
 
-def test_a_schedule_that_does_not_suit_a_shape_is_left(records: tuple[Record, ...]) -> None:
+def test_unsuitable_schedule_is_replaced(records: tuple[Record, ...]) -> None:
     # Measured on an H200: 2 sequences of 8 heads that are done 4 at a time take 1.47 times as long as all at
     # once, because some programs get two long tiles and others none.
     problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
@@ -54,7 +54,7 @@ def test_a_schedule_that_does_not_suit_a_shape_is_left(records: tuple[Record, ..
     assert why.nearest == nearest_record(problem, filter(anyone, records))
 
 
-def test_few_tiles_are_cut_smaller_by_a_config_that_nobody_timed(records: tuple[Record, ...]) -> None:
+def test_untimed_config_with_smaller_tiles_serves_few_tiles(records: tuple[Record, ...]) -> None:
     # 24 tiles of 128 queries leave most multiprocessors idle; 44 of 64 took 0.74 of the time.
     problem = shape(
         head_dim=256, value_head_dim=256, heads=4, kv_heads=4, batch=1, seqlen_q=654, seqlen_kv=10432
@@ -71,7 +71,7 @@ def test_few_tiles_are_cut_smaller_by_a_config_that_nobody_timed(records: tuple[
     assert nearest_selection(tuned) is None
 
 
-def test_a_tuned_shape_keeps_its_own_record(records: tuple[Record, ...]) -> None:
+def test_tuned_shape_uses_its_own_record(records: tuple[Record, ...]) -> None:
     tables = _tables(records)
     for record in records[::7]:
         found = select(record.problem, TARGET, tables, Specialization(), generated=True)
@@ -79,7 +79,7 @@ def test_a_tuned_shape_keeps_its_own_record(records: tuple[Record, ...]) -> None
         assert (found.source, found.forecast) == ("shipped", None)
 
 
-def test_at_its_own_shape_the_winner_is_expected_to_win(records: tuple[Record, ...]) -> None:
+def test_forecast_at_a_tuned_shape_usually_selects_its_winner(records: tuple[Record, ...]) -> None:
     hopper = [record for record in records if record.family == "forward_hopper"][::5]
     won = 0
     for record in hopper:
@@ -92,7 +92,7 @@ def test_at_its_own_shape_the_winner_is_expected_to_win(records: tuple[Record, .
     assert won > 0.7 * len(hopper)
 
 
-def test_all_ranks_choose_alike(records: tuple[Record, ...]) -> None:
+def test_forecast_does_not_depend_on_record_order(records: tuple[Record, ...]) -> None:
     problems = draw_problems(25, 11, (record.problem for record in records))
     # A shape's own records keep their order: the first is selected, others stand in.
     shapes = list(by_problem(records).values())
@@ -103,7 +103,7 @@ def test_all_ranks_choose_alike(records: tuple[Record, ...]) -> None:
         assert one == other
 
 
-def test_only_what_serves_is_considered(records: tuple[Record, ...]) -> None:
+def test_only_eligible_records_are_considered(records: tuple[Record, ...]) -> None:
     tables = _tables(records)
     odd = Specialization(alignment=Alignment.ANY)
     for problem in draw_problems(20, 12, (record.problem for record in records)):
@@ -113,7 +113,7 @@ def test_only_what_serves_is_considered(records: tuple[Record, ...]) -> None:
 
 
 @pytest.mark.parametrize("anchors", [1, 2, 5])
-def test_few_anchors_do(records: tuple[Record, ...], anchors: int) -> None:
+def test_forecast_works_with_few_records(records: tuple[Record, ...], anchors: int) -> None:
     problem = shape(seqlen_q=3000, seqlen_kv=3000)
     few = [record for record in tuned_alike(problem, records) if record.config][:anchors]
     found = forecast(problem, few, TARGET, anyone)
@@ -121,7 +121,7 @@ def test_few_anchors_do(records: tuple[Record, ...], anchors: int) -> None:
     assert found[1].nearest in few
 
 
-def test_other_gpus_have_other_multiprocessors(records: tuple[Record, ...]) -> None:
+def test_forecast_depends_on_the_number_of_sms(records: tuple[Record, ...]) -> None:
     fewer = msgspec.structs.replace(TARGET, name="nvidia-h100-pcie", sm_count=114)
     problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
     found = forecast(problem, records, fewer, anyone)
@@ -138,7 +138,7 @@ def test_few_queries(records: tuple[Record, ...], seqlen_q: int) -> None:
     assert 0 < family.span(problem, selection.record.config, TARGET) < 10
 
 
-def test_the_heads_of_a_group_share_a_tile_where_queries_are_few(records: tuple[Record, ...]) -> None:
+def test_forecast_packs_heads_where_queries_are_few(records: tuple[Record, ...]) -> None:
     # Nobody tuned a shape of few queries: the families' defaults are considered too.
     problem = shape(dtype=Dtype.FP16, heads=32, kv_heads=8, batch=120, seqlen_q=17, seqlen_kv=9000)
     selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
@@ -146,7 +146,7 @@ def test_the_heads_of_a_group_share_a_tile_where_queries_are_few(records: tuple[
     assert selection.record.config.pack == problem.group_size
 
 
-def test_times_of_many_queries_say_nothing_of_decoding(records: tuple[Record, ...]) -> None:
+def test_decoding_ignores_times_of_many_queries(records: tuple[Record, ...]) -> None:
     problem = shape(heads=32, kv_heads=8, batch=4, seqlen_q=1, seqlen_kv=9000)
     many = [record for record in records if record.problem.seqlen_q > FEW_QUERIES]
     selection = select(problem, TARGET, _tables(tuple(many)), Specialization(), generated=True)
@@ -159,7 +159,7 @@ def test_times_of_many_queries_say_nothing_of_decoding(records: tuple[Record, ..
     assert (selection.source, selection.record.family) == ("nearest", DECODING_FAMILY)
 
 
-def test_a_first_call_waits_for_no_model(records: tuple[Record, ...]) -> None:
+def test_forecast_takes_less_than_50_ms(records: tuple[Record, ...]) -> None:
     tables = _tables(records)
     problems = draw_problems(30, 13, (record.problem for record in records))
     huge = shape(heads=128, kv_heads=128, batch=128, seqlen_q=2**20, seqlen_kv=2**20)
@@ -172,7 +172,7 @@ def test_a_first_call_waits_for_no_model(records: tuple[Record, ...]) -> None:
     assert sorted(took)[len(took) // 2] < 0.05
 
 
-def test_spread_otherwise_is_another_schedule_of_the_same_tile() -> None:
+def test_schedule_variants_keep_the_tile() -> None:
     problem = shape()
     family = find_family("forward_hopper")
     config = family.default(problem, TARGET)
@@ -188,7 +188,7 @@ def test_spread_otherwise_is_another_schedule_of_the_same_tile() -> None:
         assert changed <= same or changed == {"block_n"}
 
 
-def test_a_config_one_choice_beside_a_winner_needs_less_to_serve(records: tuple[Record, ...]) -> None:
+def test_neighbour_of_a_winner_has_a_smaller_margin(records: tuple[Record, ...]) -> None:
     # Measured on an H200: with 131 programs 234 µs, with one for each multiprocessor 193; only the former won
     # anywhere.
     problem = shape(
@@ -203,7 +203,7 @@ def test_a_config_one_choice_beside_a_winner_needs_less_to_serve(records: tuple[
     assert why.ms < why.nearest_ms
 
 
-def test_the_reason_says_what_was_expected(
+def test_reason_contains_the_estimated_time(
     machine: Machine, records: tuple[Record, ...], make_record: Make
 ) -> None:
     machine.tables = Tables({}, _tables(records).shipped)
@@ -217,7 +217,7 @@ def test_the_reason_says_what_was_expected(
     assert distance(told.selection.forecast.nearest.problem, problem) > 0
 
 
-def test_where_it_fails_the_nearest_serves(
+def test_nearest_record_serves_if_the_forecast_fails(
     machine: Machine, records: tuple[Record, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.tables = Tables({}, _tables(records).shipped)

@@ -1,4 +1,4 @@
-"""What is doubted of a config that nobody timed, and whom ties between winners leave."""
+"""Tests of the margins of untimed configs, and of ties between winners."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def records() -> tuple[Record, ...]:
     ],
     ids=["window", "decode", "backward"],
 )
-def test_what_was_not_measured_is_doubted_more(
+def test_unmeasured_configs_have_larger_margins(
     changes: dict[str, object], records: tuple[Record, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, plain = shape(batch=3, **changes), shape(batch=3)
@@ -47,7 +47,7 @@ def test_what_was_not_measured_is_doubted_more(
 
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("masks", list(itertools.permutations((Causal.NONE, Causal.BOTTOM_RIGHT))), ids=str)
-def test_one_config_may_have_won_under_both_names_of_a_mask(
+def test_winners_of_equivalent_masks_are_considered(
     masks: tuple[Causal, ...], causal: Causal, records: tuple[Record, ...]
 ) -> None:
     tuned = shape(heads=32, kv_heads=8, batch=4, seqlen_q=1, seqlen_kv=8192)

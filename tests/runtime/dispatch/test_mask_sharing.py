@@ -1,4 +1,4 @@
-"""Masks that heads, sequences or rows share: their classification, and the times that choose a server."""
+"""Tests of masks shared by heads, sequences or rows: classification and backend selection."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def biased(problem: Problem) -> Problem:
         ({"heads": 1, "kv_heads": 1, "batch": 1}, []),
     ],
 )
-def test_ways_that_equal_others_at_the_extents_are_left_out(
+def test_equivalent_sharings_are_omitted(
     biased: Problem, changes: dict[str, int], ways: list[MaskSharing]
 ) -> None:
     problem = msgspec.structs.replace(biased, **changes)
@@ -57,7 +57,7 @@ def test_ways_that_equal_others_at_the_extents_are_left_out(
     assert list(timed_ways(problem)) == ways
 
 
-def test_only_problems_that_sdpa_serves_by_a_mask_are_timed_with_shared_ones(biased: Problem) -> None:
+def test_only_problems_with_a_mask_in_sdpa_have_shared_mask_times(biased: Problem) -> None:
     for changes in (
         {"bias": Bias.NONE},
         {"softcap": True},
@@ -99,7 +99,7 @@ def test_a_dimension_of_one_element_is_not_shared(biased: Problem) -> None:
 
 
 @pytest.mark.parametrize("way", list(MaskSharing))
-def test_a_narrowed_bias_is_contiguous_and_of_that_way(biased: Problem, way: MaskSharing) -> None:
+def test_narrowed_bias_is_contiguous_and_has_the_sharing(biased: Problem, way: MaskSharing) -> None:
     small = msgspec.structs.replace(biased, seqlen_q=6, seqlen_kv=5)
     bias = torch.arange(2 * 8 * 6 * 5).view(2, 8, 6, 5)
     found = narrowed(bias, way)
@@ -138,7 +138,7 @@ def record_of(
 
 
 @pytest.mark.parametrize(("peer", "expected"), [(0.9, CUDNN), (0.92, None)])
-def test_times_of_the_way_of_sharing_decide_at_a_tuned_shape(
+def test_shared_mask_times_decide_at_a_tuned_shape(
     biased: Problem, make_record: Make, peer: float, expected: str | None
 ) -> None:
     shared = [(HEADS, 0.9, {CUDNN: peer}), (BATCH, 0.9, {CUDNN: 1.5})]
@@ -156,25 +156,21 @@ def test_times_of_the_way_of_sharing_decide_at_a_tuned_shape(
     assert faster_peer(selection, biased, CUDNN) == CUDNN
 
 
-def test_a_backend_that_was_not_timed_with_the_shared_mask_does_not_serve_it(
-    biased: Problem, make_record: Make
-) -> None:
+def test_backend_without_a_shared_mask_time_does_not_serve_it(biased: Problem, make_record: Make) -> None:
     record = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.9, {"sdpa-efficient": 0.8})])
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
     assert faster_peer(selection, biased, CUDNN, HEADS) is None
     assert faster_peer(selection, biased, "sdpa-efficient", HEADS) == "sdpa-efficient"
 
 
-def test_the_standard_computation_counts_with_its_time_for_unshared_masks(
-    biased: Problem, make_record: Make
-) -> None:
+def test_unfused_attention_uses_its_time_without_sharing(biased: Problem, make_record: Make) -> None:
     record = record_of(make_record, biased, {STANDARD: 0.5}, [(HEADS, 0.6, {}), (BATCH, 0.4, {})])
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
     assert faster_peer(selection, biased, None, HEADS) == STANDARD
     assert faster_peer(selection, biased, None, BATCH) is None
 
 
-def test_forecasts_change_by_the_ratio_that_sharing_made_at_the_nearest_shape(
+def test_forecasts_are_scaled_by_the_sharing_ratio_of_the_nearest_shape(
     biased: Problem, make_record: Make
 ) -> None:
     other = msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700)
@@ -196,7 +192,7 @@ def test_forecasts_change_by_the_ratio_that_sharing_made_at_the_nearest_shape(
     assert served(HEADS, (HEADS, 0.5, {CUDNN: 0.6})) is None, "the kernel gains as much"
 
 
-def test_a_measured_and_a_forecast_pass_are_compared_as_forecasts(biased: Problem, make_record: Make) -> None:
+def test_measured_and_forecast_passes_are_compared_as_forecasts(biased: Problem, make_record: Make) -> None:
     other = msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700)
 
     def pair(peer: float) -> str | None:
@@ -212,9 +208,7 @@ def test_a_measured_and_a_forecast_pass_are_compared_as_forecasts(biased: Proble
     assert pair(0.9) == CUDNN
 
 
-def test_the_nearest_shape_stands_for_ways_that_equal_others_there(
-    biased: Problem, make_record: Make
-) -> None:
+def test_nearest_shape_provides_times_of_equivalent_sharings(biased: Problem, make_record: Make) -> None:
     near = msgspec.structs.replace(biased, batch=1)
     record = record_of(make_record, near, {CUDNN: 1.2}, [(HEADS, 1.0, {CUDNN: 0.5})])
     tables = Tables({near.key: (record,)}, {})
@@ -265,7 +259,7 @@ def masks() -> dict[str, tuple[Tensor, bool]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
-def test_calls_and_plans_choose_for_each_way_of_sharing_anew(
+def test_calls_and_plans_select_for_each_sharing(
     call: tuple[Tensor, Tensor, Tensor], launches: list[str], *, reverse: bool
 ) -> None:
     given = masks()
@@ -282,7 +276,7 @@ def test_calls_and_plans_choose_for_each_way_of_sharing_anew(
         assert (told.server == "sdpa") == by_sdpa, name
 
 
-def test_a_plan_of_one_way_refuses_masks_of_another(
+def test_plan_refuses_masks_with_other_sharing(
     call: tuple[Tensor, Tensor, Tensor], launches: list[str]
 ) -> None:
     given = {name: mask for name, (mask, _) in masks().items()}
@@ -294,7 +288,7 @@ def test_a_plan_of_one_way_refuses_masks_of_another(
 
 
 @pytest.mark.slow
-def test_compiled_calls_choose_for_each_way_of_sharing_anew(
+def test_compiled_calls_select_for_each_sharing(
     call: tuple[Tensor, Tensor, Tensor], launches: list[str]
 ) -> None:
     def attend(mask: Tensor) -> Any:
@@ -309,9 +303,7 @@ def test_compiled_calls_choose_for_each_way_of_sharing_anew(
         assert (launches == []) == by_sdpa, name
 
 
-def test_the_reason_names_the_way_of_sharing_whose_times_decided(
-    machine: Machine, call: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def test_reason_names_the_sharing_that_decided(machine: Machine, call: tuple[Tensor, Tensor, Tensor]) -> None:
     shared = masks()["shared"][0]
     told = flashtune.explain(*call, attn_mask=shared)
     assert told.reason == "sdpa-cudnn was measured as fast or faster with a mask shared over heads"

@@ -1,4 +1,4 @@
-"""SDPA serves calls with a bias or a mask where it is faster, with flashtune's meaning of both."""
+"""Tests of SDPA for calls with a bias or a mask, with flashtune's semantics."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def by_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal:
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("boolean", [False, True])
-def test_masks_mean_what_they_do_to_kernels(
+def test_masks_have_the_semantics_of_kernels(
     lengths: tuple[int, int], causal: Causal, shape: tuple[int, ...], boolean: bool
 ) -> None:
     q, k, v = drawn(*lengths)
@@ -78,7 +78,7 @@ def test_masks_mean_what_they_do_to_kernels(
     assert not masked_attention(q, k, v, bias, 0.0, causal).isnan().any()
 
 
-def test_a_mask_is_no_larger_than_it_was_given() -> None:
+def test_mask_is_not_expanded() -> None:
     q, k, _ = drawn(7, 9)
     bias = torch.randn(7, 9, dtype=torch.float64)
     mask = additive_mask(q, k, bias.expand(2, 4, 7, 9), Causal.NONE)
@@ -88,7 +88,7 @@ def test_a_mask_is_no_larger_than_it_was_given() -> None:
     assert additive_mask(q, k, padding, Causal.TOP_LEFT).shape == (2, 1, 7, 9)
 
 
-def test_no_causal_mask_is_made_for_a_single_query_at_the_last_key() -> None:
+def test_single_query_at_the_last_key_needs_no_causal_mask() -> None:
     q, k, _ = drawn(1, 9)
     bias = torch.randn(1, 9, dtype=torch.float64)
     assert additive_mask(q, k, bias, Causal.BOTTOM_RIGHT).data_ptr() == bias.data_ptr()
@@ -96,7 +96,7 @@ def test_no_causal_mask_is_made_for_a_single_query_at_the_last_key() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_hidden_key_that_is_not_finite_makes_rows_of_sdpa_nan(value: float) -> None:
+def test_masked_non_finite_key_gives_nan_rows_in_sdpa(value: float) -> None:
     q, k, v = drawn(7, 9)
     mask = torch.ones(7, 9, dtype=torch.bool)
     mask[:, 4] = False
@@ -158,7 +158,7 @@ def call_of(problem: Problem, **changes: Any) -> tuple[tuple[Tensor, Tensor, Ten
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Bias.BOOLEAN, Bias.ADDITIVE])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_sdpa_serves_masks_where_it_was_measured_as_faster(
+def test_sdpa_serves_masks_where_it_is_faster(
     machine: Machine, launches: list[str], biased: Problem, make_record: Make, kind: Bias, causal: str
 ) -> None:
     problem = msgspec.structs.replace(biased, bias=kind, causal=Causal(causal))
@@ -197,7 +197,7 @@ def mask_alone(options: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_generated_kernels_serve_masks_with_more_than_sdpa_has(
+def test_generated_kernels_serve_masks_with_features_sdpa_lacks(
     machine: Machine, launches: list[str], biased: Problem, make_record: Make, asked: dict[str, Any]
 ) -> None:
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
@@ -207,7 +207,7 @@ def test_generated_kernels_serve_masks_with_more_than_sdpa_has(
     assert launches == ["forward_masked"]
 
 
-def test_gradients_with_a_mask_are_not_left_to_sdpa(
+def test_sdpa_does_not_serve_gradients_of_a_mask(
     machine: Machine, biased: Problem, make_record: Make
 ) -> None:
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
@@ -221,7 +221,7 @@ def test_gradients_with_a_mask_are_not_left_to_sdpa(
 
 
 @pytest.mark.parametrize(("usual", "peers"), [(None, 0.3), ("sdpa-efficient", 0.3), ("sdpa-cudnn", 1.02)])
-def test_only_the_backend_that_sdpa_picks_counts(
+def test_only_the_sdpa_backend_in_use_is_compared(
     machine: Machine,
     launches: list[str],
     biased: Problem,
@@ -238,7 +238,7 @@ def test_only_the_backend_that_sdpa_picks_counts(
 @pytest.mark.parametrize(("peer", "server"), [(0.5, "sdpa"), (1.2, "generated")])
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_untuned_masks_choose_by_what_is_expected(
+def test_untuned_masks_are_served_by_estimated_times(
     machine: Machine,
     launches: list[str],
     biased: Problem,
@@ -279,7 +279,7 @@ def no_plan(q: Tensor, *rest: object, **options: object) -> Tensor:
         (no_plan, "refuses masks (RuntimeError: No valid execution plans built.)"),
     ],
 )
-def test_sdpa_is_tried_before_it_serves_a_mask(
+def test_sdpa_is_checked_before_it_serves_a_mask(
     machine: Machine,
     launches: list[str],
     biased: Problem,
@@ -303,7 +303,7 @@ def test_sdpa_is_tried_before_it_serves_a_mask(
     assert launches == ["forward_masked"] * 2
 
 
-def test_tensors_that_sdpa_refuses_get_a_generated_kernel(
+def test_generated_kernel_serves_tensors_that_sdpa_refuses(
     machine: Machine,
     launches: list[str],
     biased: Problem,
@@ -324,7 +324,7 @@ def test_tensors_that_sdpa_refuses_get_a_generated_kernel(
     assert flashtune.explain(*given, **options).server == "generated"
 
 
-def test_a_kernel_with_the_mask_serves_where_sdpa_has_no_memory_for_it(
+def test_generated_kernel_serves_if_sdpa_runs_out_of_memory(
     machine: Machine,
     launches: list[str],
     biased: Problem,
@@ -366,7 +366,7 @@ def test_unaligned_biases_never_reach_sdpa(
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_a_refusal_holds_for_the_same_strides_alone(
+def test_refusal_is_cached_by_strides(
     machine: Machine,
     launches: list[str],
     biased: Problem,
@@ -388,7 +388,7 @@ def test_a_refusal_holds_for_the_same_strides_alone(
     assert launches == ["forward_masked"]
 
 
-def test_the_trial_must_run_on_the_backend_that_serves(
+def test_sdpa_check_runs_on_the_serving_backend(
     machine: Machine,
     launches: list[str],
     biased: Problem,
@@ -403,7 +403,7 @@ def test_the_trial_must_run_on_the_backend_that_serves(
     assert launches == ["forward_masked"]
 
 
-def test_another_backend_than_the_tried_one_does_not_serve(
+def test_only_the_checked_sdpa_backend_serves(
     machine: Machine, launches: list[str], biased: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -422,7 +422,7 @@ def test_another_backend_than_the_tried_one_does_not_serve(
     assert launches == []
 
 
-def test_a_kept_choice_serves_masks_of_other_strides(
+def test_cached_executor_serves_masks_with_other_strides(
     machine: Machine, launches: list[str], biased: Problem, make_record: Make
 ) -> None:
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=3.0))
@@ -437,7 +437,7 @@ def test_a_kept_choice_serves_masks_of_other_strides(
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sdpa_on_the_cpu_passes_its_trial(seqlen_q: int, kv_heads: int, dtype: torch.dtype) -> None:
+def test_sdpa_on_the_cpu_passes_its_check(seqlen_q: int, kv_heads: int, dtype: torch.dtype) -> None:
     q = torch.randn(2, 4, seqlen_q, 32, dtype=dtype)
     k = torch.randn(2, kv_heads, 90, 32, dtype=dtype)
     request = read_request(q, k, k, False, "bhsd", False, "fastest")

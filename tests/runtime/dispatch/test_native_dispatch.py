@@ -1,4 +1,4 @@
-"""Dispatch with a family of one GPU that cannot address every tensor beside the portable ones."""
+"""Tests of dispatch with a native family that cannot address every tensor."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def chosen(problem: Problem, tuned: Tables, needed: Specialization) -> Selection
     return select(problem, H200, tuned, needed, generated=True)
 
 
-def test_tensors_that_the_selection_cannot_address_get_the_second_record(
+def test_fallback_serves_tensors_that_the_selection_cannot_address(
     native: Family, problem: Problem, make_record: Make
 ) -> None:
     selected, portable = native_record(make_record, native, problem), make_record(problem, ms=1.0)
@@ -61,7 +61,7 @@ def test_tensors_that_the_selection_cannot_address_get_the_second_record(
         assert (found.record, found.source, found.standing) == (portable, "shipped", VerificationStatus.TIMED)
 
 
-def test_the_shipped_second_record_serves_where_the_users_selection_cannot(
+def test_shipped_fallback_serves_where_the_user_selection_cannot(
     native: Family, problem: Problem, make_record: Make
 ) -> None:
     mine, shipped = native_record(make_record, native, problem), make_record(problem)
@@ -72,7 +72,7 @@ def test_the_shipped_second_record_serves_where_the_users_selection_cannot(
     assert tables(mine, database=(shipped,)).effective() == (shipped,), "what is never reached is not in use"
 
 
-def test_without_a_second_record_the_nearest_that_can_serves_then_the_portable_default(
+def test_nearest_record_then_default_serve_without_a_fallback(
     native: Family, problem: Problem, make_record: Make
 ) -> None:
     selected, far = native_record(make_record, native, problem), make_record(resized(problem, 8192))
@@ -82,7 +82,7 @@ def test_without_a_second_record_the_nearest_that_can_serves_then_the_portable_d
     assert (found.record.family, found.source) == ("forward_q_outer", "default")
 
 
-def test_nearest_takes_the_selection_before_the_second_record(
+def test_nearest_record_prefers_the_selection_over_the_fallback(
     native: Family, problem: Problem, make_record: Make
 ) -> None:
     selected, portable = native_record(make_record, native, problem), make_record(problem)
@@ -91,7 +91,7 @@ def test_nearest_takes_the_selection_before_the_second_record(
         assert chosen(resized(problem, 700), tuned, MISALIGNED).record is portable
 
 
-def test_a_family_that_does_not_support_a_problem_is_no_neighbour(
+def test_records_of_unsupported_families_are_not_neighbours(
     native: Family, problem: Problem, make_record: Make
 ) -> None:
     near, far = native_record(make_record, native, problem), make_record(resized(problem, 8192))
@@ -101,7 +101,7 @@ def test_a_family_that_does_not_support_a_problem_is_no_neighbour(
     assert chosen(many_heads, tables(near), ALIGNED).record.family == "forward_q_outer"
 
 
-def test_the_native_default_comes_first_where_it_can_serve(native: Family, problem: Problem) -> None:
+def test_native_default_precedes_portable_defaults(native: Family, problem: Problem) -> None:
     def family_of(problem: Problem, target: Target, needed: Specialization) -> str:
         return default_selection(problem, target, needed).record.family
 
@@ -114,7 +114,7 @@ def test_the_native_default_comes_first_where_it_can_serve(native: Family, probl
     assert names == [native.name, "forward_q_outer", "forward_kv_outer"]
 
 
-def test_who_computes_nothing_says_why(native: Family, problem: Problem) -> None:
+def test_error_contains_the_reason_of_each_family(native: Family, problem: Problem) -> None:
     huge = msgspec.structs.replace(problem, head_dim=512, value_head_dim=512)
     with pytest.raises(
         ProblemError, match=r"forward_native takes head dims.*forward_q_outer takes head dims"
@@ -122,7 +122,7 @@ def test_who_computes_nothing_says_why(native: Family, problem: Problem) -> None
         default_selection(huge, H200, ALIGNED)
 
 
-def test_the_interpreter_is_given_no_gluon(
+def test_gluon_kernels_are_not_selected_under_the_interpreter(
     native: Family, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flashtune.dispatch.lookup.interpreting", lambda: True)
@@ -148,7 +148,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, tuned: Tables, misaligned: bool) ->
     return request, decide(request, q, k, v)
 
 
-def test_explanations_name_who_was_passed_over(
+def test_explain_names_the_rejected_family(
     native: Family, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
@@ -160,7 +160,7 @@ def test_explanations_name_who_was_passed_over(
     assert misaligned.reason.startswith("forward_native would serve but cannot address tensors")
 
 
-def test_a_kernel_that_fails_gives_way_to_another_familys_default(
+def test_failed_kernel_is_replaced_by_another_family(
     native: Family, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []

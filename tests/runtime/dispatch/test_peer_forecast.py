@@ -1,4 +1,4 @@
-"""SDPA at shapes that nobody tuned: what it is expected to take, and when it serves there."""
+"""Tests of estimated SDPA times at untuned shapes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def square(head_dim: int, heads: int, batch: int, seqlen: int, **changes: object
     )
 
 
-def test_a_shape_is_compared_by_what_is_expected_there(records: tuple[Record, ...]) -> None:
+def test_untuned_shape_is_compared_by_estimated_times(records: tuple[Record, ...]) -> None:
     # Measured on an H200: the generated kernel was 1.35 times as fast as SDPA here. SDPA was faster by 5% at
     # the nearest tuned shape.
     problem = square(64, 8, 1, 2304)
@@ -76,7 +76,7 @@ def test_a_shape_is_compared_by_what_is_expected_there(records: tuple[Record, ..
     assert faster_peer(selection, problem, CUDNN) is None
 
 
-def test_an_untuned_head_dim_takes_the_configs_of_the_next_wider_one(records: tuple[Record, ...]) -> None:
+def test_untuned_head_dim_uses_configs_of_the_next_wider_one(records: tuple[Record, ...]) -> None:
     # Measured on an H200: the default, of three groups, served at 0.77 of SDPA's speed here.
     problem = square(40, 12, 6, 640)
     selection = selected(problem, records)
@@ -110,7 +110,7 @@ def test_an_untuned_head_dim_takes_the_configs_of_the_next_wider_one(records: tu
         (square(64, 12, 6, 2**21, dtype=Dtype.FP16), ["is far"]),
     ],
 )
-def test_other_head_dims_and_far_shapes_are_told_with_the_command(
+def test_other_head_dims_and_far_shapes_warn_with_search_command(
     records: tuple[Record, ...], problem: Problem, said: list[str]
 ) -> None:
     decision = Decision(Backend.GENERATED, "", TARGET, selected(problem, records))
@@ -127,7 +127,7 @@ def test_other_head_dims_and_far_shapes_are_told_with_the_command(
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [32, 48, 72, 80, 96, 112, 160, 192, 224])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
-def test_configs_that_are_carried_over_are_in_the_space_of_their_head_dim(
+def test_transferred_configs_are_in_the_space_of_their_head_dim(
     records: tuple[Record, ...], head_dim: int, causal: Causal
 ) -> None:
     problem = square(head_dim, 16, 2, 2000, causal=causal)
@@ -139,7 +139,7 @@ def test_configs_that_are_carried_over_are_in_the_space_of_their_head_dim(
     assert selection.record.problem.head_dim == head_dim
 
 
-def test_the_other_16_bit_type_lends_its_shapes(problem: Problem, make_record: Make) -> None:
+def test_records_of_the_other_16_bit_type_are_used(problem: Problem, make_record: Make) -> None:
     family = find_family("forward_hopper")
     config = family.default(problem, TARGET)
     known = make_record(problem, family=family.name, config=config, peers={CUDNN: 0.5})
@@ -151,11 +151,11 @@ def test_the_other_16_bit_type_lends_its_shapes(problem: Problem, make_record: M
     assert selected(wide, (known,)).source == "default"
 
 
-def test_very_narrow_heads_borrow_nothing(records: tuple[Record, ...]) -> None:
+def test_very_narrow_heads_use_the_default(records: tuple[Record, ...]) -> None:
     assert selected(square(16, 16, 2, 2048), records).source == "default"
 
 
-def test_sdpas_times_are_foretold(records: tuple[Record, ...]) -> None:
+def test_sdpa_times_are_estimated_within_bounds(records: tuple[Record, ...]) -> None:
     """Each tuned shape in turn is left out, and SDPA's time there is expected from the others."""
     plain = [
         next(iter(own))
@@ -184,7 +184,7 @@ def test_the_order_of_records_does_not_matter(records: tuple[Record, ...]) -> No
 
 @pytest.mark.parametrize(("peer", "server"), [(0.5, "sdpa"), (0.97, "generated"), (1.5, "generated")])
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_untuned_shapes_choose_by_what_is_expected(
+def test_untuned_shapes_are_served_by_estimated_times(
     machine: Machine, problem: Problem, make_record: Make, peer: float, server: str
 ) -> None:
     tuned(machine, make_record(problem, peers={CUDNN: peer}))
@@ -202,7 +202,7 @@ def test_untuned_shapes_choose_by_what_is_expected(
 
 @pytest.mark.parametrize(("peer", "server"), [(0.4, "sdpa"), (1.5, "generated")])
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_untuned_shapes_choose_both_passes_by_what_is_expected(
+def test_both_passes_of_untuned_shapes_are_served_by_estimated_times(
     machine: Machine, problem: Problem, make_record: Make, peer: float, server: str
 ) -> None:
     peers = {CUDNN: peer}

@@ -1,4 +1,4 @@
-"""What is proven serves at once; what is not is checked before, and what fails never serves."""
+"""Tests of verification status: unverified kernels are checked before they serve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.machine import Machine, expected, inputs, tuned
 Make = Callable[..., Record]
 
 
-def test_a_timed_kernel_serves_without_check_or_word(
+def test_timed_kernel_serves_without_check_or_warning(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     record = make_record(problem, peers={"sdpa-cudnn": 2.0})
@@ -39,16 +39,14 @@ def test_a_timed_kernel_serves_without_check_or_word(
     assert machine.steps == ["compile"]
 
 
-def test_a_check_is_rehearsed_while_an_unproven_kernel_is_compiled(
-    machine: Machine, problem: Problem
-) -> None:
+def test_preload_runs_while_an_unverified_kernel_compiles(machine: Machine, problem: Problem) -> None:
     q, k, v = inputs(problem)
     with pytest.warns(FlashtuneWarning):
         flashtune.attention(q, k, v, causal=True)
     assert machine.steps == ["rehearse", "compile", "end", "check"]
 
 
-def test_untuned_shapes_say_so_once_with_the_command(machine: Machine, problem: Problem) -> None:
+def test_untuned_shapes_warn_once_with_the_search_command(machine: Machine, problem: Problem) -> None:
     q, k, v = inputs(problem)
     with pytest.warns(FlashtuneWarning) as told:
         flashtune.attention(q, k, v, causal=True)
@@ -60,7 +58,7 @@ def test_untuned_shapes_say_so_once_with_the_command(machine: Machine, problem: 
     assert len(machine.checked) == 2
 
 
-def test_the_command_names_the_very_problem(problem: Problem) -> None:
+def test_search_command_round_trips_the_problem(problem: Problem) -> None:
     for changes in ({}, {"causal": "top_left"}, {"causal": "none", "seqlen_kv": 700}, {"value_head_dim": 32}):
         fields = msgspec.to_builtins(problem) | changes
         posed = msgspec.convert(fields, Problem)
@@ -81,7 +79,7 @@ def test_a_wrong_kernel_never_serves(machine: Machine, problem: Problem) -> None
     assert machine.launches == 0
 
 
-def test_a_process_is_told_of_a_failure_once(machine: Machine, problem: Problem) -> None:
+def test_failure_is_warned_once_per_process(machine: Machine, problem: Problem) -> None:
     machine.right = False
     q, k, v = inputs(problem)
     with warnings.catch_warnings(record=True) as told:
@@ -122,7 +120,7 @@ def test_nothing_is_checked_during_a_capture(
     assert len(machine.checked) == checked + 1
 
 
-def test_a_kernel_that_does_not_compile_gives_way(
+def test_kernel_that_does_not_compile_is_replaced(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     tuned(machine, make_record(problem))

@@ -1,4 +1,4 @@
-"""The kernel that appends rows, compiled for GPUs that are not here."""
+"""Tests that the append kernel compiles for GPUs of other machines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def compiled(target: GPUTarget, encoding: Encoding, growing: bool, value_dim: in
         (Encoding.INT8, True),
     ],
 )
-def test_it_compiles_for_every_gpu(target: GPUTarget, encoding: Encoding, growing: bool) -> None:
+def test_append_kernel_compiles_for_every_gpu(target: GPUTarget, encoding: Encoding, growing: bool) -> None:
     binary = compiled(target, encoding, growing)
     assert binary.metadata.shared <= 1024
     if target.backend == "cuda":
@@ -62,6 +62,6 @@ def test_it_compiles_for_every_gpu(target: GPUTarget, encoding: Encoding, growin
         assert ".local" not in ptx
 
 
-def test_without_values_nothing_of_them_is_read() -> None:
+def test_kernel_without_values_loads_only_keys() -> None:
     both, keys = (compiled(SM_90, Encoding.PLAIN, False, width).asm["ptx"] for width in (128, 0))
     assert both.count("ld.global.v4") == 2 * keys.count("ld.global.v4") > 0

@@ -1,4 +1,4 @@
-"""`PagedKVCache` on the CPU: where rows lie, what tables and slots say, and what is refused."""
+"""Tests of `PagedKVCache` on the CPU: positions of rows, tables, slots and refusals."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flashtune.core.errors import CacheFullError, FlashtuneError, ProblemError, 
 from tests.runtime.kv_cache.kv_caches import E4M3, HEADS, LAYERS, VALUE_WIDTH, WIDTH, make, read, rows
 
 
-def test_the_name_is_exported() -> None:
+def test_names_are_exported() -> None:
     assert flashtune.PagedKVCache is PagedKVCache
     assert issubclass(CacheFullError, FlashtuneError)
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
-def test_where_rows_lie(layout: str, page_size: int) -> None:
+def test_rows_are_stored_at_page_and_offset(layout: str, page_size: int) -> None:
     cache = make(4, page_size, dtype=torch.float32, layout=layout)
     page = (page_size, HEADS) if layout == "nhd" else (HEADS, page_size)
     assert cache.keys.shape == (LAYERS, 4, *page, WIDTH)
@@ -43,7 +43,7 @@ def test_where_rows_lie(layout: str, page_size: int) -> None:
     assert not cache.keys[0].any()
 
 
-def test_tables_lengths_and_slots_fill_buffers_that_a_graph_reads() -> None:
+def test_tables_lengths_and_slots_are_written_to_given_buffers() -> None:
     cache = make(dtype=torch.float32)
     one, two, empty = cache.add(), cache.add(), cache.add()
     cache.extend([one, two], [33, 5])
@@ -64,7 +64,7 @@ def test_tables_lengths_and_slots_fill_buffers_that_a_graph_reads() -> None:
     assert cache.slots(one, 2).tolist() == [32, 33]
 
 
-def test_buffers_that_do_not_fit_are_refused_before_anything_changes() -> None:
+def test_mismatched_buffers_are_refused_without_side_effects() -> None:
     cache = make(dtype=torch.float32)
     one = cache.add()
     for out in (torch.zeros(2), torch.zeros(1, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)):
@@ -78,7 +78,7 @@ def test_buffers_that_do_not_fit_are_refused_before_anything_changes() -> None:
         cache.lengths([one], out=torch.zeros(1, dtype=torch.int64))
 
 
-def test_how_full_it_is() -> None:
+def test_usage_statistics() -> None:
     cache = make(dtype=torch.float32)
     token = LAYERS * HEADS * (WIDTH + VALUE_WIDTH) * 4
     assert (cache.token_bytes, cache.utilisation, cache.bytes_used) == (token, 1.0, 0)
@@ -95,7 +95,7 @@ def test_how_full_it_is() -> None:
     assert PagedKVCache(1, 16, 1, 8, dtype=torch.int8, device="cpu").token_bytes == 16
 
 
-def test_values_that_are_columns_of_the_keys() -> None:
+def test_values_that_are_columns_of_keys() -> None:
     cache = make(dtype=torch.float32, value_head_dim=0)
     one = cache.add()
     k = rows(20, WIDTH, torch.float32)
@@ -104,7 +104,7 @@ def test_values_that_are_columns_of_the_keys() -> None:
     assert cache.values.numel() == 0
 
 
-def test_gradients_do_not_reach_the_cache() -> None:
+def test_cache_has_no_gradients() -> None:
     cache = make(dtype=torch.float32)
     k = rows(1, WIDTH, torch.float32).requires_grad_()
     cache.append(k, rows(1, VALUE_WIDTH, torch.float32), cache.extend(cache.add(), 1))
@@ -129,12 +129,12 @@ def test_gradients_do_not_reach_the_cache() -> None:
         ({"dtype": E4M3, "k_scale": torch.tensor([1.0, torch.nan])}, "not a positive number"),
     ],
 )
-def test_caches_that_cannot_be(options: dict[str, Any], message: str) -> None:
+def test_invalid_cache_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make(**options)
 
 
-def test_rows_that_do_not_fit() -> None:
+def test_mismatched_rows_are_refused() -> None:
     cache = make(dtype=torch.float16)
     k, v = rows(3, WIDTH, torch.float16), rows(3, VALUE_WIDTH, torch.float16)
     slots = cache.extend(cache.add(), 3)

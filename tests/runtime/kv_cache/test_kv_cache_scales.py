@@ -1,4 +1,4 @@
-"""`PagedKVCache` of 8 bits: scales that are given, and those that follow the rows of a page."""
+"""Tests of 8-bit `PagedKVCache`: given scales and scales per page."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_given_scales(scale: Tensor | float | None, kind: KvScale, shape: tuple[
 
 
 @pytest.mark.parametrize("dtype", [E4M3, torch.int8])
-def test_scales_of_pages_follow_their_rows(dtype: torch.dtype) -> None:
+def test_page_scales_follow_their_rows(dtype: torch.dtype) -> None:
     largest = 448 if dtype is E4M3 else 127
     cache = PagedKVCache(4, 16, 1, 2, dtype=dtype, device="cpu", page_scales=True)
     assert cache.kv_scale is KvScale.PAGE
@@ -78,7 +78,7 @@ def test_scales_of_pages_follow_their_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("scales", [{"k_scale": torch.tensor([0.5, 2.0])}, {"page_scales": True}])
-def test_values_that_are_columns_of_the_keys_have_their_scales(scales: dict[str, Any]) -> None:
+def test_values_that_are_columns_of_keys_share_scales(scales: dict[str, Any]) -> None:
     cache = make(dtype=E4M3, value_head_dim=0, **scales)
     kind = KvScale.PAGE if "page_scales" in scales else KvScale.HEAD
     one = cache.add()
@@ -91,7 +91,7 @@ def test_values_that_are_columns_of_the_keys_have_their_scales(scales: dict[str,
     assert scale_kind(cache.k_scales[1], cache.v_scales[1], True, 12, HEADS) is kind
 
 
-def test_scales_are_of_32_bits_whatever_torch_makes_by_default() -> None:
+def test_scales_are_float32_under_any_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         cache = make(dtype=torch.int8, page_scales=True)
@@ -101,7 +101,7 @@ def test_scales_are_of_32_bits_whatever_torch_makes_by_default() -> None:
     assert cache.k_scales.dtype is torch.float32
 
 
-def test_a_page_of_zeros_waits_for_numbers() -> None:
+def test_page_of_zeros_gets_its_scale_from_later_rows() -> None:
     cache = PagedKVCache(2, 16, 1, 2, dtype=torch.int8, device="cpu", page_scales=True)
     one = cache.add()
     for numbers in (torch.zeros(2, 1, 2), torch.full((1, 1, 2), 3e-4)):
@@ -109,6 +109,6 @@ def test_a_page_of_zeros_waits_for_numbers() -> None:
     torch.testing.assert_close(read(cache, one, 0)[0][:, 0, 0], torch.tensor([0, 0, 3e-4]), rtol=0.02, atol=0)
 
 
-def test_nan_stays_one_where_it_can() -> None:
+def test_nan_is_preserved_by_types_that_have_it() -> None:
     assert quantized(torch.tensor([torch.nan]), Encoding.E4M3).float().isnan().all()
     assert quantized(torch.tensor([torch.nan, 0.5, 1.5, -200.0]), Encoding.INT8).tolist() == [0, 0, 2, -127]

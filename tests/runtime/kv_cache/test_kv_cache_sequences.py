@@ -1,4 +1,4 @@
-"""`PagedKVCache` under calls in any order: every sequence reads its own rows back."""
+"""Tests of `PagedKVCache` under random sequences of calls."""
 
 from __future__ import annotations
 
@@ -129,6 +129,6 @@ class AgainstRows(RuleBasedStateMachine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_against_rows(case: dict[str, Any]) -> None:
+def test_random_operations_match_reference_rows(case: dict[str, Any]) -> None:
     machine = type("AgainstRowsOfOneCase", (AgainstRows,), {"case": case})
     run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=25))

@@ -1,4 +1,4 @@
-"""The ledger of pages against plain lists: who holds what, what is shared, what is refused."""
+"""Tests of the block manager against plain lists: allocation, sharing and refusals."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ AgainstLists.TestCase.settings = settings(max_examples=60, stateful_step_count=4
 TestAgainstLists = AgainstLists.TestCase
 
 
-def test_pages_are_given_out_in_order_and_the_last_freed_first() -> None:
+def test_pages_are_allocated_in_order_and_reused_last_in_first_out() -> None:
     ledger = Ledger(4, 16)
     one, two = ledger.add(), ledger.add()
     extend(ledger, [one, two], [17, 16])
@@ -143,7 +143,7 @@ def test_pages_are_given_out_in_order_and_the_last_freed_first() -> None:
     assert list(ledger.holding(two).pages) == [2, 1]
 
 
-def test_a_full_page_is_shared_for_good_and_a_partial_one_until_it_is_written() -> None:
+def test_forks_share_full_pages_and_copy_partial_pages_on_write() -> None:
     ledger = Ledger(8, 16)
     parent = ledger.add()
     extend(ledger, [parent], [20])
@@ -157,7 +157,7 @@ def test_a_full_page_is_shared_for_good_and_a_partial_one_until_it_is_written() 
     assert ledger.rows_stored == 16 + 3 * 5
 
 
-def test_what_is_refused_changes_nothing() -> None:
+def test_refused_operations_have_no_side_effects() -> None:
     ledger = Ledger(3, 16)
     one, two = ledger.add(), ledger.add()
     extend(ledger, [one], [20])
@@ -174,7 +174,7 @@ def test_what_is_refused_changes_nothing() -> None:
     assert ledger.free_pages == 0
 
 
-def test_what_cannot_be() -> None:
+def test_invalid_operations_are_refused() -> None:
     ledger = Ledger(3, 16)
     one = ledger.add()
     for call in (

@@ -1,4 +1,4 @@
-"""Binaries are made and loaded once, and so are failures to make them."""
+"""Tests of the binary cache: compilation, loading and their failures happen once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kernel() -> Iterator[Kernel]:
     binary_cache._compiled.cache_clear()
 
 
-def test_what_does_not_compile_is_compiled_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_compilation_is_cached(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Kernel] = []
 
     def refuse(kernel: Kernel, target: Target) -> Binary:
@@ -42,7 +42,7 @@ def test_what_does_not_compile_is_compiled_once(kernel: Kernel, monkeypatch: pyt
     assert len(asked) == 1
 
 
-def test_all_parts_are_loaded_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_loaded_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Binary("kernel", None, "epilogue")
     loaded: list[tuple[object, torch.device]] = []
     monkeypatch.setattr(binary_cache, "compile_binary", lambda *_: made)
@@ -52,7 +52,7 @@ def test_all_parts_are_loaded_once(kernel: Kernel, monkeypatch: pytest.MonkeyPat
     assert loaded == [("kernel", CPU), ("epilogue", CPU)]
 
 
-def test_what_does_not_load_is_loaded_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_is_cached(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def refuse(part: object, device: torch.device) -> None:
@@ -67,7 +67,7 @@ def test_what_does_not_load_is_loaded_once(kernel: Kernel, monkeypatch: pytest.M
     assert asked == ["kernel"]
 
 
-def test_other_errors_are_no_verdict_on_a_kernel(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_cached(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Binary(object(), None)
     answers: list[Binary | Exception] = [OSError("disk full"), made]
 

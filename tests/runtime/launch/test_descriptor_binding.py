@@ -1,4 +1,4 @@
-"""Kernels that take descriptors, bound to tensors: what they are launched with, and what is kept of it."""
+"""Tests of binding kernels with tensor descriptors: arguments and references."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
 @pytest.mark.slow
 @pytest.mark.tritons
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.E4M3])
-def test_a_rendered_kernel_is_bound(gpu: Driver, queues: list[Noted], dtype: Dtype) -> None:
+def test_bound_kernel_has_expected_arguments(gpu: Driver, queues: list[Noted], dtype: Dtype) -> None:
     problem = a_problem(96, 80, dtype=dtype, kv_heads=2, seqlen_q=100, seqlen_kv=300)
     kernel = render(FAMILY, problem, a_config(problem, section=4), PLAIN)
     element = E4M3 if dtype.is_quantized else torch.bfloat16
@@ -69,7 +69,7 @@ def test_a_rendered_kernel_is_bound(gpu: Driver, queues: list[Noted], dtype: Dty
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.E4M3])
-def test_what_is_bound_keeps_no_tensor(gpu: Driver, queues: list[Noted], dtype: Dtype) -> None:
+def test_binding_holds_no_reference_to_tensors(gpu: Driver, queues: list[Noted], dtype: Dtype) -> None:
     problem = a_problem(64, 64, dtype=dtype, kv_heads=8, seqlen_q=128, seqlen_kv=128)
     kernel = render(FAMILY, problem, a_config(problem), PLAIN)
     element = E4M3 if dtype.is_quantized else torch.bfloat16
@@ -85,7 +85,7 @@ def test_what_is_bound_keeps_no_tensor(gpu: Driver, queues: list[Noted], dtype: 
 
 
 @pytest.mark.slow
-def test_ones_outlive_the_launches_that_read_them(gpu: Driver, queues: list[Noted]) -> None:
+def test_tensor_of_ones_outlives_its_launches(gpu: Driver, queues: list[Noted]) -> None:
     problem = a_problem(64, 64, dtype=Dtype.E4M3, heads=6, kv_heads=6, seqlen_q=128, seqlen_kv=128)
     kernel = render(FAMILY, problem, a_config(problem), PLAIN)
     q, k, v = (torch.zeros(2, 6, 128, 64).to(E4M3) for _ in range(3))

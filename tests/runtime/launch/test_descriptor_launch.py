@@ -1,4 +1,4 @@
-"""Launches of both passes that pass descriptors: what they are given, in which order."""
+"""Tests of launches with tensor descriptors: arguments and their order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.emulator.tensor_maps import NOTES, Driver, Noted, a_tensor, found, pa
 pytestmark = pytest.mark.tritons
 
 
-def test_a_launch_passes_descriptors_then_the_rest(gpu: Driver) -> None:
+def test_descriptors_precede_other_arguments(gpu: Driver) -> None:
     q, k, v, out = (a_tensor() for _ in range(4))
     lse = torch.empty(2, 4, 128)
     arguments = DescriptorArguments([[pattern(q)] for _ in range(4)], [NOTES] * 4)
@@ -50,7 +50,7 @@ def test_side_inputs_follow_the_log_sum_exp(gpu: Driver) -> None:
     assert len(gpu.filled) == 4
 
 
-def test_numbers_follow_the_scale(gpu: Driver) -> None:
+def test_scalars_follow_the_scale(gpu: Driver) -> None:
     q, k, v, out = (a_tensor() for _ in range(4))
     seed = torch.tensor([1])
     arguments = DescriptorArguments([[pattern(q)] for _ in range(4)], [NOTES] * 4)
@@ -62,7 +62,7 @@ def test_numbers_follow_the_scale(gpu: Driver) -> None:
     assert len(gpu.filled) == 4
 
 
-def test_an_epilogue_is_given_the_workspaces_that_the_kernel_wrote(gpu: Driver) -> None:
+def test_epilogue_receives_the_workspaces_of_the_kernel(gpu: Driver) -> None:
     q, k, v, out = (a_tensor() for _ in range(4))
     lse, lengths = torch.empty(2, 4, 128), torch.zeros(2, dtype=torch.int32)
     # Of what is not passed as a descriptor there is none.
@@ -84,7 +84,7 @@ def test_an_epilogue_is_given_the_workspaces_that_the_kernel_wrote(gpu: Driver) 
     assert len(gpu.filled) == 3
 
 
-def test_a_quantised_launch_describes_what_its_prologue_wrote(gpu: Driver) -> None:
+def test_quantised_launch_has_descriptors_of_the_prologue_output(gpu: Driver) -> None:
     q, k, v = (torch.zeros(2, 4, 128, 64).to(E4M3) for _ in range(3))
     out, ones = a_tensor(2, 4, 128, 64), torch.ones(8)
     kept: list[Tensor] = []
@@ -135,7 +135,7 @@ class Described:
 STAGES = (("out", "workspace_0", "scale"), ("lse", "dlse", "workspace_1", "scale", "softcap"))
 
 
-def test_a_backward_kernel_takes_descriptors_before_addresses() -> None:
+def test_backward_kernel_has_descriptors_before_addresses() -> None:
     """Tensors and workspaces by name, of its own stage alone."""
     made = {name: torch.empty(4) for name in BackwardTensors._fields}
     scratch = [torch.empty(2), torch.empty(3)]
@@ -158,7 +158,7 @@ def test_a_backward_kernel_takes_descriptors_before_addresses() -> None:
     )
 
 
-def test_workspaces_of_a_pass_are_parts_of_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_of_a_pass_share_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tuple(torch.empty(4) for _ in BackwardTensors._fields)
     memory = torch.empty(1024)
     monkeypatch.setattr(workspaces, "empty_like", lambda like: memory if like.shape == (384,) else None)

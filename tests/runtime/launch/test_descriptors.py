@@ -1,4 +1,4 @@
-"""Descriptors as arguments: made once for an address, by Triton's own code."""
+"""Tests of tensor descriptors as arguments: created once per address, by Triton's own code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_arguments_come_in_order_of_tensors_and_their_tiles(gpu: Driver) -> None
     ]
 
 
-def test_they_are_made_once_for_an_address(gpu: Driver) -> None:
+def test_descriptors_are_created_once_per_address(gpu: Driver) -> None:
     first, second = a_tensor(), a_tensor()
     arguments = DescriptorArguments([[pattern(first)], [pattern(first)]], [NOTES, NOTES])
     once = found(arguments, first, second)
@@ -53,7 +53,7 @@ def test_they_are_made_once_for_an_address(gpu: Driver) -> None:
     assert found(arguments, first, second) == once
 
 
-def test_a_thread_has_a_context_before_its_first_descriptor(
+def test_thread_has_a_context_before_its_first_descriptor(
     gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = a_tensor(), a_tensor()
@@ -74,7 +74,7 @@ def test_a_thread_has_a_context_before_its_first_descriptor(
     assert len(gpu.filled) == 2
 
 
-def test_only_addresses_are_read(gpu: Driver) -> None:
+def test_only_tensor_addresses_are_read(gpu: Driver) -> None:
     base = torch.empty(2, 128, 4, 96, dtype=torch.bfloat16)
     view = base.transpose(1, 2)
     arguments = DescriptorArguments([[pattern(view)]], [NOTES])
@@ -88,7 +88,7 @@ def test_only_addresses_are_read(gpu: Driver) -> None:
     assert gpu.filled[1] == Map(other.data_ptr(), NOTES["block_size"], [*view.shape], [*view.stride()])  # type: ignore[arg-type]
 
 
-def test_all_are_forgotten_when_there_are_many(gpu: Driver) -> None:
+def test_descriptor_cache_is_cleared_when_full(gpu: Driver) -> None:
     room = torch.empty(MAX_ADDRESSES + 2, 1, 1, 64, 64, dtype=torch.bfloat16)
     arguments = DescriptorArguments([[pattern(room[0])]], [NOTES])
     for tensor in room[:MAX_ADDRESSES]:
@@ -102,7 +102,7 @@ def test_all_are_forgotten_when_there_are_many(gpu: Driver) -> None:
     assert [made.address for made in gpu.filled[-2:]] == [room[MAX_ADDRESSES].data_ptr(), room[0].data_ptr()]
 
 
-def test_addresses_that_came_together_are_found_together(gpu: Driver) -> None:
+def test_descriptors_are_cached_by_tuples_of_addresses(gpu: Driver) -> None:
     first, second, third = (a_tensor() for _ in range(3))
     arguments = DescriptorArguments([[pattern(first)], [pattern(first)]], [NOTES, NOTES])
     addresses = first.data_ptr(), second.data_ptr()
@@ -125,7 +125,7 @@ def test_addresses_that_came_together_are_found_together(gpu: Driver) -> None:
     assert arguments.at(addresses) is None, "when there are many, all are forgotten"
 
 
-def test_an_address_off_its_border_is_refused(gpu: Driver) -> None:
+def test_unaligned_address_is_refused(gpu: Driver) -> None:
     tensor = a_tensor()
     arguments = DescriptorArguments([[pattern(tensor)]], [NOTES])
     off = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
@@ -147,7 +147,7 @@ class Launcher:
         return self.launch(*values)
 
 
-def test_a_launcher_takes_descriptors_that_are_made(gpu: Driver) -> None:
+def test_launcher_accepts_created_descriptors(gpu: Driver) -> None:
     passed: list[Any] = []
     signature = {"q_desc": "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout(128, 16, 4)>", "scale": "fp32"}
 
@@ -162,12 +162,12 @@ def test_a_launcher_takes_descriptors_that_are_made(gpu: Driver) -> None:
     assert run.launch is not to_the_driver, "Triton's own launches still make theirs"
 
 
-def test_a_launcher_of_another_kind_is_refused() -> None:
+def test_unknown_launcher_is_refused() -> None:
     with pytest.raises(KernelError, match="in a way that flashtune does not know"):
         without_making(Launcher(lambda *values: values))
 
 
-def test_a_triton_that_makes_them_otherwise_is_told_of_before_the_first_call(
+def test_unsupported_triton_is_reported_before_the_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", None)

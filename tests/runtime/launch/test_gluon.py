@@ -1,4 +1,4 @@
-"""Gluon kernels: compiled through the same door as Triton's, and read for what they take."""
+"""Tests of compiling Gluon kernels and reading their resources."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_gluon_kernel_compiles_without_a_gpu() -> None:
     assert "tt.divisibility = 16" in compile_kernel(kernel, H100).asm["ttgir"]
 
 
-def test_what_gluon_refuses_is_a_kernel_error() -> None:
+def test_gluon_compile_error_is_a_kernel_error() -> None:
     broken = msgspec.structs.replace(
         a_kernel("plain"), source=SOURCE.replace("gl.arange(0, 128", "gl.arange(0, 100")
     )
@@ -82,7 +82,7 @@ def test_what_gluon_refuses_is_a_kernel_error() -> None:
         compile_kernel(broken, H100)
 
 
-def test_specialised_warps_count_with_those_that_the_compiler_added() -> None:
+def test_occupancy_counts_specialised_and_compiler_added_warps() -> None:
     resources = read_resources(a_kernel("specialized"), H100)
     # Nine warps are rounded up to three groups of four, and share the registers of a multiprocessor:
     # what the kernel is launched with, not what a role has once registers were traded.
@@ -94,7 +94,7 @@ def test_specialised_warps_count_with_those_that_the_compiler_added() -> None:
     assert (resident.blocks, resident.warps, resident.limit) == (1, 12, "registers")
 
 
-def test_warps_are_stored_only_where_the_compiler_added_some() -> None:
+def test_number_of_warps_is_stored_only_if_the_compiler_added_warps() -> None:
     plain = read_resources(a_kernel("plain"), H100)
     assert plain.warps is msgspec.UNSET
     assert b"warps" not in msgspec.json.encode(plain)

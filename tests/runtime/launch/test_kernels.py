@@ -1,4 +1,4 @@
-"""Sources from the cache: nothing that was tampered with is loaded."""
+"""Tests of the source cache: modified files are not loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def copy_of(record: Record) -> Path:
     return kernel_folder() / f"{record.family}_{record.kernel}.py"
 
 
-def test_a_proven_copy_needs_no_template_engine(problem: Problem, make_record: Make, tmp_path: Path) -> None:
+def test_verified_cached_source_needs_no_template_engine(
+    problem: Problem, make_record: Make, tmp_path: Path
+) -> None:
     record = make_record(problem)
     kernel = kernel_of(record, record.specialization)
     assert kernel.digest == record.kernel
@@ -54,7 +56,7 @@ def test_a_proven_copy_needs_no_template_engine(problem: Problem, make_record: M
 
 
 @pytest.mark.parametrize("content", ["raise SystemExit('tampered')\n", "", "\udcff"])
-def test_a_copy_that_was_changed_is_rendered_again(problem: Problem, make_record: Make, content: str) -> None:
+def test_modified_cached_source_is_rendered_again(problem: Problem, make_record: Make, content: str) -> None:
     record = make_record(problem)
     path = copy_of(record)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ def test_a_copy_that_was_changed_is_rendered_again(problem: Problem, make_record
     sys.modules.pop(f"flashtune_kernel_{kernel.digest}")
 
 
-def test_bytecode_beside_a_copy_is_not_run(problem: Problem, make_record: Make) -> None:
+def test_bytecode_next_to_cached_source_is_not_run(problem: Problem, make_record: Make) -> None:
     record = make_record(problem)
     kernel = kernel_of(record, record.specialization)
     path = copy_of(record)
@@ -87,7 +89,7 @@ def test_bytecode_beside_a_copy_is_not_run(problem: Problem, make_record: Make) 
     sys.modules.pop(f"flashtune_kernel_{kernel.digest}")
 
 
-def test_a_copy_that_another_installation_replaces_is_not_read(
+def test_source_replaced_by_another_installation_is_not_read(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = make_record(problem)
@@ -107,7 +109,7 @@ def test_a_copy_that_another_installation_replaces_is_not_read(
     sys.modules.pop(f"flashtune_kernel_{mine.digest}")
 
 
-def test_another_specialisation_or_template_is_rendered(problem: Problem, make_record: Make) -> None:
+def test_other_specialisation_or_template_is_rendered(problem: Problem, make_record: Make) -> None:
     record = make_record(problem)
     load_module(kernel_of(record, record.specialization))
     unaligned = kernel_of(record, Specialization(Alignment.ANY))

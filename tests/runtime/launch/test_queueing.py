@@ -1,4 +1,4 @@
-"""Launches that go past Triton's own launcher, as this Triton's would have made them."""
+"""Tests of direct launches against Triton's own launcher."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def flat(values: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_the_driver_is_given_what_tritons_launcher_gives_it(devices: Devices, described: bool) -> None:
+def test_direct_launch_passes_the_arguments_of_tritons_launcher(devices: Devices, described: bool) -> None:
     ours: list[Any] = []
     theirs: list[Any] = []
     queue = queue_of(compiled(a_launcher(ours, described), described), (5,), (8, 9), DEVICE)
@@ -105,7 +105,7 @@ def test_the_driver_is_given_what_tritons_launcher_gives_it(devices: Devices, de
     assert flat(ours[1])[-4:] == [1, 0.5, 8, 9]
 
 
-def test_amds_launcher_is_gone_past_alike(devices: Devices) -> None:
+def test_direct_launch_supports_amd_launcher(devices: Devices) -> None:
     ours: list[Any] = []
     theirs: list[Any] = []
 
@@ -122,7 +122,7 @@ def test_amds_launcher_is_gone_past_alike(devices: Devices) -> None:
 
 
 @pytest.mark.slow
-def test_a_binary_is_held_as_long_as_it_may_be_queued(devices: Devices) -> None:
+def test_queue_holds_a_reference_to_the_binary(devices: Devices) -> None:
     for run in (a_launcher([]), a_launcher([], global_scratch_size=64)):
         binary = compiled(run)
         held = weakref.ref(binary)
@@ -136,7 +136,7 @@ def test_a_binary_is_held_as_long_as_it_may_be_queued(devices: Devices) -> None:
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_what_did_not_load_before_is_refused(devices: Devices, described: bool) -> None:
+def test_binary_that_does_not_load_is_refused(devices: Devices, described: bool) -> None:
     def refused() -> None:
         raise OSError("out of resources")
 
@@ -145,7 +145,7 @@ def test_what_did_not_load_before_is_refused(devices: Devices, described: bool) 
             queue_of(compiled(run, described, function), (5,), (), DEVICE)
 
 
-def test_no_python_of_tritons_runs_in_a_call(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_runs_no_python_code_of_triton(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[Any] = []
     queue = queue_of(compiled(a_launcher(passed)), (5, 2), (), DEVICE)
     monkeypatch.setattr(nvidia.CudaLauncher, "__call__", None)
@@ -154,7 +154,7 @@ def test_no_python_of_tritons_runs_in_a_call(devices: Devices, monkeypatch: pyte
     assert passed[0][:4] == (5, 2, 1, 73)
 
 
-def test_a_kernel_of_another_device_is_queued_there(devices: Devices) -> None:
+def test_kernel_is_queued_on_its_own_device(devices: Devices) -> None:
     passed: list[Any] = []
     queue = queue_of(compiled(a_launcher(passed)), (5,), (), DEVICE)
     devices.entered.clear()
@@ -184,11 +184,11 @@ def test_scratch_memory_is_allocated_by_tritons_launcher(
 @pytest.mark.parametrize(
     "said", [{"global_scratch_size": 1}, {"profile_scratch_size": 1}, {"gsan_enabled": True}]
 )
-def test_what_hangs_on_more_than_values_is_left_to_tritons_launcher(said: dict[str, Any]) -> None:
+def test_unsupported_launch_options_use_tritons_launcher(said: dict[str, Any]) -> None:
     assert direct_launch(a_launcher([], **said), (1, 1, 1), ("function",) * 5) is None
 
 
-def test_a_launcher_of_another_kind_is_left_alone(devices: Devices) -> None:
+def test_unknown_launcher_is_called_unchanged(devices: Devices) -> None:
     class Counting:
         """One that adds something to the values."""
 
@@ -227,14 +227,16 @@ class Silent(Curious):
 
 
 @pytest.mark.parametrize("kind", [Curious, Silent])
-def test_a_launcher_that_cannot_be_watched_is_called_as_it_is(devices: Devices, kind: type[Curious]) -> None:
+def test_launcher_that_cannot_be_intercepted_is_called_unchanged(
+    devices: Devices, kind: type[Curious]
+) -> None:
     run = kind()
     assert direct_launch(run, (1, 1, 1), ()) is None
     queue_of(compiled(run), (1,), (8,), DEVICE)((1,))
     assert [values[-2:] for values in run.passed] == ([(1, 8)] if kind is Curious else [])
 
 
-def test_a_function_without_a_launcher_is_called_as_it_is(devices: Devices) -> None:
+def test_function_without_launcher_is_called_unchanged(devices: Devices) -> None:
     passed: list[Any] = []
     queue = queue_of(compiled(lambda *values: passed.append(values)), (5,), (8,), DEVICE)
     queue((1,))

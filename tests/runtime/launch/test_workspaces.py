@@ -1,4 +1,4 @@
-"""What calls allocate: by tensors without memory, and all workspaces of a launch at once."""
+"""Tests of allocation: prototypes of outputs, and one allocation for all workspaces."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ Q = torch.empty(1)
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 1, 5, 8), (2, 0, 3), (1, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_prototype_has_no_memory_and_what_is_made_like_it_has(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_prototype_is_meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     like = prototype(shape, dtype, CPU)
     assert like.untyped_storage().nbytes() == 0
     made, plain = empty_like(like), torch.empty(shape, dtype=dtype)
@@ -27,14 +25,14 @@ def test_a_prototype_has_no_memory_and_what_is_made_like_it_has(
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_prototypes_serve_in_and_out_of_inference_mode(inference: bool) -> None:
+def test_prototypes_work_in_and_out_of_inference_mode(inference: bool) -> None:
     with torch.inference_mode(inference):
         like = prototype((2, 3), torch.float32, CPU)
     with torch.inference_mode(not inference):
         assert empty_like(like).is_inference() is not inference
 
 
-def test_workspaces_are_apart_and_begin_on_borders() -> None:
+def test_workspaces_are_disjoint_and_aligned() -> None:
     shapes = ((3, 50), (1,), (2, 64))
     workspaces = Workspaces(shapes)
     held, addresses = workspaces(Q)
@@ -50,11 +48,11 @@ def test_workspaces_are_apart_and_begin_on_borders() -> None:
     assert others[0] != addresses[0], "each call has its own"
 
 
-def test_nothing_is_allocated_for_none() -> None:
+def test_no_workspaces_need_no_allocation() -> None:
     assert Workspaces()(Q) == ((), [])
 
 
-def test_workspaces_of_somebody_elses_are_allocated_one_by_one() -> None:
+def test_custom_allocator_is_called_for_each_workspace() -> None:
     kept: list[Tensor] = []
 
     def allocate(shape: tuple[int, ...], device: torch.device) -> Tensor:

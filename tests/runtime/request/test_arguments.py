@@ -1,4 +1,4 @@
-"""Arguments of a wrong kind are refused in one sentence by every way to call."""
+"""Tests that each API function refuses arguments of wrong types in one sentence."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_wrong_shared_prefix_is_refused(value: Any) -> None:
         pages(shared_prefix=value)
 
 
-def test_a_wrong_scale_is_refused_after_a_right_one() -> None:
+def test_wrong_scale_is_refused_after_a_valid_call() -> None:
     right = dense(scale=0.5)
     for call in (dense, varlen, pages):
         call(scale=0.5)
@@ -147,7 +147,7 @@ TAKE_FLAGS = [
 
 
 @pytest.mark.parametrize(("call", "flag"), TAKE_FLAGS)
-def test_numbers_are_no_flags_in_a_first_call_and_in_a_later_one(
+def test_numbers_are_refused_as_flags_in_first_and_later_calls(
     call: Callable[..., object], flag: tuple[str, bool, Any]
 ) -> None:
     name, right, wrong = flag
@@ -158,7 +158,7 @@ def test_numbers_are_no_flags_in_a_first_call_and_in_a_later_one(
         call(**{name: right})
 
 
-def test_scales_of_a_type_that_no_kernel_takes_are_refused_after_right_ones() -> None:
+def test_scales_of_unsupported_types_are_refused_after_valid_calls() -> None:
     wide = torch.zeros(1, 2, 8, 32, dtype=torch.float8_e4m3fn)
     for _ in range(2):
         with pytest.raises(ProblemError, match="k_scale is a float: pass a float32 tensor, or None"):
@@ -166,7 +166,7 @@ def test_scales_of_a_type_that_no_kernel_takes_are_refused_after_right_ones() ->
         forget_servers()
 
 
-def test_integers_of_numpy_are_counts() -> None:
+def test_numpy_integers_are_accepted() -> None:
     assert read_count("count", np.int64(3), "a number") == 3
     assert type(read_count("count", np.int64(3), "a number")) is int
     for wrong in (True, 3.0, np.float64(3), "3", -1, 2**31, None):
@@ -174,7 +174,7 @@ def test_integers_of_numpy_are_counts() -> None:
             read_count("count", wrong, "a number")
 
 
-def test_messages_are_short_and_run_no_code_of_values() -> None:
+def test_messages_are_short_and_call_no_methods_of_values() -> None:
     class Loud:
         def __repr__(self) -> str:
             raise RuntimeError("asked for its text")

@@ -56,7 +56,7 @@ def test_means_and_variances(dropout: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", SHARES)
-def test_neighbours_do_not_know_of_each_other(dropout: float) -> None:
+def test_neighbouring_elements_are_uncorrelated(dropout: float) -> None:
     for seed in SEEDS[:4]:
         drawn = standardized(seed, dropout)
         for rows, keys in (*NEAR, *FAR):
@@ -66,7 +66,7 @@ def test_neighbours_do_not_know_of_each_other(dropout: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", SHARES)
-def test_heads_and_seeds_do_not_know_of_each_other(dropout: float) -> None:
+def test_heads_and_seeds_are_uncorrelated(dropout: float) -> None:
     fields = [standardized(seed, dropout) for seed in SEEDS]
     for drawn in fields[:3]:
         for one, other in itertools.combinations(drawn, 2):
@@ -119,7 +119,7 @@ def test_pairs_of_rows_and_of_keys() -> None:
         assert abs(scores.square().mean() - 1) < 0.01
 
 
-def test_shares() -> None:
+def test_dropout_rates() -> None:
     assert threshold(0.5) == 2**31
     assert threshold(1 - 2.0**-24) == 2**32 - 2**8
     numbers = (torch.tensor([1]), torch.arange(1), torch.arange(64), 512)
@@ -131,7 +131,7 @@ def test_shares() -> None:
         assert less.sum() < more.sum()
 
 
-def test_seeds_are_drawn_of_the_default_generator() -> None:
+def test_seeds_come_from_the_default_generator() -> None:
     torch.manual_seed(3)
     first, second = (draw_seed(torch.device("cpu")) for _ in range(2))
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""What calls with features ask for, and what they may not."""
+"""Tests of requests with features, and of their validation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_masks() -> None:
     assert dense(kv_lengths=torch.zeros(2, dtype=INT)).problem.lengths
 
 
-def test_packed_sequences_are_named_by_powers_of_two() -> None:
+def test_varlen_extents_are_rounded_to_powers_of_two() -> None:
     request = varlen()
     assert (request.problem.packed, request.problem.seqlen_q, request.problem.seqlen_kv) == (512, 128, 256)
     assert (request.problem.batch, request.tokens) == (3, 300)
@@ -94,7 +94,7 @@ def test_quantised_caches(shape: tuple[int, ...], kind: KvScale) -> None:
     assert (problem.kv_dtype, problem.kv_scale) == (KvDtype.E4M3, kind)
 
 
-def test_pages_that_share_scales_have_none_of_their_own() -> None:
+def test_expanded_page_scales_are_head_scales() -> None:
     shared = {name: torch.ones(2).expand(9, 2) for name in ("k_scale", "v_scale")}
     given = cache(9, 16, 2, 32, dtype=torch.int8)
     assert pages(torch.zeros(3, 4, 32), *given, **shared).problem.kv_scale is KvScale.HEAD
@@ -153,7 +153,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), WRONG, ids=[sentence[:24] for _, sentence in WRONG])
-def test_what_is_refused_and_how(call: Callable[[], object], sentence: str) -> None:
+def test_invalid_requests_are_refused(call: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ProblemError, match=sentence):
         call()
 

@@ -1,4 +1,4 @@
-"""Random calls on the CPU without Triton's interpreter: served in float64, or refused in one sentence."""
+"""Fuzzed calls on the CPU without the interpreter: served in float64, or refused in one sentence."""
 
 from __future__ import annotations
 

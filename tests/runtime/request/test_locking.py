@@ -1,4 +1,4 @@
-"""A file keeps processes and threads out of each other's way, as filelock's locks do."""
+"""Tests of the file lock between processes and threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ print(child, flush=True)
 """
 
 
-def test_one_thread_at_a_time_and_all_in_the_end(tmp_path: Path) -> None:
+def test_lock_excludes_threads_and_admits_all(tmp_path: Path) -> None:
     inside, most = 0, 0
 
     def work() -> None:
@@ -55,7 +55,7 @@ def test_one_thread_at_a_time_and_all_in_the_end(tmp_path: Path) -> None:
     assert (inside, most) == (0, 1)
 
 
-def test_another_process_is_waited_for_and_one_that_died_is_not(tmp_path: Path) -> None:
+def test_lock_waits_for_live_processes_only(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
@@ -69,7 +69,7 @@ def test_another_process_is_waited_for_and_one_that_died_is_not(tmp_path: Path) 
         pass
 
 
-def test_a_child_that_was_forked_meanwhile_holds_nothing(tmp_path: Path) -> None:
+def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with subprocess.Popen([sys.executable, "-c", FORK, str(path)], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
@@ -81,7 +81,7 @@ def test_a_child_that_was_forked_meanwhile_holds_nothing(tmp_path: Path) -> None
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_file_that_its_holder_removes_keeps_nobody_out(tmp_path: Path) -> None:
+def test_removed_lock_file_does_not_block(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     entered = threading.Event()
 
@@ -101,6 +101,6 @@ def test_a_file_that_its_holder_removes_keeps_nobody_out(tmp_path: Path) -> None
     assert entered.is_set()
 
 
-def test_an_unwritable_place_is_an_os_error(tmp_path: Path) -> None:
+def test_unwritable_folder_raises_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), alone_with(tmp_path / "none" / "lock", 0.1):
         pass

@@ -1,4 +1,4 @@
-"""Errors that the machine causes are told from a kernel's by type and errno, and become one sentence."""
+"""Tests that machine errors are distinguished from kernel errors by type and errno."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def of_c_compiler() -> RuntimeError:
         ),
     ],
 )
-def test_an_error_of_the_machine_is_one_sentence(error: Exception, words: str) -> None:
+def test_machine_error_is_one_sentence(error: Exception, words: str) -> None:
     fault = machine_fault(error)
     assert fault is not None
     assert re.search(words, fault), fault
@@ -92,11 +92,11 @@ def test_an_error_of_the_machine_is_one_sentence(error: Exception, words: str) -
         subprocess.CalledProcessError(-signal.SIGSEGV, ["/x/ptxas", "x.ptx"]),
     ],
 )
-def test_an_error_of_a_kernel_is_not_the_machines(error: Exception) -> None:
+def test_kernel_error_is_not_a_machine_fault(error: Exception) -> None:
     assert machine_fault(error) is None
 
 
-def test_a_socket_path_that_is_too_long_asks_for_a_shorter_folder(
+def test_overlong_socket_path_error_suggests_a_shorter_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / ("x" * 120)
@@ -109,7 +109,7 @@ def test_a_socket_path_that_is_too_long_asks_for_a_shorter_folder(
     )
 
 
-def test_causes_are_looked_at_and_errors_that_were_handled_are_not() -> None:
+def test_causes_are_inspected_but_handled_errors_are_not() -> None:
     outer = KernelError("it does not compile")
     outer.__cause__ = system_error(errno.EMFILE)
     assert machine_fault(outer) is not None
@@ -119,7 +119,7 @@ def test_causes_are_looked_at_and_errors_that_were_handled_are_not() -> None:
     assert machine_fault(handled) is None
 
 
-def test_a_failed_program_is_seen_behind_the_compilers_own_error() -> None:
+def test_failed_program_is_found_as_cause_of_a_compiler_error() -> None:
     own = RuntimeError("PTXAS error: Internal Triton PTX codegen error")
     own.__context__ = subprocess.CalledProcessError(255, ["/x/ptxas"])
     wrapped = KernelError("it does not compile")
@@ -131,26 +131,26 @@ def test_a_failed_program_is_seen_behind_the_compilers_own_error() -> None:
     assert not tool_failed(KernelError("it does not compile"))
 
 
-def test_crashes_are_not_signals_from_outside() -> None:
+def test_crash_signals_are_not_external_signals() -> None:
     assert signal_fault(signal.SIGSEGV, "a process") is None
     assert signal_fault(signal.SIGABRT, "a process") is None
     assert signal_fault(signal.SIGKILL, "a process") is not None
     assert signal_fault(signal.SIGTERM, "a process") is not None
 
 
-def test_a_block_that_the_machine_fails_raises_its_error_and_others_pass() -> None:
+def test_context_manager_converts_only_machine_errors() -> None:
     with pytest.raises(MachineError, match="memory ran out"), machine_errors():
         raise MemoryError
     with pytest.raises(ValueError, match="else"), machine_errors():
         raise ValueError("else")
 
 
-def test_a_folder_that_can_be_written_has_no_fault(tmp_path: Path) -> None:
+def test_writable_folder_has_no_fault(tmp_path: Path) -> None:
     assert folder_fault("the cache", lambda: tmp_path / "new", "X") is None
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     fault = folder_fault("the cache", lambda: tmp_path / "file" / "cache", "X")
     assert fault is not None
@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert fault.endswith("make it writable, or set X")
 
 
-def test_a_disk_with_little_space_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_with_little_space_is_reported_as_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MIN_FREE_BYTES", 1 << 62)
     fault = folder_fault("the cache", lambda: tmp_path, "X")
     assert (
@@ -167,9 +167,7 @@ def test_a_disk_with_little_space_is_full(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_a_write_that_found_no_space_names_the_folder_that_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_names_the_full_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton"))
     # An error of a write has no file name.
@@ -178,7 +176,7 @@ def test_a_write_that_found_no_space_names_the_folder_that_is_full(
     )
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_folder_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHTUNE_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     # As for a user id that no password file knows.
@@ -188,9 +186,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     assert "no home folder" in (written_folder_fault() or "")
 
 
-def test_a_kernel_cache_that_cannot_be_written_is_the_machines_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_kernel_cache_is_a_machine_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / "file" / "cache"))
     problem = Problem(
@@ -209,7 +205,7 @@ def test_a_kernel_cache_that_cannot_be_written_is_the_machines_fault(
         load_module(kernel)
 
 
-def test_memory_that_torch_cannot_allocate_is_the_machines_fault() -> None:
+def test_torch_allocation_failure_is_a_machine_fault() -> None:
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert str(machine_fault(caught.value)).startswith("memory ran out")
@@ -225,7 +221,7 @@ def test_a_file_system_without_blocks_is_not_full(
 
 
 @pytest.mark.parametrize(("limit", "is_fault"), [(300 << 20, True), (64 << 30, False), (-1, False)])
-def test_a_limit_of_memory_is_compared_with_the_libraries(
+def test_memory_limit_is_compared_with_library_size(
     monkeypatch: pytest.MonkeyPatch, limit: int, is_fault: bool
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))

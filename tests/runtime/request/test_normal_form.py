@@ -1,4 +1,4 @@
-"""The normal form of a problem computes the same, whatever lengths the sequences have."""
+"""Tests that a canonical problem computes the same for all lengths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROBLEM = Problem(
     ragged=st.booleans(),
     prefix=st.integers(0, 3),
 )
-def test_the_same_pairs_are_seen(
+def test_canonical_problem_has_the_same_visible_pairs(
     seqlen_q: int,
     seqlen_kv: int,
     causal: Causal,
@@ -75,6 +75,6 @@ def test_the_same_pairs_are_seen(
         ({"first_tokens": 4, "chunk": 2}, {"first_tokens": 4, "chunk": 2}),
     ],
 )
-def test_bounds_that_bound_nothing_are_left_out(asked: dict[str, object], normal: dict[str, object]) -> None:
+def test_bounds_without_effect_are_removed(asked: dict[str, object], normal: dict[str, object]) -> None:
     replace = msgspec.structs.replace
     assert normal_form(replace(PROBLEM, **asked)) == replace(PROBLEM, **normal)

@@ -1,4 +1,4 @@
-"""Quantised inputs: their scales, what is refused, and what a server and a launch are given."""
+"""Tests of quantised inputs: scales, refusals, and arguments of executors and launches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_quantize_uses_the_whole_range_of_each_head(layout: str, dtype: torch.dt
     assert ((back - tensor.float()).abs() <= 1.001 * allowed).all()
 
 
-def test_quantize_takes_what_is_empty_and_refuses_what_is_no_attention_input() -> None:
+def test_quantize_accepts_empty_and_refuses_invalid_tensors() -> None:
     elements, scale = quantize(torch.empty(2, 3, 0, 8))
     assert elements.shape == (2, 3, 0, 8)
     assert torch.equal(scale, torch.ones(2, 3))
@@ -71,7 +71,7 @@ def test_quantize_takes_what_is_empty_and_refuses_what_is_no_attention_input() -
         quantize(torch.zeros(1, 2, 3, 4), layout="hbsd")
 
 
-def test_negation_turns_signs_alone(tensors: Triple) -> None:
+def test_negation_flips_only_signs(tensors: Triple) -> None:
     assert torch.equal(negated(tensors[0]).float(), -tensors[0].float())
     assert torch.equal(negated(torch.ones(2)), -torch.ones(2))
 
@@ -100,7 +100,7 @@ def test_a_request_of_quantized_inputs_has_a_wider_output(tensors: Triple) -> No
         (ExtraInputs(q_scale=0.5), "q_scale is a float"),  # type: ignore[arg-type]
     ],
 )
-def test_scales_that_do_not_fit(tensors: Triple, scales: ExtraInputs, message: str) -> None:
+def test_mismatched_scales_are_refused(tensors: Triple, scales: ExtraInputs, message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         read_request(*tensors, False, "bhsd", False, "fastest", scales=scales)
 
@@ -118,7 +118,7 @@ def test_quantized_inputs_need_a_gpu_and_no_gradient(tensors: Triple) -> None:
             call(q, k, v, v_scale=scale_of(KV_HEADS))
 
 
-def test_the_memo_knows_which_scales_are_given_and_not_their_values(tensors: Triple) -> None:
+def test_call_key_depends_on_presence_of_scales_not_on_values(tensors: Triple) -> None:
     q, k, v = tensors
 
     def key(*scales: Tensor | None) -> tuple[object, ...]:
@@ -157,9 +157,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
     return given
 
 
-def test_a_call_allocates_the_wider_output_and_hands_scales_on(
-    tensors: Triple, launches: list[BackwardCase]
-) -> None:
+def test_call_allocates_wider_output_and_passes_scales(tensors: Triple, launches: list[BackwardCase]) -> None:
     q, k, v = tensors
     q_scale, spread = scale_of(HEADS), torch.tensor([[3.0], [5.0]]).expand(BATCH, KV_HEADS)
     out, lse = flashtune.attention(q, k, v, scale=-0.3, return_lse=True, q_scale=q_scale, v_scale=spread)
@@ -176,7 +174,7 @@ def test_a_call_allocates_the_wider_output_and_hands_scales_on(
     assert launches[-1]["scales"] == NO_EXTRA_INPUTS
 
 
-def test_scales_are_checked_on_shapes_that_are_known(tensors: Triple, launches: list[BackwardCase]) -> None:
+def test_scales_are_checked_on_cached_shapes(tensors: Triple, launches: list[BackwardCase]) -> None:
     q, k, v = tensors
     flashtune.attention(q, k, v, k_scale=scale_of(KV_HEADS))
     with pytest.raises(ProblemError, match="k_scale"):
@@ -184,9 +182,7 @@ def test_scales_are_checked_on_shapes_that_are_known(tensors: Triple, launches: 
     assert len(launches) == 1
 
 
-def test_a_plan_is_called_with_the_scales_that_it_was_made_with(
-    tensors: Triple, launches: list[BackwardCase]
-) -> None:
+def test_plan_requires_the_planned_scales(tensors: Triple, launches: list[BackwardCase]) -> None:
     q, k, v = tensors
     planned = flashtune.plan(q, k, v, scale=-1.0, v_scale=scale_of(KV_HEADS))
     out = planned(q, k, v, v_scale=scale_of(KV_HEADS, 9.0))
@@ -198,7 +194,7 @@ def test_a_plan_is_called_with_the_scales_that_it_was_made_with(
             planned(q, k, v, **scales)
 
 
-def test_operators_carry_scales(tensors: Triple, launches: list[BackwardCase]) -> None:
+def test_operators_have_scale_arguments(tensors: Triple, launches: list[BackwardCase]) -> None:
     q, k, v = tensors
     factors = scale_of(HEADS), scale_of(KV_HEADS), scale_of(KV_HEADS, 2.0)
     op = torch.ops.flashtune.attention
@@ -225,7 +221,7 @@ def addresses(*tensors: Tensor) -> Sequence[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def test_the_prologue_fills_the_workspace_that_the_kernel_is_given(
+def test_prologue_writes_the_workspace_of_the_kernel(
     tensors: Triple,
 ) -> None:
     q, k, v = tensors
@@ -238,7 +234,7 @@ def test_the_prologue_fills_the_workspace_that_the_kernel_is_given(
     assert kernel.values == [(*addresses(q, k, v, out, out), *factors, kept[0].data_ptr(), MIN_SCALE)]
 
 
-def test_other_kernels_are_given_no_scales(tensors: Triple) -> None:
+def test_other_kernels_receive_no_scales(tensors: Triple) -> None:
     q, k, v = tensors
     out, lse = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.empty(BATCH, HEADS, ROWS)
     kernel, kept = Noted(), list[Tensor]()

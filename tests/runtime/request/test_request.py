@@ -1,4 +1,4 @@
-"""Bad input is refused in one sentence that names the tensor and the remedy."""
+"""Tests that invalid input is refused in one sentence with the tensor and the remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensors(
     return torch.zeros(q, dtype=dtype), torch.zeros(k, dtype=dtype), torch.zeros(v, dtype=dtype)
 
 
-def test_a_request_names_what_the_tensors_pose() -> None:
+def test_request_describes_the_tensors() -> None:
     q, k, v = tensors()
     request = read_request(q, k, v, True, "bhsd", True, "generated")
     problem = request.problem
@@ -38,7 +38,7 @@ def test_a_request_names_what_the_tensors_pose() -> None:
     assert request.default_scale == 0.125
 
 
-def test_both_layouts_pose_the_same_problem() -> None:
+def test_both_layouts_have_the_same_problem() -> None:
     q, k, v = tensors()
     first = read_request(q, k, v, False, "bhsd", False, "fastest")
     moved = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -81,7 +81,7 @@ def test_other_causal_options_are_refused(value: object) -> None:
         ({"v": (2, 2, 24, 0)}, "v has head dim 0"),
     ],
 )
-def test_shapes_that_do_not_fit(shapes: dict[str, tuple[int, ...]], message: str) -> None:
+def test_mismatched_shapes_are_refused(shapes: dict[str, tuple[int, ...]], message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         read_request(*tensors(**shapes), False, "bhsd", False, "fastest")  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ def test_mixed_and_unsupported_tensors() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantised_keys_want_their_scales(dtype: torch.dtype) -> None:
+def test_quantised_keys_require_scales(dtype: torch.dtype) -> None:
     q, k, v = tensors()
     with pytest.raises(ProblemError, match="pass k_scale and v_scale"):
         flashtune.explain(q, k.to(dtype), v.to(dtype))
@@ -113,7 +113,7 @@ def test_side_inputs_of_calls_are_tensors() -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_packed_sequences_need_to_be_told_apart(missing: int) -> None:
+def test_varlen_calls_require_cu_seqlens(missing: int) -> None:
     q, starts = torch.zeros(4, 2, 32), [torch.tensor([0, 4], dtype=torch.int32)] * 2
     starts[missing] = None  # type: ignore[call-overload]
     with pytest.raises(ProblemError, match=r"cu_seqlens_[qk] is None: pass where sequences begin"):
@@ -139,7 +139,7 @@ def test_packed_sequences_without_keys_are_empty() -> None:
         ({"sinks": torch.zeros(8)}, False),
     ],
 )
-def test_what_asks_for_nothing_is_a_plain_call(options: dict[str, Any], plain: bool) -> None:
+def test_call_without_features_is_a_plain_call(options: dict[str, Any], plain: bool) -> None:
     q, k, v = (tensor.to(torch.float8_e4m3fn) for tensor in tensors())
     scales: dict[str, Any] = {"k_scale": torch.ones(2, 2)}
     assert is_plain(dense_call(q, k, v, return_lse=False, **options, **scales)) is plain
@@ -151,7 +151,7 @@ def test_what_asks_for_nothing_is_a_plain_call(options: dict[str, Any], plain: b
             call(q, k, v, **options, **scales)
 
 
-def test_a_strided_last_dimension_names_contiguous() -> None:
+def test_strided_last_dimension_error_suggests_contiguous() -> None:
     q, k, v = tensors()
     with pytest.raises(ProblemError, match=r"k's last dimension has stride 24: pass k\.contiguous\(\)"):
         read_request(q, k.mT.contiguous().mT, v, False, "bhsd", False, "fastest")

@@ -1,4 +1,4 @@
-"""Values of lengths, starts, block tables and slots that reach beyond the tensors are refused."""
+"""Tests that lengths, offsets, block tables and slots out of bounds are refused."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_values_beyond_the_tensors_are_refused_on_the_cpu(make: Callable[[], Cal
 
 
 @pytest.mark.parametrize("make", [varlen, pages, dense])
-def test_right_values_are_served(make: Callable[[], Call]) -> None:
+def test_valid_values_are_accepted(make: Callable[[], Call]) -> None:
     assert serve(make()).isfinite().all()
 
 
@@ -138,7 +138,7 @@ def test_a_plan_checks_the_values_of_each_call() -> None:
         plan(*tensors, TABLE, LENGTHS + 1000)
 
 
-def test_entries_behind_the_last_page_are_not_looked_at() -> None:
+def test_entries_after_the_last_page_are_not_checked() -> None:
     table = torch.cat([TABLE, torch.full((len(KEYS), 3), -7, dtype=INT)], 1)
     assert torch.equal(serve(pages(block_table=table, q=QUERY)), serve(pages(q=QUERY)))
 
@@ -156,7 +156,7 @@ def test_values_on_a_gpu_are_checked_only_on_request(monkeypatch: pytest.MonkeyP
     assert not values_are_checked(gpu)
 
 
-def test_without_the_check_a_server_is_the_same_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executor_is_not_wrapped_without_value_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     request = read_call(pages(), False)
     on_gpu = msgspec.structs.replace(request, device=torch.device("cuda", 0))
     monkeypatch.delenv("FLASHTUNE_CHECK", raising=False)
@@ -171,7 +171,7 @@ def test_without_the_check_a_server_is_the_same_object(monkeypatch: pytest.Monke
     assert with_checks(server, plain) is server, "there is no value to check"
 
 
-def test_nothing_is_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_not_read_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     call = pages(seqlens_k=LENGTHS + 9)
     checked = with_checks(server, read_call(call, False))
     monkeypatch.setattr(value_checks, "is_capturing", lambda tensor: True)
@@ -199,7 +199,7 @@ def test_a_cache_without_pages_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
-def test_queries_with_exchanged_dimensions_are_refused(dtype: torch.dtype) -> None:
+def test_queries_with_swapped_dimensions_are_refused(dtype: torch.dtype) -> None:
     q = torch.randn(HEADS, sum(QUERIES) - 1, WIDTH, dtype=dtype)
     k = torch.randn(sum(KEYS), 2, WIDTH, dtype=dtype)
     sentence = r"max_seqlen_q is 16 and q has 4 tokens: pass q as \[tokens, heads, head_dim\]"
@@ -211,7 +211,7 @@ def test_queries_with_exchanged_dimensions_are_refused(dtype: torch.dtype) -> No
         flashtune.attention_paged(q, *cache, cu_seqlens_q=starts(QUERIES), max_seqlen_q=16)
 
 
-def test_a_plan_says_what_it_was_planned_for() -> None:
+def test_plan_repr_describes_the_problem() -> None:
     q = torch.randn(2, HEADS, 5, WIDTH, dtype=DOUBLE)
     assert repr(flashtune.plan(q, q, q, causal=True, scale=0.5)) == (
         "flashtune.plan('heads=4,kv_heads=4,seqlen=5,head_dim=32,dtype=fp32,causal,batch=2', layout='bhsd', "
