@@ -150,7 +150,7 @@ kernels: $(DEVELOPS) ## Write kernels_generated/ from the shipped tables
 	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.kernels
 
 reference: $(DEVELOPS) ## Write docs/cli.md from the commands' own help
-	$(PY) -m flashtune.tuner.cli.reference > docs/cli.new
+	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.reference > docs/cli.new
 	mv docs/cli.new docs/cli.md
 
 clean: ## Remove what these targets made

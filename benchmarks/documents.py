@@ -38,7 +38,6 @@ from benchmarks.reports import read_report
 from benchmarks.sanitizer.report import SanitizerReport, report_lines
 from benchmarks.saved import RESULTS, ROOT
 from flashtune.core.errors import FlashtuneError, UsageError
-from flashtune.tuner.cli.report.doc_tables import with_tables
 from tests.mutants import pages as mutants
 
 PICTURES = ROOT / "docs/pictures"
@@ -112,6 +111,32 @@ def generated() -> dict[Path, str]:
         **policies_report.pictures(policies_report.SAVED),
     }
     return found | {PICTURES / f"{name}.svg": picture for name, picture in drawn.items()}
+
+
+def filled(page: str, begin: str, end: str, text: str) -> str:
+    """Returns a page with the lines between two markers replaced by a text.
+
+    Raises:
+        UsageError: The page lacks the markers.
+    """
+    before, begun, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (begun and ended):
+        raise UsageError(f"the page has no place for this: put {begin} and {end} where it belongs")
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def with_tables(page: str, texts: Mapping[str, str], script: str) -> str:
+    """Returns the page with each text between the comments with its name and script, if it has them.
+
+    Raises:
+        UsageError: A table begins and does not end.
+    """
+    for name, text in texts.items():
+        begin = f"<!-- table {name}: written by {script} -->"
+        if begin in page:
+            page = filled(page, begin, f"<!-- end of table {name} -->", text)
+    return page
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.documents import filled
 from flashtune.core.errors import UsageError
-from flashtune.tuner.cli.report.doc_tables import filled
 
 BEGIN, END = "<!-- a -->", "<!-- end of a -->"
 

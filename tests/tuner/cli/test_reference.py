@@ -6,7 +6,7 @@ import click
 import pytest
 
 from flashtune.tuner.cli import COMMANDS, main
-from flashtune.tuner.cli.reference import commands, reference
+from scripts.reference import commands, reference
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 ALL = list(commands(click.Context(main, info_name="flashtune")))
@@ -14,7 +14,7 @@ ALL = list(commands(click.Context(main, info_name="flashtune")))
 
 def test_the_page_is_what_the_commands_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == reference(), (
-        "write it anew: python -m flashtune.tuner.cli.reference > docs/cli.md"
+        "write it anew: python -m scripts.reference > docs/cli.md"
     )
 
 

@@ -1,6 +1,6 @@
 """Generates the command-line reference from the commands.
 
-`python -m flashtune.tuner.cli.reference > docs/cli.md` writes it.
+`python -m scripts.reference > docs/cli.md` writes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashtune.tuner.workloads.presets import MODELS
 
 TITLE = """# The command line
 
-This page is generated from the commands' own help: `python -m flashtune.tuner.cli.reference > docs/cli.md`.
+This page is generated from the commands' own help: `python -m scripts.reference > docs/cli.md`.
 
 """
 
