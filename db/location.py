@@ -13,16 +13,12 @@ SQLITE = "sqlite:///"
 FILE_NAME = "flashtune.sqlite"
 
 
-def default_url() -> str:
-    """Returns `FLASHTUNE_DB` (a path or a URL), else `flashtune.sqlite` in the user's cache folder."""
-    return database_url(None)
-
-
 def database_url(text: str | None) -> str:
     """Returns the database's URL: absolute and percent-encoded for SQLite, unchanged for servers.
 
     Args:
-        text: A path or an SQLAlchemy URL; None or empty for the default.
+        text: A path or an SQLAlchemy URL. If it is None or empty, `FLASHTUNE_DB` names the database, else it
+            is `flashtune.sqlite` in the user's cache folder.
 
     Raises:
         UsageError: An SQLite URL without a file, or with options.

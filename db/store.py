@@ -17,13 +17,13 @@ from flashtune.db.queries import (
     fetched,
     insert_record,
     now,
+    replace_record,
     select_chosen,
     select_records,
     take_selection,
     take_stand_in,
     write_check,
 )
-from flashtune.db.replacing import replace_record
 from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
 from flashtune.db.stored_rows import StoredRecord, readable
 from flashtune.db.table import TunedTable, check_table

@@ -16,8 +16,8 @@ from flashtune.launch.backward import BackwardTensors, bind_backward
 from flashtune.launch.forward import bind
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients import inputs as gradients
-from flashtune.verification.inputs.cpu_generator import aside
 from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, placed
+from flashtune.verification.inputs.placement import aside
 from flashtune.verification.inputs.prepared import dense_values
 
 SEED = 20

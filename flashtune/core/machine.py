@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -37,6 +39,10 @@ TRITON_TOOLS = frozenset({"ptxas", "ptxas-blackwell", "cuobjdump", "nvdisasm"})
 FREE_MEMORY = "free some memory, raise the limit (`ulimit -v`), or use fewer processes (--jobs)"
 FREE_SPACE = "free some space"
 TOO_MANY = "too many files are open: raise the limit (`ulimit -n`), or use fewer processes (--jobs)"
+
+# The libraries of torch and Triton. At least this fraction of their bytes is loaded.
+LIBRARIES = (("torch", "lib/*.so*"), ("triton", "_C/*.so"))
+LOADED_SHARE = 0.75
 
 
 def machine_fault(error: BaseException) -> str | None:
@@ -270,3 +276,26 @@ def _mapping_fault(text: str) -> str:
     if os.strerror(errno.EPERM) in text:
         return f"{name} cannot be loaded (its disk is mounted noexec): set TRITON_CACHE_DIR"
     return f"memory ran out while {name} was loaded: {FREE_MEMORY}"
+
+
+def address_space_fault() -> str | None:
+    """Returns a sentence for a memory limit that is too low for torch and Triton, otherwise None.
+
+    Under such a limit their libraries raise, abort the process or hang.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    needed = sum(file.stat().st_size for pattern in LIBRARIES for file in _files(*pattern))
+    if limit >= LOADED_SHARE * needed:
+        return None
+    return (
+        f"the limit of {limit >> 20} MiB of memory is too low for torch and Triton, whose libraries have "
+        f"{needed >> 20} MiB: raise the limit (`ulimit -v`)"
+    )
+
+
+def _files(package: str, pattern: str) -> Iterator[Path]:
+    spec = importlib.util.find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        yield from Path(folder).glob(pattern)

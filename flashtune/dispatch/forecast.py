@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from flashtune.core.config import Config
-from flashtune.core.problem import Problem
-from flashtune.core.record import Provenance, Record, TransferEstimate
+from flashtune.core.problem import Direction, Problem
+from flashtune.core.record import PeerTime, Provenance, Record, TransferEstimate
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import (
     FEW_QUERIES,
@@ -28,7 +28,8 @@ from flashtune.dispatch.nearest import (
     tuned_alike,
     weight,
 )
-from flashtune.dispatch.peer_forecast import expected_peers
+from flashtune.templates.common.model.makespan import portable_span
+from flashtune.templates.common.model.traffic import unpacked
 from flashtune.templates.registry import find_family
 
 # Length scale of the penalties of configs, in steps of a factor of two.
@@ -46,6 +47,11 @@ UNTIMED_DOUBT = 0.05
 BESIDE_DOUBT = 0.02
 # Number of a family's best tuned configs from which untimed configs are derived.
 STARTS = 3
+
+# Prefix of the names of SDPA's backends in records.
+SDPA = "sdpa-"
+# Queries and keys of a tile of SDPA's fused kernels.
+TILE = 128
 
 
 class _Candidate(NamedTuple):
@@ -199,3 +205,37 @@ def untimed(record: Record, config: Config) -> Record:
         verdict=None,
         measurement=None,
     )
+
+
+def expected_peers(problem: Problem, records: Iterable[Record], target: Target) -> tuple[PeerTime, ...]:
+    """Returns the estimated times of SDPA's backends at a shape, in ms. Empty if none was timed.
+
+    The schedule has one program per tile (`portable_span`), as in SDPA's kernels. The correction is that of
+    the forecast of configs.
+
+    Args:
+        problem: A shape that is not tuned.
+        records: Tuned records of the same computation at other shapes.
+        target: The GPU.
+    """
+    # Records of one problem were timed in one run with the same baselines.
+    timed = {record.problem.key: record for record in records if record.measurement is not None}
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    # Sort, so that all ranks sum in the same order.
+    for _, record in sorted(timed.items()):
+        assert record.measurement is not None
+        for peer in record.measurement.peers:
+            if peer.name.startswith(SDPA):
+                longer = math.log(peer.ms / _schedule_ms(record.problem, target))
+                pairs.setdefault(peer.name, []).append((longer, distance(record.problem, problem)))
+    return tuple(
+        PeerTime(name, _schedule_ms(problem, target) * math.exp(regression(known)))
+        for name, known in sorted(pairs.items())
+    )
+
+
+@functools.lru_cache(maxsize=8192)
+def _schedule_ms(problem: Problem, target: Target) -> float:
+    """Returns the schedule time at a shape in ms, up to a factor that is the same for all shapes."""
+    forward = msgspec.structs.replace(unpacked(problem), direction=Direction.FORWARD)
+    return portable_span(forward, TILE, TILE, target)

@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 
 from flashtune.kv_cache.layout import MIN_SCALE, Encoding
-from flashtune.launch.compilation import FP_FUSION, interpreting
-from flashtune.launch.interpreter import launching
+from flashtune.launch.compilation import FP_FUSION, interpreting, launching
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,6 +5,8 @@ Search, verification and runtime all use this module, so that the verified code 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import importlib.machinery
 import importlib.util
@@ -12,6 +14,7 @@ import linecache
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 FP_FUSION = True
 
 _LOADING = threading.Lock()
+
+_launching = threading.Lock()
 
 
 def kernel_folder() -> Path:
@@ -168,3 +173,34 @@ def interpreting() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
+
+
+@contextlib.contextmanager
+def launching() -> Iterator[None]:
+    """Blocks other threads' launches in the interpreter, and skips work without effect in this one.
+
+    While a kernel runs, the interpreter replaces parts of Triton for all threads. It repeats each int32
+    operation in int64 for an assertion that only its debug mode has. It also replaces the functions of
+    `triton.language` at each call between functions of a kernel. The launch has already replaced them.
+    """
+    from triton.runtime import interpreter
+
+    with _launching:
+        builder = interpreter.interpreter_builder
+        options, replace = builder.options, interpreter._patch_lang
+        known: set[int] = set()
+
+        def replace_once(function: Any) -> Any:
+            # The replaced names depend only on the globals of the function's module.
+            names = id(function.__globals__)
+            if names in known:
+                return interpreter._LangPatchScope()
+            known.add(names)
+            return replace(function)
+
+        builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
+        interpreter._patch_lang = replace_once
+        try:
+            yield
+        finally:
+            builder.options, interpreter._patch_lang = options, replace

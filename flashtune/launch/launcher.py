@@ -16,8 +16,7 @@ from triton.runtime._allocation import _allocator
 
 from flashtune.core.errors import KernelError
 from flashtune.core.machine import machine_errors
-from flashtune.launch.compilation import first_line
-from flashtune.launch.interpreter import launching
+from flashtune.launch.compilation import first_line, launching
 from flashtune.launch.tma_descriptors import without_making
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.verification.inputs.cpu_generator import aside
+from flashtune.verification.inputs.placement import aside
 from flashtune.verification.reference.masks import (
     COMPARISONS_OF_A_MASK,
     Rows,

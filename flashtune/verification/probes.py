@@ -10,7 +10,7 @@ import torch
 
 from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.problem import KvScale
-from flashtune.verification.inputs.cpu_generator import aside
+from flashtune.verification.inputs.placement import aside
 from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.mask_boundary_probes import FIRST_HIDDEN, LAST_VISIBLE, at_edges, with_latent
 

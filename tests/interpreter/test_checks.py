@@ -12,7 +12,7 @@ from flashtune.launch.compilation import load_module
 from flashtune.templates.family import Family
 from flashtune.templates.registry import families
 from flashtune.templates.rendering import render
-from flashtune.tuner.workloads.config_text import change_config
+from flashtune.tuner.tables.kernel_choice import change_config
 from flashtune.tuner.workloads.shapes import parse_shape
 from tests.support.golden_kernels import kernel_of
 

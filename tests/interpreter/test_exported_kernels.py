@@ -17,7 +17,7 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.templates.family import Family
 from flashtune.templates.registry import families
 from flashtune.tuner.tables.export import kernel_files
-from flashtune.tuner.workloads.config_text import change_config
+from flashtune.tuner.tables.kernel_choice import change_config
 from flashtune.tuner.workloads.shapes import parse_shape
 
 LOADING = """

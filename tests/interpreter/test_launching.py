@@ -14,7 +14,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from flashtune import PagedKVCache
-from flashtune.launch.interpreter import launching
+from flashtune.launch.compilation import launching
 
 BUILDER = interpreter.interpreter_builder
 ROWS = 8

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from flashtune.core.errors import FlashtuneError, TargetError
+import msgspec
+
+from flashtune.core.errors import FlashtuneError, MachineError, TargetError
 from flashtune.core.machine import WRITTEN_FOLDERS, folder_fault
 from flashtune.core.target import TARGETS, Target, device_target, find_target
-from flashtune.tuner.analysis.compilers import compilers
-from flashtune.tuner.analysis.diagnostic import Finding, Level
 from flashtune.tuner.tables.table_receipts import verified_kernels
+
+if TYPE_CHECKING:
+    from flashtune.core.record import Record
+    from flashtune.core.target import Target
 
 OLDEST_TORCH = (2, 10)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 # Target if there is neither a GPU nor --target: compilers need no GPU.
 OFFLINE_TARGET = "h100"
+
+
+class Level(enum.StrEnum):
+    """Result of a check."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report.
+
+    Attributes:
+        name: Subject of the check.
+        level: Result.
+        said: The finding as text.
+        advice: The remedy; empty if none is needed.
+    """
+
+    name: str
+    level: Level
+    said: str
+    advice: str = ""
 
 
 def examine(
@@ -203,3 +233,54 @@ def shipped(target: Target) -> Finding:
         return Finding(name, Level.OK, found)
     advice = f"under Triton {triton.__version__}, {left} of the kernels are checked before their first use"
     return Finding(name, Level.WARN, found, f"{advice}: run flashtune verify to check them now")
+
+
+def compilers(target: Target, watch: Callable[[str], None] = lambda step: None) -> Iterator[Finding]:
+    """Compiles a small kernel of each pass, in Triton and in Gluon, for a target.
+
+    `watch` is called with each kernel before it is compiled.
+    """
+    from flashtune.launch.compilation import interpreting
+
+    if interpreting():
+        yield Finding("compiler", Level.WARN, "not tried", "the interpreter is on: unset TRITON_INTERPRET")
+        return
+    from flashtune.core.kernel import Specialization
+    from flashtune.dispatch.lookup import default_selections
+    from flashtune.templates.registry import find_family
+    from flashtune.tuner.workloads.shapes import parse_shape
+
+    for problem in parse_shape("heads=1,seqlen=128,head_dim=64,dtype=fp16,direction=forward|backward"):
+        tried: set[bool] = set()
+        for selection in default_selections(problem, target, Specialization()):
+            portable = find_family(selection.record.family).interpreted
+            if portable not in tried:
+                watch(f"compiling a kernel of {selection.record.family} for {target.name}")
+                yield compiler(selection.record, target, portable)
+            tried.add(portable)
+
+
+def compiler(record: Record, target: Target, portable: bool) -> Finding:
+    """Returns whether one kernel compiles.
+
+    Otherwise portable kernels compute the outputs, and torch the gradients.
+    """
+    from flashtune.launch.source_cache import kernel_of
+    from flashtune.tuner.binary.resources import read_resources
+
+    basic = portable and not record.problem.is_backward
+    name = "compiler" if basic else f"compiler of {record.family}"
+    try:
+        resources = read_resources(kernel_of(record, record.specialization), target)
+    except MachineError as error:
+        return Finding(name, Level.FAIL, f"{target.name}: {error}")
+    except FlashtuneError as error:
+        said = f"{target.name}: {error}"
+        if basic:
+            return Finding(name, Level.FAIL, said, "reinstall triton, or upgrade it")
+        instead = "torch computes gradients" if portable else "portable kernels serve"
+        return Finding(
+            name, Level.WARN, said, f"{instead} instead, slower: use a Triton that it is tested with"
+        )
+    said = f"compiles for {target.name} ({target.arch}) in {resources.compile_seconds:.1f} s"
+    return Finding(name, Level.OK, said)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import msgspec
+import math
 
+import msgspec
+import torch
+
+from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Dtype, Problem, score_bytes
 from flashtune.core.target import Target
+from flashtune.launch.backward import NUMBERS
+from flashtune.launch.compilation import load_module
 from flashtune.runtime.unfused import standard_hbm_items
 from flashtune.templates.rendering import render
 from flashtune.tuner.analysis.explain import roofline
-from flashtune.tuner.analysis.workspaces import workspace_bytes
+from flashtune.tuner.execution.inputs import make_inputs
 from flashtune.tuner.tables.kernel_choice import Chosen, choose
 from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 from flashtune.tuner.workloads.models import LayerCall, Layers, ModelAttention, model_calls
@@ -20,6 +26,8 @@ SCORE_COPIES = 2.5
 # Its backward pass stores probabilities and their gradients in both types, and gradients of the scores.
 GRADIENT_SCORE_COPIES = 4
 LSE_BYTES = 4
+
+FLOAT32_BYTES = 4
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -216,3 +224,13 @@ def _kind(kind: Layers) -> str:
     )
     asked = ", ".join(word for word in words if word)
     return f"{kind.count} with {asked}" if asked else str(kind.count)
+
+
+def workspace_bytes(kernel: Kernel, problem: Problem) -> int:
+    """Returns the bytes of a backward kernel's workspaces, for contiguous tensors of a problem."""
+    given = make_inputs(problem, torch.device("meta"))
+    q, k, v, out, side = given.q, given.k, given.v, given.out, given.side
+    beside = (getattr(side, name) for name in kernel.all_side if name not in NUMBERS)
+    workspaces: tuple[tuple[int, ...], ...]
+    _, workspaces, _ = load_module(kernel).launch_plan(q, k, v, out, out, q, k, v, *beside)
+    return FLOAT32_BYTES * sum(math.prod(shape) for shape in workspaces)

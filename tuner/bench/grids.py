@@ -9,7 +9,7 @@ import msgspec
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Causal, Dtype, Problem, feature_words
 from flashtune.core.record import ShortText
-from flashtune.tuner.bench.rates import decode_case, is_decode
+from flashtune.tuner.bench.results import decode_case, is_decode
 from flashtune.tuner.workloads.shapes import parse_shape
 
 MODEL_WIDTH = 2048

@@ -9,8 +9,7 @@ import msgspec
 
 from flashtune.tuner.bench.grids import Figures, PeerFile, case_of
 from flashtune.tuner.bench.peer_runs import CUDNN
-from flashtune.tuner.bench.rates import is_decode, kv_bytes, speed_of
-from flashtune.tuner.bench.results import OURS, Bench, BenchRun
+from flashtune.tuner.bench.results import OURS, Bench, BenchRun, is_decode, kv_bytes, speed_of
 
 ANY_PEER = "best peer"
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from flashtune.core.errors import MachineError
-from flashtune.launch.address_space import address_space_fault
+from flashtune.core.machine import address_space_fault
 
 # Sections of a help page, in order, and their parameters.
 SECTIONS: dict[str, frozenset[str]] = {

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashtune.core.errors import UsageError
-from flashtune.tuner.cli.completion import complete_families, complete_targets
-from flashtune.tuner.cli.shape_options import SHAPE_OPTIONS
+from flashtune.tuner.cli.shape_options import SHAPE_OPTIONS, complete_families, complete_targets
 from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 
 if TYPE_CHECKING:

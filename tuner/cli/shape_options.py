@@ -1,13 +1,39 @@
-"""The options that name shapes and models, which many commands share."""
+"""The options that name shapes and models, and the completion of names in a shell."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
-from flashtune.tuner.cli.completion import complete_models
 from flashtune.tuner.workloads.model_sizes import DEFAULT_BATCH, DEFAULT_PAGE_SIZE, DEFAULT_SEQLEN, Phase
+
+
+def complete_targets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 - click's signature
+    """Returns the GPUs of the table with this prefix, by their short names."""
+    from flashtune.core.target import TARGETS
+
+    return _beginning(incomplete, (target.short_name for target in TARGETS))
+
+
+def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 - click's signature
+    """Returns the known models with this prefix."""
+    from flashtune.tuner.workloads.presets import MODELS
+
+    return _beginning(incomplete, (model.name for model in MODELS))
+
+
+def complete_families(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 - click's signature
+    """Returns the kernel families with this prefix."""
+    from flashtune.templates.registry import family_names
+
+    return _beginning(incomplete, family_names())
+
+
+def _beginning(start: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(start.lower())]
+
 
 SHAPE_HELP = (
     "A shape, as key=value pairs: heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal,batch=2. "

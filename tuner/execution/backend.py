@@ -12,9 +12,8 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple, Protocol
 
 from flashtune.tuner.execution.compile_pool import CompilePool, Compiler
-from flashtune.tuner.execution.evaluation import Measurer
+from flashtune.tuner.execution.evaluation import Measurer, Predictor
 from flashtune.tuner.execution.gpu_worker import GpuWorker
-from flashtune.tuner.execution.predicted_times import Predictor
 from flashtune.tuner.execution.processes import usable_cores
 
 # Longest wait for a job before the observer gets the progress again, in seconds.

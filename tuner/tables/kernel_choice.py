@@ -5,18 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from flashtune.core.config import Config
-from flashtune.core.errors import ProblemError
+from flashtune.core.errors import ProblemError, UsageError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import Target
-from flashtune.dispatch.lookup import default_selection, select
+from flashtune.dispatch.lookup import select
 from flashtune.dispatch.nearest import same_computation
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.tables.lookup import best_generated, records_of, tables_of
-from flashtune.tuner.workloads.config_text import change_config
+from flashtune.tuner.workloads.shape_values import nearest, quoted
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -69,16 +69,6 @@ def choose(
     return msgspec.structs.replace(chosen, config=changed, record=None, source="command line", tuned_for=None)
 
 
-def default_kernel(problem: Problem, target: Target) -> Chosen:
-    """Returns the kernel that dispatch would use without tuned records.
-
-    Raises:
-        ProblemError: No family computes this problem on this target.
-    """
-    default = default_selection(problem, target, contiguous_specialization(problem))
-    return _from_record(problem, target, default.record, default.source)
-
-
 def _as_dispatch(problem: Problem, target: Target, db: str | None) -> Chosen:
     # Only generated kernels, because a baseline has no kernel.
     specialization = contiguous_specialization(problem)
@@ -120,3 +110,25 @@ def _from_record(problem: Problem, target: Target, record: Record, source: str) 
         source,
         tuned_for,
     )
+
+
+def change_config(base: Config, text: str) -> Config:
+    """Returns the base config with the fields that a user named changed.
+
+    Raises:
+        UsageError: An unknown field, or a value that the field cannot have.
+    """
+    changes: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, separator, value = (piece.strip() for piece in part.partition("="))
+        if name not in base.__struct_fields__:
+            raise UsageError(f"a config has no {quoted(name)}: {nearest(name, base.__struct_fields__)}")
+        if name in changes:
+            raise UsageError(f"{name} is given twice in the config: keep one")
+        changes[name] = value if separator else "true"
+    raw = {name: msgspec.to_builtins(value) for name, value in base.items()} | changes
+    try:
+        # Not strict: digits become numbers, `true` and `false` become bools, words become enums.
+        return msgspec.convert(raw, type(base), strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the config {quoted(text)} cannot be used: {error}") from error

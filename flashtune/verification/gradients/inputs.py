@@ -21,7 +21,6 @@ from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
 from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
 from flashtune.verification.inputs.case_cache import CaseCache
-from flashtune.verification.inputs.cpu_generator import aside
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,
@@ -31,7 +30,15 @@ from flashtune.verification.inputs.guarded_tensors import (
     poison,
 )
 from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, placed
-from flashtune.verification.inputs.placement import Places, capacities, excused, missing, put, query_places
+from flashtune.verification.inputs.placement import (
+    Places,
+    aside,
+    capacities,
+    excused,
+    missing,
+    put,
+    query_places,
+)
 from flashtune.verification.inputs.prepared import ROWS_BEHIND
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.probes import NEEDLE, Probe, make_values, replaced

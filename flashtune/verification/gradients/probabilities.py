@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.layouts import TORCH_DTYPES
-from flashtune.verification.reference.dropout import factors
 from flashtune.verification.reference.forward import HIDDEN, softmax
-from flashtune.verification.reference.masks import Rows
+from flashtune.verification.reference.masks import Rows, factors
 from flashtune.verification.reference.scores import laid_over, seen_by, sinks_of
 from flashtune.verification.tolerance import heaviest, squared
 

@@ -197,3 +197,11 @@ def excused(allowed: Tensor, absent: Tensor | None) -> Tensor:
         absent: Boolean of the same shape on the CPU, or None if no rows are absent.
     """
     return allowed if absent is None else allowed + (ANYTHING * absent.double()).to(allowed.device)
+
+
+def aside(generator: torch.Generator, step: int = 0) -> torch.Generator:
+    """Returns a generator on the CPU with the seed of another generator plus `step`.
+
+    There, arithmetic with small tensors loads no CUDA kernels.
+    """
+    return torch.Generator().manual_seed((generator.initial_seed() + step) % 2**32)

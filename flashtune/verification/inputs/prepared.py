@@ -16,10 +16,9 @@ from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.request.quantization import E4M3, LARGEST
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.inputs.case_cache import CaseCache
-from flashtune.verification.inputs.cpu_generator import aside
 from flashtune.verification.inputs.guarded_tensors import Guarded, checksum
 from flashtune.verification.inputs.memory import Dense, MemoryFrame, placed
-from flashtune.verification.inputs.placement import excused, missing
+from flashtune.verification.inputs.placement import aside, excused, missing
 from flashtune.verification.inputs.side_inputs import make_side, store
 from flashtune.verification.probes import make_values
 from flashtune.verification.reference.forward import Expected, Sample, expect, sample

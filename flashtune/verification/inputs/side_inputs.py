@@ -13,7 +13,7 @@ import torch
 from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
-from flashtune.verification.inputs.cpu_generator import aside
+from flashtune.verification.inputs.placement import aside
 from flashtune.verification.probes import DEPTH, Probe
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from flashtune.core.errors import UsageError
-from flashtune.db.location import database_url, default_url, describe, sqlite_path
+from flashtune.db.location import database_url, describe, sqlite_path
 
 
 def test_default_database_is_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHTUNE_DB")
     monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path))
-    assert sqlite_path(default_url()) == tmp_path / "flashtune.sqlite"
+    assert sqlite_path(database_url(None)) == tmp_path / "flashtune.sqlite"
 
 
 @pytest.mark.parametrize("value", ["{}/other.sqlite", "sqlite:///{}/other.sqlite"])
@@ -19,7 +19,7 @@ def test_environment_variable_accepts_path_or_url(
     value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHTUNE_DB", value.format(tmp_path))
-    assert sqlite_path(default_url()) == tmp_path / "other.sqlite"
+    assert sqlite_path(database_url(None)) == tmp_path / "other.sqlite"
 
 
 def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.faster_peers import faster_peer
+from flashtune.dispatch.forecast import expected_peers
 from flashtune.dispatch.lookup import nearest_selection, select
 from flashtune.dispatch.nearest import tuned_alike
-from flashtune.dispatch.peer_forecast import expected_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.source_cache import kernel_of
 from flashtune.request.request import Prefer

@@ -19,6 +19,7 @@ from flashtune.core import machine
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.kernel import Specialization
 from flashtune.core.machine import (
+    address_space_fault,
     folder_fault,
     machine_errors,
     machine_fault,
@@ -28,7 +29,6 @@ from flashtune.core.machine import (
 )
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import find_target
-from flashtune.launch.address_space import address_space_fault
 from flashtune.launch.compilation import kernel_folder, load_module
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render

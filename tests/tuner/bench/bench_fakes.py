@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Versions
-from flashtune.tuner.bench.rates import kv_bytes
-from flashtune.tuner.bench.results import OURS, Bench, BenchRun, Ceiling, Copy, Environment, LeftOut, Row
+from flashtune.tuner.bench.results import (
+    OURS,
+    Bench,
+    BenchRun,
+    Ceiling,
+    Copy,
+    Environment,
+    LeftOut,
+    Row,
+    kv_bytes,
+)
 
 VERSIONS = Versions("0.1.0", "0" * 32, "2.13.0", "3.7.1", "13.0", "580.1")
 DETAIL = "forward_q_outer block_m=128 (database)"

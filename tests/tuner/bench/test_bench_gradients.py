@@ -21,8 +21,7 @@ from flashtune.tuner.bench.bench import require_work
 from flashtune.tuner.bench.driver import report_of
 from flashtune.tuner.bench.grids import case_of, grid_problems
 from flashtune.tuner.bench.peer_runs import FLASH_ATTN_4, FLEX, STANDARD
-from flashtune.tuner.bench.rates import Unit, unit_of
-from flashtune.tuner.bench.results import OURS, LeftOut
+from flashtune.tuner.bench.results import OURS, LeftOut, Unit, unit_of
 from flashtune.tuner.cli.commands.bench import GRIDS
 from flashtune.tuner.cli.report.bench_markdown import markdown
 from flashtune.tuner.cli.report.bench_panels import title_of

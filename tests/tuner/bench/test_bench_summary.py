@@ -13,8 +13,7 @@ from flashtune.core.errors import UsageError
 from flashtune.core.problem import Causal, Dtype, KvDtype, Problem
 from flashtune.tuner.bench.driver import read_report, report_of
 from flashtune.tuner.bench.grids import GRIDS, PeerFile, case_of, grid_problems, read_figures
-from flashtune.tuner.bench.rates import kv_bytes
-from flashtune.tuner.bench.results import OURS, LeftOut
+from flashtune.tuner.bench.results import OURS, LeftOut, kv_bytes
 from flashtune.tuner.bench.summary import ANY_PEER, against, of_copy, ratios
 from tests.tuner.bench.bench_fakes import SPEEDS, a_bench, a_reading_bench, a_run
 

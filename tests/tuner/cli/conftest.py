@@ -26,7 +26,7 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.cli import main
-from flashtune.tuner.workloads.config_text import change_config
+from flashtune.tuner.tables.kernel_choice import change_config
 from flashtune.tuner.workloads.shapes import parse_shape
 
 SHAPE = "heads=8,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16,causal,batch=2"

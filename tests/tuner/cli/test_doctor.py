@@ -14,8 +14,7 @@ from flashtune.core.record import Record, Resources
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.table import TunedTable
-from flashtune.tuner.analysis.diagnostic import Level
-from flashtune.tuner.analysis.doctor import examine, gpu, interpreter, library, shipped
+from flashtune.tuner.analysis.doctor import Level, examine, gpu, interpreter, library, shipped
 
 Run = Callable[..., Result]
 

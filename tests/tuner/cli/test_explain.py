@@ -16,8 +16,7 @@ from flashtune.runtime.unfused import standard_hbm_items
 from flashtune.templates.registry import find_family
 from flashtune.tuner.analysis.explain import explain, rank, roofline
 from flashtune.tuner.candidates import contiguous_specialization
-from flashtune.tuner.tables.kernel_choice import choose, default_kernel
-from flashtune.tuner.workloads.config_text import change_config
+from flashtune.tuner.tables.kernel_choice import change_config, choose
 from flashtune.tuner.workloads.shapes import parse_shape
 
 Run = Callable[..., Result]
@@ -117,7 +116,7 @@ def test_roofline_of_long_prefill_is_the_matrix_units_and_of_one_query_the_memor
 
 def test_traffic_of_the_standard_computation_dwarfs_the_fused_on_long_sequences(no_compiler: None) -> None:
     (long,) = parse_shape("heads=16,seqlen=8192,head_dim=64")
-    told = explain(default_kernel(long, find_target("a100")), ())
+    told = explain(choose(long, find_target("a100"), None, "forward_q_outer"), ())
     ways = {way.name: way.bytes for way in told.traffic}
     assert ways["forward_q_outer"] < ways["forward_kv_outer"]
     assert ways["forward_q_outer"] * 10 < ways["standard"]

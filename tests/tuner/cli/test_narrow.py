@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from flashtune.core.problem import Dtype
-from flashtune.tuner.analysis.diagnostic import Finding, Level
+from flashtune.tuner.analysis.doctor import Finding, Level
 from flashtune.tuner.analysis.model_overview import Overview, Point, Way
 from flashtune.tuner.cli import EPILOG, output
 from flashtune.tuner.cli.commands import doctor

@@ -16,8 +16,7 @@ from flashtune.tuner.binary.resources import read_parts
 from flashtune.tuner.candidates import Candidate, contiguous_specialization, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled, compile_candidate
-from flashtune.tuner.execution.evaluation import Evaluation
-from flashtune.tuner.execution.predicted_times import Predictor
+from flashtune.tuner.execution.evaluation import Evaluation, Predictor
 from flashtune.tuner.perf_model.calibration import formula_ms
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult

@@ -18,8 +18,7 @@ from flashtune.templates.family import Family
 from flashtune.tuner.candidates import Candidate, SearchTask, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
-from flashtune.tuner.execution.evaluation import Evaluation
-from flashtune.tuner.execution.predicted_times import Predictor
+from flashtune.tuner.execution.evaluation import Evaluation, Predictor
 from flashtune.tuner.perf_model.calibration import NOTHING
 from flashtune.tuner.perf_model.roofline import predict_ms
 from flashtune.tuner.search.driver import run_search

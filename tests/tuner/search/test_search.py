@@ -12,8 +12,7 @@ from flashtune.core.record import Outcome, Provenance, Resources, Verdict
 from flashtune.db.store import Store
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.compile_pool import Compiled
-from flashtune.tuner.execution.evaluation import DeviceLostError, Evaluation, lost_device
-from flashtune.tuner.execution.predicted_times import Predictor
+from flashtune.tuner.execution.evaluation import DeviceLostError, Evaluation, Predictor, lost_device
 from flashtune.tuner.search.finals import FINALISTS
 from flashtune.tuner.search.request import Budget, Phase, Progress, Stop
 from tests.tuner.search.fakes import (

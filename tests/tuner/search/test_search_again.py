@@ -11,8 +11,7 @@ from flashtune.core.record import Outcome, Resources
 from flashtune.db.store import Store
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.compile_pool import Compiled
-from flashtune.tuner.execution.evaluation import Evaluation
-from flashtune.tuner.execution.predicted_times import Predictor
+from flashtune.tuner.execution.evaluation import Evaluation, Predictor
 from flashtune.tuner.search.request import Budget, Stop
 from tests.tuner.search.fakes import (
     KERNEL,

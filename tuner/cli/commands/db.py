@@ -11,7 +11,6 @@ import msgspec
 from flashtune.core.errors import FlashtuneError, StoreError, UsageError, VerificationError
 from flashtune.core.record import Outcome
 from flashtune.tuner.cli.command import Group
-from flashtune.tuner.cli.completion import complete_families
 from flashtune.tuner.cli.options import (
     database_option,
     json_option,
@@ -26,6 +25,7 @@ from flashtune.tuner.cli.output import (
     progress_bars,
     write_result,
 )
+from flashtune.tuner.cli.shape_options import complete_families
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem

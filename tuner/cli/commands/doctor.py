@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.completion import complete_targets
 from flashtune.tuner.cli.options import TARGET_VARIABLE, database_option, json_option, quiet_options
 from flashtune.tuner.cli.output import folded, print_json, printable, shows_progress, terminal_width
+from flashtune.tuner.cli.shape_options import complete_targets
 
 if TYPE_CHECKING:
-    from flashtune.tuner.analysis.diagnostic import Finding
+    from flashtune.tuner.analysis.doctor import Finding
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -43,8 +43,7 @@ def command(ctx: click.Context, target_name: str | None, db: str | None, as_json
     and the shipped table. Exits with 1 if something that flashtune needs does not work.
     """
     from flashtune.core.target import find_target
-    from flashtune.tuner.analysis.diagnostic import Level
-    from flashtune.tuner.analysis.doctor import examine
+    from flashtune.tuner.analysis.doctor import Level, examine
 
     target = find_target(target_name) if target_name else None
     findings = []

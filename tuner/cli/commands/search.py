@@ -9,7 +9,6 @@ import click
 
 from flashtune.core.errors import KernelError, UsageError
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.completion import complete_families
 from flashtune.tuner.cli.options import (
     NO_SHAPE,
     database_option,
@@ -25,6 +24,7 @@ from flashtune.tuner.cli.output import (
     terminal_width,
 )
 from flashtune.tuner.cli.report.search_report import expected_of, observed, print_expected, print_interrupted
+from flashtune.tuner.cli.shape_options import complete_families
 from flashtune.tuner.workloads.model_sizes import Phase
 
 if TYPE_CHECKING:

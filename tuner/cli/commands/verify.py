@@ -101,8 +101,7 @@ def command(
     from flashtune.db.table import dump_table
     from flashtune.tuner.tables.table_receipts import stray_receipts, with_receipts
     from flashtune.tuner.verify.job_runner import Runs, stopped_by_signals
-    from flashtune.tuner.verify.record_checks import remember, verify_records
-    from flashtune.tuner.verify.sample import sample
+    from flashtune.tuner.verify.record_checks import remember, sample, verify_records
 
     if require_gpu and allow_unproven:
         raise UsageError(

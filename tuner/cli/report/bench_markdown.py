@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flashtune.tuner.bench.driver import Report
-from flashtune.tuner.bench.rates import speed_of
-from flashtune.tuner.bench.results import BenchRun
+from flashtune.tuner.bench.results import BenchRun, speed_of
 from flashtune.tuner.bench.summary import Against, OfCopy, Ratios
 from flashtune.tuner.cli.output import printable
 from flashtune.tuner.cli.report.bench_panels import Panel, lengths_of, panels

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flashtune.core.problem import Causal, Dtype, Problem, feature_words
-from flashtune.tuner.bench.rates import Unit, is_decode, unit_of
-from flashtune.tuner.bench.results import Bench, BenchRun
+from flashtune.tuner.bench.results import Bench, BenchRun, Unit, is_decode, unit_of
 
 # Name of the ceilings in lists of contestants.
 CEILING = "matrix product"

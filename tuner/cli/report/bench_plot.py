@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from flashtune.core.errors import UsageError
-from flashtune.tuner.bench.rates import speed_of
+from flashtune.tuner.bench.results import speed_of
 from flashtune.tuner.cli.report.bench_panels import CEILING, COPY, Panel, panels
 
 if TYPE_CHECKING:

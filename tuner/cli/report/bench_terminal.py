@@ -9,8 +9,7 @@ import click
 from rich.table import Table
 
 from flashtune.tuner.bench.driver import Report
-from flashtune.tuner.bench.rates import is_decode, speed_of, unit_of
-from flashtune.tuner.bench.results import Bench, Ceiling, Copy, LeftOut, Row
+from flashtune.tuner.bench.results import Bench, Ceiling, Copy, LeftOut, Row, is_decode, speed_of, unit_of
 from flashtune.tuner.bench.summary import Against
 from flashtune.tuner.cli.output import console, note, plain, printable
 from flashtune.tuner.cli.report.bench_panels import lengths_of, title_of
