@@ -122,7 +122,7 @@ def filled(page: str, begin: str, end: str, text: str) -> str:
     before, begun, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
     if not (begun and ended):
-        raise UsageError(f"the page has no place for this: put {begin} and {end} where it belongs")
+        raise UsageError(f"the page has no markers for this text: put {begin} and {end} where it belongs")
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 

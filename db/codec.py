@@ -85,11 +85,13 @@ def decode_record(raw: bytes) -> Record:
             another.
     """
     if len(raw) > MAX_RECORD_BYTES:
-        raise TableError(f"a record of {len(raw)} bytes is no record: the most is {MAX_RECORD_BYTES}")
+        raise TableError(
+            f"a record of {len(raw)} bytes is too large for a record: the limit is {MAX_RECORD_BYTES}"
+        )
     try:
         envelope = _ENVELOPE.decode(raw)
     except UNDECODABLE as error:
-        raise TableError(f"a record is not as it should be: {brief(error)}") from error
+        raise TableError(f"invalid record: {brief(error)}") from error
     fields = msgspec.structs.asdict(envelope)
     fields["config"] = _decode_config(fields["family"], bytes(fields["config"]))
     record = Record(**fields)
@@ -111,7 +113,9 @@ def decode_stored(payload: object, problem_key: object, target: object) -> Recor
         raise TableError(f"a row holds {type(payload).__name__} where a record's JSON should be")
     record = decode_record(raw_bytes(payload))
     if (record.problem.key, record.target) != (problem_key, target):
-        raise TableError(f"a record of {record.problem.key} on {record.target} is filed under another name")
+        raise TableError(
+            f"a record of {record.problem.key} on {record.target} is stored under another problem or target"
+        )
     return record
 
 
@@ -140,7 +144,7 @@ def decode_check(raw: bytes) -> Check:
     try:
         return msgspec.json.decode(raw, type=Check)
     except UNDECODABLE as error:
-        raise TableError(f"a self-check is not as it should be: {brief(error)}") from error
+        raise TableError(f"invalid self-check: {brief(error)}") from error
 
 
 def fingerprint(value: msgspec.Struct | bytes) -> str:
@@ -183,7 +187,7 @@ def _plain_json(value: msgspec.Struct) -> bytes:
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError as error:
-        raise TableError(f"a text is no valid Unicode and cannot be stored: {brief(error)}") from error
+        raise TableError(f"a text is not valid Unicode and cannot be stored: {brief(error)}") from error
 
 
 @overload

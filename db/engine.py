@@ -42,7 +42,9 @@ def make_engine(url: str, *, read_only: bool = False) -> Engine:
             raise StoreError(f"records are kept in SQLite or PostgreSQL, and {where} is neither: {ELSEWHERE}")
         return create_engine(url, pool_pre_ping=True)
     except (exc.ArgumentError, ValueError) as error:
-        raise StoreError(f"{where} is no database URL: write postgresql+psycopg://USER@HOST/NAME") from error
+        raise StoreError(
+            f"{where} is not a database URL: write postgresql+psycopg://USER@HOST/NAME"
+        ) from error
     except ImportError as error:
         raise StoreError(f"{where} needs a driver ({error}): install psycopg, or {ELSEWHERE}") from error
 

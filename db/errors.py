@@ -29,10 +29,10 @@ def sqlite_error(error: sqlite3.Error | UnicodeError, url: str) -> StoreError:
     """
     where = describe(url)
     if isinstance(error, UnicodeError):
-        return StoreError(f"the database {where} is damaged: put a copy in its place, or {ELSEWHERE}")
+        return StoreError(f"the database {where} is damaged: restore a copy, or {ELSEWHERE}")
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & PRIMARY_CODE
     if code == sqlite3.SQLITE_BUSY:
-        return StoreError(f"another process keeps the database {where} locked: let it finish, then try again")
+        return StoreError(f"another process has locked the database {where}: wait for it, then try again")
     if code in FROM_THE_DISK:
         reason = _disk_fault(url)
         if reason is not None:

@@ -111,12 +111,14 @@ def _revision(connection: Connection, url: str) -> str | None:
     if not tables:
         return None
     if VERSION_TABLE not in tables:
-        raise StoreError(f"{describe(url)} holds other tables and is no flashtune database: {ELSEWHERE}")
+        raise StoreError(
+            f"{describe(url)} contains other tables and is not a flashtune database: {ELSEWHERE}"
+        )
     revision = connection.execute(select(column("version_num")).select_from(table(VERSION_TABLE))).scalar()
     if revision is not None and revision not in REVISIONS:
         raise StoreError(
-            f"the database {describe(url)} has schema {str(revision)[:32]!r}, and this flashtune knows those "
-            f"up to {HEAD}: upgrade flashtune, or {ELSEWHERE}"
+            f"the database {describe(url)} has schema {str(revision)[:32]!r}, and this flashtune supports "
+            f"schemas up to {HEAD}: upgrade flashtune, or {ELSEWHERE}"
         )
     return None if revision is None else str(revision)
 

@@ -107,7 +107,7 @@ def parse_table(raw: bytes, where: str) -> TunedTable:
     """
     if len(raw) > MAX_TABLE_BYTES:
         raise TableError(
-            f"{where} is over {MAX_TABLE_BYTES // 2**20} MiB, and no tuned table is: export it again"
+            f"{where} is over {MAX_TABLE_BYTES // 2**20} MiB, the limit for tuned tables: export it again"
         )
     try:
         schema = msgspec.json.decode(raw, type=_Head).schema
@@ -118,7 +118,7 @@ def parse_table(raw: bytes, where: str) -> TunedTable:
             )
         file = msgspec.json.decode(raw, type=_File)
     except UNDECODABLE as error:
-        raise TableError(f"{where} is no tuned table ({brief(error)}): export it again") from error
+        raise TableError(f"{where} is not a tuned table ({brief(error)}): export it again") from error
     records = tuple(_record(bytes(entry), position, where) for position, entry in enumerate(file.records, 1))
     table = TunedTable(target=file.target, records=records, receipts=file.receipts, times=file.times)
     check_table(table, where)
@@ -205,14 +205,20 @@ def check_table(table: TunedTable, where: str) -> None:
         place = receipt.digest, receipt.versions.makers
         on_gpu = receipt.target == table.target and names_gpu(table.target, receipt.verdict.device)
         if not on_gpu or not receipt.verdict.passed:
-            raise TableError(f"{where}, receipt {position} cannot be used: it is no pass on {table.target}")
+            raise TableError(
+                f"{where}, receipt {position} cannot be used: it is not a passed verdict on {table.target}"
+            )
         if place in proven:
-            raise TableError(f"{where}, receipt {position} cannot be used: one before it is of its kernel")
+            raise TableError(
+                f"{where}, receipt {position} cannot be used: an earlier receipt has the same kernel"
+            )
         proven.add(place)
     kernels = {(record.problem.key, record.kernel) for record in table.records}
     for position, timing in enumerate(table.times, start=1):
         if (timing.problem, timing.kernel) not in kernels or not timing.measurement.samples:
-            raise TableError(f"{where}, time {position} cannot be used: it is no measured time of a record")
+            raise TableError(
+                f"{where}, time {position} cannot be used: it is not a measured time of a record"
+            )
 
 
 def _ordered(table: TunedTable) -> list[Record]:

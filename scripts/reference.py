@@ -26,13 +26,19 @@ This page is generated from the commands' own help: `python -m scripts.reference
 def reference() -> str:
     """Returns the whole page in Markdown."""
     ctx = click.Context(main, info_name="flashtune")
-    parts = [TITLE, f"{_prose(main.help)}\n\n", _table(("command", "what it does"), _overview())]
+    parts = [TITLE, f"{_prose(main.help)}\n\n", _table(("command", "purpose"), _overview())]
     parts += ["\n```text\n", inspect.cleandoc(EPILOG.replace("\b\n", "")), "\n```\n"]
     for name, command, inner in commands(ctx):
         parts.append(_section(name, command, inner))
-    parts += ["\n## Shapes\n\nCommands that work on shapes take any mix of these.\n\n", _options(*_shapes())]
     parts += [
-        "\n## Models\n\nWhat `--model` knows; any other model's `config.json` is taken by `--hf-config`.\n\n"
+        "\n## Shapes\n\nCommands that work on shapes accept any combination of these options.\n\n",
+        _options(*_shapes()),
+    ]
+    parts += [
+        (
+            "\n## Models\n\nThe names that `--model` knows. For other models, use `--hf-config` with their "
+            "`config.json`.\n\n"
+        )
     ]
     parts.append(_table(MODEL_HEADS, map(model_row, MODELS)))
     return "".join(parts)

@@ -69,6 +69,4 @@ def _checked(name: str, value: object) -> object:
         for field in value.__struct_fields__:
             _checked(f"{name}.{field}", getattr(value, field))
         return value
-    raise KernelError(
-        f"a template may only be given ints, bools and enums, and {name} is {type(value).__name__}"
-    )
+    raise KernelError(f"template values must be ints, bools or enums, and {name} is {type(value).__name__}")

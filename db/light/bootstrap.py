@@ -43,7 +43,7 @@ def alone(path: Path) -> Iterator[None]:
             held.enter_context(alone_with(Path(f"{path}.lock"), LOCK_SECONDS))
         except TimeoutError as error:
             raise StoreError(
-                f"another process is creating or upgrading {path}: let it finish, then try again"
+                f"another process is creating or upgrading {path}: wait for it, then try again"
             ) from error
         except OSError as error:
             raise StoreError(
@@ -106,12 +106,14 @@ def known_revision(connection: sqlite3.Connection, url: str) -> str:
         raise foreign_object(str(foreign[0]), describe(url))
     query = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'alembic_version'"
     if not connection.execute(query).fetchone()[0]:
-        raise StoreError(f"{describe(url)} holds other tables and is no flashtune database: {ELSEWHERE}")
+        raise StoreError(
+            f"{describe(url)} contains other tables and is not a flashtune database: {ELSEWHERE}"
+        )
     (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone() or (None,)
     if revision not in REVISIONS:
         raise StoreError(
-            f"the database {describe(url)} has schema {str(revision)[:32]!r}, and this flashtune knows those "
-            f"up to {HEAD}: upgrade flashtune, or {ELSEWHERE}"
+            f"the database {describe(url)} has schema {str(revision)[:32]!r}, and this flashtune supports "
+            f"schemas up to {HEAD}: upgrade flashtune, or {ELSEWHERE}"
         )
     return str(revision)
 

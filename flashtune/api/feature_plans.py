@@ -93,7 +93,7 @@ class CallPlan(Generic[Planned_co]):
         if checked(key_of_call, check_call, call) != self._key:
             raise ProblemError(
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
-                "grad or which are given: plan with tensors like them"
+                "grad or which are given: plan again with tensors like these"
             )
         if self._shared:
             return cast("Planned_co", attend_shared(call, self._shared, [part._run for part in self._parts]))

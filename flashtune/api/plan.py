@@ -109,7 +109,7 @@ class PlainPlan(Generic[Planned_co]):
         if given or key != self._key:
             raise ProblemError(
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
-                "grad or which are given: call flashtune.plan(...) with them"
+                "grad or which are given: call flashtune.plan(...) with these tensors"
             )
         served = negated(q) if self._negated else q
         if scales is NO_EXTRA_INPUTS:

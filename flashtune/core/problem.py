@@ -215,7 +215,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             sizes = ", ".join(map(str, PAGE_SIZES))
             raise ProblemError(f"pages of {self.page_size} keys are not supported: make them one of {sizes}")
         if self.page_size and self.lengths:
-            raise ProblemError("sequences in pages always bring their lengths along: leave lengths out")
+            raise ProblemError("a paged cache always has lengths: leave lengths out")
         if self.kv_dtype is not None and self.dtype.is_quantized:
             raise ProblemError(f"with keys of {self.kv_dtype} leave queries in bf16, fp16 or fp32")
 

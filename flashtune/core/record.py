@@ -99,13 +99,11 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.passed:
             return
         if self.failed:
-            raise TableError("a verdict says that a kernel passed and names a check that failed")
+            raise TableError("a verdict is a pass and names a failed check")
         if not self.checks:
-            raise TableError("a verdict says that a kernel passed and counts no check")
+            raise TableError("a verdict is a pass with 0 checks")
         if not 0 <= self.worst_ratio <= 1:
-            raise TableError(
-                f"a verdict says that a kernel passed with {self.worst_ratio:g} of the error that is allowed"
-            )
+            raise TableError(f"a verdict is a pass with {self.worst_ratio:g} of the allowed error")
 
 
 class PeerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -242,7 +242,7 @@ def _nearest(name: str, arch: str) -> Target:
     vendor = "sm_" if arch.startswith("sm_") else "gfx"
     same_vendor = [target for target in TARGETS if target.arch.startswith(vendor)]
     if not same_vendor:
-        raise TargetError(f"{name} ({arch}) is an architecture that flashtune knows nothing of")
+        raise TargetError(f"{name} ({arch}) is an architecture that flashtune does not support")
     if vendor == "gfx":
         return same_vendor[0]
     capability = int(arch.removeprefix("sm_"))

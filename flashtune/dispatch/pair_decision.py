@@ -167,7 +167,7 @@ def _generated(request: Request, assumed: Assumptions) -> PairDecision:
     if blocked:
         raise ProblemError(
             f"no kernel family computes the gradient of {' and '.join(blocked)}, which requires grad: "
-            "detach it, or pass prefer='fastest' to let the unfused computation serve"
+            "detach it, or pass prefer='fastest' to use the unfused computation"
         )
     if interpreting():
         target = find_target(INTERPRETED_TARGET)

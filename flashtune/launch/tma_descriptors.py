@@ -114,7 +114,8 @@ def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
         from triton.backends.nvidia.driver import make_tensordesc_arg
     except ImportError as error:
         raise KernelError(
-            "this Triton makes descriptors in a way that flashtune does not know: install one from 3.6 to 3.9"
+            "this Triton makes descriptors in a way that flashtune does not support: "
+            "install one from 3.6 to 3.9"
         ) from error
 
     # Later releases also pass the launch's other arguments, for descriptors of another kind.
@@ -130,7 +131,7 @@ def without_making(run: Any) -> Callable[..., None]:
     inner = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
     if inner is None:
         raise KernelError(
-            "this Triton launches kernels with descriptors in a way that flashtune does not know"
+            "this Triton launches kernels with descriptors in a way that flashtune does not support"
         )
     launcher = copy.copy(run)
     launcher.launch = inner

@@ -66,7 +66,7 @@ def read_counts(path: Path) -> tuple[CallCount, ...]:
     except OSError as error:
         raise UsageError(f"cannot read the recorded calls {path}: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"the recorded calls {str(path)!r} are no file name: {error}") from error
+        raise UsageError(f"the recorded calls {str(path)!r} are not a file name: {error}") from error
     lines = content.splitlines()
     if len(content) > MAX_FILE_BYTES or len(lines) > MAX_LINES:
         raise UsageError(
@@ -80,7 +80,7 @@ def _decoded(path: Path, number: int, line: bytes) -> CallCount:
         return _decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise UsageError(
-            f"{path}, line {number}: this is no recorded call ({error}); name a file that "
+            f"{path}, line {number}: not a recorded call ({error}); name a file that "
             "flashtune.record_calls wrote"
         ) from error
 

@@ -57,7 +57,7 @@ def check_double(q: Tensor, generated: bool) -> None:
     if q.dtype is torch.float64 and generated:
         raise ProblemError(
             "q is torch.float64: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn, or "
-            "prefer='fastest' to let the unfused computation serve"
+            "prefer='fastest' to use the unfused computation"
         )
 
 

@@ -36,9 +36,9 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         return
     if any(one is not None and forward_ad.unpack_dual(one).tangent is not None for one in tensors):
         raise ProblemError(
-            "flashtune.attention has no derivatives in forward mode: go back through it, or let "
+            "flashtune.attention has no forward-mode derivatives: use reverse mode, or "
             "torch.nn.functional.scaled_dot_product_attention under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) serve"
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
 
 
@@ -50,9 +50,9 @@ def refuse_batches(gradients: tuple[Tensor | None, ...]) -> None:
     """
     if any(one is not None and _is_batched(one) for one in gradients):
         raise ProblemError(
-            "flashtune.attention's kernels go back for one gradient of the output and got a batch "
-            "(is_grads_batched or vectorize): go back once for each, or let torch.func.jacrev, or "
-            "torch.func.vmap over what torch.func.vjp gives, loop over them"
+            "flashtune.attention's backward pass takes one gradient of the output, not a batch "
+            "(is_grads_batched or vectorize): loop over them, or use torch.func.jacrev, or torch.func.vmap "
+            "over the function that torch.func.vjp returns"
         ) from None
 
 

@@ -222,7 +222,9 @@ def _supported(
         one for one in planned if unsupported_reason(family, one[0].problem, target, tensors) is None
     )
     if not cases:
-        raise KernelError(f"{kernel.family} refuses every problem of the proof: prove it at another problem")
+        raise KernelError(
+            f"{kernel.family} computes no problem of the verification: verify it at another problem"
+        )
     return cases
 
 

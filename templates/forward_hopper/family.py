@@ -176,7 +176,7 @@ class ForwardHopper:
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> HopperContext:
         assert isinstance(config, HopperConfig)
         if problem.packed and config.pack > 1:
-            raise KernelError("heads share no tiles where sequences are packed: make pack 1")
+            raise KernelError("heads share no tiles in varlen batches: set pack to 1")
         qk_chunks = head_chunks(problem.head_dim, config.decomposed)
         v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
         return HopperContext(

@@ -71,7 +71,7 @@ def test_oversize_value_is_read_by_the_store(file: Path) -> None:
     [
         ("UPDATE alembic_version SET version_num = '0003'", "older schema: run `flashtune db upgrade --db "),
         ("UPDATE alembic_version SET version_num = '9999'", "has schema '9999', .*: upgrade flashtune, or "),
-        ("DROP TABLE alembic_version", "holds other tables and is no flashtune database"),
+        ("DROP TABLE alembic_version", "contains other tables and is not a flashtune database"),
         ("CREATE TRIGGER t AFTER INSERT ON records BEGIN SELECT 1; END", "has a trigger"),
     ],
 )

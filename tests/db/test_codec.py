@@ -265,7 +265,7 @@ def test_a_config_of_another_family_is_refused(
 def test_a_million_fields_are_refused_quickly(make_record: MakeRecord) -> None:
     many = b",".join(b'"f%d":0' % number for number in range(1_000_000))
     raw = encode_record(make_record()).replace(b'"config":{', b'"config":{' + many + b",")
-    with pytest.raises(TableError, match="bytes is no record"):
+    with pytest.raises(TableError, match="bytes is too large for a record"):
         decode_record(raw)
 
 
@@ -291,11 +291,11 @@ def edited(record: Record, part: str, **changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("part", "changes", "reason"),
     [
-        ("verdict", {"worst_ratio": 1e300}, "passed with 1e"),
-        ("verdict", {"worst_ratio": 1.0000001}, "passed with 1 of"),
-        ("verdict", {"worst_ratio": -0.5}, "passed with -0.5"),
-        ("verdict", {"failed": "needle"}, "passed and names a check that failed"),
-        ("verdict", {"checks": 0}, "passed and counts no check"),
+        ("verdict", {"worst_ratio": 1e300}, "a pass with 1e"),
+        ("verdict", {"worst_ratio": 1.0000001}, "a pass with 1 of"),
+        ("verdict", {"worst_ratio": -0.5}, "a pass with -0.5"),
+        ("verdict", {"failed": "needle"}, "a pass and names a failed check"),
+        ("verdict", {"checks": 0}, "a pass with 0 checks"),
         ("verdict", {"checks": -1}, ">= 0"),
         ("measurement", {"samples": 0}, "measured with 0 samples"),
         ("measurement", {"ms": 0.0, "p20": 0.0}, "> 0"),

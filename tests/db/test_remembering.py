@@ -125,7 +125,7 @@ def test_checks_are_stored_in_past_schemas_without_upgrade(kept: Path, path: Pat
 @pytest.mark.parametrize(
     ("statements", "words"),
     [
-        (("CREATE TABLE others (id INTEGER)",), "no flashtune database"),
+        (("CREATE TABLE others (id INTEGER)",), "not a flashtune database"),
         (
             (
                 "CREATE TABLE alembic_version (version_num TEXT)",

@@ -130,7 +130,7 @@ def test_selection_with_another_problem_key_is_skipped(store: Store, make_record
     store.pin(record_id)
     with store._engine.begin() as connection:
         connection.execute(text("UPDATE selections SET problem_key = 'other'"))
-    with pytest.warns(UnreadableRecord, match="filed under another name"):
+    with pytest.warns(UnreadableRecord, match="stored under another problem or target"):
         assert store.selections() == []
     assert len(store.records()) == 1
 

@@ -96,13 +96,13 @@ def refused(raw: bytes, reason: str) -> None:
     ("changes", "reason"),
     [
         ({"schema": 3}, "has table schema 3 and this flashtune reads up to 2: export it again"),
-        ({"schema": "1"}, "is no tuned table"),
+        ({"schema": "1"}, "is not a tuned table"),
         ({"surprise": 1}, "unknown field `surprise`"),
         (
             {"target": "nvidia-a100"},
             "record 1 cannot be used: it is of nvidia-h200 in a table of nvidia-a100",
         ),
-        ({"records": {}}, "is no tuned table"),
+        ({"records": {}}, "is not a tuned table"),
         ({"records": [1]}, "record 1: "),
     ],
 )
@@ -133,7 +133,7 @@ def test_malformed_record_is_refused(table: TunedTable, changes: dict[str, Any],
 def test_a_million_fields_are_refused(table: TunedTable) -> None:
     many = b",".join(b'"f%d": 0' % number for number in range(1_000_000))
     raw = dump_table(table).replace(b'"problem": {', many + b', "problem": {', 1)
-    refused(raw, "record 1: a record of .* bytes is no record")
+    refused(raw, "record 1: a record of .* bytes is too large for a record")
 
 
 def test_negative_blocks_are_refused(table: TunedTable) -> None:
@@ -143,7 +143,7 @@ def test_negative_blocks_are_refused(table: TunedTable) -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}'])
 def test_file_that_is_not_a_table_is_refused(raw: bytes) -> None:
-    refused(raw, "is no tuned table")
+    refused(raw, "is not a tuned table")
 
 
 def test_invalid_utf8_byte_is_refused_at_every_position(table: TunedTable) -> None:

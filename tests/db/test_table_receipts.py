@@ -94,7 +94,9 @@ def test_a_receipt_of_another_gpu_is_refused(record: Record) -> None:
 def test_a_receipt_of_another_device_is_refused(record: Record, device: str) -> None:
     verdict = msgspec.structs.replace(PASSED, device=device)
     receipt = receipt_of(record, record.versions, verdict)
-    with pytest.raises(TableError, match="receipt 1 cannot be used: it is no pass on nvidia-h200"):
+    with pytest.raises(
+        TableError, match="receipt 1 cannot be used: it is not a passed verdict on nvidia-h200"
+    ):
         dump_table(TunedTable(target=TARGET, records=(record,), receipts=(receipt,)))
 
 
@@ -102,7 +104,7 @@ def test_a_second_receipt_of_a_kernel_is_refused(record: Record) -> None:
     first = receipt_of(record, record.versions)
     # Neither torch nor flashtune makes a binary.
     second = receipt_of(record, msgspec.structs.replace(record.versions, torch="2.20"))
-    with pytest.raises(TableError, match="receipt 2 cannot be used: one before it is of its kernel"):
+    with pytest.raises(TableError, match="receipt 2 cannot be used: an earlier receipt has the same kernel"):
         dump_table(TunedTable(target=TARGET, records=(record,), receipts=(first, second)))
 
 

@@ -148,9 +148,9 @@ def test_batches_of_gradients_are_refused(options: dict[str, Any], create_graph:
         )
 
     batch = out.detach().expand(3, *out.shape)
-    with pytest.raises(ProblemError, match=r"got a batch .*: go back once for each"):
+    with pytest.raises(ProblemError, match=r"not a batch .*: loop over them"):
         go_back(batch, True)
-    with pytest.raises(ProblemError, match=r"got a batch .*: go back once for each"):
+    with pytest.raises(ProblemError, match=r"not a batch .*: loop over them"):
         torch.func.vmap(go_back)(batch)
 
 
@@ -178,7 +178,7 @@ def test_derivatives_in_forward_mode_are_refused(way: str, options: dict[str, An
         with forward_ad.dual_level():
             return forward_ad.unpack_dual(of_queries(forward_ad.make_dual(q, q))).tangent
 
-    with pytest.raises(ProblemError, match="no derivatives in forward mode"):
+    with pytest.raises(ProblemError, match="no forward-mode derivatives"):
         tangent()
     with forward_ad.dual_level():
         assert torch.equal(of_queries(q), of_queries(q.clone())), "without a tangent there is no derivative"

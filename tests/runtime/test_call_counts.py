@@ -33,7 +33,7 @@ def test_file_permissions_are_preserved(problem: Problem, file: Path) -> None:
 
 def test_file_of_another_format_is_not_changed(file: Path) -> None:
     file.write_text("my thesis\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="line 1: this is no recorded call"), flashtune.record_calls(file):
+    with pytest.raises(UsageError, match="line 1: not a recorded call"), flashtune.record_calls(file):
         pass
     assert file.read_text(encoding="utf-8") == "my thesis\n"
     with (

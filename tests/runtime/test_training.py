@@ -197,5 +197,5 @@ def test_float64_uses_unfused_attention(options: dict[str, Any]) -> None:
     torch.testing.assert_close(compiled(q, k, v), result)
     with torch.no_grad():
         torch.testing.assert_close(attend(q, k, v), result)
-    with pytest.raises(ProblemError, match="prefer='fastest' to let the unfused computation serve"):
+    with pytest.raises(ProblemError, match="prefer='fastest' to use the unfused computation"):
         flashtune.attention(q, k, v, prefer="generated", **options)

@@ -74,7 +74,7 @@ class HostileFamily:
 def test_a_context_may_only_hold_numbers(value: object) -> None:
     problem = a_problem()
     config = a_config(FORWARD[0])
-    with pytest.raises(KernelError, match="only be given ints, bools and enums"):
+    with pytest.raises(KernelError, match="must be ints, bools or enums"):
         render(HostileFamily(value), problem, config, Specialization())  # type: ignore[arg-type]
 
 

@@ -87,7 +87,7 @@ def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
 
 def _peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
     if name == FLASH_ATTN_4:
-        raise RefusalError("its backward pass is not timed: it takes gradients of its own layout")
+        raise RefusalError("its backward pass is not timed: it needs gradients in another layout")
     if name == FLEX:
         # Otherwise a compiled backward pass would donate its saved tensors, and could run only once.
         import torch._functorch.config as compiling

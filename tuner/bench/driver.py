@@ -82,7 +82,7 @@ def read_report(data: bytes, name: str) -> BenchRun:
             f"{name} is no report that this version of flashtune bench saves: {error}; make it anew by --save"
         ) from error
     if not run.benches:
-        raise UsageError(f"{name} holds no results: make it anew by --save")
+        raise UsageError(f"{name} contains no results: write it again with --save")
     return run
 
 

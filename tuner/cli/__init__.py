@@ -29,39 +29,39 @@ UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 # keyword.
 SECTIONS: dict[str, dict[str, str]] = {
     "Tune": {
-        "search": "Find the fastest right kernel for shapes on a GPU, or rank candidates without one.",
-        "warm": "Compile and load the kernels that a program needs, before it starts.",
+        "search": "Find the fastest correct kernel for a shape; without a GPU, rank candidates.",
+        "warm": "Compile and load the kernels of a program before it starts.",
     },
     "Inspect": {
-        "show": "List what is stored: selected kernels, or every record of a problem.",
-        "explain": "Say why a kernel is as fast as it is: SRAM, roofline, traffic, occupancy, rivals.",
-        "bench": "Time selected kernels side by side with other implementations.",
-        "render": "Write the kernel of a shape as a Python file that a person can read.",
+        "show": "List stored kernels: the selected ones, or every record of a shape.",
+        "explain": "Explain a kernel's speed: SRAM, roofline, traffic, occupancy, other candidates.",
+        "bench": "Time selected kernels and other implementations, interleaved.",
+        "render": "Write the kernel of a shape as a readable Python file.",
     },
     "Check": {
-        "doctor": "Check what this machine has, and say what to do about what it lacks.",
-        "verify": "Check that every selected kernel compiles, fits and computes what it should.",
-        "sram-audit": "Compare the SRAM models with what the compiler asks for.",
+        "doctor": "Check this machine's installation, and print a remedy for each problem.",
+        "verify": "Check that selected kernels compile, fit the GPU and match the reference.",
+        "sram-audit": "Compare the SRAM models with the compiler's figures.",
     },
     "Share": {
-        "export": "Write selected kernels as a JSON table, as Python files or as triton.Config lists.",
+        "export": "Write selected kernels as a JSON table, Python files or triton.Config lists.",
         "import": "Read a JSON table into the database.",
         "db": "Locate, upgrade and merge databases.",
     },
     "List names": {
         "models": "List the models that --model knows.",
         "targets": "List the GPUs that --target knows.",
-        "families": "List the kernel families, and what each computes.",
+        "families": "List the kernel families and their features.",
     },
 }
 COMMANDS: dict[str, str] = {name: text for section in SECTIONS.values() for name, text in section.items()}
 
 EPILOG = """\b
 Exit codes:
-  0    done
-  1    the work failed: a wrong kernel, an unreadable database, a failed check
-  2    the command line, a file or a shape cannot be used as given
-  130  interrupted; what was finished is stored
+  0    success
+  1    failure: a wrong kernel, an unreadable database, a failed check
+  2    invalid command line, file or shape
+  130  interrupted; finished results are stored
 """
 
 
@@ -143,7 +143,7 @@ class CommandGroup(click.Group):
                 raise
             raise Failure(MachineError(fault)) from error
         except KeyboardInterrupt:
-            click.echo("flashtune: interrupted; what was finished is stored", err=True)
+            click.echo("flashtune: interrupted; finished results are stored", err=True)
             ctx.exit(INTERRUPTED)
 
 
@@ -181,4 +181,4 @@ def module_name(command: str) -> str:
 )
 @click.version_option(package_name="flashtune", message="%(prog)s %(version)s")
 def main() -> None:
-    """Generate, search, prove and dispatch flash-attention kernels for the GPU at hand."""
+    """Generate, search, verify and dispatch flash-attention kernels."""

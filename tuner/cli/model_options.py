@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 LENGTHS = "1024..131072"
 
 PHASE_HELP = (
-    "Explain the attention of whole models, named by --model or --hf-config, over sequence length, in place "
-    "of kernels: prefill attends from a whole prompt to itself, decode from one new token of each sequence, "
-    "training does what prefill does and computes the gradients. "
-    f"--seqlen is {LENGTHS} then, where left out."
+    "Explain the attention of whole models (--model or --hf-config) over sequence length, not a kernel. "
+    "prefill: all tokens of a prompt attend to the prompt. decode: one new token of each sequence attends to "
+    f"all earlier ones. training: prefill and its gradients. --seqlen then defaults to {LENGTHS}."
 )
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 AnyCommand = Callable[..., Any]
 
 TARGET_VARIABLE = "FLASHTUNE_TARGET"
-NO_SHAPE = "name a shape, by --shape, --model, --hf-config or --shapes-file"
+NO_SHAPE = "no shape given: use --shape, --model, --hf-config or --shapes-file"
 
 
 def problem_options(command: AnyCommand) -> AnyCommand:
@@ -94,8 +94,8 @@ def gather_problems(
     attentions = gather_models(models, hf_configs)
     if not attentions and sizes.any_size:
         raise UsageError(
-            "--phase decode, --seqlen, --batch, --dtype, --page-size and --packed go with --model or "
-            "--hf-config: write what they say into the --shape"
+            "--phase decode, --seqlen, --batch, --dtype, --page-size and --packed need --model or "
+            "--hf-config: give these values in --shape instead"
         )
     for attention in attentions:
         found.extend(model_problems(attention, sizes))
@@ -133,14 +133,14 @@ def target_options(command: AnyCommand) -> AnyCommand:
             metavar="GPU",
             envvar=TARGET_VARIABLE,
             shell_complete=complete_targets,
-            help="Work for this GPU without having it, such as h100; `flashtune targets` lists them. "
-            f"{TARGET_VARIABLE}, or the GPU of this machine, where left out.",
+            help="GPU to work for, without using it, such as h100; `flashtune targets` lists them. "
+            f"Default: {TARGET_VARIABLE}, otherwise the GPU of this machine.",
         ),
         click.option(
             "--device",
             type=click.IntRange(min=0),
             metavar="INDEX",
-            help="Which GPU of this machine to use. The first where left out.",
+            help="GPU of this machine to use. Default: 0.",
         ),
     )
     return apply_options(options, with_target)
@@ -156,7 +156,7 @@ def _resolve_target(name: str | None, device: int | None) -> tuple[Target, int |
     from flashtune.core.target import device_target, find_target
 
     if name is not None and device is not None:
-        raise UsageError("--target works without a GPU, --device is one of this machine: give one of the two")
+        raise UsageError("--target and --device exclude each other: use one of them")
     if name is not None:
         return find_target(name), None
     index = device or 0
@@ -170,13 +170,13 @@ def kernel_options(command: AnyCommand) -> AnyCommand:
             "--family",
             metavar="NAME",
             shell_complete=complete_families,
-            help="A kernel family, in place of the selection's; `flashtune families` lists them.",
+            help="Kernel family to use instead of the selection's; `flashtune families` lists them.",
         ),
         click.option(
             "--config",
             metavar="FIELDS",
-            help="Fields of the config to change, such as block_m=128,block_n=64,num_warps=8; the others "
-            "stay as in the selection, or in the family's default.",
+            help="Config fields to change, such as block_m=128,block_n=64,num_warps=8. The other fields "
+            "are those of the selection, or of the family's default.",
         ),
     )
     return apply_options(options, command)
@@ -189,7 +189,7 @@ def target_filter_option(command: AnyCommand) -> AnyCommand:
         "target_name",
         metavar="GPU",
         shell_complete=complete_targets,
-        help="Only what is stored for this GPU, such as h200.",
+        help="Only records of this GPU, such as h200.",
     )(command)
 
 
@@ -198,22 +198,22 @@ def database_option(command: AnyCommand) -> AnyCommand:
     return click.option(
         "--db",
         metavar="PATH|URL",
-        help="The database: an SQLite file or an SQLAlchemy URL. FLASHTUNE_DB, or a file in the user's cache "
-        "folder, where left out.",
+        help="Database: an SQLite file or an SQLAlchemy URL. Default: FLASHTUNE_DB, otherwise a file in "
+        "the user's cache folder.",
     )(command)
 
 
 def json_option(command: AnyCommand) -> AnyCommand:
     """Adds --json; the command gets `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON in place of tables.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(command)
 
 
 def quiet_options(command: AnyCommand) -> AnyCommand:
     """Adds --quiet, --verbose and --no-progress, which `output` reads from the running command."""
     options = (
-        _output_flag("-q", "--quiet", help="Print the result and errors alone."),
-        _output_flag("-v", "--verbose", help="Print each step's outcome too, on stderr."),
-        _output_flag("--progress/--no-progress", default=True, help="Show progress, on stderr. The default."),
+        _output_flag("-q", "--quiet", help="Print only the result and errors."),
+        _output_flag("-v", "--verbose", help="Also print the outcome of each step, on stderr."),
+        _output_flag("--progress/--no-progress", default=True, help="Show progress on stderr. Default: on."),
     )
     return apply_options(options, command)
 
@@ -222,7 +222,7 @@ def _output_flag(*names: str, **settings: Any) -> Callable[[AnyCommand], AnyComm
     def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.meta[f"flashtune.{param.name}"] = value
         if ctx.meta.get("flashtune.quiet") and ctx.meta.get("flashtune.verbose"):
-            raise click.UsageError("--quiet and --verbose contradict one another: leave one of the two out")
+            raise click.UsageError("--quiet and --verbose exclude each other: use one of them")
 
     return click.option(*names, is_flag=True, expose_value=False, callback=remember, **settings)
 

@@ -46,8 +46,7 @@ SHAPE_HELP = (
     "run. Repeatable."
 )
 MODEL_HELP = (
-    "The attention of a well-known open model, such as llama-3.1-8b; `flashtune models` lists them. "
-    "Repeatable."
+    "The attention of an open model, such as llama-3.1-8b; `flashtune models` lists them. Repeatable."
 )
 PHASES = tuple(phase.value for phase in Phase)
 
@@ -56,9 +55,9 @@ PHASE_OPTION = click.option(
     type=click.Choice(PHASES),
     default=Phase.PREFILL.value,
     show_default=True,
-    help="Which phase of a --model or --hf-config: prefill attends from a whole prompt to itself, decode "
-    "from one new token of each sequence to all before it. training is prefill and the gradients: of "
-    "shapes too it names both passes.",
+    help="Phase of --model or --hf-config. prefill: all tokens of a prompt attend to the prompt. decode: one "
+    "new token of each sequence attends to all earlier ones. training: prefill and its gradients, also of "
+    "--shape.",
 )
 SHAPE_OPTIONS = (
     click.option("--shape", "shapes", multiple=True, metavar="SHAPE", help=SHAPE_HELP),
@@ -71,7 +70,7 @@ SHAPE_OPTIONS = (
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="A transformers config.json to take the attention from. Repeatable.",
+        help="A transformers config.json, whose attention is used. Repeatable.",
     ),
     click.option(
         "--shapes-file",
@@ -79,37 +78,36 @@ SHAPE_OPTIONS = (
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="A file of shapes: one a line, as for --shape or in JSON; # starts a comment. Repeatable.",
+        help="A file with one shape per line, as for --shape or in JSON. # starts a comment. Repeatable.",
     ),
     PHASE_OPTION,
     click.option(
         "--seqlen",
         metavar="LENGTHS",
-        help="Sequence length for --model and --hf-config, in decode that of the cache; lists and ranges as "
-        "in --shape. "
-        f"{DEFAULT_SEQLEN} where left out.",
+        help="Sequence length for --model and --hf-config; with --phase decode, of the cache. Lists and "
+        f"ranges as in --shape. Default: {DEFAULT_SEQLEN}.",
     ),
     click.option(
         "--batch",
         metavar="SIZES",
-        help="Batch size for --model and --hf-config; lists and ranges as in --shape. "
-        f"{DEFAULT_BATCH} where left out.",
+        help="Batch size for --model and --hf-config. Lists and ranges as in --shape. "
+        f"Default: {DEFAULT_BATCH}.",
     ),
     click.option(
         "--dtype",
         metavar="DTYPE",
-        help="bf16, fp16, fp32, e4m3 or a list, for --model and --hf-config, in place of the checkpoint's "
-        "own.",
+        help="Element type for --model and --hf-config: bf16, fp16, fp32, e4m3 or a list. Default: the "
+        "checkpoint's.",
     ),
     click.option(
         "--page-size",
         metavar="KEYS",
-        help="Keys of a page of the cache that decode of --model and --hf-config reads, or a list; 0 for "
-        f"contiguous caches. {DEFAULT_PAGE_SIZE} where left out.",
+        help="Keys per page of the cache with --phase decode, or a list; 0 for contiguous caches. "
+        f"Default: {DEFAULT_PAGE_SIZE}.",
     ),
     click.option(
         "--packed",
         is_flag=True,
-        help="Sequences that --model and --hf-config prefill lie packed one behind the other.",
+        help="Pack the sequences of --model and --hf-config without padding (varlen).",
     ),
 )

@@ -24,11 +24,11 @@ def moment(age: str, now: datetime | None = None) -> str:
     """
     found = AGE.fullmatch(age)
     if found is None:
-        raise UsageError(f"{age!r} is no age: write a number and a unit, such as 90m, 12h, 30d or 8w")
+        raise UsageError(f"{age!r} is not an age: write a number and a unit, such as 90m, 12h, 30d or 8w")
     try:
         past = (now or datetime.now(UTC)) - timedelta(**{UNITS[found[2]]: int(found[1])})
     except OverflowError as error:
-        raise UsageError(f"{age!r} is before the first year: write a smaller number") from error
+        raise UsageError(f"{age!r} reaches before year 1: write a smaller number") from error
     return past.isoformat(timespec="microseconds")
 
 

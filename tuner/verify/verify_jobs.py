@@ -110,7 +110,7 @@ def check_interpreted(task: Interpretable) -> Verdict:
 
     if not interpreting():
         raise VerificationError(
-            "Triton was imported before it was told to interpret: run flashtune verify by itself"
+            "Triton was imported before its interpreter was enabled: run flashtune verify in its own process"
         )
     family = find_family(task.family)
     cpu = torch.device("cpu")

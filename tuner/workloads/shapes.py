@@ -72,7 +72,7 @@ def _build(given: dict[str, Value]) -> Problem:
     if seqlen_q is None or seqlen_kv is None:
         raise UsageError("a shape needs its lengths: add seqlen=..., or seqlen_q=... and seqlen_kv=...")
     if {"seqlen", "seqlen_q", "seqlen_kv"} <= numbers.keys():
-        raise UsageError("seqlen, seqlen_q and seqlen_kv contradict one another: leave one of the three out")
+        raise UsageError("seqlen, seqlen_q and seqlen_kv exclude each other: leave one of the three out")
     window, kv_dtype = _window(given), given.get("kv_dtype")
     if "kv_scale" in given and "kv_dtype" not in given:
         raise UsageError("kv_scale says what shares a scale in a quantised cache: add kv_dtype=e4m3 or int8")
@@ -118,7 +118,7 @@ def _direction(given: dict[str, Value]) -> Direction:
     if "backward" not in given:
         return _word(given.get("direction"), Direction.FORWARD)
     if "direction" in given:
-        raise UsageError("backward says what direction=backward does: leave one of the two out")
+        raise UsageError("backward and direction=backward are the same: use one of them")
     return Direction.BACKWARD if given["backward"] is True else Direction.FORWARD
 
 
@@ -138,7 +138,9 @@ def _batch(numbers: dict[str, int], seqlen_q: int) -> int:
     if tokens is None:
         return numbers.get("batch", 1)
     if "batch" in numbers:
-        raise UsageError("tokens and batch say the same thing twice: leave one of the two out")
+        raise UsageError("tokens and batch exclude each other: use one of them")
     if tokens % seqlen_q:
-        raise UsageError(f"tokens={tokens} is no multiple of seqlen_q={seqlen_q}: batch is tokens / seqlen_q")
+        raise UsageError(
+            f"tokens={tokens} is not a multiple of seqlen_q={seqlen_q}: batch is tokens / seqlen_q"
+        )
     return tokens // seqlen_q

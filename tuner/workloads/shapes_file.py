@@ -44,7 +44,7 @@ def read_text(path: Path, what: str) -> str:
     except OSError as error:
         raise UsageError(f"cannot read the {what} {path}: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"the {what} {str(path)!r} is no file name: {error}") from error
+        raise UsageError(f"the {what} {str(path)!r} is not a file name: {error}") from error
     if len(content) > MAX_FILE_BYTES:
         raise UsageError(f"the {what} {path} is larger than {MAX_FILE_BYTES:,} bytes: this is no {what}")
     try:
@@ -60,7 +60,7 @@ def _parse_line(line: str) -> tuple[Problem, ...]:
     try:
         row = msgspec.json.decode(line, type=dict[str, bool | int | str])
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise UsageError(f"this is no JSON object of numbers and words: {error}") from error
+        raise UsageError(f"not a JSON object of numbers and words: {error}") from error
     return expand({key: parse_values(key, _as_text(value)) for key, value in row.items()})
 
 

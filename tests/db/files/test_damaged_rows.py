@@ -23,7 +23,7 @@ MakeProblem = Callable[..., Problem]
     ("damage", "reason"),
     [
         ("CAST(zeroblob(2000000) AS TEXT)", "more than 1048576 bytes"),
-        ("CAST(replace(CAST(payload AS BLOB), 'NVIDIA H200', x'ff') AS TEXT)", "not as it should be"),
+        ("CAST(replace(CAST(payload AS BLOB), 'NVIDIA H200', x'ff') AS TEXT)", "invalid record"),
     ],
     ids=["too large", "not UTF-8"],
 )
@@ -66,7 +66,7 @@ def test_column_that_is_not_utf8_skips_its_row(filled: Path, make_record: MakeRe
     with open_store(str(filled)) as store:
         groups, _ = store.preview(Forgettable())
     assert [(group.target, group.records) for group in groups] == [("?", 1)]
-    with pytest.warns(UnreadableRecord, match="filed under another name"):
+    with pytest.warns(UnreadableRecord, match="stored under another problem or target"):
         counts = merge_into(filled.with_name("ours.sqlite"), filled)
     assert (counts.selections_added, counts.checks_added) == (1, 1)
 

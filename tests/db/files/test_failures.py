@@ -92,13 +92,13 @@ def test_damaged_pages_are_reported_when_read(filled: Path, tmp_path: Path, make
 def test_a_newer_schema(filled: Path) -> None:
     with closing(sqlite3.connect(filled)) as connection, connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    refused(filled, "has schema '9999', and this flashtune knows those up to .*: upgrade flashtune")
+    refused(filled, "has schema '9999', and this flashtune supports schemas up to .*: upgrade flashtune")
 
 
 def test_database_of_another_program(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE bookmarks (url TEXT)")
-    refused(path, "holds other tables and is no flashtune database")
+    refused(path, "contains other tables and is not a flashtune database")
 
 
 def test_version_table_with_other_columns(path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
 def test_unsupported_database_engine() -> None:
     with pytest.raises(StoreError, match="SQLite or PostgreSQL, and mysql://host/name is neither"):
         open_store("mysql://host/name")
-    with pytest.raises(StoreError, match="is no database URL"):
+    with pytest.raises(StoreError, match="is not a database URL"):
         open_store("no such thing://x")
 
 

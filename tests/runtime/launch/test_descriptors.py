@@ -163,7 +163,7 @@ def test_launcher_accepts_created_descriptors(gpu: Driver) -> None:
 
 
 def test_unknown_launcher_is_refused() -> None:
-    with pytest.raises(KernelError, match="in a way that flashtune does not know"):
+    with pytest.raises(KernelError, match="in a way that flashtune does not support"):
         without_making(Launcher(lambda *values: values))
 
 

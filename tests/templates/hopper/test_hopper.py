@@ -49,7 +49,7 @@ def test_packed_sequences_are_of_sixteen_bits_and_share_no_tiles() -> None:
     assert reason == "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
     problem = a_problem(64, kv_heads=1, seqlen_q=16, packed=32)
     assert {config.pack for config in sampled_configs(problem, 60)} == {1}
-    with pytest.raises(KernelError, match="make pack 1"):
+    with pytest.raises(KernelError, match="set pack to 1"):
         render(FAMILY, problem, a_config(problem, pack=2), PLAIN)
 
 

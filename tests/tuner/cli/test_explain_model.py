@@ -164,7 +164,7 @@ def test_every_line_of_the_plot_has_all_lengths() -> None:
         (("--model", "bert-base", "--phase", "decode"), "bert-base is an encoder"),
         (("--model", "gpt2", "--phase", "decode", "--packed"), "--packed is of prompts"),
         (("--model", "gpt2", "--phase", "prefill", "--page-size", "16"), "add --phase decode"),
-        ((), "name a shape"),
+        ((), "no shape given"),
     ],
 )
 def test_what_cannot_be_explained_gets_a_sentence(run: Run, options: tuple[str, ...], words: str) -> None:

@@ -74,7 +74,7 @@ def raising(error: BaseException) -> click.Command:
         (StoreError("the disk is\nfull"), 1, "flashtune: the disk is full\n"),
         (StoreError("a row says \x1b[2J"), 1, "flashtune: a row says ?[2J\n"),
         (UsageError("no such thing"), 2, "flashtune: no such thing\n"),
-        (KeyboardInterrupt(), 130, "flashtune: interrupted; what was finished is stored\n"),
+        (KeyboardInterrupt(), 130, "flashtune: interrupted; finished results are stored\n"),
     ],
 )
 def test_errors_are_one_sentence_and_an_exit_code(
@@ -129,13 +129,13 @@ def test_training_names_both_passes_of_shapes_and_of_models() -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ((), "name a shape"),
+        ((), "no shape given"),
         (("--model", "llama-3.1-8b", "--target", "h900"), "there is no target"),
         (("--model", "nope"), "there is no model"),
-        (("--model", "phi-2", "--target", "h100", "--device", "0"), "give one of the two"),
+        (("--model", "phi-2", "--target", "h100", "--device", "0"), "use one of them"),
         (("--model", "phi-2", "--seqlen", "x"), "whole numbers"),
-        (("--shape", "heads=1,seqlen=1,head_dim=8", "--batch", "2"), "go with --model"),
-        (("--shape", "heads=1,seqlen=1,head_dim=8", "--phase", "decode"), "go with --model"),
+        (("--shape", "heads=1,seqlen=1,head_dim=8", "--batch", "2"), "need --model"),
+        (("--shape", "heads=1,seqlen=1,head_dim=8", "--phase", "decode"), "need --model"),
         (("--hf-config", "missing.json"), "No such file"),
     ],
 )

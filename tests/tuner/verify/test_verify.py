@@ -284,7 +284,7 @@ def test_nothing_to_verify_is_a_usage_error(options: list[str]) -> None:
 def test_interpreters_refuse_to_run_where_triton_compiles() -> None:
     subject = record_checks._subject(make_record())
     assert not isinstance(subject, str)
-    with pytest.raises(VerificationError, match="by itself"):
+    with pytest.raises(VerificationError, match="in its own process"):
         verify_jobs.check_interpreted(record_checks._task(subject))
 
 

@@ -154,7 +154,7 @@ def test_training_searches_both_passes_of_what_was_called(
     ("options", "words"),
     [
         ((), "or a file of recorded calls by --from"),
-        (("--top", "3", "--model", "gpt2"), "name their file by --from"),
+        (("--top", "3", "--model", "gpt2"), "name their file with --from"),
         (("--from", "none.jsonl"), "cannot read the recorded calls none.jsonl"),
     ],
 )

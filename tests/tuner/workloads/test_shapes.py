@@ -82,8 +82,8 @@ def test_lengths_may_differ() -> None:
         ("", "needs heads"),
         ("heads=32,heads=16,seqlen=1,head_dim=64", "given twice"),
         ("heads=32,seqlen=1,seqlen_q=1,seqlen_kv=1,head_dim=64", "leave one of the three out"),
-        ("heads=32,seqlen=3,head_dim=64,tokens=16", "no multiple"),
-        ("heads=32,seqlen=4,head_dim=64,tokens=16,batch=2", "leave one of the two out"),
+        ("heads=32,seqlen=3,head_dim=64,tokens=16", "not a multiple"),
+        ("heads=32,seqlen=4,head_dim=64,tokens=16,batch=2", "use one of them"),
         ("heads=32,seqlen=4,head_dim=64,window", "window has no value"),
         ("heads=32,seqlen=4,head_dim=64,window=:", "window has no bound"),
         ("heads=32,seqlen=4,head_dim=64,window=1:2:3", "window_right takes whole numbers"),
@@ -152,7 +152,7 @@ def test_the_backward_pass_is_a_shape_of_its_own() -> None:
     assert parse_shape(f"{shape},backward,deterministic")[0].deterministic
     # The forward pass always gives the same bits.
     assert parse_shape(f"{shape},deterministic") == (forward,)
-    with pytest.raises(UsageError, match="leave one of the two out"):
+    with pytest.raises(UsageError, match="use one of them"):
         parse_shape(f"{shape},backward,direction=forward")
 
 

@@ -59,31 +59,31 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     default=0,
     show_default=True,
     metavar="INDEX",
-    help="Which GPU to use.",
+    help="GPU to use.",
 )
 @click.option(
     "--peer",
     "peers",
     multiple=True,
     type=click.Choice(PEERS),
-    help="Who takes part beside the selected kernel; everybody who is installed where left out. flex is "
-    "compiled for each shape, which takes seconds. Repeatable.",
+    help="Implementation to compare with. Default: all that are installed. flex is compiled for each shape, "
+    "which takes seconds. Repeatable.",
 )
-@click.option("--no-peers", is_flag=True, help="Time the selected kernel alone.")
+@click.option("--no-peers", is_flag=True, help="Time only the selected kernel.")
 @click.option(
     "--rounds",
     type=click.IntRange(3, 1000),
     default=21,
     show_default=True,
-    help="Samples of each contestant.",
+    help="Samples of each implementation.",
 )
 @_file_option(
-    "against", "Peers' figures measured elsewhere, as JSON; our standing among them is shown.", exists=True
+    "against", "JSON file with published times of other implementations; they are shown too.", exists=True
 )
-@_file_option("save", "Write the results there as JSON, anew after each shape.")
-@_file_option("load", "Show what --save has written, in place of timing: needs no GPU.", exists=True)
-@_file_option("markdown", "Write the tables there as well, with versions and the command line.")
-@_file_option("plot", "Write speeds over sequence length there, as a web page; needs plotly.")
+@_file_option("save", "Write the results to FILE as JSON, after each shape.")
+@_file_option("load", "Show a file that --save wrote, without timing. Needs no GPU.", exists=True)
+@_file_option("markdown", "Also write the tables to FILE, with versions and the command line.")
+@_file_option("plot", "Write speeds over sequence length to FILE, as a web page. Needs plotly.")
 @database_option
 @json_option
 def command(
@@ -101,14 +101,14 @@ def command(
     db: str | None,
     as_json: bool,
 ) -> None:
-    """Time the selected kernels of shapes side by side with SDPA's backends and other peers.
+    """Time the selected kernels of shapes and other implementations, interleaved.
 
-    GPU time is that of CUDA-graph replays with a cold L2, contestants in turn; host time stands
-    apart. Of a backward shape it is that of the gradients alone, as autograd runs them. The kernel is
-    always a generated one. Whoever's output differs from the float64 reference
-    is left out, and the exit code is 1 if that is the kernel. A large matrix product, timed in the
-    same run, is the ceiling; of decoding, which reads its cache and is told in GB/s of it, a copy of device
-    memory is.
+    GPU times are of CUDA-graph replays with a cold L2 cache. Host times are in a separate column. The time
+    of a backward shape is that of the gradients alone, as autograd computes them. An implementation whose
+    output differs from the float64 reference is left out. If it is flashtune's kernel, the exit code is 1.
+
+    The upper limit is the speed of a large matrix product in the same run. Decoding is limited by memory, so
+    its speed is in GB/s, and its limit is a copy of device memory.
     """
     files = Files(save_file, markdown_file, plot_file)
     files.check()
@@ -174,7 +174,7 @@ def _chosen_peers(peers: tuple[str, ...], no_peers: bool) -> tuple[str, ...]:
     from flashtune.tuner.bench.peer_runs import check_peers, installed_peers
 
     if no_peers and peers:
-        raise UsageError("--peer and --no-peers contradict one another: leave one of the two out")
+        raise UsageError("--peer and --no-peers exclude each other: use one of them")
     if no_peers:
         return ()
     return check_peers(peers) if peers else installed_peers()

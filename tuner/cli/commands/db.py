@@ -52,7 +52,7 @@ def command() -> None:
 @database_option
 @json_option
 def path(db: str | None, as_json: bool) -> None:
-    """Print where the database is: its file, or its URL without the password."""
+    """Print the location of the database: its file, or its URL without the password."""
     from flashtune.db.location import database_url, describe, sqlite_path
 
     url = database_url(db)
@@ -68,7 +68,7 @@ def path(db: str | None, as_json: bool) -> None:
 @database_option
 @json_option
 def upgrade(db: str | None, as_json: bool) -> None:
-    """Bring the database to this version's schema; create it where there is none."""
+    """Upgrade the database to this version's schema, or create it."""
     from flashtune.db import migrate
     from flashtune.db.location import database_url, describe
 
@@ -88,11 +88,11 @@ def upgrade(db: str | None, as_json: bool) -> None:
 @database_option
 @json_option
 def merge(sources: tuple[str, ...], db: str | None, as_json: bool) -> None:
-    """Bring everything of other databases, paths or URLs, into the database.
+    """Copy everything of other databases into the database.
 
-    The sources are only read. The same record is kept once; where both sides have a selection, the
-    faster measured one stays if the same versions made both, else the database's. A source comes in
-    whole or, on an error, not at all.
+    Sources are paths or URLs, and are only read. Duplicate records are stored once. If both sides have a
+    selection, the faster one stays if both were measured under the same versions. Otherwise the database's
+    selection stays. On an error, nothing of that source is copied.
     """
     from flashtune.db.store import MergeCounts, open_store
     from flashtune.tuner.tables.admission import why_refused
@@ -137,8 +137,8 @@ class Forgotten(msgspec.Struct, frozen=True):
 )
 @click.option("--family", metavar="NAME", shell_complete=complete_families, help="Only this kernel family.")
 @click.option("--older-than", metavar="AGE", help="Only records stored longer ago: 90m, 12h, 30d, 8w.")
-@click.option("--newer-than", metavar="AGE", help="Only records stored since then.")
-@click.option("--yes", is_flag=True, help="Delete without asking.")
+@click.option("--newer-than", metavar="AGE", help="Only records stored more recently.")
+@click.option("--yes", is_flag=True, help="Delete without confirmation.")
 @database_option
 @json_option
 def forget(
@@ -152,10 +152,10 @@ def forget(
     db: str | None,
     as_json: bool,
 ) -> None:
-    """Delete records that match every filter given, once you have seen how many they are.
+    """Delete the records that match all filters, after a confirmation.
 
-    Later searches try these candidates again. If a selection is deleted, the best record that is left of
-    its problem takes its place; if none may serve, the problem has no selection.
+    Later searches try these candidates again. If a selection is deleted, the best remaining record of its
+    shape is selected, if one may be.
     """
     from flashtune.db.forgetting import Forgettable
     from flashtune.db.location import database_url, describe, sqlite_path
@@ -187,7 +187,7 @@ def forget(
             line = f"{group.records:>6}  {group.outcome:<13}  {group.problem} on {group.target}"
             click.echo("  " + printable(line), err=as_json)
         if count and not yes and not _agreed(count, len(lost)):
-            raise FlashtuneError("nothing was deleted: answer y, or give --yes")
+            raise FlashtuneError("nothing was deleted: answer y, or pass --yes")
         taken = store.forget(meant, next_best) if count else []
     done = Forgotten(bool(count), count, tuple(groups), tuple(taken))
     if as_json:
@@ -221,22 +221,22 @@ def _agreed(count: int, selections: int) -> bool:
     multiple=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Look for the sources of earlier kernels here too, besides the kernel cache. Repeatable.",
+    help="Another folder with sources of earlier kernels, besides the kernel cache. Repeatable.",
 )
 @database_option
 @json_option
 def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_json: bool) -> None:
-    """Carry receipts over after templates changed but machine code did not.
+    """Keep receipts valid after templates changed but machine code did not.
 
-    A record names the digest of its kernel. This command compiles the earlier source and today's for the
+    A record names the digest of its kernel. This command compiles the earlier and the current source for the
     record's target. It compares instructions, constants, parameters and launch metadata. It also compares
-    grids, arguments and descriptors on the verifier's cases. Where all are equal, the record takes today's
-    digest and keeps its receipt and time, and those of other drivers. Evidence of another Triton does not
-    follow to another digest. Other records stay as they are and count as unproven.
+    grids, arguments and descriptors on the verifier's cases. If all are equal, the record gets the new digest
+    and keeps its receipt and time, and those of other drivers. Evidence under other Triton versions is not
+    kept. Records that differ stay unchanged and count as unproven.
 
-    Receipts of a table move likewise from earlier kernels to today's. This covers siblings, which have the
-    other setting of the log-sum-exp. To move receipts of another Triton too, run the command again under it.
-    Times of another Triton are left out once their record takes another digest.
+    With --table, receipts of the table are updated in the same way, including those of siblings: the same
+    kernel with the other setting of the log-sum-exp. To update receipts of another Triton version, run the
+    command again under it. Times of other Triton versions are removed if the record gets a new digest.
     """
     from flashtune.tuner.restamp.restamp import fates
     from flashtune.tuner.restamp.store import restamp_database, restamp_table
@@ -278,21 +278,21 @@ def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_js
     default=2.0,
     show_default=True,
     metavar="PERCENT",
-    help="Loss of speed, relative to peers in the same run, that passes.",
+    help="Largest loss of speed that passes, relative to the peers in the same run.",
 )
 @click.option(
     "--retime",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Time both kernels of each loss on the GPU here, and write the table with the faster ones to FILE.",
+    help="Time both kernels of each loss on this GPU, and write a table of the faster ones to FILE.",
 )
 @json_option
 def compare_tables(old: Path, new: Path, limit: float, retime: Path | None, as_json: bool) -> None:
-    """Compare the tables OLD and NEW of one GPU, before NEW takes the place of OLD.
+    """Compare the tables OLD and NEW of one GPU, before NEW replaces OLD.
 
-    Each problem's time is compared with those of the peers that were timed in both runs. The exit code is
-    1 where NEW has no record of a problem, loses more than --limit, or has no peer in common with OLD. With
-    --retime both kernels of such a problem run in turn on the same inputs, and the faster one stays.
+    Times are compared relative to the peers that were timed in both runs. The exit code is 1 if NEW lacks a
+    problem, loses more than --limit, or has no peer in common with OLD. With --retime, both kernels of such a
+    problem are timed again, interleaved on the same inputs, and the faster one stays.
     """
     from flashtune.db.table import load_table
     from flashtune.tuner.tables.table_compare import Retimed, compare, losses, retime_losses

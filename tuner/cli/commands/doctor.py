@@ -30,17 +30,17 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
     metavar="GPU",
     envvar=TARGET_VARIABLE,
     shell_complete=complete_targets,
-    help="Check the compiler and the shipped table for this GPU, in place of this machine's.",
+    help="Check the compiler and the shipped table for this GPU instead of this machine's.",
 )
 @quiet_options
 @database_option
 @json_option
 @click.pass_context
 def command(ctx: click.Context, target_name: str | None, db: str | None, as_json: bool) -> None:
-    """Check what this machine has, and say what to do about what it lacks.
+    """Check this machine's installation, and print a remedy for each problem.
 
-    Looks at python, torch, triton, the GPUs and their facts, the compiler, the caches, the database
-    and the shipped table. Exits with 1 if something that flashtune needs does not work.
+    Checks python, torch, triton, the GPUs, the compiler, the caches, the database and the shipped table.
+    Exits with 1 if something that flashtune needs does not work.
     """
     from flashtune.core.target import find_target
     from flashtune.tuner.analysis.doctor import Level, examine

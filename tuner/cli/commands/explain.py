@@ -29,14 +29,18 @@ if TYPE_CHECKING:
 @target_options
 @kernel_options
 @click.option(
-    "--top", type=click.IntRange(min=1), default=8, show_default=True, help="How many rivals to list."
+    "--top",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Number of other candidates to list.",
 )
 @click.option(
     "--plot",
     "plot_file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="With --phase, draw it there as well, as a web page; needs plotly.",
+    help="With --phase: also draw the figures to FILE, as a web page. Needs plotly.",
 )
 @database_option
 @json_option
@@ -52,13 +56,14 @@ def command(
     db: str | None,
     as_json: bool,
 ) -> None:
-    """Explain the kernel of a shape: what it takes, what bounds it, and what it was chosen over.
+    """Explain the kernel of a shape: SRAM, roofline, HBM traffic, occupancy and candidates.
 
-    Shown are the SRAM budget item by item against the capacity; the roofline; HBM bytes of its order
-    of loops against other orders and the standard computation; how many blocks share a
-    multiprocessor; and the stored rivals, failed ones counted by outcome. With --phase, the attention of
-    a whole model over sequence length: memory, HBM traffic and least times of the standard computation
-    and of the kernel, and the memory of contiguous keys and values. Needs no GPU.
+    Prints the SRAM budget line by line, the roofline, and HBM bytes of this and other loop orders. Prints
+    also the resident blocks per SM, and the stored candidates, with counts of the failed ones.
+
+    With --phase, prints the attention of a whole model over sequence length: memory, HBM traffic and
+    smallest possible times, of unfused attention and of the kernel, and the size of the KV cache. Needs no
+    GPU.
     """
     if models is not None:
         if family or config:

@@ -41,12 +41,12 @@ FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
     "--out",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="A file, or a folder for several kernels or GPUs. Standard output where left out, or where it is -.",
+    help="File, or folder for several kernels or GPUs. Default: -, standard output.",
 )
 @click.option(
     "--shipped",
     is_flag=True,
-    help="Export the tables that ship, in place of the database, with their receipts in JSON.",
+    help="Export the shipped tables instead of the database. JSON then includes receipts.",
 )
 @database_option
 def command(
@@ -57,7 +57,7 @@ def command(
     shipped: bool,
     db: str | None,
 ) -> None:
-    """Write the selected kernels of a database, or of some shapes or one GPU, as files."""
+    """Write selected kernels as files: of a database, of some shapes or of one GPU."""
     from flashtune.tuner.tables.lookup import database_selections, narrowed, place, shipped_selections
 
     found = shipped_selections() if shipped else database_selections(db)
@@ -89,7 +89,7 @@ def _json(records: tuple[Record, ...], out: Path | None, shipped: bool) -> None:
         )
     for target, table in tables.items():
         if not FILE_STEM.fullmatch(target):
-            raise UsageError(f"the target {target[:60]!r} is no file name: export it alone, to --out FILE")
+            raise UsageError(f"the target {target[:60]!r} is not a file name: export it alone, to --out FILE")
         write_result(out / f"{target}.json", table)
 
 

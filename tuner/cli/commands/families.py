@@ -32,9 +32,9 @@ class Described(msgspec.Struct, frozen=True):
 @flashtune_command("families", "flashtune families", "flashtune families --json")
 @json_option
 def command(as_json: bool) -> None:
-    """List the kernel families: the pass that each computes, its language and its features.
+    """List the kernel families, with their pass, language and features.
 
-    --json has the fields of their configs too.
+    --json also has the fields of their configs.
     """
     from flashtune.templates.registry import families
 

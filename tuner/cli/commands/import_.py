@@ -20,11 +20,11 @@ from flashtune.tuner.cli.output import print_counts, progress_bars
 @database_option
 @json_option
 def command(tables: tuple[Path, ...], db: str | None, as_json: bool) -> None:
-    """Read tables that flashtune export wrote into the database.
+    """Read tables that `flashtune export` wrote into the database.
 
-    Every file is checked before anything is written, and a failure leaves the database as it was.
-    Where the database has a selection already, the faster measured one stays if the same versions
-    made both, else the database's.
+    All files are checked first. A failure leaves the database unchanged. If the database already has a
+    selection for a shape, the faster one stays if both were measured under the same versions. Otherwise the
+    database's selection stays.
     """
     from flashtune.tuner.tables.table_import import import_tables
 

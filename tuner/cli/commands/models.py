@@ -12,7 +12,7 @@ from flashtune.tuner.cli.output import print_json, print_rows
 def command(as_json: bool) -> None:
     """List the models that --model knows, with their attention layers.
 
-    Any other model's config.json is taken by --hf-config.
+    For other models, use --hf-config with their config.json.
     """
     from flashtune.tuner.analysis.model_overview import MODEL_HEADS, model_row
     from flashtune.tuner.workloads.presets import MODELS

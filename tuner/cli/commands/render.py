@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Where to write it. Standard output where left out, or where it is -.",
+    help="File to write. Default: -, standard output.",
 )
 @database_option
 def command(
@@ -42,8 +42,8 @@ def command(
 ) -> None:
     """Write the kernel of a shape as a stand-alone Python file.
 
-    The kernel is the selected one of the shape and GPU; where none is selected, the default. --config
-    and --family name another. The file needs torch and triton alone.
+    The kernel is the selection for the shape and GPU, or the default without a selection. --config and
+    --family change it. The file imports only torch and triton.
     """
     from flashtune.templates.rendering import render
     from flashtune.tuner.tables.kernel_choice import choose

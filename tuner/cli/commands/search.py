@@ -48,27 +48,27 @@ DEFAULT_TOP = 20
     "recorded_file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Search what a program called, as flashtune.record_calls or FLASHTUNE_RECORD wrote it there: the "
-    "problems whose calls take most time, those first.",
+    help="Search the shapes of a program, from a file that flashtune.record_calls or FLASHTUNE_RECORD wrote. "
+    "Shapes with the largest total time come first.",
 )
 @click.option(
     "--top",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"How many problems of --from. {DEFAULT_TOP} where left out.",
+    help=f"Number of shapes of --from. Default: {DEFAULT_TOP}.",
 )
 @target_options
 @click.option(
     "--trials",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Stop when N candidates of a shape were compiled, those of earlier searches included.",
+    help="Stop after N compiled candidates of a shape, including earlier searches.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
     metavar="S",
-    help="Stop proposing for a shape after S seconds; a few more go into the finals and a last proof.",
+    help="Stop proposing after S seconds per shape. The final measurement takes a few more.",
 )
 @click.option(
     "--family",
@@ -83,17 +83,17 @@ DEFAULT_TOP = 20
     "--jobs",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Compiler processes. One per core where left out, less one where there is a GPU to feed.",
+    help="Compiler processes. Default: one per core, minus one with a GPU.",
 )
 @click.option(
     "--retry-failed",
     is_flag=True,
-    help="Try candidates again that failed in earlier searches, but not those that do not fit the GPU.",
+    help="Try failed candidates of earlier searches again, except those that do not fit the GPU.",
 )
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print what would be searched and about how long it would take; compile and store nothing.",
+    help="Print the planned searches and their approximate duration, then exit.",
 )
 @quiet_options
 @database_option
@@ -114,15 +114,15 @@ def command(
     db: str | None,
     as_json: bool,
 ) -> None:
-    """Find the fastest right kernel for shapes on a GPU, or rank candidates without one.
+    """Find the fastest correct kernel for shapes; without a GPU, rank candidates.
 
-    Candidates are proposed, pruned by the SRAM model, compiled on all cores, verified against a float64
-    reference, measured, and stored one by one; the best are then timed in turn with SDPA's backends,
-    and one is selected. With --target, kernels are compiled for that GPU and their times predicted.
+    Each candidate is checked against the SRAM model, compiled, verified against a float64 reference,
+    measured and stored. The best ones are then timed again, interleaved with SDPA's backends, and one is
+    selected. With --target, kernels are compiled for that GPU and their times are predicted.
 
-    Without --trials and --seconds a shape takes about a minute. With one of them, that one alone
-    decides; with both, the one that ends first. Ctrl-C prints the best so far and the command that
-    resumes: the same one, at any moment.
+    By default a shape takes about a minute. --trials or --seconds replaces this limit; with both, the first
+    one reached ends the search. Ctrl-C prints the best result so far and the command that resumes the
+    search.
     """
     from flashtune.tuner.search.request import Budget, SearchRequest
     from flashtune.tuner.workloads.passes import saving_lse, training_passes
@@ -199,7 +199,7 @@ def _with_recorded(
     """Returns the named problems, and those of a file of recorded calls that take most time."""
     if path is None:
         if top is not None:
-            raise UsageError("--top says how many recorded problems to search: name their file by --from")
+            raise UsageError("--top says how many recorded problems to search: name their file with --from")
         if not problems:
             raise UsageError(f"{NO_SHAPE}, or a file of recorded calls by --from")
         return problems

@@ -37,20 +37,18 @@ if TYPE_CHECKING:
 @optional_problem_options
 @target_filter_option
 @click.option(
-    "--records", "all_records", is_flag=True, help="Every record of the named shapes, failed ones too."
+    "--records", "all_records", is_flag=True, help="Every record of the named shapes, including failed ones."
 )
+@click.option("--shipped", is_flag=True, help="The tables that ship with flashtune, instead of the database.")
 @click.option(
-    "--shipped", is_flag=True, help="The tables that ship with flashtune, in place of the database."
-)
-@click.option(
-    "--wide", is_flag=True, help="Show the problem's key, the family and the config too, in long lines."
+    "--wide", is_flag=True, help="Also show the problem key, the family and the config, in long lines."
 )
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
     default=50,
     show_default=True,
-    help="Most rows of a table; JSON has all.",
+    help="Largest number of rows of a table. JSON has all rows.",
 )
 @database_option
 @json_option
@@ -64,16 +62,15 @@ def command(
     db: str | None,
     as_json: bool,
 ) -> None:
-    """List what is stored: the selected kernel of each shape, or with --records all that was tried.
+    """List the selected kernel of each shape, or with --records all records.
 
-    A line has the shape, the time (~ where it is predicted), the speed, and the speed over the best
-    SDPA backend in the same run. `h32/8 d128 s4096 b1 causal` is 32 query heads and 8 KV heads, head
-    dim 128, 4096 queries and keys, batch 1, in bf16.
+    A line has the shape, the time (~ if predicted), the speed, and the speed relative to the best SDPA
+    backend in the same run. `h32/8 d128 s4096 b1 causal` means 32 query heads, 8 KV heads, head dim 128,
+    4096 queries and keys, batch 1, bf16.
 
-    The last column says how dispatch treats the selection here. `timed` was verified and measured
-    under the installed versions. `verified` passed under them and was not timed under them at this
-    shape. `unproven` must pass a self-check before it serves. "other strides" is the kernel for tensors
-    that the selection above it cannot address.
+    The last column is the state under the installed versions. `timed`: verified and measured. `verified`:
+    verified, not timed at this shape. `unproven`: needs a self-check before use. "other strides" marks the
+    kernel for tensors that the selection above it cannot address.
     """
     from flashtune.tuner.tables.lookup import (
         database_selections,

@@ -46,20 +46,20 @@ COUNTS = {
     multiple=True,
     metavar="GPU",
     shell_complete=complete_targets,
-    help="A GPU to compile for, such as h100, or `all`: one of each architecture, the default. Repeatable.",
+    help="GPU to compile for, such as h100, or `all`: one of each architecture. Default: all. Repeatable.",
 )
 @click.option(
     "--points",
     type=click.IntRange(min=2),
     default=30,
     show_default=True,
-    help="Configs to compare for each family and GPU, half of them near the capacity.",
+    help="Configs for each family and GPU. Half of them need nearly all SRAM.",
 )
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random configs."
 )
 @click.option(
-    "--jobs", type=click.IntRange(min=1), metavar="N", help="Compiler processes. One per core where left out."
+    "--jobs", type=click.IntRange(min=1), metavar="N", help="Compiler processes. Default: one per core."
 )
 @click.option("--markdown", is_flag=True, help="Print Markdown tables.")
 @quiet_options
@@ -67,12 +67,11 @@ COUNTS = {
 def command(
     target_names: tuple[str, ...], points: int, seed: int, jobs: int | None, markdown: bool, as_json: bool
 ) -> None:
-    """Compare the SRAM models with what the compiler asks for.
+    """Compare the SRAM models with the compiler's figures.
 
-    Compiles random configs of every family and compares the models' figures with the compiler's. Prints
-    sums for each family, sums for each GPU, and a row for each family and GPU; JSON has the rows alone.
-    Needs no GPU. Exits with 1 where a config that fits would have been pruned, or where less than 90% of
-    those that do not fit would have been.
+    Compiles random configs of every family. Prints totals for each family and GPU, and a row for each pair
+    of them. JSON has only the rows. Needs no GPU. Exits with 1 if the models reject a config that fits, or if
+    they accept more than 10% of those that do not fit.
     """
     from flashtune.tuner.execution.compile_pool import CompilePool
     from flashtune.tuner.execution.processes import usable_cores
@@ -90,7 +89,7 @@ def command(
         _print(audit)
     failures = audit.failures()
     if failures:
-        raise KernelError(f"the SRAM models miss their bar: {'; '.join(failures)}")
+        raise KernelError(f"the SRAM models exceed their error limit: {'; '.join(failures)}")
 
 
 def _targets(names: tuple[str, ...]) -> tuple[Target, ...]:

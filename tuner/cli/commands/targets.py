@@ -12,9 +12,10 @@ HEADS = ("target", "arch", "SRAM a block", "SRAM an SM", "SMs", "L2", "GB/s", "T
 @flashtune_command("targets", "flashtune targets", "flashtune search --target h100 --model llama-3.1-8b")
 @json_option
 def command(as_json: bool) -> None:
-    """List the GPUs that --target knows, by their datasheets, and whether a tuned table ships for each.
+    """List the GPUs that --target knows, and whether a tuned table ships for each.
 
-    A GPU of this machine needs no entry here: its own facts are read from the device.
+    Their properties are from datasheets. A GPU of this machine needs no entry: its properties are read from
+    the device.
     """
     from flashtune.core.target import TARGETS
     from flashtune.db.table import shipped_table

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     "--table",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A tuned table. The tables that ship with flashtune where neither this nor --db is given.",
+    help="Tuned table to verify. Default without --db: the shipped tables.",
 )
 @target_filter_option
-@click.option("--require-gpu", is_flag=True, help="Fail what was not compared on its GPU here.")
-@click.option("--same-triton", is_flag=True, help="Fail receipts of another Triton than the installed one.")
+@click.option("--require-gpu", is_flag=True, help="Fail kernels that were not run on their GPU here.")
+@click.option("--same-triton", is_flag=True, help="Fail receipts of a Triton version that is not installed.")
 @click.option(
     "--sample",
     "sampled",
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @click.option(
     "--allow-unproven",
     is_flag=True,
-    help="Pass kernels that compile and fit and that no GPU ever verified, as in a table made without one.",
+    help="Pass kernels without a receipt if they compile and fit, as in a table made without a GPU.",
 )
 @click.option(
     "--write",
@@ -88,13 +88,14 @@ def command(
     db: str | None,
     as_json: bool,
 ) -> None:
-    """Check that every selected kernel compiles for its GPU, fits, and computes what it should.
+    """Check that selected kernels compile, fit the GPU and match the reference.
 
-    A kernel of this machine's GPU runs on it, and the verdict is remembered, so that dispatch need
-    not check again. Any other runs under Triton's interpreter at small sizes and in float32, if it
-    is in plain Triton, and needs a receipt: the verdict of a GPU, stored with the record and bound to
-    the kernel's digest. A table that was made without a GPU has no receipts: --allow-unproven passes
-    what compiles, fits and, where it can be interpreted, computes what it should.
+    Kernels for this machine's GPU run on it. The verdicts are stored, so that dispatch needs no self-check.
+    Kernels for other GPUs need a receipt: a verdict from such a GPU, stored with the record and bound to the
+    kernel's digest. Kernels in plain Triton also run under Triton's interpreter, in float32 at small sizes.
+
+    A table that was made without a GPU has no receipts. With --allow-unproven its kernels pass if they
+    compile, fit, and match the reference under the interpreter where it can run them.
 
     With --write, Ctrl-C and SIGTERM write the results so far.
     """
@@ -104,9 +105,7 @@ def command(
     from flashtune.tuner.verify.record_checks import remember, sample, verify_records
 
     if require_gpu and allow_unproven:
-        raise UsageError(
-            "--require-gpu and --allow-unproven contradict one another: leave one of the two out"
-        )
+        raise UsageError("--require-gpu and --allow-unproven exclude each other: use one of them")
     if (timed or missing) and not written:
         raise UsageError("--time and --missing go with --write: name the file to write")
     whole = _written_table(table, db) if written else None

@@ -44,7 +44,7 @@ MAX_SHOWN = 3
     "recorded_file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Warm what a program called, as flashtune.record_calls or FLASHTUNE_RECORD wrote it there.",
+    help="Warm the calls of a program, from a file that flashtune.record_calls or FLASHTUNE_RECORD wrote.",
 )
 @click.option(
     "--table",
@@ -52,7 +52,7 @@ MAX_SHOWN = 3
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Warm every kernel of a tuned table, which is to be imported too. Repeatable.",
+    help="Warm every kernel of a tuned table. Import the table too. Repeatable.",
 )
 @target_options
 @quiet_options
@@ -67,14 +67,15 @@ def command(
     db: str | None,
     as_json: bool,
 ) -> None:
-    """Compile, load and prove the kernels that calls will need, before a program makes them.
+    """Compile, load and check the kernels of later calls.
 
-    The first call of a new shape compiles its kernel, which takes seconds. Here all cores compile what
-    dispatch would choose for contiguous tensors of the named shapes, and for recorded calls as they
-    were. With --phase training the forward pass with its log-sum-exp and the gradients come too.
+    The first call of a new shape compiles its kernel, which takes seconds. This command compiles on all cores
+    the kernels that dispatch would choose: for contiguous tensors of the named shapes, and for recorded calls
+    with their own strides. --phase training adds the forward pass with its log-sum-exp and the backward pass.
 
-    Binaries stay in Triton's cache, rendered kernels in flashtune's, and self-checks in the database: a
-    program that uses the same ones does not compile. With --target kernels are compiled and not loaded.
+    Binaries go to Triton's cache, rendered kernels to flashtune's cache, and self-checks to the database. A
+    program with the same caches and database does not compile. With --target, kernels are compiled but not
+    loaded.
     """
     from flashtune.db.table import load_table
     from flashtune.tuner.search.coverage import duration
