@@ -103,14 +103,14 @@ def emulate_backward(
 ) -> Sums:
     """Runs all programs of a launch.
 
-        Args:
-            kernel: A kernel of Hopper's backward family.
-    planned: Arguments of the launch plan; only shapes and strides are used.
-            memory: Flat arrays by name: q, k, v, dout, workspace_0, dk and dv, of which the last two are written.
-    stats: workspace_0 of the launch plan.
-            scale: Of the scores.
-    workspaces: Number of workspaces other than the rows.
-    at_once: Number of concurrent programs; they start in order of their numbers.
+    Args:
+        kernel: A kernel of Hopper's backward family.
+        planned: Arguments of the launch plan; only shapes and strides are used.
+        memory: Flat arrays by name: q, k, v, dout, workspace_0, dk and dv, of which the last two are written.
+        stats: workspace_0 of the launch plan.
+        scale: Of the scores.
+        workspaces: Number of workspaces other than the rows.
+        at_once: Number of concurrent programs; they start in order of their numbers.
     """
     module = load_module(kernel)
     (programs,), _, integers = module.launch_plan(*planned)

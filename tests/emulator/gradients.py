@@ -44,13 +44,13 @@ def emulate_backward(
 ) -> Array:
     """Runs all programs and returns the sums of dq, [batch * heads, queries in whole blocks, width].
 
-        Args:
-            kernel: A kernel of up to 128 columns.
-    tensors: Arguments of the launch plan; only shapes and strides are used.
-    memory: Flat arrays by the names of descriptors; dk and dv are written.
-    numbers: The scale, and the dropout rate if there is dropout.
-    config: The config of the kernel.
-            width: Columns of a tile.
+    Args:
+        kernel: A kernel of up to 128 columns.
+        tensors: Arguments of the launch plan; only shapes and strides are used.
+        memory: Flat arrays by the names of descriptors; dk and dv are written.
+        numbers: The scale, and the dropout rate if there is dropout.
+        config: The config of the kernel.
+        width: Columns of a tile.
     """
     module = load_module(kernel)
     (programs,), shapes, integers = module.launch_plan(*tensors)

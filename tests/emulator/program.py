@@ -209,16 +209,16 @@ def emulate(
 ) -> None:
     """Runs a kernel on arrays.
 
-        Args:
-            kernel: A Hopper kernel.
-    tensors: q, k, v and out of the descriptors; only shapes and strides are used.
-    memory: Flat arrays with the elements of `tensors`; the last is written.
-    beside: Extra inputs as arrays.
-            lse: Flat; written.
-            scale: Of the scores.
-    programs: Number of programs.
-            workspaces: Flat; written.
-    numbers: Scalars after the scale.
+    Args:
+        kernel: A Hopper kernel.
+        tensors: q, k, v and out of the descriptors; only shapes and strides are used.
+        memory: Flat arrays with the elements of `tensors`; the last is written.
+        beside: Extra inputs as arrays.
+        lse: Flat; written.
+        scale: Of the scores.
+        programs: Number of programs.
+        workspaces: Flat; written.
+        numbers: Scalars after the scale.
     """
     module = load_module(kernel)
     made = module.descriptors(*tensors)
