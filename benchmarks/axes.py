@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks.exhaustive.truth_table import TruthTable, fastest, read_tables
 from benchmarks.prediction import TABLES
 from flashtune.core.problem import Causal
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/axes.py"
 

@@ -40,7 +40,7 @@ from flashtune.core.record import Record
 from flashtune.core.target import Target, device_target
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import first_line
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/fastest.py"
 SAVED = RESULTS / "nvidia-h200-fastest.json"

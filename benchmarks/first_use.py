@@ -34,10 +34,9 @@ from benchmarks.saved import RESULTS, Source, load, save, this_run
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.target import Target, device_target
-from flashtune.launch.binary_cache import binary_of
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import binary_of, kernel_of
 from flashtune.runtime.self_check import forget_verdicts, passes_self_check, rehearsing
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 
 ROOT = Path(__file__).parents[1]
 LIMIT_MS = 300.0

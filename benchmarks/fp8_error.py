@@ -24,7 +24,7 @@ from benchmarks.saved import RESULTS, Source, load, save, this_run
 from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import Dtype
 from flashtune.request.quantization import E4M3, LARGEST, given_scales, quantize
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 from flashtune.verification.tolerance import WEIGHT_RANGE
 
 SEED = 7

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.saved import RESULTS, Saved, load
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 from tests.gpu.random.random_checks import Summary
 
 SCRIPT = "benchmarks/random_report.py"

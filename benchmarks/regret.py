@@ -37,7 +37,7 @@ from flashtune.core.record import Record
 from flashtune.core.target import Target, device_target, find_target
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.versions import current_versions
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 
 RESULTS = Path("benchmarks/results")
 FAMILY = "forward_hopper"

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from flashtune.core.errors import TableError
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/saved.py"
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,7 +18,7 @@ from benchmarks.policies_report import problem_title
 from benchmarks.saved import RESULTS
 from benchmarks.stability import Stability
 from flashtune.core.errors import TableError
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/search_report.py"
 

@@ -26,7 +26,7 @@ from flashtune.core.record import Record
 from flashtune.core.target import Target, device_target
 from flashtune.db.table import shipped_table
 from flashtune.tuner.candidates import contiguous_specialization
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.timed_runs import kernel_run
 from flashtune.tuner.execution.timing import measure_interleaved

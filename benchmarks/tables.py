@@ -22,7 +22,7 @@ from flashtune.tuner.bench.grids import GRIDS, case_of, grid_problems, read_figu
 from flashtune.tuner.bench.peer_runs import CUDNN
 from flashtune.tuner.bench.results import OURS, Bench, Row
 from flashtune.tuner.bench.summary import AgainstPoint, against
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/tables.py"

@@ -22,7 +22,7 @@ from benchmarks.training_pictures import losses_picture, memory_picture
 from examples.training import report as example
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Causal
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 from flashtune.tuner.workloads.shapes import parse_shape
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,7 +24,7 @@ from flashtune.tuner.bench.driver import read_report
 from flashtune.tuner.bench.grids import case_of, grid_problems
 from flashtune.tuner.bench.peer_runs import CUDNN
 from flashtune.tuner.bench.results import OURS, BenchRun
-from flashtune.tuner.cli.report.doc_tables import table
+from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/tritons.py"
 SAVED = tuple(RESULTS / f"nvidia-h200-triton-{version}.json" for version in ("3.6.0", "3.7.1", "3.9.0"))

@@ -17,9 +17,9 @@ from pathlib import Path
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record
 from flashtune.tuner.bench.peer_runs import CUDNN
-from flashtune.tuner.cli.report.doc_tables import table
-from flashtune.tuner.tables.export import kernel_files, write_file
+from flashtune.tuner.cli.output import table
 from flashtune.tuner.tables.lookup import shipped_tables
+from flashtune.tuner.tables.table_files import kernel_files, write_file
 
 FOLDER = Path(__file__).resolve().parent.parent / "kernels_generated"
 INDEX = "README.md"

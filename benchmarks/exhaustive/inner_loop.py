@@ -9,8 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from flashtune.tuner.binary.compiler_tools import dump
-from flashtune.tuner.binary.disassembly import Instruction, blocks_of, parse, successors_of
+from flashtune.tuner.binary.disassembly import Instruction, blocks_of, dump, parse, successors_of
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(max_length=16)]

@@ -10,9 +10,9 @@ import numpy as np
 import optuna
 
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.search.candidate_grid import CandidateGrid
 from flashtune.tuner.search.optuna_study import Study, TrialResult, tpe_sampler
 from flashtune.tuner.search.policy import Policy, SearchContext, Strategy, default_policy
+from flashtune.tuner.search.surrogate import CandidateGrid
 
 
 class InOrder:

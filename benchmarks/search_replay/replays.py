@@ -19,10 +19,10 @@ from benchmarks.search_replay.replay import Replay, best_after, replay_scope, ta
 from flashtune.db.store import open_store
 from flashtune.db.table import shipped_table
 from flashtune.tuner.candidates import Candidate, FamilySpace
-from flashtune.tuner.search.candidate_grid import CandidateGrid
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.finals import FINALISTS
 from flashtune.tuner.search.request import Budget, SearchRequest, WarmStart
+from flashtune.tuner.search.surrogate import CandidateGrid
 from flashtune.tuner.search.warm_start import warm_configs
 
 # Cores of the simulated machine that compile, as the machine that made the tables had.

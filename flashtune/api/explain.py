@@ -19,7 +19,7 @@ from flashtune.core.record import PeerTime, Selection, VerificationStatus
 from flashtune.dispatch.decision import Backend, Decision, baseline, decide, required_specialization
 from flashtune.dispatch.lookup import nearest_selection, proven_by
 from flashtune.dispatch.pair_decision import backward_specialization, decide_pair
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.feature_request import read_call
 from flashtune.request.options import Call, DenseOptions, PagedCallOptions, VarlenOptions, is_plain
 from flashtune.request.quantization import given_scales

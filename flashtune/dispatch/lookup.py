@@ -16,9 +16,8 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome, Provenance, Record, Selection, VerificationStatus
 from flashtune.core.target import Target
-from flashtune.dispatch.forecast import forecast
+from flashtune.dispatch.forecast import forecast, forecast_related
 from flashtune.dispatch.nearest import FEW_QUERIES, is_far, same_computation, tuned_alike
-from flashtune.dispatch.related import forecast_related
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions, is_proven
 from flashtune.launch.compilation import interpreting

@@ -19,7 +19,7 @@ from flashtune.core.problem import Bias, Dtype
 from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.pair_decision import backward_tensors, specialization_of_pass
 from flashtune.launch.backward import BackwardTensors, bind_backward
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.workspaces import empty_like
 from flashtune.request.side_inputs import side_views
 

@@ -21,7 +21,7 @@ from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.masked_sdpa import masked_attention
 from flashtune.dispatch.sdpa import default_backend, sdpa_attention
 from flashtune.launch.forward import Launch, bind
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.workspaces import empty_like, prototype
 from flashtune.request.quantization import check_scales, given_scales
 from flashtune.request.request import Executor, Request, Result

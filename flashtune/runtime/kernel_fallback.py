@@ -11,8 +11,7 @@ from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import search_command, warn_once
 from flashtune.dispatch.lookup import default_selections, nearest_selection, proven_by
 from flashtune.dispatch.nearest import is_far
-from flashtune.launch.binary_cache import binary_of
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import binary_of, kernel_of
 from flashtune.request.request import Prefer
 from flashtune.runtime.self_check import passes_self_check, rehearsing
 

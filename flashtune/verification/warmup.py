@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashtune.verification.cases import Level
-from flashtune.verification.check import read_figures
+from flashtune.verification.check import one_thread, read_figures
 from flashtune.verification.comparison import Finding
 from flashtune.verification.passes import case_findings, planned_cases
 from flashtune.verification.probes import Probe
-from flashtune.verification.single_thread import one_thread
 
 if TYPE_CHECKING:
     from flashtune.core.config import Config

@@ -13,8 +13,8 @@ from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.core.target import device_target
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
-from flashtune.tuner.tables.export import kernel_files
 from flashtune.tuner.tables.kernel_choice import change_config
+from flashtune.tuner.tables.table_files import kernel_files
 from flashtune.tuner.workloads.shapes import parse_shape
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from torch import Tensor
 import flashtune
 from flashtune.api.paged import paged_call
 from flashtune.api.varlen import varlen_call
-from flashtune.launch import binary_cache
+from flashtune.launch import kernel_cache
 from tests.gpu.feature_calls import (
     GENERATED,
     HEADS,
@@ -34,10 +34,10 @@ pytestmark = SERVED
 
 def test_new_numbers_of_tokens_compile_nothing() -> None:
     flashtune.attention_varlen(*packed(), causal=True, prefer="generated")
-    compiled = binary_cache._compiled.cache_info().currsize
+    compiled = kernel_cache._compiled.cache_info().currsize
     for fewer in range(1, 20):
         check_varlen(*packed((QUERIES[0] - fewer, *QUERIES[1:])), causal=True)
-    assert binary_cache._compiled.cache_info().currsize <= compiled + 1, (
+    assert kernel_cache._compiled.cache_info().currsize <= compiled + 1, (
         "one more, that writes the log-sum-exp"
     )
 

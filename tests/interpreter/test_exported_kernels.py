@@ -16,8 +16,8 @@ from flashtune.core.target import find_target
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.family import Family
 from flashtune.templates.registry import families
-from flashtune.tuner.tables.export import kernel_files
 from flashtune.tuner.tables.kernel_choice import change_config
+from flashtune.tuner.tables.table_files import kernel_files
 from flashtune.tuner.workloads.shapes import parse_shape
 
 LOADING = """

@@ -25,7 +25,7 @@ from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.store import open_store
 from flashtune.dispatch.versions import current_versions
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import kernel_of
 from flashtune.runtime import self_check
 from flashtune.runtime.self_check import (
     forget_verdicts,

@@ -1,4 +1,4 @@
-"""Tests that each family renders and compiles under every supported Triton."""
+"""A kernel of each family renders and compiles under every Triton that is supported."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification import check
 from flashtune.verification.cases import Level
-from flashtune.verification.single_thread import one_thread
+from flashtune.verification.check import one_thread
 
 H200 = find_target("h200")
 FAMILY = find_family("forward_q_outer")

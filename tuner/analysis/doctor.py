@@ -265,7 +265,7 @@ def compiler(record: Record, target: Target, portable: bool) -> Finding:
 
     Otherwise portable kernels compute the outputs, and torch the gradients.
     """
-    from flashtune.launch.source_cache import kernel_of
+    from flashtune.launch.kernel_cache import kernel_of
     from flashtune.tuner.binary.resources import read_resources
 
     basic = portable and not record.problem.is_backward

@@ -1,10 +1,25 @@
-"""Machine code as `cuobjdump` lists it: instructions, basic blocks and their successors."""
+"""Machine code as `cuobjdump` lists it: instructions, basic blocks, and reads of unwritten registers.
+
+The ptxas 12.8 of Triton 3.6 and 3.7 computes tile addresses from unwritten uniform registers in some kernels
+for Hopper. The kernel then reads the wrong tile, at an address that a warp of another kernel left in the
+register.
+"""
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+from flashtune.core.errors import KernelError, MachineError
+from flashtune.core.machine import machine_errors
+
+TOOL_SECONDS = 120
 
 # An instruction's address, an optional predicate, its name with modifiers, its operands, its low word.
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)([^;]*);")
@@ -15,6 +30,59 @@ TARGET = re.compile(r"0x([0-9a-f]+)")
 STALL_SHIFT, STALL_MASK = 41, 0xF
 # No instruction follows these, unless they have a condition.
 ENDS = frozenset({"EXIT", "RET", "BRX", "JMX", "JMP", "KILL"})
+
+REGISTER = re.compile(r"\bUR(\d+)\b")
+PREDICATE = re.compile(r"!?U?P(\d|T)")
+# Registers that one instruction writes, by its modifiers.
+WIDTHS = {"64": 2, "WIDE": 2, "128": 4}
+# Only reads by these count. Copies and bit operations may read irrelevant values: half of the registers of a
+# matrix product, or bits that are cleared before they are set.
+ARITHMETIC = frozenset({"UIADD3", "UIMAD", "ULEA"})
+# The listing does not contain their targets: warp roles start at addresses from a table. Assume any block.
+INDIRECT = frozenset({"BRX", "BRXU", "JMX", "JMXU", "JMP", "RET", "CALL"})
+
+
+def dump(cubin: bytes, what: str) -> str:
+    """Returns the output of `cuobjdump` for a binary, such as `--dump-sass` for its machine code.
+
+    Raises:
+        KernelError: The tool cannot be run, or failed.
+        MachineError: This installation of Triton lacks it.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return run_tool(tool_path("cuobjdump"), what, file.name)
+
+
+def tool_path(name: str) -> str:
+    """Returns the path of a tool that Triton ships.
+
+    Raises:
+        MachineError: This installation of Triton lacks it, or it is not executable.
+    """
+    from triton import knobs
+
+    try:
+        with machine_errors():
+            return str(getattr(knobs.nvidia, name).path)
+    except RuntimeError as error:
+        raise MachineError(f"this installation of Triton has no {name}: reinstall triton") from error
+
+
+def run_tool(*command: str) -> str:
+    """Returns the standard output and error of one of the compiler's tools.
+
+    Raises:
+        KernelError: The tool cannot be run, or failed.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelError(
+            f"{Path(command[0]).name} failed ({type(error).__name__}): reinstall triton"
+        ) from error
+    return done.stdout + done.stderr
 
 
 class Instruction(NamedTuple):
@@ -85,3 +153,73 @@ def successors_of(code: dict[int, Instruction], blocks: Sequence[Sequence[int]])
         jumps = [places[last.target]] if last.target in places else []
         successors.append(after + jumps)
     return successors
+
+
+def unwritten(listing: str) -> str:
+    """Returns the first arithmetic on a uniform register that may be unwritten; empty if there is none.
+
+    One path through the code without a write is enough, even if it is never executed.
+
+    Args:
+        listing: Machine code of one kernel, as `cuobjdump --dump-sass` prints it.
+    """
+    code = dict(parse(listing.splitlines()))
+    blocks = blocks_of(code)
+    uses = {address: _uses(instruction) for address, instruction in code.items()}
+    wrote = [_union(uses[address][1] for address in block) for block in blocks]
+    for place, arriving in sorted(_arriving(_followers(code, blocks), wrote).items()):
+        written = arriving
+        for address in blocks[place]:
+            read, writes = uses[address]
+            if read & ~written:
+                instruction = code[address]
+                words = ".".join((instruction.name, *instruction.modifiers))
+                return f"{words} {', '.join(instruction.operands)} at {address:#x}"
+            written |= writes
+    return ""
+
+
+def _followers(code: dict[int, Instruction], blocks: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns each block's possible successors; all blocks if they are unknown."""
+    anywhere = list(range(len(blocks)))
+    return [
+        anywhere if any(code[address].name in INDIRECT for address in block) else after
+        for block, after in zip(blocks, successors_of(code, blocks), strict=True)
+    ]
+
+
+def _arriving(followers: Sequence[Sequence[int]], wrote: Sequence[int]) -> dict[int, int]:
+    """Returns for each reachable block the registers, as bits, that were written on some path to it."""
+    arriving = {0: 0} if followers else {}
+    waiting = list(arriving)
+    while waiting:
+        place = waiting.pop()
+        leaving = arriving[place] | wrote[place]
+        for other in followers[place]:
+            if other not in arriving or leaving & ~arriving[other]:
+                arriving[other] = arriving.get(other, 0) | leaving
+                waiting.append(other)
+    return arriving
+
+
+def _uses(instruction: Instruction) -> tuple[int, int]:
+    """Returns the uniform registers that an instruction's arithmetic reads and writes, as bits."""
+    operands = list(instruction.operands)
+    while operands and PREDICATE.fullmatch(operands[0]):
+        operands.pop(0)
+    written = 0
+    # Comparisons write only predicates.
+    if operands and not instruction.name.endswith("SETP"):
+        found = REGISTER.fullmatch(operands[0])
+        if found:
+            width = max((WIDTHS.get(modifier, 1) for modifier in instruction.modifiers), default=1)
+            written = ((1 << width) - 1) << int(found[1])
+            operands.pop(0)
+    if instruction.name not in ARITHMETIC:
+        return 0, written
+    named = (REGISTER.findall(operand) for operand in operands)
+    return _union(1 << int(number) for numbers in named for number in numbers), written
+
+
+def _union(sets: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, sets, 0)

@@ -21,8 +21,7 @@ from flashtune.core.machine import machine_errors
 from flashtune.core.record import Resources
 from flashtune.core.target import KIB, Target
 from flashtune.launch.compilation import compile_kernel
-from flashtune.tuner.binary.compiler_tools import dump, run_tool
-from flashtune.tuner.binary.uninitialized_registers import unwritten
+from flashtune.tuner.binary.disassembly import dump, run_tool, unwritten
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel

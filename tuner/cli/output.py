@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -126,7 +126,7 @@ def write_result(path: Path | None, content: bytes) -> None:
     Raises:
         FlashtuneError: The file cannot be written.
     """
-    from flashtune.tuner.tables.export import write_file
+    from flashtune.tuner.tables.table_files import write_file
 
     if path is None or str(path) == "-":
         click.echo(content.decode(), nl=False)
@@ -194,3 +194,11 @@ def print_counts(counts: MergeCounts, as_json: bool) -> None:
         f"{counts.selections_added} selections are new, {counts.selections_replaced} took the place of "
         f"slower ones and {counts.selections_kept} gave way to the database's own"
     )
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yields the lines of a table in Markdown, right-aligned from the second column on."""
+    yield f"| {' | '.join(heads)} |"
+    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"

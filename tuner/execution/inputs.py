@@ -17,7 +17,7 @@ from flashtune.core.target import device_target
 from flashtune.dispatch.lookup import default_selection
 from flashtune.launch.backward import BackwardTensors
 from flashtune.launch.forward import Binary, bind, compile_binary
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.quantization import quantize
 from flashtune.runtime.unfused import unfused_features
 from flashtune.tuner.workloads.passes import forward_of

@@ -19,10 +19,17 @@ from flashtune.launch.compilation import kernel_folder
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.restamp.earlier_sources import EarlierSources
-from flashtune.tuner.restamp.restamp import Fate, Progress, Restamped, differences, quiet, restamp
+from flashtune.tuner.restamp.restamp import (
+    EarlierSources,
+    Fate,
+    Progress,
+    Restamped,
+    differences,
+    quiet,
+    restamp,
+)
 from flashtune.tuner.tables.admission import digest_of, facts_of
-from flashtune.tuner.tables.export import write_file
+from flashtune.tuner.tables.table_files import write_file
 from flashtune.tuner.tables.table_receipts import sibling
 
 

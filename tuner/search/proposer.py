@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from flashtune.core.config import Axis, AxisValue, Config, Space
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.search.candidate_grid import CandidateGrid
 from flashtune.tuner.search.optuna_study import Study, TrialResult, tpe_sampler
 from flashtune.tuner.search.ranking import Ranked
-from flashtune.tuner.search.surrogate import GpParams, Surrogate
+from flashtune.tuner.search.surrogate import CandidateGrid, GpParams, Surrogate
 
 # A family is pruned if this many of its candidates ran and all took more than HOPELESS_FACTOR times the best.
 FAMILY_CHANCES = 4

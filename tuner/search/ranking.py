@@ -11,8 +11,7 @@ import msgspec
 
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, Demand, SearchTask, demand
-from flashtune.tuner.perf_model.calibration import Calibration, expected_ms
-from flashtune.tuner.perf_model.features import estimated
+from flashtune.tuner.perf_model.calibration import Calibration, estimated, expected_ms
 
 # Candidates of each family. Ranking more would delay the start of the search.
 MAX_RANKED = 4096

@@ -16,7 +16,7 @@ from flashtune.db.eligibility import by_problem
 from flashtune.db.table import TunedTable
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import Tables, tuned_records
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import kernel_of
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.execution.processes import usable_cores

@@ -8,6 +8,7 @@ only the receipt is checked.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Hashable, Iterable
 
 import msgspec
@@ -23,16 +24,77 @@ from flashtune.db.table import TunedTable
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.execution.processes import start_pool, usable_cores
-from flashtune.tuner.tables.admission import facts_of, why_refused
-from flashtune.tuner.tables.receipts import Receipt, never_verified, receipt_fault, receipt_of
+from flashtune.tuner.tables.admission import (
+    Receipt,
+    facts_of,
+    never_verified,
+    receipt_fault,
+    receipt_of,
+    why_refused,
+)
 from flashtune.tuner.verify import verify_jobs
 from flashtune.tuner.verify.job_runner import Runs
 from flashtune.tuner.verify.on_gpu import OnGpu, check_on_gpu
-from flashtune.tuner.verify.report import CheckMethod, Report, Result
 from flashtune.tuner.verify.verify_jobs import Interpretable, Subject
 
 # Fields of a config that the interpreter ignores. They get fixed values, so that fewer kernels differ.
 UNSEEN = {"num_warps": 4, "num_stages": 1, "max_registers": 0, "dq_warps": 4, "dq_stages": 1}
+
+
+class CheckMethod(enum.StrEnum):
+    """The methods of comparison with the reference, best first."""
+
+    GPU = "gpu"
+    INTERPRETER = "interpreter"
+    RECEIPT = "receipt"
+    NONE = "none"
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The result of one selected kernel.
+
+    Attributes:
+        problem: The problem's key.
+        target: Name of the GPU.
+        family: The kernel's family.
+        kernel: Digest of the kernel as rendered here; None if it cannot be rendered.
+        means: The method; `none` if it was not run here and has no valid receipt.
+        failed: Why it failed; empty if it passed.
+        receipt: The record's receipt; None unless it is valid for this kernel.
+    """
+
+    problem: str
+    target: str
+    family: str
+    kernel: str | None
+    means: CheckMethod
+    failed: str = ""
+    receipt: Receipt | None = None
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All results, and the verdicts and times of this machine's GPU.
+
+    Attributes:
+        results: One for each selected kernel that was checked, in the table's order.
+        baselines: Number of selected baselines.
+        missed: Number of selected kernels that were not checked before the run ended.
+        on_gpu: The verdicts and times of this machine's GPU.
+    """
+
+    results: tuple[Result, ...]
+    baselines: int
+    missed: int = 0
+    on_gpu: OnGpu = OnGpu()
+
+    def count(self, means: CheckMethod) -> int:
+        """Returns the number of results of a method, passed or failed."""
+        return sum(result.means is means for result in self.results)
+
+    @property
+    def failures(self) -> tuple[Result, ...]:
+        """Returns the failed results."""
+        return tuple(result for result in self.results if result.failed)
 
 
 def verify_records(

@@ -20,7 +20,6 @@ from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
 from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
-from flashtune.verification.inputs.case_cache import CaseCache
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,
@@ -39,7 +38,7 @@ from flashtune.verification.inputs.placement import (
     put,
     query_places,
 )
-from flashtune.verification.inputs.prepared import ROWS_BEHIND
+from flashtune.verification.inputs.prepared import ROWS_BEHIND, CaseCache
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.probes import NEEDLE, Probe, make_values, replaced
 from flashtune.verification.reference.forward import sample

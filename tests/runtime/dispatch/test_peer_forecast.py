@@ -24,7 +24,7 @@ from flashtune.dispatch.forecast import expected_peers
 from flashtune.dispatch.lookup import nearest_selection, select
 from flashtune.dispatch.nearest import tuned_alike
 from flashtune.dispatch.tables import Tables
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
 from flashtune.runtime.kernel_fallback import KernelKey, first_that_serves
 from flashtune.templates.forward_hopper.space import HopperConfig

@@ -10,9 +10,9 @@ import torch
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel
 from flashtune.core.target import Target, find_target
-from flashtune.launch import binary_cache
-from flashtune.launch.binary_cache import binary_of
+from flashtune.launch import kernel_cache
 from flashtune.launch.forward import Binary
+from flashtune.launch.kernel_cache import binary_of
 from flashtune.templates.rendering import render
 from tests.problems.hopper import FAMILY, PLAIN, a_config, a_problem
 
@@ -22,10 +22,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
-    binary_cache._compiled.cache_clear()
+    kernel_cache._compiled.cache_clear()
     problem = a_problem(64)
     yield render(FAMILY, problem, a_config(problem), PLAIN)
-    binary_cache._compiled.cache_clear()
+    kernel_cache._compiled.cache_clear()
 
 
 def test_failed_compilation_is_cached(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_failed_compilation_is_cached(kernel: Kernel, monkeypatch: pytest.Monkey
         asked.append(kernel)
         raise KernelError("PTXASError: out of registers")
 
-    monkeypatch.setattr(binary_cache, "compile_binary", refuse)
+    monkeypatch.setattr(kernel_cache, "compile_binary", refuse)
     for _ in range(3):
         with pytest.raises(KernelError, match="out of registers"):
             binary_of(kernel, H200, CPU)
@@ -45,8 +45,8 @@ def test_failed_compilation_is_cached(kernel: Kernel, monkeypatch: pytest.Monkey
 def test_every_part_is_loaded_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Binary("kernel", None, "epilogue")
     loaded: list[tuple[object, torch.device]] = []
-    monkeypatch.setattr(binary_cache, "compile_binary", lambda *_: made)
-    monkeypatch.setattr(binary_cache, "load", lambda *part: loaded.append(part))
+    monkeypatch.setattr(kernel_cache, "compile_binary", lambda *_: made)
+    monkeypatch.setattr(kernel_cache, "load", lambda *part: loaded.append(part))
     for _ in range(2):
         assert binary_of(kernel, H200, CPU) is made
     assert loaded == [("kernel", CPU), ("epilogue", CPU)]
@@ -59,8 +59,8 @@ def test_failed_load_is_cached(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) 
         asked.append(part)
         raise KernelError("out of resource: shared memory")
 
-    monkeypatch.setattr(binary_cache, "compile_binary", lambda *_: Binary("kernel"))
-    monkeypatch.setattr(binary_cache, "load", refuse)
+    monkeypatch.setattr(kernel_cache, "compile_binary", lambda *_: Binary("kernel"))
+    monkeypatch.setattr(kernel_cache, "load", refuse)
     for _ in range(3):
         with pytest.raises(KernelError, match="shared memory"):
             binary_of(kernel, H200, CPU)
@@ -77,8 +77,8 @@ def test_other_errors_are_not_cached(kernel: Kernel, monkeypatch: pytest.MonkeyP
             raise answer
         return answer
 
-    monkeypatch.setattr(binary_cache, "compile_binary", compile_binary)
-    monkeypatch.setattr(binary_cache, "load", lambda *_: None)
+    monkeypatch.setattr(kernel_cache, "compile_binary", compile_binary)
+    monkeypatch.setattr(kernel_cache, "load", lambda *_: None)
     with pytest.raises(OSError, match="disk full"):
         binary_of(kernel, H200, CPU)
     assert binary_of(kernel, H200, CPU) is made

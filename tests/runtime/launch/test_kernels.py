@@ -22,7 +22,7 @@ from flashtune.core.target import find_target
 from flashtune.db.codec import encode_record
 from flashtune.launch import compilation
 from flashtune.launch.compilation import kernel_folder, load_module
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import kernel_of
 
 TARGET = find_target("h200")
 DEVICE = torch.device("cuda", 0)
@@ -45,7 +45,7 @@ def test_verified_cached_source_needs_no_template_engine(
     program = (
         "import sys, pathlib\n"
         "from flashtune.db.codec import decode_record\n"
-        "from flashtune.launch.source_cache import kernel_of\n"
+        "from flashtune.launch.kernel_cache import kernel_of\n"
         f"record = decode_record(pathlib.Path({str(stored)!r}).read_bytes())\n"
         "kernel = kernel_of(record, record.specialization)\n"
         "assert kernel.digest == record.kernel\n"

@@ -24,7 +24,7 @@ from flashtune.tuner.bench.peer_runs import FLASH_ATTN_4, FLEX, STANDARD
 from flashtune.tuner.bench.results import OURS, LeftOut, Unit, unit_of
 from flashtune.tuner.cli.commands.bench import GRIDS
 from flashtune.tuner.cli.report.bench_markdown import markdown
-from flashtune.tuner.cli.report.bench_panels import title_of
+from flashtune.tuner.cli.report.bench_terminal import title_of
 from flashtune.tuner.execution import timed_runs
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from tests.tuner.bench.bench_fakes import a_bench, a_run

@@ -11,7 +11,7 @@ from flashtune.core.record import Outcome
 from flashtune.core.target import find_target
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import tuned_records
-from flashtune.launch.source_cache import kernel_of
+from flashtune.launch.kernel_cache import kernel_of
 from flashtune.tuner.bench.driver import compile_ahead
 from flashtune.tuner.bench.grids import grid_problems
 

@@ -16,7 +16,7 @@ from flashtune.core.target import find_target
 from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.binary import compiler_tools
+from flashtune.tuner.binary import disassembly
 from flashtune.tuner.binary import resources as room
 from flashtune.tuner.binary.resources import (
     Part,
@@ -93,7 +93,7 @@ def test_an_amd_kernel() -> None:
 
 
 def test_a_tool_that_cannot_be_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_tools, "tool_path", lambda name: f"/nowhere/{name}")
+    monkeypatch.setattr(disassembly, "tool_path", lambda name: f"/nowhere/{name}")
     with pytest.raises(MachineError, match="cuobjdump cannot be run at /nowhere/cuobjdump"):
         read_resources(a_kernel(), find_target("a100"))
 
@@ -108,7 +108,7 @@ def test_a_tool_that_triton_lacks_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(knobs, "nvidia", Lacking())
     with pytest.raises(MachineError, match="this installation of Triton has no cuobjdump: reinstall triton"):
-        compiler_tools.dump(b"", "--dump-sass")
+        disassembly.dump(b"", "--dump-sass")
 
 
 @pytest.mark.parametrize(

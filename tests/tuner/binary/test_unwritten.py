@@ -13,7 +13,7 @@ from flashtune.core.target import find_target
 from flashtune.templates.family import Family
 from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.templates.registry import families
-from flashtune.tuner.binary.uninitialized_registers import unwritten
+from flashtune.tuner.binary.disassembly import unwritten
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.compile_pool import compile_candidate
 from tests.tuner.binary.listings import listed

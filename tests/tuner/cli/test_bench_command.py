@@ -17,7 +17,7 @@ from flashtune.tuner.bench.driver import BenchRequest, report_of, run_benches
 from flashtune.tuner.bench.grids import GRIDS, grid_problems
 from flashtune.tuner.bench.results import OURS, Bench, LeftOut
 from flashtune.tuner.cli.commands.bench import GRIDS as NAMED_GRIDS
-from flashtune.tuner.cli.report.bench_panels import CEILING
+from flashtune.tuner.cli.report.bench_terminal import CEILING
 from tests.tuner.bench.bench_fakes import REFUSED, SPEEDS, a_bench, a_run
 
 Run = Callable[..., Result]

@@ -13,8 +13,17 @@ from flashtune.tuner.bench.driver import report_of
 from flashtune.tuner.bench.grids import grid_problems
 from flashtune.tuner.bench.results import OURS, LeftOut
 from flashtune.tuner.cli.report.bench_markdown import markdown
-from flashtune.tuner.cli.report.bench_panels import CEILING, COPY, lengths_of, panels, title_of
-from flashtune.tuner.cli.report.bench_terminal import bench_line, bench_table, notes, summary
+from flashtune.tuner.cli.report.bench_terminal import (
+    CEILING,
+    COPY,
+    bench_line,
+    bench_table,
+    lengths_of,
+    notes,
+    panels,
+    summary,
+    title_of,
+)
 from tests.tuner.bench.bench_fakes import DETAIL, REFUSED, SPEEDS, a_bench, a_reading_bench, a_run
 
 PAPER, DECODE = grid_problems("paper"), grid_problems("decode")

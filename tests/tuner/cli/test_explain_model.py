@@ -12,7 +12,7 @@ from click.testing import Result
 from flashtune.core.problem import Dtype
 from flashtune.core.target import find_target
 from flashtune.tuner.analysis.model_overview import Overview, overviews
-from flashtune.tuner.cli.report.model_plot import overview_figure
+from flashtune.tuner.cli.report.model_report import overview_figure
 from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 from flashtune.tuner.workloads.presets import MODELS, find_model
 

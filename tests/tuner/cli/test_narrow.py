@@ -14,7 +14,7 @@ from flashtune.tuner.analysis.model_overview import Overview, Point, Way
 from flashtune.tuner.cli import EPILOG, output
 from flashtune.tuner.cli.commands import doctor
 from flashtune.tuner.cli.output import print_heading, say
-from flashtune.tuner.cli.report.model_table import print_overview
+from flashtune.tuner.cli.report.model_report import print_overview
 from flashtune.tuner.workloads.model_sizes import Phase
 
 WIDTH = 80

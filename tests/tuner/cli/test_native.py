@@ -24,8 +24,7 @@ from flashtune.tuner.sram_audit.audit import Request, run_audit
 from flashtune.tuner.sram_audit.points import computes_anything
 from flashtune.tuner.verify import record_checks as verify_room
 from flashtune.tuner.verify.job_runner import Runs
-from flashtune.tuner.verify.record_checks import verify_records
-from flashtune.tuner.verify.report import CheckMethod
+from flashtune.tuner.verify.record_checks import CheckMethod, verify_records
 from flashtune.tuner.verify.verify_jobs import Subject
 from tests.tuner.sram_audit.audit_fakes import Scripted
 

@@ -13,8 +13,14 @@ from flashtune.core.record import Resources
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.binary.resources import occupancy
-from flashtune.tuner.perf_model.calibration import NOTHING, Calibration, expected_ms, shipped_fit
-from flashtune.tuner.perf_model.features import estimated, features
+from flashtune.tuner.perf_model.calibration import (
+    NOTHING,
+    Calibration,
+    estimated,
+    expected_ms,
+    features,
+    shipped_fit,
+)
 from flashtune.tuner.perf_model.roofline import predict_ms
 from tests.benchmarks.research.truth_fakes import SHAPE, a_table
 

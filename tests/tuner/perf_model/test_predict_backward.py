@@ -14,8 +14,7 @@ from flashtune.core.record import Resources
 from flashtune.core.target import find_target
 from flashtune.templates.common.model.makespan_backward import turned
 from flashtune.templates.registry import find_family
-from flashtune.tuner.perf_model.calibration import formula_ms
-from flashtune.tuner.perf_model.features import estimated
+from flashtune.tuner.perf_model.calibration import estimated, formula_ms
 from flashtune.tuner.perf_model.roofline_backward import passes, predict_backward_ms
 
 H200 = find_target("h200")

@@ -16,7 +16,7 @@ from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.restamp import equivalence
-from flashtune.tuner.restamp.elf import parts
+from flashtune.tuner.restamp.equivalence import parts
 
 FAMILY = find_family("forward_q_outer")
 PROBLEM = Problem(

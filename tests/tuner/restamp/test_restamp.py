@@ -24,7 +24,7 @@ from flashtune.tuner.restamp.equivalence import difference
 from flashtune.tuner.restamp.restamp import Fate, restamp
 from flashtune.tuner.restamp.store import restamp_database, restamp_table
 from flashtune.tuner.tables.admission import digest_of
-from flashtune.tuner.tables.export import json_table
+from flashtune.tuner.tables.table_files import json_table
 from flashtune.tuner.tables.table_receipts import sibling
 
 FAMILY = find_family("forward_q_outer")

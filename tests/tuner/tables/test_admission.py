@@ -23,8 +23,7 @@ from flashtune.templates import rendering
 from flashtune.templates.hashing import template_hash
 from flashtune.tuner.tables import admission
 from flashtune.tuner.tables.admission import facts_of, least_ms, why_refused
-from flashtune.tuner.tables.export import json_table, kernel_files, triton_configs
-from flashtune.tuner.tables.table_import import import_tables
+from flashtune.tuner.tables.table_files import import_tables, json_table, kernel_files, triton_configs
 from flashtune.tuner.verify.record_checks import verify_records
 
 H200 = find_target("h200")

@@ -13,9 +13,9 @@ from flashtune.db.table import TunedTable, dump_table, parse_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.tables.export import kernel_files
+from flashtune.tuner.tables.table_files import kernel_files
 from flashtune.tuner.verify import record_checks, verify_jobs
-from flashtune.tuner.verify.report import CheckMethod
+from flashtune.tuner.verify.record_checks import CheckMethod
 
 FAMILY = find_family("backward_split")
 TARGET = find_target("h200")

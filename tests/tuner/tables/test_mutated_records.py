@@ -29,8 +29,7 @@ from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.dispatch.versions import current_versions, is_proven
 from flashtune.templates.hashing import template_hash
 from flashtune.tuner.tables.admission import why_refused
-from flashtune.tuner.tables.export import json_table
-from flashtune.tuner.tables.table_import import import_tables
+from flashtune.tuner.tables.table_files import import_tables, json_table
 from flashtune.tuner.verify import record_checks
 from flashtune.tuner.verify.record_checks import verify_records
 from tests.support.mutated_records import TARGET, base_records, mutated_database, mutated_table

@@ -124,7 +124,7 @@ def test_every_shipped_table_has_a_predecessor() -> None:
 def test_the_command_names_losses_and_exits_with_1(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
-    from flashtune.tuner.tables.export import json_table
+    from flashtune.tuner.tables.table_files import json_table
 
     paths = tmp_path / "old.json", tmp_path / "new.json"
     for path, scale in zip(paths, (1.0, 1.05), strict=True):

@@ -21,12 +21,11 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.cli import main
+from flashtune.tuner.tables.admission import Receipt
 from flashtune.tuner.tables.lookup import shipped_selections
-from flashtune.tuner.tables.receipts import Receipt
 from flashtune.tuner.verify import record_checks, verify_jobs
 from flashtune.tuner.verify.job_runner import Runs
-from flashtune.tuner.verify.record_checks import verify_records
-from flashtune.tuner.verify.report import CheckMethod, Report, Result
+from flashtune.tuner.verify.record_checks import CheckMethod, Report, Result, verify_records
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("h200")

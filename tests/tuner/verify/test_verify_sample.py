@@ -21,8 +21,7 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.cli import main
 from flashtune.tuner.tables.lookup import shipped_selections
 from flashtune.tuner.verify import record_checks
-from flashtune.tuner.verify.record_checks import sample
-from flashtune.tuner.verify.report import Report
+from flashtune.tuner.verify.record_checks import Report, sample
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("h200")

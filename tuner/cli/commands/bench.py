@@ -217,7 +217,7 @@ def _report(run: BenchRun, figures: PeerFile | None) -> Report:
 
 
 def _save(path: Path, report: Report) -> None:
-    from flashtune.tuner.tables.export import write_file
+    from flashtune.tuner.tables.table_files import write_file
 
     write_file(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
@@ -232,7 +232,7 @@ def _finish(report: Report, files: Files, as_json: bool) -> None:
     from flashtune.tuner.cli.report.bench_markdown import markdown
     from flashtune.tuner.cli.report.bench_plot import plot_page
     from flashtune.tuner.cli.report.bench_terminal import show_summary
-    from flashtune.tuner.tables.export import write_file
+    from flashtune.tuner.tables.table_files import write_file
 
     if as_json:
         print_json(report)

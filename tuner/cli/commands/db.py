@@ -12,6 +12,7 @@ from flashtune.core.errors import FlashtuneError, StoreError, UsageError, Verifi
 from flashtune.core.record import Outcome
 from flashtune.tuner.cli.command import Group
 from flashtune.tuner.cli.options import (
+    complete_families,
     database_option,
     json_option,
     optional_problem_options,
@@ -25,7 +26,6 @@ from flashtune.tuner.cli.output import (
     progress_bars,
     write_result,
 )
-from flashtune.tuner.cli.shape_options import complete_families
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem

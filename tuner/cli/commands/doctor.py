@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import TARGET_VARIABLE, database_option, json_option, quiet_options
+from flashtune.tuner.cli.options import (
+    TARGET_VARIABLE,
+    complete_targets,
+    database_option,
+    json_option,
+    quiet_options,
+)
 from flashtune.tuner.cli.output import folded, print_json, printable, shows_progress, terminal_width
-from flashtune.tuner.cli.shape_options import complete_targets
 
 if TYPE_CHECKING:
     from flashtune.tuner.analysis.doctor import Finding

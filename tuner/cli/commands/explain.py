@@ -9,8 +9,14 @@ import click
 
 from flashtune.core.errors import UsageError
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.model_options import WholeModels, shape_or_model_options
-from flashtune.tuner.cli.options import database_option, json_option, kernel_options, target_options
+from flashtune.tuner.cli.options import (
+    WholeModels,
+    database_option,
+    json_option,
+    kernel_options,
+    shape_or_model_options,
+    target_options,
+)
 from flashtune.tuner.cli.output import console, print_json
 
 if TYPE_CHECKING:
@@ -103,9 +109,8 @@ def _explain_models(
     """Prints whole models' attention, and plots it on request."""
     from flashtune.tuner.analysis.model_overview import overviews
     from flashtune.tuner.cli.report.bench_plot import require_plotly
-    from flashtune.tuner.cli.report.model_plot import overview_page
-    from flashtune.tuner.cli.report.model_table import print_overview
-    from flashtune.tuner.tables.export import write_file
+    from flashtune.tuner.cli.report.model_report import overview_page, print_overview
+    from flashtune.tuner.tables.table_files import write_file
 
     if plot_file is not None:
         require_plotly()

@@ -95,7 +95,7 @@ def _json(records: tuple[Record, ...], out: Path | None, shipped: bool) -> None:
 
 def _table(target: str, records: list[Record], shipped: bool) -> bytes:
     """Returns the records as a table. Records of a shipped table keep its receipts and times."""
-    from flashtune.tuner.tables.export import json_table, table_file
+    from flashtune.tuner.tables.table_files import json_table, table_file
 
     if not shipped:
         return json_table(target, records)
@@ -107,7 +107,7 @@ def _table(target: str, records: list[Record], shipped: bool) -> bytes:
 
 
 def _python(records: tuple[Record, ...], out: Path | None) -> None:
-    from flashtune.tuner.tables.export import kernel_files
+    from flashtune.tuner.tables.table_files import kernel_files
 
     files = kernel_files(records)
     if not files:
@@ -127,7 +127,7 @@ def _python(records: tuple[Record, ...], out: Path | None) -> None:
 
 def _triton_configs(records: tuple[Record, ...], out: Path | None) -> None:
     from flashtune.templates.registry import find_family
-    from flashtune.tuner.tables.export import triton_configs
+    from flashtune.tuner.tables.table_files import triton_configs
 
     native = {r.family for r in records if r.config is not None and not find_family(r.family).interpreted}
     if native:

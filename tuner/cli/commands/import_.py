@@ -26,7 +26,7 @@ def command(tables: tuple[Path, ...], db: str | None, as_json: bool) -> None:
     selection for a shape, the faster one stays if both were measured under the same versions. Otherwise the
     database's selection stays.
     """
-    from flashtune.tuner.tables.table_import import import_tables
+    from flashtune.tuner.tables.table_files import import_tables
 
     with progress_bars() as bars:
         counts = import_tables(tables, db, bars)

@@ -11,6 +11,7 @@ from flashtune.core.errors import KernelError, UsageError
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
     NO_SHAPE,
+    complete_families,
     database_option,
     json_option,
     optional_problem_options,
@@ -24,7 +25,6 @@ from flashtune.tuner.cli.output import (
     terminal_width,
 )
 from flashtune.tuner.cli.report.search_report import expected_of, observed, print_expected, print_interrupted
-from flashtune.tuner.cli.shape_options import complete_families
 from flashtune.tuner.workloads.model_sizes import Phase
 
 if TYPE_CHECKING:

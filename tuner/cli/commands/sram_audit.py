@@ -9,10 +9,8 @@ import click
 
 from flashtune.core.errors import KernelError
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import json_option, quiet_options
-from flashtune.tuner.cli.output import console, print_json, progress_bars
-from flashtune.tuner.cli.report.doc_tables import table
-from flashtune.tuner.cli.shape_options import complete_targets
+from flashtune.tuner.cli.options import complete_targets, json_option, quiet_options
+from flashtune.tuner.cli.output import console, print_json, progress_bars, table
 
 if TYPE_CHECKING:
     from flashtune.core.target import Target

@@ -8,8 +8,16 @@ from flashtune.tuner.bench.driver import Report
 from flashtune.tuner.bench.results import BenchRun, speed_of
 from flashtune.tuner.bench.summary import Against, OfCopy, Ratios
 from flashtune.tuner.cli.output import printable
-from flashtune.tuner.cli.report.bench_panels import Panel, lengths_of, panels
-from flashtune.tuner.cli.report.bench_terminal import ceiling_text, cells, copy_text, headers, notes
+from flashtune.tuner.cli.report.bench_terminal import (
+    Panel,
+    ceiling_text,
+    cells,
+    copy_text,
+    headers,
+    lengths_of,
+    notes,
+    panels,
+)
 
 
 def markdown(report: Report) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashtune.core.errors import UsageError
 from flashtune.tuner.bench.results import speed_of
-from flashtune.tuner.cli.report.bench_panels import CEILING, COPY, Panel, panels
+from flashtune.tuner.cli.report.bench_terminal import CEILING, COPY, Panel, panels
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from flashtune.tuner.cli.output import is_set, note, printable, say
 
 if TYPE_CHECKING:
-    from flashtune.tuner.tables.receipts import Receipt
-    from flashtune.tuner.verify.report import Report
+    from flashtune.tuner.tables.admission import Receipt
+    from flashtune.tuner.verify.record_checks import Report
 
 MAX_SHOWN = 20
 
 
 def counts_of(report: Report) -> dict[str, int]:
     """Returns the number of kernels by kind of comparison, and of those that failed or were missed."""
-    from flashtune.tuner.verify.report import CheckMethod
+    from flashtune.tuner.verify.record_checks import CheckMethod
 
     counts = {means.value: report.count(means) for means in CheckMethod}
     return {
@@ -36,7 +36,7 @@ def _source(receipt: Receipt) -> str:
 def print_report(report: Report) -> None:
     """Prints the counts, the receipts and the failures."""
     from flashtune.templates.registry import find_family
-    from flashtune.tuner.verify.report import CheckMethod
+    from flashtune.tuner.verify.record_checks import CheckMethod
 
     counts = counts_of(report)
     total = counts["kernels"]

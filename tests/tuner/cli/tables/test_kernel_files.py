@@ -18,7 +18,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.tables.export import file_name, kernel_files, triton_configs
+from flashtune.tuner.tables.table_files import file_name, kernel_files, triton_configs
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]

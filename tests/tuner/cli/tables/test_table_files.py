@@ -17,8 +17,7 @@ from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.db.store import open_store
 from flashtune.db.table import load_table
-from flashtune.tuner.tables.export import json_table, write_file
-from flashtune.tuner.tables.table_import import import_tables
+from flashtune.tuner.tables.table_files import import_tables, json_table, write_file
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]

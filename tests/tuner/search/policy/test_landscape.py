@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.search.candidate_grid import CandidateGrid
-from flashtune.tuner.search.surrogate import GpParams, Surrogate
+from flashtune.tuner.search.surrogate import CandidateGrid, GpParams, Surrogate
 from tests.tuner.search.fakes import FAMILY, a_config, by_tile
 
 

@@ -1,18 +1,30 @@
-"""The kernel of a record, from a verified copy of its source if there is one.
+"""The kernel of a record, from a verified copy of its source if there is one, and the cache of binaries.
 
 A process that serves a tuned shape then does not import the template engine. The copy is the file that
 `compilation.load_module` writes. It is used only if its digest is that of the record, so a file with modified
-code is never used.
+code is never used. Each kernel is compiled and loaded once per process for all shapes.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
+from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record
 from flashtune.launch.compilation import kernel_folder
+from flashtune.launch.forward import Binary, compile_binary
+from flashtune.launch.launcher import load
 from flashtune.templates.family import Family, kernel_of_source
 from flashtune.templates.hashing import template_hash
 from flashtune.templates.registry import find_family
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashtune.core.kernel import Kernel
+    from flashtune.core.target import Target
 
 
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
@@ -47,3 +59,29 @@ def _proven_copy(record: Record, family: Family, specialization: Specialization)
         return None
     kernel = kernel_of_source(family, record.problem, record.config, specialization, source)
     return kernel if kernel.digest == record.kernel else None
+
+
+def binary_of(kernel: Kernel, target: Target, device: torch.device) -> Binary:
+    """Returns a kernel's binary, loaded onto a device.
+
+    Raises:
+        KernelError: The kernel does not compile or load, or failed earlier.
+    """
+    found = _compiled(kernel, target, device)
+    if isinstance(found, KernelError):
+        raise found
+    return found
+
+
+@functools.cache
+def _compiled(kernel: Kernel, target: Target, device: torch.device) -> Binary | KernelError:
+    """Returns a binary or the error. An error is cached too, so that no new shape repeats the attempt."""
+    try:
+        binary = compile_binary(kernel, target)
+        # Load before the self-check, so that any compiler that Triton runs for the launch has finished.
+        for part in filter(None, binary):
+            load(part, device)
+    except KernelError as error:
+        # Without the traceback, which would keep the caller's tensors alive.
+        return type(error)(str(error))
+    return binary
