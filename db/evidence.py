@@ -18,11 +18,8 @@ def under(table: TunedTable, versions_of: Callable[[str], Versions]) -> tuple[Re
     masks stay too, the kernel's scaled in proportion to its other time.
 
     Every other record stays unchanged, with the time that selection and estimates need and its own versions.
-    A receipt without a time still saves the kernel its self-check.
-
-    Args:
-        table: The table.
-        versions_of: Returns the versions to look for, from a family's name.
+    A receipt without a time still saves the kernel its self-check. `versions_of` returns the versions to look
+    for, from a family's name.
     """
     receipts = {(one.digest, one.versions.makers): one for one in table.receipts}
     times = {(one.problem, one.kernel, one.versions.makers): one.measurement for one in table.times}

@@ -103,11 +103,7 @@ def affected(connection: Connection, meant: Forgettable) -> list[tuple[str, str]
 def forget(connection: Connection, meant: Forgettable, choose: Choose, pinned_at: str) -> list[TakenBack]:
     """Deletes records. Each problem that loses its selection gets the next best record.
 
-    Args:
-        connection: A connection within a transaction.
-        meant: Filter of the records.
-        choose: Returns the record to select among the remaining ones.
-        pinned_at: The time of new selections.
+    `choose` returns the record to select among the remaining ones.
 
     Returns:
         The problems that lost their selection or fallback, and their new selection.

@@ -55,12 +55,7 @@ def kind_of(value: object) -> str:
 def read_count(name: str, value: object, what: str, least: int = 0, most: int = MAX_TOKENS) -> int:
     """Returns an argument that is a count.
 
-    Args:
-        name: The argument's name, for the error.
-        value: The argument.
-        what: A description of valid values, for the error.
-        least: The smallest valid number.
-        most: The largest valid number.
+    The name, and `what`, a description of valid values, are for the error.
 
     Raises:
         ProblemError: The argument is not an integer, or is out of range.

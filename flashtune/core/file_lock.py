@@ -21,9 +21,7 @@ POLL_SECONDS = 0.02
 def alone_with(path: Path, seconds: float) -> Iterator[None]:
     """Holds an exclusive lock on a file during a block. Creates the file if it is missing.
 
-    Args:
-        path: The file. Its folder exists.
-        seconds: The time to wait for another holder.
+    Waits up to `seconds` for another holder.
 
     Raises:
         TimeoutError: Another holder did not release it in time.

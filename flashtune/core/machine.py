@@ -46,11 +46,7 @@ LOADED_SHARE = 0.75
 
 
 def machine_fault(error: BaseException) -> str | None:
-    """Returns a sentence for an error that the machine caused, None for any other error.
-
-    Args:
-        error: The error of a compilation, load or launch.
-    """
+    """Returns a sentence for an error that the machine caused, None for any other error."""
     return next(filter(None, map(_fault, _causes(error))), None)
 
 

@@ -83,13 +83,8 @@ def forecast(
     """Returns the record of the config with the lowest estimated time, or None without a tuned shape.
 
     The result does not depend on the order of the records. A config that was never tuned has a record without
-    a verdict, like a default config.
-
-    Args:
-        problem: A shape that is not tuned.
-        records: Selected records of the GPU, each with a config.
-        target: The GPU.
-        serves: Whether a record's kernel can serve the call.
+    a verdict, like a default config. `records` are the selected records of the GPU, each with a config.
+    `serves` returns whether a record's kernel can serve the call.
     """
     alike = tuned_alike(problem, records)
     able = [record for record in alike if serves(record)]
@@ -222,12 +217,7 @@ def expected_peers(problem: Problem, records: Iterable[Record], target: Target) 
     """Returns the estimated times of SDPA's backends at a shape, in ms. Empty if none was timed.
 
     The schedule has one program per tile (`portable_span`), as in SDPA's kernels. The correction is that of
-    the forecast of configs.
-
-    Args:
-        problem: A shape that is not tuned.
-        records: Tuned records of the same computation at other shapes.
-        target: The GPU.
+    the forecast of configs. `records` are tuned records of the same computation at other shapes.
     """
     # Records of one problem were timed in one run with the same baselines.
     timed = {record.problem.key: record for record in records if record.measurement is not None}

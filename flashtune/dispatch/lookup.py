@@ -45,12 +45,7 @@ def select(
 ) -> Selection:
     """Returns the selection for a problem on a GPU.
 
-    Args:
-        problem: The problem.
-        target: The GPU.
-        tables: The tuned records for it.
-        specialization: Properties of the tensors. A family that requires more is not selected.
-        generated: Whether only generated kernels may be selected, no baselines.
+    A family that requires more than the specialization is not selected. With `generated`, no baseline is.
 
     Raises:
         ProblemError: No family computes it on this GPU.

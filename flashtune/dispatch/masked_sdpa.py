@@ -156,15 +156,7 @@ def refusal(
     """Returns the reason why SDPA cannot serve a call with a mask, or None. It runs SDPA.
 
     For each type, head dims and backend, a small problem is computed once and compared with a reference. Then
-    the call itself is computed.
-
-    Args:
-        request: The request of the call.
-        backend: The backend that SDPA selects for the call.
-        q: The call's queries as [batch, heads, seqlen_q, head_dim]; k and v likewise.
-        k: Keys.
-        v: Values.
-        bias: The call's bias or mask.
+    the call itself is computed. Tensors are [batch, heads, seqlen, head_dim].
     """
     kind = _kind(request, backend)
     try:

@@ -52,14 +52,7 @@ def default_backend(
 
     It was not measured for SDPA's unfused path, for causal masks with different lengths, and for tensors
     whose addresses are not multiples of 16 bytes. In some versions of torch, backends need such addresses and
-    do not check them.
-
-    Args:
-        q: Queries as [batch, heads, seqlen, head_dim]; k and v likewise.
-        k: Keys.
-        v: Values.
-        problem: The problem of these tensors.
-        bias: The additive bias or boolean mask, or None.
+    do not check them. Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
     """
     causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:

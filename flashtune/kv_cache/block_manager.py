@@ -148,9 +148,7 @@ class Ledger:
     def plan(self, sequences: Sequence[int], tokens: Sequence[int]) -> tuple[Growth, ...]:
         """Returns the growths that make room for more tokens. Changes nothing yet.
 
-        Args:
-            sequences: Live sequences, without duplicates.
-            tokens: Number of additional tokens of each sequence.
+        Sequences are live and without duplicates.
 
         Raises:
             CacheFullError: There are too few free pages for all of them.

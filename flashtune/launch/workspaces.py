@@ -56,11 +56,7 @@ class Workspaces:
         self._like: Tensor | None = None
 
     def __call__(self, beside: Tensor) -> tuple[Sequence[Tensor], list[int]]:
-        """Returns tensors that keep the memory alive until all kernels are queued, and all addresses.
-
-        Args:
-            beside: A tensor on the device.
-        """
+        """Returns tensors that keep the memory alive until all kernels are queued, and all addresses."""
         if not self._shapes:
             return (), []
         if self._allocate is not None:

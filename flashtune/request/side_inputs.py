@@ -112,10 +112,7 @@ def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_he
 def side_views(problem: Problem, side: ExtraInputs, places: int) -> ExtraInputs:
     """Returns the extra inputs as kernels take them. Shared dimensions are expanded with a stride of zero.
 
-    Args:
-        problem: The problem.
-        side: The extra inputs of a call.
-        places: Number of pages (dense cache: sequences) of the cache's scales.
+    `places` is the number of pages (dense cache: sequences) of the cache's scales.
 
     Raises:
         ProblemError: The ALiBi slopes or the bias do not match the problem.

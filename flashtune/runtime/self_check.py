@@ -96,15 +96,7 @@ def passes_self_check(
 
     One process of this machine checks while the others wait for its verdict. The verdict is stored in the
     user's database. If that cannot be read or written, a warning is given, and only this process caches the
-    verdict.
-
-    Args:
-        kernel: The kernel.
-        problem: The problem of the kernel. Only its static features matter.
-        config: The kernel's config.
-        target: The GPU.
-        device: The GPU as torch names it.
-        compiled: The kernel's binary, if there is one already.
+    verdict. Only the static features of the problem matter.
 
     Raises:
         KernelError: The kernel does not compile, load or launch.

@@ -104,11 +104,7 @@ def tile_of(config: Config) -> tuple[int, int]:
 def companions(problem: Problem, config: Config, level: Level, *, reduced: bool) -> tuple[Case, ...]:
     """Returns the small problems of a level in a fixed order.
 
-    Args:
-        problem: The problem of the kernel.
-        config: The kernel's config. Its tile and pipeline determine the lengths.
-        level: How much is checked.
-        reduced: Whether to use fewer heads and blocks, as an interpreter needs.
+    The config's tile and pipeline determine the lengths. An interpreter needs `reduced` heads and blocks.
     """
     block_m, block_n = tile_of(config)
     tile = Tile(block_m, block_n, 1 if reduced else min(config.num_stages, MAX_BLOCKS - 2))

@@ -55,19 +55,10 @@ def check_kernel(
 ) -> Verdict:
     """Renders the kernel of a config and verifies it, on the device or under Triton's interpreter.
 
-    Under the interpreter a 16-bit problem is computed in float32, at reduced sizes, up to the first
-    failure. The strict level also checks the binaries with and without the log-sum-exp (in a backward
-    pass, its gradient) and the other causal alignment. It checks each of these with delayed warps too.
-
-    Args:
-        family: The kernel's family.
-        problem: The problem of the kernel. The full level also checks its shape.
-        config: The kernel's config.
-        specialization: Properties that the kernel may assume of its tensors.
-        target: The GPU that the kernel is compiled for.
-        device: The device to run it on.
-        level: How much to check.
-        seed: Seed of all inputs. A fresh one by default.
+    Under the interpreter a 16-bit problem is computed in float32, at reduced sizes, up to the first failure.
+    The strict level also checks the binaries with and without the log-sum-exp (in a backward pass, its
+    gradient) and the other causal alignment. It checks each of these with delayed warps too. The full level
+    also checks the problem's own shape. Without a seed, inputs are new in each check.
 
     Raises:
         KernelError: The kernel does not compile, load or launch.

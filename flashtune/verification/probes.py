@@ -94,14 +94,8 @@ def make_values(
 ) -> Values:
     """Returns new values for a probe.
 
-    Args:
-        probe: The probe.
-        problem: Shape and mask.
-        scale: Softmax scale that the values will be used with.
-        block: Number of keys of a tile.
-        generator: Random generator. The values are made on its device.
-        lengths: Lengths of the sequences, unless all are equal.
-        side: Prefixes and biases, which determine the visible keys of `edge`.
+    The values are made on the generator's device, for this softmax scale. Prefixes and biases determine the
+    visible keys of `edge`.
     """
     if problem.latent and probe not in (Probe.RANDOM, Probe.SINK):
         # The first columns hold the probe's values, so the other columns alone determine the scores.

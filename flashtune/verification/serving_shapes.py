@@ -56,12 +56,8 @@ class ServingCase(NamedTuple):
 def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bool) -> Iterator[ServingCase]:
     """Yields the problems of a check in a fixed order.
 
-    Args:
-        tile: The kernel's tile. In decoding its queries are rows: queries times heads that share a KV head.
-        splits: Number of splits of the keys, 0 for a kernel that does not decode.
-        problem: The problem of the kernel.
-        quick: Whether to yield only a few.
-        reduced: Whether they must be small, as an interpreter needs.
+    In decoding, the tile's queries are rows: queries times heads that share a KV head. `splits` is 0 for a
+    kernel that does not decode. An interpreter needs `reduced` problems.
     """
     shapes = _decoding(tile, splits, quick) if splits else _plain(tile, problem, quick)
     beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)

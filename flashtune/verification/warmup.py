@@ -37,13 +37,7 @@ def rehearse(
 ) -> None:
     """Runs one case of each probe as a self-check does, without launches, and discards the findings.
 
-    Args:
-        kernel: The kernel. It need not be compiled.
-        problem: The problem of the kernel.
-        config: Its config.
-        target: The GPU.
-        device: The device of the later self-check.
-        enough: Whether to stop. Called before each case.
+    The kernel need not be compiled. `enough` is called before each case, and ends the run if it returns True.
     """
     found: list[Finding] = []
     met: set[Probe] = set()

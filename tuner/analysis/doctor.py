@@ -55,10 +55,8 @@ def examine(
 ) -> Iterator[Finding]:
     """Returns all findings in order.
 
-    Args:
-        target: The GPU to check for. None for this machine's, or for `OFFLINE_TARGET` if it has none.
-        db: The database, as the user names it.
-        watch: Called with each step before it begins.
+    Without a target, this machine's GPU is checked, or `OFFLINE_TARGET` if it has none. `watch` is called
+    with each step before it begins.
     """
     yield Finding("python", Level.OK, f"{platform.python_version()} at {sys.executable}")
     watch("importing torch and triton")

@@ -87,12 +87,6 @@ def overviews(
 ) -> tuple[Overview, ...]:
     """Returns a model's attention, one overview for each batch size and type.
 
-    Args:
-        attention: The model's attention.
-        sizes: Phase, lengths, batch sizes and types.
-        target: The GPU.
-        db: The database with the selections, None for the default one.
-
     Raises:
         UsageError: A size that no shape can have, or decoding of an encoder.
         ProblemError: No family computes the problem on this target.

@@ -30,10 +30,8 @@ class Admitted(NamedTuple):
 def admit(binders: dict[str, Bind], judge: Judge, capture: Callable[[Call], Run]) -> list[Admitted | LeftOut]:
     """Returns the contestants that compute the problem correctly, in the order given, and those left out.
 
-    Args:
-        binders: Functions that bind each contestant to the inputs, by its name.
-        judge: Returns the error of a result as a multiple of the tolerance.
-        capture: Captures a run as a graph, and returns its replay function.
+    `judge` returns the error of a result as a multiple of the tolerance. `capture` captures a run as a graph,
+    and returns its replay function.
     """
     entries: list[Admitted | LeftOut] = []
     for name, bind in binders.items():

@@ -57,14 +57,7 @@ def selected(problem: Problem, target: Target) -> tuple[str, str]:
 def gradient_binders(
     problem: Problem, tensors: Tensors, detail: str, peers: Sequence[str]
 ) -> dict[str, Bind]:
-    """Returns functions that bind each contestant to the inputs, by its name.
-
-    Args:
-        problem: The backward problem.
-        tensors: Its inputs.
-        detail: Description of our kernels.
-        peers: The baselines.
-    """
+    """Returns functions that bind each contestant to the inputs, by its name."""
     given = differentiable(tensors)
     binders: dict[str, Bind] = {OURS: functools.partial(_ours, problem, given, detail)}
     return binders | {name: functools.partial(_peer, name, problem, given) for name in peers}
@@ -122,11 +115,7 @@ def gradient_judge(problem: Problem, tensors: Tensors) -> Judge:
 def error_of(result: object, problem: Problem, chosen: Chosen, expected: Expected) -> float:
     """Returns the largest row error of gradients as a multiple of the tolerance, infinite if not finite.
 
-    Args:
-        result: The gradients of q, k and v, each of its tensor's shape.
-        problem: The backward problem.
-        chosen: The compared heads.
-        expected: Their reference.
+    Each gradient has the shape of its tensor.
     """
     assert isinstance(result, tuple)
     dq, dk, dv = result[:3]

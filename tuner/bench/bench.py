@@ -45,12 +45,6 @@ SEED = 0
 def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rounds: int = ROUNDS) -> Bench:
     """Times the contestants at one problem.
 
-    Args:
-        problem: The problem to compute.
-        index: Index of the GPU.
-        peers: Baselines, as `bench_peers` names them.
-        rounds: Samples of each contestant.
-
     Raises:
         TargetError: There is no such GPU.
         ProblemError: No family computes the problem on this GPU.
@@ -177,10 +171,7 @@ def _judge(problem: Problem, tensors: Tensors) -> Judge:
 def error_of(result: object, chosen: Sample, expected: Expected) -> float:
     """Returns the largest row error of a result as a multiple of the tolerance, infinite if not finite.
 
-    Args:
-        result: The output [batch, heads, seqlen_q, value_head_dim], or a tuple that starts with it.
-        chosen: The compared rows.
-        expected: The reference at these rows.
+    The result is the output, or a tuple that starts with it.
     """
     out = result[0] if isinstance(result, tuple) else result
     assert isinstance(out, Tensor)

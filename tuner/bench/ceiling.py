@@ -24,11 +24,6 @@ def measure_ceiling(dtype: Dtype, device: torch.device, *, rounds: int) -> Ceili
 
     Values are random, since power and thus the clock depend on them.
 
-    Args:
-        dtype: Element type of both factors; accumulation is torch's own for it.
-        device: The GPU.
-        rounds: Samples.
-
     Raises:
         RuntimeError: torch multiplies no such matrices on this GPU.
     """
@@ -54,12 +49,7 @@ def _product(dtype: torch.dtype, device: torch.device) -> Run:
 
 
 def measure_copy(device: torch.device, *, rounds: int) -> Copy:
-    """Times a copy of device memory.
-
-    Args:
-        device: The GPU.
-        rounds: Samples.
-    """
+    """Times a copy of device memory."""
     with torch.cuda.device(device):
         source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
         run = functools.partial(torch.empty_like(source).copy_, source)

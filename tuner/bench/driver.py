@@ -68,10 +68,6 @@ def report_of(run: BenchRun, file: PeerFile | None) -> Report:
 def read_report(data: bytes, name: str) -> BenchRun:
     """Returns the run of a saved report. Its summaries are computed again.
 
-    Args:
-        data: The saved bytes.
-        name: The file's name for messages.
-
     Raises:
         UsageError: This version does not save such data, or it holds no results.
     """
@@ -89,9 +85,7 @@ def read_report(data: bytes, name: str) -> BenchRun:
 def run_benches(request: BenchRequest, watch: Callable[[BenchRun], None]) -> BenchRun:
     """Times all problems in order.
 
-    Args:
-        request: The problems and options.
-        watch: Called after each problem with the results so far.
+    `watch` is called after each problem with the results so far.
 
     Raises:
         FlashtuneError: As `run_bench`. Nothing was timed if a problem is empty or there is no GPU.
@@ -128,10 +122,6 @@ def compile_ahead(problems: Sequence[Problem], target: Target) -> tuple[Compiled
     """Compiles the kernels that dispatch would select on all cores, into Triton's cache.
 
     Errors here are reported again at the kernel's call.
-
-    Args:
-        problems: The problems, on contiguous tensors.
-        target: The GPU.
 
     Returns:
         The result of compiling each distinct kernel.

@@ -126,10 +126,6 @@ def _is_of_paper(problem: Problem) -> bool:
 def read_figures(data: bytes, name: str) -> PeerFile:
     """Returns figures of others: a list of cases, or an object with their `source` and `cases`.
 
-    Args:
-        data: The file's content.
-        name: The file's name for messages.
-
     Raises:
         UsageError: The data is neither, names a case twice, or has values out of bounds.
     """

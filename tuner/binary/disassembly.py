@@ -158,10 +158,8 @@ def successors_of(code: dict[int, Instruction], blocks: Sequence[Sequence[int]])
 def unwritten(listing: str) -> str:
     """Returns the first arithmetic on a uniform register that may be unwritten; empty if there is none.
 
-    One path through the code without a write is enough, even if it is never executed.
-
-    Args:
-        listing: Machine code of one kernel, as `cuobjdump --dump-sass` prints it.
+    One path through the code without a write is enough, even if it is never executed. The listing is that of
+    one kernel, as `cuobjdump --dump-sass` prints it.
     """
     code = dict(parse(listing.splitlines()))
     blocks = blocks_of(code)

@@ -76,12 +76,8 @@ def make_tensors(problem: Problem, device: torch.device, *, lse: bool = False) -
     """Returns new random inputs, quantised if the problem is.
 
     Lengths of sequences are `usual_lengths` of the problem, and pages are shuffled. Both are the same in
-    every call.
-
-    Args:
-        problem: A forward or backward problem. For a backward one, the forward pass runs here.
-        device: Device of the tensors.
-        lse: Whether to add a buffer for the log-sum-exp of a forward pass.
+    every call. The forward pass of a backward problem runs here. `lse` adds a buffer for the log-sum-exp of a
+    forward pass.
     """
     tensors = make_inputs(problem, device)
     if problem.is_backward:
@@ -213,12 +209,7 @@ def _integers(values: list[int] | tuple[int, ...], device: torch.device) -> Tens
 
 
 def gradient_tensors(problem: Problem, tensors: Tensors) -> BackwardTensors:
-    """Returns the tensors of a backward problem: the correct output, a random gradient, and buffers.
-
-    Args:
-        problem: The backward problem.
-        tensors: Its inputs, and the buffer that receives the output of the forward pass.
-    """
+    """Returns the tensors of a backward problem: the correct output, a random gradient, and buffers."""
     q, k, v, out = tensors.q, tensors.k, tensors.v, tensors.out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     _run_forward(forward_of(problem), tensors, lse)
@@ -275,11 +266,8 @@ def differentiable(tensors: Tensors) -> Tensors:
 def gradient_run(forward: Run, tensors: Tensors) -> Run:
     """Runs a forward pass once, and returns a callable that runs only its backward pass.
 
-    Each run computes the gradients of q, k and v, and of an additive bias, from the saved tensors.
-
-    Args:
-        forward: Returns the output, or a tuple that starts with it.
-        tensors: The inputs of `forward`, from `differentiable`.
+    Each run computes the gradients of q, k and v, and of an additive bias, from the saved tensors. `forward`
+    returns the output, or a tuple that starts with it. `differentiable` gives its inputs.
 
     Raises:
         RuntimeError: `forward` does not support such inputs.

@@ -51,9 +51,6 @@ class Probe(msgspec.Struct, frozen=True):
 def start_probe(target: Target) -> Future[Probe]:
     """Starts a probe in a new process.
 
-    Args:
-        target: The GPU to compile for.
-
     Raises:
         MachineError: No process can be started.
     """
@@ -110,13 +107,7 @@ def look_for_fault(target: Target) -> Probe:
 
 
 def fault_of(lost: LostJob, probe: Probe, process: str) -> str:
-    """Returns a sentence about the machine's fault; empty if the candidate is the cause.
-
-    Args:
-        lost: How the process was lost.
-        probe: The result of a probe after it.
-        process: Name of the process in the sentence.
-    """
+    """Returns a sentence about the machine's fault; empty if the candidate is the cause."""
     if probe.fault:
         return probe.fault
     if lost.timed_out:
@@ -141,11 +132,7 @@ def settle_after_probe(
 ) -> None:
     """Sets a future's result if a probe finds no fault of this machine, else the error that stops the search.
 
-    Args:
-        target: The GPU that the probe compiles for.
-        settled: The future.
-        judge: Returns a sentence about the machine's fault, or an empty one.
-        otherwise: The result, if there is no fault.
+    `judge` returns a sentence about the machine's fault, or an empty one.
     """
 
     def settle(done: Future[Probe]) -> None:

@@ -51,12 +51,7 @@ class Persistent(Protocol):
 def imbalance(problem: Problem, config: Config, programs: int, places: int, target: Target) -> float:
     """Returns the end of the last program over that of perfectly balanced work.
 
-    Args:
-        problem: The problem.
-        config: A config with tiles of `block_m` queries and `block_n` keys.
-        programs: Programs of a launch, or tiles of persistent programs.
-        places: Number of resident programs.
-        target: The GPU.
+    `programs` are the programs of a launch, or the tiles of persistent programs.
     """
     pack = int(getattr(config, "pack", 1))
     tiling = Tiling(problem, max(1, _side(config, "block_m") // pack), _side(config, "block_n"), pack)

@@ -76,12 +76,8 @@ def parts(binary: bytes, entry: str) -> dict[str, object]:
     - Their relocations: offset, type, symbol and addend.
     - AMD's notes: the launch parameters.
 
-    Names of kernels and symbols are left out, because they have no effect. Indices of sections are left
-    out, because they follow from the names.
-
-    Args:
-        binary: The file.
-        entry: The kernel's name, which is part of section names.
+    Names of kernels and symbols are left out, because they have no effect. Indices of sections are left out,
+    because they follow from the names. `entry` is the kernel's name, which is part of section names.
     """
     sections = list(_sections(binary))
     found: dict[str, object] = {}

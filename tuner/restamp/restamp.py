@@ -167,11 +167,8 @@ def restamp(
     """Compares each record's kernel with the present one, and moves the receipt if they are equal.
 
     Both kernels are compiled by the installed Triton for the record's target; see `equivalence.difference`.
-
-    Args:
-        records: Records. Those without a kernel are not changed.
-        folders: Folders with sources of earlier kernels, in addition to the kernel cache.
-        progress: Called after each comparison with the phase, the number done and the total.
+    Records without a kernel are not changed. `folders` have sources of earlier kernels, in addition to the
+    kernel cache. `progress` gets the phase, the number done and the total.
     """
     listed = list(records)
     sources = EarlierSources([kernel_folder(), *folders])
@@ -218,13 +215,7 @@ def _compare(records: list[Record], pairs: list[_Pair | Restamped], progress: Pr
 
 
 def differences(phase: str, jobs: Mapping[_Name, tuple[object, ...]], progress: Progress) -> dict[_Name, str]:
-    """Returns the first difference of each pair of kernels; empty if there is none.
-
-    Args:
-        phase: The name of the work, for the progress.
-        jobs: The arguments of `equivalence.difference`, by any key.
-        progress: As in `restamp`.
-    """
+    """Returns the first difference of each pair of kernels; empty if there is none."""
     if not jobs:
         return {}
     pool = start_pool(usable_cores())

@@ -40,13 +40,7 @@ def successors(
 
     Two kernels are compared at the problem of each record that has the present one, as its own or as its
     sibling. Receipts of compilers that are not installed are left out: equal code of one compiler does not
-    imply equal code of another.
-
-    Args:
-        receipts: Receipts. Those of an installed template version are left out.
-        records: Records that name the present kernels.
-        folders: Folders with sources of earlier kernels, in addition to the kernel cache.
-        progress: As in `restamp.restamp`.
+    imply equal code of another. Receipts of an installed template version are left out too.
     """
     digests = _earlier(receipts)
     users = _users(records) if digests else {}

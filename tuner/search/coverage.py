@@ -48,11 +48,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
 def expect(request: SearchRequest, store: Store | None, width: int, compile_seconds: float) -> Expectation:
     """Returns the expected extent of a search.
 
-    Args:
-        request: The search.
-        store: The records of earlier searches; None if there is no database yet.
-        width: Number of compiler processes.
-        compile_seconds: Seconds that one process needs for one candidate.
+    One process needs `compile_seconds` for one candidate. `store` is None without a database.
 
     Raises:
         ProblemError: No family computes the problem on the target.

@@ -44,15 +44,9 @@ def run_search(
 ) -> SearchResult:
     """Searches kernels for one problem on one GPU, and stores every result at once.
 
-    Stored results for the same problem, target, config and versions are reused. The same request
-    therefore continues an interrupted search.
-
-    Args:
-        request: The problem, the GPU and the budget.
-        store: The database to read and write.
-        observer: Called with the progress, several times a second.
-        equipment: The compiler and the measurer; None starts them for this search.
-        policy: Makes the object that proposes candidates.
+    Stored results for the same problem, target, config and versions are reused. The same request therefore
+    continues an interrupted search. The observer is called several times a second. Without `equipment`, the
+    search starts its own compiler and measurer.
 
     Raises:
         ProblemError: No family computes the problem on the target, or there is nothing to compute.

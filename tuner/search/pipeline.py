@@ -51,10 +51,7 @@ class Pipeline:
     def run(self, budget: Budget, started: float, beat: Callable[[], None]) -> Stop:
         """Runs until a budget is spent or every candidate was tried.
 
-        Args:
-            budget: When to stop.
-            started: Start time of the search, by the equipment's clock.
-            beat: Called when a job finished, and at regular intervals.
+        `beat` is called when a job finished, and at regular intervals.
 
         Raises:
             DeviceLostError: The GPU was taken away.

@@ -18,11 +18,7 @@ def summary_lines(
 ) -> tuple[str, ...]:
     """Returns lines with the best kernel, the baselines, the failures, and the next command.
 
-    Args:
-        result: The search's result.
-        place: The database, as it is printed.
-        db: The database as the user named it, for the next command.
-        width: Columns at which lines are folded; None for no limit. The next command is never folded.
+    Lines are folded at `width` columns, except the next command, which has the database as the user named it.
     """
     labelled = [
         ("problem", f"{result.problem.key} on {result.target.name}"),

@@ -46,9 +46,7 @@ INTERPRETER = "interpreter"
 def require_admissible(records: Iterable[Record], where: str) -> None:
     """Raises if verification would reject one of the records.
 
-    Args:
-        records: Records, in the order of `where`.
-        where: Their source, such as a file's name.
+    `where` is their source in the error, such as a file's name.
 
     Raises:
         TableError: One of them does not agree with its family, its GPU or its kernel.
@@ -297,10 +295,8 @@ def receipt_flaw(record: Record) -> str:
 def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
     """Returns why a record's receipt is invalid for a kernel; empty if it is valid.
 
-    Args:
-        record: The record.
-        digest: Digest of the kernel that renders here. It must equal that of the receipt.
-        same_triton: Whether a receipt of another Triton version counts as stale.
+    `digest` is that of the kernel that renders here. With `same_triton`, a receipt of another Triton version
+    is stale.
     """
     here = current_versions(record.family)
     if record.verdict is None or never_verified(record):

@@ -70,11 +70,8 @@ def best_sdpa_ms(record: Record) -> float | None:
 def standing(record: Record, has_receipt: bool = False) -> VerificationStatus:
     """Returns the verification status of a record at its own shape, under the versions installed here.
 
-    The driver's version is not compared on a machine without a driver.
-
-    Args:
-        record: The record.
-        has_receipt: Whether a table has a receipt of its kernel under the versions here.
+    The driver's version is not compared on a machine without a driver. `has_receipt` means that a table has a
+    receipt of its kernel under the versions here.
     """
     if record.config is None:
         return (

@@ -131,13 +131,7 @@ def warm(
     """Compiles kernels, and with a GPU also loads and verifies them.
 
     Binaries are stored in Triton's cache and verdicts in the database. Later processes neither compile nor
-    verify these kernels.
-
-    Args:
-        needs: The kernels.
-        target: The GPU.
-        device: Its index on this machine; None only compiles.
-        watch: Called with the progress.
+    verify these kernels. Without the index of a device, they are only compiled.
     """
     compiled = compile_needs(needs, target, watch)
     results = []

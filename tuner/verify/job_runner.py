@@ -70,13 +70,6 @@ class Runs:
     ) -> dict[Key, tuple[str, Any]]:
         """Calls a function for each job in a pool of processes.
 
-        Args:
-            phase: Name of the work, for the progress.
-            start: Makes the pool, which is stopped at the end.
-            function: The function that each job calls.
-            jobs: The arguments of each job.
-            seconds: Time limit of each job.
-
         Returns:
             For each finished job: why it has no result, empty if it has one, and the result. Unfinished jobs
             are left out.

@@ -53,11 +53,6 @@ class LayerFields(msgspec.Struct, frozen=True):
 def layers_of(fields: LayerFields, layers: int, path: Path) -> tuple[Layers, ...]:
     """Returns the kinds of a model's layers, each with its count.
 
-    Args:
-        fields: The config's fields.
-        layers: Number of layers.
-        path: The config, for messages.
-
     Raises:
         UsageError: None of its layers computes attention.
     """

@@ -48,11 +48,7 @@ MAX_MAIN_SCORES = 2**31
 def companions(problem: Problem, config: Config, level: Level, *, reduced: bool) -> tuple[Case, ...]:
     """Returns the small problems of a level in a fixed order.
 
-    Args:
-        problem: The problem of the kernel.
-        config: The kernel's config. Its tiles and pipelines determine the lengths.
-        level: How much is checked.
-        reduced: Whether to use fewer heads and blocks, as an interpreter needs.
+    The config's tiles and pipelines determine the lengths. An interpreter needs `reduced` heads and blocks.
     """
     tiles = tiles_of(config, reduced=reduced)
     quick = level is Level.QUICK

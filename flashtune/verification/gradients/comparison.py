@@ -48,15 +48,8 @@ def gradient_findings(
 
     Each launch is compared with the reference, and later launches also with the first. They must agree bit
     for bit if the problem is deterministic. Otherwise 16-bit gradients may differ by the order of summation.
-
-    Args:
-        kernel: The kernel.
-        compiled: Its binary, None under the interpreter.
-        case: The problem.
-        prepared: Its tensors and reference.
-        target: The GPU.
-        cold: Bytes of the L2 cache to flush before each launch but the first, or 0.
-        launched: Whether to launch the kernel. If not, the findings report that nothing was written.
+    `compiled` is None under the interpreter. Before each launch but the first, `cold` bytes of the L2 cache
+    are flushed. Without `launched` there is no launch, and the findings report that nothing was written.
     """
     workspaces: list[Guarded] = []
 

@@ -58,12 +58,8 @@ class Pairs(NamedTuple):
     def of_queries(self, problem: Problem, tensor: Tensor, rows: Tensor | None = None) -> Tensor:
         """Returns the query heads of each pair in a tensor, with the given rows or all.
 
-        A contiguous range of pairs is not indexed, because this would load another CUDA kernel.
-
-        Args:
-            problem: The group size.
-            tensor: [batch, heads, ...], or [batch, heads, seqlen_q, ...] with `rows`.
-            rows: Rows in int64, on the CPU.
+        A contiguous range of pairs is not indexed, because this would load another CUDA kernel. The tensor is
+        [batch, heads, ...], or [batch, heads, seqlen_q, ...] with `rows`, int64 on the CPU.
 
         Returns:
             [pairs, group, ...].
@@ -116,13 +112,7 @@ def sample_pairs(problem: Problem, generator: torch.Generator) -> Pairs:
 
 
 def pieces(problem: Problem, pairs: Pairs, device: str) -> Iterator[Piece]:
-    """Yields pieces of some pairs, with rows in several slices if one pair has too many scores.
-
-    Args:
-        problem: Lengths and group size.
-        pairs: All compared pairs.
-        device: Type of the device that computes them.
-    """
+    """Yields pieces of some pairs, with rows in several slices if one pair has too many scores."""
     limit = CHUNK_SCORES[device]
     scores = problem.group_size * problem.seqlen_q * problem.seqlen_kv
     at_once = max(1, limit // max(1, scores))

@@ -80,12 +80,7 @@ class Prepared(NamedTuple):
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, dlse: bool) -> Prepared:
     """Returns new tensors for a case, with their reference.
 
-    Args:
-        case: Shape, probe and layout.
-        alignment: The exact alignment class of the tensors.
-        device: Device of the tensors and of the reference.
-        seed: Seed. Together with the case, it determines all values.
-        dlse: Whether there is a gradient of the log-sum-exp.
+    The case and the seed determine all values. `dlse` adds a gradient of the log-sum-exp.
     """
     problem = case.problem
     generator = torch.Generator(device=device)
@@ -224,13 +219,8 @@ def make_dout(probe: Probe, problem: Problem, block: int, generator: torch.Gener
     """Returns a new gradient of the output, [batch, heads, seqlen_q, value_head_dim] in float32.
 
     In probes with needles it has one needle per block of queries. A block that is skipped, masked or
-    processed twice is missing or doubled in a column of dv, and in dk.
-
-    Args:
-        probe: The probe of q, k and v.
-        problem: Shape.
-        block: Number of rows of a tile.
-        generator: Random generator. The values are made on its device.
+    processed twice is missing or doubled in a column of dv, and in dk. The values are made on the generator's
+    device.
     """
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.value_head_dim)
     normal = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)

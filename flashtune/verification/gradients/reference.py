@@ -57,12 +57,8 @@ def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
     """Returns the gradient of the bias in the compared rows: [pairs, group, rows, keys, 1].
 
     It is dS, with each element as a row of its own. Each is rounded once and has an error of P times the
-    errors of dP and delta. It is zero for hidden keys.
-
-    Args:
-        problem: The group size.
-        work: The rows.
-        chosen: Compared rows, [rows] in int64 on the CPU.
+    errors of dP and delta. It is zero for hidden keys. `chosen` are the compared rows, [rows] in int64 on the
+    CPU.
     """
     group, errors = problem.group_size, work.errors
     here = torch.isin(work.rows, chosen).nonzero().flatten()
@@ -219,13 +215,7 @@ class OfRows(NamedTuple):
 
 
 def expect_gradients(problem: Problem, given: BackwardCase, chosen: Chosen) -> Expected:
-    """Returns the gradients of the chosen pairs and their tolerances.
-
-    Args:
-        problem: Shape, dtype, masks and other features.
-        given: Inputs.
-        chosen: The compared pairs and rows.
-    """
+    """Returns the gradients of the chosen pairs and their tolerances."""
     some = pieces(problem, chosen.pairs, given.q.device.type)
     parts = [_of_pairs(problem, given, piece, chosen.rows) for piece in some]
     gradients = {name: _joined([part.gradients[name] for part in parts], 0) for name in parts[0].gradients}

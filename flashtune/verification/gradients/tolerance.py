@@ -120,13 +120,7 @@ class Sizes(NamedTuple):
 
 
 def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
-    """Returns the errors of the quantities of query rows, from first principles.
-
-    Args:
-        problem: Dtypes and widths.
-        sizes: Magnitudes.
-        softcap: The softcap, 0 without one.
-    """
+    """Returns the errors of the quantities of query rows, from first principles."""
     roundoff = UNIT_ROUNDOFF[problem.dtype]
     steps = FUNCTION_STEPS + _product_steps(problem.head_dim) * sizes.score + LSE_STEPS * sizes.lse
     if sizes.added is not None:

@@ -102,12 +102,7 @@ def placed(
 ) -> Memory:
     """Copies a case's values into the memory layout of the kernel, with poison everywhere else.
 
-    Args:
-        problem: Whether it is varlen or has a paged KV cache.
-        dense: The values.
-        lengths: Lengths of the sequences.
-        frame: The memory layout.
-        generator: CPU generator that assigns pages to sequences.
+    The generator on the CPU assigns pages to sequences.
     """
     table = _table(problem, lengths, frame, generator) if problem.page_size else None
     queries = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)

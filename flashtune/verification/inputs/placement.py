@@ -77,11 +77,7 @@ def make_table(
 ) -> Table:
     """Returns a block table of random pages of a cache that has some unused pages.
 
-    Args:
-        problem: Page size and longest sequence.
-        lengths: Lengths of the sequences.
-        generator: CPU generator.
-        beyond: Numbers for the entries after a sequence's pages, used in turn.
+    The entries after a sequence's pages get the numbers of `beyond` in turn.
     """
     size = problem.page_size
     counts = [-(-keys // size) for keys in lengths.keys]
@@ -139,10 +135,7 @@ def _tokens(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 def put(memory: Tensor, dense: Tensor, places: Places) -> None:
     """Copies the rows of sequences to their positions.
 
-    Args:
-        memory: [blocks, heads, slots, width].
-        dense: [batch, heads, rows, width] of the same dtype.
-        places: Positions of all rows of the sequences.
+    `memory` is [blocks, heads, slots, width], and `dense` [batch, heads, rows, width] of the same dtype.
     """
     there = places.to(memory.device)
     _rows(memory)[there.block, there.slot] = _rows(dense)[there.sequence, there.row]

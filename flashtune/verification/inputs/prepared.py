@@ -116,11 +116,7 @@ class Prepared(NamedTuple):
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
     """Returns new tensors for a case, with their reference.
 
-    Args:
-        case: Shape, probe and layout.
-        alignment: The exact alignment class of the tensors.
-        device: Device of the tensors and of the reference.
-        seed: Seed. Together with the case, it determines all values.
+    The case and the seed determine all values.
     """
     problem = case.problem
     generator = torch.Generator(device=device)

@@ -45,12 +45,7 @@ def make_side(
 ) -> ExtraInputs:
     """Returns new extra inputs for a probe, without lengths, block tables and scales.
 
-    Args:
-        probe: The probe of q, k and v.
-        problem: The features.
-        lengths: Lengths of the sequences.
-        block: Number of keys of a tile.
-        generator: Random generator. Its device holds the inputs, except the seed of dropout on the CPU.
+    The generator's device holds the inputs, except the seed of dropout on the CPU.
     """
     return ExtraInputs(
         slopes=_slopes(probe, problem).to(generator.device) if problem.alibi else None,
@@ -159,10 +154,7 @@ class Stored(NamedTuple):
 def store(values: Tensor, problem: Problem, generator: torch.Generator) -> Stored:
     """Quantises keys or values for an 8-bit cache, with scales that differ by powers of two.
 
-    Args:
-        values: [batch, kv_heads, seqlen_kv, width] in float32.
-        problem: Element dtype and scale granularity of the cache.
-        generator: CPU generator of the powers.
+    Values are [batch, kv_heads, seqlen_kv, width] in float32. The powers come from a generator on the CPU.
     """
     kind = problem.kv_dtype
     assert kind is not None

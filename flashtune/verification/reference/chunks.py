@@ -38,14 +38,7 @@ class Chunk(NamedTuple):
 
 
 def chunked(problem: Problem, heads: Tensor, rows: int, device: str) -> list[Chunk]:
-    """Divides heads in ascending order into chunks of bounded scores, keys and values.
-
-    Args:
-        problem: Lengths, widths and group size.
-        heads: The heads, as in `Chunk`.
-        rows: Number of rows of each head.
-        device: Type of the device that computes them.
-    """
+    """Divides heads in ascending order into chunks of bounded scores, keys and values."""
     by_scores = max(1, CHUNK_SCORES[device] // max(1, rows * problem.seqlen_kv))
     elements = problem.seqlen_kv * (problem.head_dim + problem.value_head_dim)
     by_keys = max(1, CHUNK_KEYS[device] // max(1, elements))
@@ -65,15 +58,7 @@ def together(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
 def widened(
     problem: Problem, chunk: Chunk, rows: Tensor, tensors: tuple[Tensor, Tensor, Tensor], side: ExtraInputs
 ) -> list[Tensor]:
-    """Returns q, k and v of a chunk in float64, multiplied by their scales: [heads or copies, ..., width].
-
-    Args:
-        problem: Numbers of heads.
-        chunk: The heads.
-        rows: Query rows, as in `Sample`.
-        tensors: q, k and v, as in `expect`.
-        side: The scales.
-    """
+    """Returns q, k and v of a chunk in float64, multiplied by their scales: [heads or copies, ..., width]."""
     heads, copies = chunk
     group = problem.group_size
     factors = side.scales

@@ -80,12 +80,7 @@ def distinct_masks(lengths: Lengths, side: ExtraInputs, some: Rows) -> Masks:
 def places(problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, device: torch.device) -> Tensor:
     """Returns the positions of queries relative to the keys: [heads | 1, rows, 1].
 
-    Args:
-        problem: The mask's alignment.
-        lengths: Lengths of the sequences.
-        batch: The sequence of each head, [heads]. If all lengths are equal, the result has one entry.
-        rows: Query rows, [rows].
-        device: Device of the result.
+    If all lengths are equal, the result has one entry for all heads.
     """
     own = rows[None, :, None].to(device)
     if problem.causal is Causal.TOP_LEFT:
@@ -99,15 +94,8 @@ def visible_keys(
 ) -> Tensor:
     """Returns the visible keys of rows, without the effect of a bias: [heads | 1, rows, keys].
 
-    Rows after a sequence's last query have no visible keys.
-
-    Args:
-        problem: The masks.
-        lengths: Lengths of the sequences.
-        batch: The sequence of each head, [heads].
-        rows: Query rows, [rows].
-        side: Prefix lengths, if any, on any device.
-        device: Device of the result.
+    Rows after a sequence's last query have no visible keys. `batch` has the sequence of each head. Prefix
+    lengths are on any device.
     """
     place = places(problem, lengths, batch, rows, device)
     queries, keys = _lengths(lengths, batch, device)
@@ -180,12 +168,7 @@ def factors(
 ) -> Tensor | None:
     """Returns the factors of the probabilities: 0 if dropped, otherwise 1 / (1 - dropout).
 
-    Args:
-        problem: Whether it is varlen. If so, rows are numbered through the batch.
-        lengths: Lengths of the sequences.
-        side: The seed and the dropout probability.
-        some: The rows.
-        device: Device of the result.
+    Rows of a varlen batch are numbered through the batch.
 
     Returns:
         Float64 [heads, rows, keys], or None without dropout.

@@ -98,12 +98,7 @@ def laid_over(
 ) -> BiasedScores:
     """Applies softcap, ALiBi and bias to scores. May change them in place.
 
-    Args:
-        problem: The features.
-        scores: Scaled scores, [heads, rows, keys] in float64.
-        lengths: Lengths of the sequences.
-        side: Softcap, slopes and bias.
-        some: The rows.
+    Scores are [heads, rows, keys] in float64, with the softmax scale.
     """
     added: Tensor | None = None
     if side.softcap is not None:

@@ -21,11 +21,7 @@ from flashtune.tuner.cli.report.bench_terminal import (
 
 
 def markdown(report: Report) -> str:
-    """Returns a report, from the summary to the details of each problem.
-
-    Args:
-        report: Report of at least one problem.
-    """
+    """Returns a report, from the summary to the details of each problem."""
     run = report.run
     lines = [f"# Attention on {run.benches[0].target}", "", f"`{printable(run.command)}`", "", *_made_by(run)]
     if report.ratios:
