@@ -1,4 +1,4 @@
-"""Results of `flashtune bench` that nobody measured."""
+"""Constructed results of `flashtune bench`."""
 
 from __future__ import annotations
 

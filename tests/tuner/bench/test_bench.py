@@ -1,4 +1,4 @@
-"""`flashtune bench`: only right results are timed, whoever they come from."""
+"""Tests of `flashtune bench`: only correct results are timed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Judged = tuple[Tensor, Sample, Expected]
 
 @pytest.fixture(scope="module")
 def judged() -> Judged:
-    """A right output, and what it is held against."""
+    """A correct output and its reference."""
     torch.manual_seed(0)
     problem = a_problem()
     tensors = make_tensors(problem, CPU)
@@ -42,7 +42,7 @@ def contestant(name: str, run: Callable[[], object]) -> Callable[[], Contestant]
     return lambda: Contestant(name, "", run, run)
 
 
-def test_a_right_result_is_let_in(judged: Judged) -> None:
+def test_correct_result_is_accepted(judged: Judged) -> None:
     out, chosen, expected = judged
     assert error_of(out, chosen, expected) <= 1
     assert error_of((out, None), chosen, expected) <= 1
@@ -50,7 +50,7 @@ def test_a_right_result_is_let_in(judged: Judged) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3.0])
-def test_one_wrong_element_keeps_a_result_out(judged: Judged, value: float) -> None:
+def test_one_wrong_element_rejects_a_result(judged: Judged, value: float) -> None:
     out, chosen, expected = judged
     wrong = out.clone()
     wrong[1, 3, 69, 15] = value
@@ -58,7 +58,7 @@ def test_one_wrong_element_keeps_a_result_out(judged: Judged, value: float) -> N
     assert not math.isnan(error_of(wrong, chosen, expected))
 
 
-def test_who_is_wrong_or_fails_is_left_out_with_the_reason(judged: Judged) -> None:
+def test_wrong_or_failing_implementations_are_left_out_with_a_reason(judged: Judged) -> None:
     out, chosen, expected = judged
     wrong, broken = out.clone(), out.clone()
     wrong[0, 0, 1] += 1
@@ -92,7 +92,7 @@ def test_who_is_wrong_or_fails_is_left_out_with_the_reason(judged: Judged) -> No
     assert left[STANDARD].message == "it does not take this"
 
 
-def test_who_cannot_be_captured_is_left_out(judged: Judged) -> None:
+def test_implementations_without_graph_capture_are_left_out(judged: Judged) -> None:
     out, chosen, expected = judged
 
     def refuse(run: object) -> Callable[[], object]:
@@ -113,7 +113,7 @@ def test_who_cannot_be_captured_is_left_out(judged: Judged) -> None:
         ({"bias": Bias.BOOLEAN}, {"attn_mask"}),
     ],
 )
-def test_our_kernel_is_a_generated_one_and_gets_scales_and_masks(
+def test_flashtune_run_uses_a_generated_kernel_with_scales_and_masks(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], beside: set[str]
 ) -> None:
     calls: list[dict[str, object]] = []
@@ -137,7 +137,7 @@ def test_our_kernel_is_a_generated_one_and_gets_scales_and_masks(
     assert set(replayed) == beside
 
 
-def test_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_requires_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="no GPU is visible here"):
         run_bench(a_problem(), 0)
@@ -145,7 +145,7 @@ def test_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", list(Causal))
-def test_contestants_are_timed_side_by_side(causal: Causal) -> None:
+def test_implementations_are_timed_interleaved(causal: Causal) -> None:
     problem = a_problem(head_dim=64, value_head_dim=64, seqlen_q=512, seqlen_kv=512, causal=causal)
     found = run_bench(problem, 0)
     names = [row.name for row in found.rows]
@@ -160,7 +160,7 @@ def test_contestants_are_timed_side_by_side(causal: Causal) -> None:
 
 
 @pytest.mark.gpu
-def test_flex_is_never_left_to_run_uncompiled_past_torchs_limit() -> None:
+def test_flex_attention_is_compiled_beyond_torchs_recompile_limit() -> None:
     limit = torch._dynamo.config.recompile_limit
     for number in range(limit + 2):
         problem = a_problem(head_dim=64, value_head_dim=64, seqlen_q=128 + 64 * number, causal=Causal.NONE)
@@ -169,7 +169,7 @@ def test_flex_is_never_left_to_run_uncompiled_past_torchs_limit() -> None:
 
 
 @pytest.mark.gpu
-def test_the_ceiling_is_faster_than_any_attention_could_be() -> None:
+def test_measured_peak_is_faster_than_any_attention() -> None:
     ceiling = measure_ceiling(Dtype.BF16, torch.device("cuda", 0), rounds=5)
     assert ceiling.tflops == pytest.approx(2 * ceiling.side**3 / ceiling.ms / 1e9)
     assert ceiling.tflops > 20

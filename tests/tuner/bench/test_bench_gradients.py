@@ -1,4 +1,4 @@
-"""Gradients in `flashtune bench`: only right ones are timed, each implementation's by autograd."""
+"""Tests of gradients in `flashtune bench`: only correct ones are timed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MATH = "sdpa-math"
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Peers that compute on the CPU, and a stand-in for our own kernels."""
+    """Baselines that compute on the CPU, and a fake of flashtune's kernels."""
     for module in (timed_runs, peer_runs):
         monkeypatch.setattr(module, "BACKENDS", {MATH: SDPBackend.MATH})
     monkeypatch.setitem(peer_runs.PEER_DTYPES, MATH, (Dtype.FP32,))
@@ -68,7 +68,7 @@ def entries(problem: Problem, tensors: Tensors, peers: tuple[str, ...]) -> list[
     return admit(binders, gradient_judge(problem, tensors), lambda run: run)
 
 
-def test_right_gradients_are_let_in(peers: tuple[str, ...]) -> None:
+def test_correct_gradients_are_accepted(peers: tuple[str, ...]) -> None:
     found = entries(PROBLEM, make_tensors(PROBLEM, CPU), peers)
     admitted = [entry for entry in found if isinstance(entry, Admitted)]
     assert [entry.contestant.name for entry in admitted] == [OURS, *peers]
@@ -81,7 +81,7 @@ def test_right_gradients_are_let_in(peers: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3.0])
-def test_one_wrong_element_of_any_gradient_keeps_it_out(index: int, value: float) -> None:
+def test_one_wrong_element_of_a_gradient_rejects_it(index: int, value: float) -> None:
     tensors = make_tensors(PROBLEM, CPU)
     judge = gradient_judge(PROBLEM, tensors)
     leaves = [tensor.clone().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v)]
@@ -93,7 +93,7 @@ def test_one_wrong_element_of_any_gradient_keeps_it_out(index: int, value: float
     assert not judge(gradients) <= 1
 
 
-def test_reproducible_gradients_are_asked_for_and_compared_with_the_peers_usual_ones(
+def test_deterministic_gradients_are_compared_with_usual_baselines(
     peers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
@@ -112,14 +112,14 @@ def test_reproducible_gradients_are_asked_for_and_compared_with_the_peers_usual_
         require_work(msgspec.structs.replace(problem, softcap=True))
 
 
-def test_who_cannot_be_timed_says_why(peers: tuple[str, ...]) -> None:
+def test_implementation_that_cannot_be_timed_has_a_reason(peers: tuple[str, ...]) -> None:
     (ours, other) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLASH_ATTN_4,))
     assert isinstance(ours, Admitted)
     assert isinstance(other, LeftOut)
     assert "not timed" in other.message
 
 
-def test_flex_keeps_what_a_second_backward_pass_reads(
+def test_flex_attention_supports_repeated_backward_passes(
     peers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch._functorch.config as compiling
@@ -138,7 +138,7 @@ def test_flex_keeps_what_a_second_backward_pass_reads(
     assert isinstance(flex, Admitted), flex
 
 
-def test_the_grid_and_its_names() -> None:
+def test_backward_grid_and_its_units() -> None:
     problems = grid_problems("backward")
     assert "backward" in GRIDS
     assert len(problems) == 3 * 2 * 2
@@ -152,7 +152,7 @@ def test_the_grid_and_its_names() -> None:
     assert unit_of(one_query) is Unit.TFLOPS
 
 
-def test_documents_say_how_gradients_are_counted() -> None:
+def test_report_explains_flops_of_gradients() -> None:
     backward, forward = grid_problems("backward")[0], grid_problems("paper")[0]
     counted = "Gradients count 2.5 times as many"
     assert counted in markdown(report_of(a_run(a_bench(backward)), None))

@@ -1,4 +1,4 @@
-"""Peers of `flashtune bench`: what they are given and refuse, and which of them there are."""
+"""Tests of the baselines of `flashtune bench`: arguments, refusals and installation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.tuner.bench.bench_problems import CPU, a_problem
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_peers_refuse_what_they_are_not_asked_to_compute(name: str) -> None:
+def test_baselines_refuse_unsupported_features(name: str) -> None:
     windowed = a_problem(window_left=8, softcap=True)
     with pytest.raises(RefusalError, match="softcap, window"):
         bind_peer(name, windowed, make_tensors(a_problem(), CPU))
@@ -43,7 +43,7 @@ def test_peers_refuse_what_they_are_not_asked_to_compute(name: str) -> None:
 
 @pytest.mark.parametrize("bias", [Bias.ADDITIVE, Bias.BOOLEAN])
 @pytest.mark.parametrize("causal", list(Causal))
-def test_sdpa_and_the_standard_computation_take_masks(bias: Bias, causal: Causal) -> None:
+def test_sdpa_and_unfused_attention_support_masks(bias: Bias, causal: Causal) -> None:
     problem = a_problem(dtype=Dtype.FP32, bias=bias, causal=causal)
     tensors = make_tensors(problem, CPU)
     out, _ = plain_attention(problem, tensors.q, tensors.k, tensors.v, tensors.side, tensors.scale)
@@ -75,7 +75,7 @@ def fake_flash_attn_4(problem: Problem, *, swapped: bool) -> Callable[..., tuple
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_flash_attn_4_is_called_in_its_own_layout_and_judged(
+def test_flash_attn_4_is_called_in_its_own_layout_and_verified(
     monkeypatch: pytest.MonkeyPatch, swapped: bool
 ) -> None:
     class FakeModule:
@@ -100,7 +100,7 @@ def test_flash_attn_4_is_called_in_its_own_layout_and_judged(
         (FLASH_ATTN_4, {"dtype": Dtype.FP32}),
     ],
 )
-def test_peers_refuse_what_they_do_not_compute(name: str, changes: dict[str, object]) -> None:
+def test_baselines_refuse_unsupported_problems(name: str, changes: dict[str, object]) -> None:
     problem = a_problem(**changes)
     with pytest.raises(RefusalError):
         bind_peer(name, problem, make_tensors(problem, CPU))
@@ -126,7 +126,7 @@ class Compiled:
     "changes",
     [{}, {"causal": Causal.NONE}, {"causal": Causal.TOP_LEFT}, {"kv_heads": 4, "seqlen_kv": 70}],
 )
-def test_flex_computes_the_same_and_is_compiled_once_for_each_shape(
+def test_flex_attention_is_correct_and_compiled_once_per_shape(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
 ) -> None:
     compiled = Compiled()
@@ -142,13 +142,13 @@ def test_flex_computes_the_same_and_is_compiled_once_for_each_shape(
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_no_peer_takes_quantised_inputs(name: str) -> None:
+def test_baselines_do_not_support_quantised_inputs(name: str) -> None:
     problem = a_problem(dtype=Dtype.E4M3)
     with pytest.raises(RefusalError, match="e4m3"):
         bind_peer(name, problem, make_tensors(problem, CPU))
 
 
-def test_peers_that_are_not_installed_are_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baseline_that_is_not_installed_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_runs, "flash_attn_4_version", lambda: "")
     assert FLASH_ATTN_4 not in installed_peers()
     assert check_peers((FLEX, CUDNN, FLEX)) == (FLEX, CUDNN)
@@ -158,5 +158,5 @@ def test_peers_that_are_not_installed_are_a_usage_error(monkeypatch: pytest.Monk
     assert installed_peers() == PEERS
 
 
-def test_the_command_knows_the_peers() -> None:
+def test_command_lists_the_baselines() -> None:
     assert NAMED_PEERS == PEERS

@@ -1,4 +1,4 @@
-"""Grids, figures of others, and what many benches say together."""
+"""Tests of grids, published figures, and summaries of benches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEERS = Path(__file__).parents[3] / "benchmarks" / "peers"
 PAPER, DECODE = grid_problems("paper"), grid_problems("decode")
 
 
-def test_the_papers_grid_is_what_papers_report() -> None:
+def test_paper_grid_matches_the_papers() -> None:
     assert len(set(PAPER)) == 36
     for problem in PAPER:
         assert problem.heads * problem.head_dim == 2048
@@ -34,20 +34,20 @@ def test_the_papers_grid_is_what_papers_report() -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gqa", Dtype.BF16), ("fp8", Dtype.E4M3)])
-def test_other_grids_share_heads(name: str, dtype: Dtype) -> None:
+def test_other_grids_are_gqa(name: str, dtype: Dtype) -> None:
     problems = grid_problems(name)
     assert {problem.dtype for problem in problems} == {dtype}
     assert {(problem.heads, problem.kv_heads, problem.head_dim) for problem in problems} == {(64, 8, 128)}
     assert {problem.causal for problem in problems} == {Causal.NONE, Causal.BOTTOM_RIGHT}
 
 
-def test_every_grid_has_problems_and_no_two_have_one_case() -> None:
+def test_case_names_are_unique_in_every_grid() -> None:
     for name in GRIDS:
         cases = [case_of(problem) for problem in grid_problems(name)]
         assert len(set(cases)) == len(cases) > 0
 
 
-def test_cases_are_named_by_what_tells_them_apart() -> None:
+def test_case_names_contain_the_distinguishing_fields() -> None:
     assert case_of(PAPER[0]) == "fwd d64 full s512"
     changed = msgspec.structs.replace(PAPER[0], kv_heads=8, causal=Causal.TOP_LEFT)
     assert case_of(changed) == "fwd bf16 d64 h32x8 causal s512"
@@ -64,7 +64,7 @@ def test_cases_are_named_by_what_tells_them_apart() -> None:
     ("file", "grid"),
     [("nvidia-h200.json", "paper"), ("nvidia-h200.json", "decode"), ("nvidia-h200-fp8.json", "fp8")],
 )
-def test_the_kept_figures_know_every_point_of_a_grid(file: str, grid: str) -> None:
+def test_saved_figures_cover_every_point_of_a_grid(file: str, grid: str) -> None:
     figures = read_figures((PEERS / file).read_bytes(), file)
     assert figures.source
     assert {case_of(problem) for problem in grid_problems(grid)} <= {entry.case for entry in figures.cases}
@@ -106,7 +106,7 @@ def test_ratios_are_over_each_peer_and_over_the_best_of_each_problem() -> None:
     assert [point.ratio for point in found[ANY_PEER].points] == pytest.approx([0.8, 0.9])
 
 
-def test_there_are_no_ratios_without_a_row_of_ours_or_a_peer() -> None:
+def test_ratios_require_rows_of_flashtune_and_a_baseline() -> None:
     assert ratios([a_bench(PAPER[0], {"sdpa-cudnn": 500.0}), a_bench(PAPER[1], {OURS: 500.0})]) == ()
 
 
@@ -117,7 +117,7 @@ def figures_of(problem: Problem, *, absolute: bool = False, **speeds: float) -> 
     return read_figures(text.encode(), "test")
 
 
-def test_figures_of_others_are_taken_over_cudnn() -> None:
+def test_published_figures_are_relative_to_cudnn() -> None:
     # 1.2 times cuDNN here, and the best peer 1.1 times there, on a machine twice as slow.
     found = against([a_bench(PAPER[0]), a_bench(PAPER[1])], figures_of(PAPER[0], cudnn=250, fa4=275, fa2=100))
     assert found is not None
@@ -127,14 +127,14 @@ def test_figures_of_others_are_taken_over_cudnn() -> None:
     assert [point.seqlen for point in found.worst_by_length()] == [512]
 
 
-def test_cudnn_itself_may_be_the_best_peer() -> None:
+def test_cudnn_can_be_the_best_baseline() -> None:
     found = against([a_bench(PAPER[0])], figures_of(PAPER[0], cudnn=250, fa4=100))
     assert found is not None
     assert found.worst.best == "cudnn"
     assert found.worst.ratio == pytest.approx(1.2)
 
 
-def test_absolute_figures_need_no_cudnn_here() -> None:
+def test_absolute_figures_need_no_cudnn() -> None:
     bench = a_bench(PAPER[0], {OURS: 600.0})
     assert against([bench], figures_of(PAPER[0], cudnn=1200)) is None
     found = against([bench], figures_of(PAPER[0], absolute=True, cudnn=1200))
@@ -142,7 +142,7 @@ def test_absolute_figures_need_no_cudnn_here() -> None:
     assert found.geometric_mean == pytest.approx(0.5)
 
 
-def test_absolute_figures_of_decoding_are_in_what_it_reads() -> None:
+def test_absolute_figures_of_decoding_are_bandwidths() -> None:
     bench = a_reading_bench(DECODE[0], {OURS: 1800.0})
     found = against([bench], figures_of(DECODE[0], absolute=True, cudnn=1500))
     assert found is not None
@@ -150,7 +150,7 @@ def test_absolute_figures_of_decoding_are_in_what_it_reads() -> None:
     assert found.geometric_mean == pytest.approx(1.2)
 
 
-def test_decoding_is_held_against_a_copy_of_the_same_run() -> None:
+def test_decoding_is_compared_with_a_copy_of_the_same_run() -> None:
     run = a_run(a_reading_bench(DECODE[0], {OURS: 3000.0}), a_bench(PAPER[0]))
     (found,) = of_copy(run)
     assert found.gbps == pytest.approx(3000)
@@ -166,11 +166,11 @@ def test_bytes_of_a_cache_count_once_for_each_kv_head() -> None:
     assert kv_bytes(windowed) == 2 * 8 * 1024 * 128
 
 
-def test_nothing_is_compared_where_we_have_no_row() -> None:
+def test_comparison_requires_a_row_of_flashtune() -> None:
     assert against([a_bench(PAPER[0], {"sdpa-cudnn": 500.0})], figures_of(PAPER[0], cudnn=250)) is None
 
 
-def test_a_saved_report_comes_back() -> None:
+def test_report_round_trips() -> None:
     left = (LeftOut("flex", None, "it says no"), LeftOut("standard", 2.5))
     run = a_run(a_bench(PAPER[0], left_out=left), a_bench(PAPER[1], throttled=True))
     saved = msgspec.json.encode(report_of(run, figures_of(PAPER[0], cudnn=250)))
@@ -178,7 +178,7 @@ def test_a_saved_report_comes_back() -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{}", "benches", "unknown"])
-def test_what_is_no_report_is_a_usage_error(damage: str) -> None:
+def test_invalid_report_is_a_usage_error(damage: str) -> None:
     report = msgspec.to_builtins(report_of(a_run(a_bench(PAPER[0])), None))
     if damage == "benches":
         report["run"]["benches"] = []

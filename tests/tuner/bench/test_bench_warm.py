@@ -34,6 +34,6 @@ def test_each_selected_kernel_is_compiled_once() -> None:
     assert all(found.outcome is Outcome.OK for found in compiled)
 
 
-def test_what_no_family_computes_is_passed_over() -> None:
+def test_unsupported_problems_are_skipped() -> None:
     wide = msgspec.structs.replace(SMALL, head_dim=512, value_head_dim=512)
     assert compile_ahead((wide,), H200) == ()

@@ -1,4 +1,4 @@
-"""What is read of compiled kernels, for each kind of compiler output, and the occupancy that follows."""
+"""Tests of the resources of compiled kernels and their occupancy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_hopper_kernel() -> None:
 
 
 @pytest.mark.slow
-def test_a_kernel_that_lacks_registers_spills_and_is_serialised() -> None:
+def test_kernel_without_enough_registers_spills_and_is_serialised() -> None:
     found = read_resources(a_kernel(128, block_m=128, block_n=128), find_target("h100"))
     assert found.registers == 255
     assert found.spill_bytes > 0
@@ -71,7 +71,7 @@ def test_a_blackwell_kernel_takes_tensor_memory() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["b200", "mi300x"])
-def test_sizes_alone_are_read_without_a_tool(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_read_without_external_tools(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = a_kernel(128, block_m=128, block_n=128)
     expected = read_resources(kernel, find_target(target))
 
@@ -92,13 +92,13 @@ def test_an_amd_kernel() -> None:
     assert found.spill_bytes == 0
 
 
-def test_a_tool_that_cannot_be_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_that_cannot_be_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disassembly, "tool_path", lambda name: f"/nowhere/{name}")
     with pytest.raises(MachineError, match="cuobjdump cannot be run at /nowhere/cuobjdump"):
         read_resources(a_kernel(), find_target("a100"))
 
 
-def test_a_tool_that_triton_lacks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tool_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
     class Lacking:
@@ -131,12 +131,12 @@ def test_occupancy(target: str, resources: Resources, warps: int, blocks: int, l
     assert (found.blocks, found.warps, found.limit) == (blocks, blocks * warps, limit)
 
 
-def test_a_kernel_that_uses_nothing_is_limited_by_threads() -> None:
+def test_kernel_without_resources_is_limited_by_threads() -> None:
     found = occupancy(Resources(sram_bytes=0), LaunchOptions(4, 1), find_target("mi300x"))
     assert (found.blocks, found.limit) == (8, "threads")
 
 
-def test_overflow_names_what_is_short() -> None:
+def test_overflow_names_the_exceeded_resource() -> None:
     b200 = find_target("b200")
     assert overflow(Resources(sram_bytes=b200.sram_per_block), b200) is None
     assert "232449 B of SRAM" in str(overflow(Resources(sram_bytes=b200.sram_per_block + 1), b200))
@@ -145,7 +145,7 @@ def test_overflow_names_what_is_short() -> None:
 
 
 @pytest.mark.slow
-def test_serialisation_is_found_with_and_without_ptxas_remarks_at_hand(
+def test_wgmma_serialisation_is_found_without_ptxas_remarks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -173,7 +173,7 @@ def test_reading_resources_prints_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_a_launch_takes_what_the_largest_of_its_kernels_takes() -> None:
+def test_resources_of_a_launch_are_the_maximum_of_its_kernels() -> None:
     (problem,) = parse_shape("heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=512,head_dim=64")
     target = find_target("h100")
     family = find_family("decode_split_kv")

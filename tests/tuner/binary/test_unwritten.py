@@ -62,7 +62,7 @@ READ_4, READ_5, READ_7 = (f"UIADD3 UR20, UP0, UR{number}, 0x2, URZ" for number i
         ("UPRMT UR4, UR4, 0x7610, UR6", "EXIT"),
     ],
 )
-def test_what_may_have_been_written(lines: tuple[str, ...]) -> None:
+def test_registers_that_may_be_written_are_accepted(lines: tuple[str, ...]) -> None:
     assert unwritten(listed(*lines)) == ""
 
 
@@ -80,7 +80,7 @@ def test_what_may_have_been_written(lines: tuple[str, ...]) -> None:
         ((READ_4, "UMOV UR4, URZ", "EXIT"), 0),
     ],
 )
-def test_what_nothing_can_have_written(lines: tuple[str, ...], address: int) -> None:
+def test_registers_that_are_never_written_are_reported(lines: tuple[str, ...], address: int) -> None:
     assert unwritten(listed(*lines)) == f"{lines[address // 16]} at {address:#x}"
 
 
@@ -89,7 +89,7 @@ def test_what_nothing_can_have_written(lines: tuple[str, ...], address: int) -> 
     not triton.__version__.startswith(("3.6.", "3.7.")),
     reason="its ptxas is not the one that loses an address",
 )
-def test_a_kernel_that_ptxas_spoils_is_not_launched() -> None:
+def test_kernel_miscompiled_by_ptxas_is_not_launched() -> None:
     problem = msgspec.structs.replace(
         PLAIN, dtype=Dtype.FP16, head_dim=80, value_head_dim=80, causal=Causal.TOP_LEFT, seqlen_q=1
     )
@@ -111,7 +111,7 @@ def test_a_kernel_that_ptxas_spoils_is_not_launched() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [one for one in families() if one.supports(PLAIN, H200) is None])
-def test_what_is_right_is_launched(family: Family) -> None:
+def test_correct_binary_is_accepted(family: Family) -> None:
     candidate = Candidate(family.name, family.default(PLAIN, H200))
     found = compile_candidate(PLAIN, candidate, Specialization(), H200)
     assert (found.outcome, found.message) == (Outcome.OK, "")

@@ -62,7 +62,7 @@ def problem() -> Problem:
 
 @pytest.fixture
 def make_record(problem: Problem) -> MakeRecord:
-    """Builds a record that could have come from a search on an H200."""
+    """Builds a record like one of a search on an H200."""
 
     def build(
         config: str = "",

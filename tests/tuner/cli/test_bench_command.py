@@ -1,4 +1,4 @@
-"""`flashtune bench` as its users see it: what is saved, loaded and refused."""
+"""Tests of the `flashtune bench` command: saving, loading and refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_saved_report_is_shown_without_a_gpu(run: Run, tmp_path: Path, count: 
     assert page.read_text(encoding="utf-8").startswith("# Attention on nvidia-h200")
 
 
-def test_figures_of_others_are_shown_as_one_figure(run: Run, saved: Path) -> None:
+def test_published_figures_are_summarised_as_one_ratio(run: Run, saved: Path) -> None:
     peers = Path(__file__).parents[3] / "benchmarks" / "peers" / "nvidia-h200.json"
     result = run("bench", "--load", saved, "--against", peers)
     assert result.exit_code == 0, result.output
@@ -61,7 +61,7 @@ def test_figures_of_others_are_shown_as_one_figure(run: Run, saved: Path) -> Non
     assert "no shape of this run can be compared" in run("bench", "--load", saved, "--against", fp8).output
 
 
-def test_json_saved_and_shown_is_the_same(run: Run, saved: Path, tmp_path: Path) -> None:
+def test_saved_and_printed_json_are_equal(run: Run, saved: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
     result = run("bench", "--load", saved, "--json", "--save", again)
     assert result.exit_code == 0, result.output
@@ -85,7 +85,7 @@ def test_a_plot_has_a_panel_for_each_mask_and_head_dim(run: Run, saved: Path, tm
     assert len({trace.xaxis for trace in plot.data}) == 6
 
 
-def test_without_plotly_a_plot_is_refused_before_anything_is_timed(
+def test_plot_without_plotly_is_refused_before_timing(
     run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -94,7 +94,7 @@ def test_without_plotly_a_plot_is_refused_before_anything_is_timed(
     assert "flashtune[plot]" in result.output
 
 
-def test_a_kernel_without_a_row_is_an_error_after_all_is_shown(run: Run, tmp_path: Path) -> None:
+def test_missing_kernel_row_is_an_error_after_the_output(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "saved.json"
     wrong = a_bench(PAPER[0], {"sdpa-cudnn": 500.0}, (LeftOut(OURS, 2.0),))
     path.write_bytes(msgspec.json.encode(report_of(a_run(wrong, a_bench(PAPER[1])), None)))
@@ -115,23 +115,23 @@ def test_a_kernel_without_a_row_is_an_error_after_all_is_shown(run: Run, tmp_pat
         ("--grid", "nothing"),
     ],
 )
-def test_what_cannot_be_meant_is_a_usage_error(run: Run, arguments: tuple[str, ...]) -> None:
+def test_contradictory_arguments_are_usage_errors(run: Run, arguments: tuple[str, ...]) -> None:
     assert run("bench", *arguments).exit_code == 2
 
 
-def test_shapes_and_a_saved_report_exclude_one_another(run: Run, saved: Path) -> None:
+def test_shapes_and_a_saved_report_are_exclusive(run: Run, saved: Path) -> None:
     result = run("bench", "--load", saved, "--grid", "paper")
     assert result.exit_code == 2
     assert "leave the shapes out" in result.output
 
 
-def test_the_command_knows_the_grids() -> None:
+def test_command_lists_the_grids() -> None:
     assert tuple(GRIDS) == NAMED_GRIDS
 
 
 @WITHOUT_GPU
 @pytest.mark.parametrize("shapes", [("--shape", SHAPE), ("--grid", "paper")])
-def test_without_a_gpu_it_says_so_in_one_sentence(run: Run, shapes: tuple[str, str]) -> None:
+def test_missing_gpu_is_reported_in_one_sentence(run: Run, shapes: tuple[str, str]) -> None:
     result = run("bench", *shapes)
     assert result.exit_code == 2
     assert "no GPU is visible here" in result.output
@@ -140,7 +140,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(run: Run, shapes: tuple[str, s
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """A machine whose benches are made up; the problems that were timed on it."""
+    """A fake GPU with constructed benches; returns the list of timed problems."""
     timed: list[Problem] = []
     empty = a_run()
 
@@ -160,7 +160,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     return timed
 
 
-def test_peers_that_are_named_take_part_alone(fake_gpu: list[Problem]) -> None:
+def test_given_baselines_replace_the_default_ones(fake_gpu: list[Problem]) -> None:
     told: list[int] = []
     request = BenchRequest(PAPER[:2], 0, ("sdpa-cudnn",), 5, "flashtune bench")
     found = run_benches(request, lambda run: told.append(len(run.benches)))
@@ -171,9 +171,7 @@ def test_peers_that_are_named_take_part_alone(fake_gpu: list[Problem]) -> None:
     assert found.copy == a_run().copy
 
 
-def test_an_interrupted_run_keeps_what_was_finished(
-    run: Run, fake_gpu: list[Problem], tmp_path: Path
-) -> None:
+def test_interrupted_run_saves_finished_results(run: Run, fake_gpu: list[Problem], tmp_path: Path) -> None:
     path = tmp_path / "saved.json"
     result = run("bench", "--grid", "paper", "--peer", "sdpa-cudnn", "--save", path)
     assert result.exit_code == 130
@@ -181,9 +179,7 @@ def test_an_interrupted_run_keeps_what_was_finished(
     assert run("bench", "--load", path).exit_code == 0
 
 
-def test_nothing_to_compute_is_a_usage_error_before_anything_is_timed(
-    run: Run, fake_gpu: list[Problem], tmp_path: Path
-) -> None:
+def test_empty_problem_is_refused_before_timing(run: Run, fake_gpu: list[Problem], tmp_path: Path) -> None:
     shapes = tmp_path / "shapes.json"
     empty = msgspec.structs.replace(PAPER[0], batch=0)
     shapes.write_bytes(msgspec.json.encode([PAPER[0], empty]))
@@ -192,7 +188,7 @@ def test_nothing_to_compute_is_a_usage_error_before_anything_is_timed(
     assert fake_gpu == []
 
 
-def test_features_are_a_usage_error_before_anything_is_timed(run: Run, fake_gpu: list[Problem]) -> None:
+def test_features_are_refused_before_timing(run: Run, fake_gpu: list[Problem]) -> None:
     result = run("bench", "--shape", SHAPE, "--shape", f"{SHAPE},window=8,sinks", "--no-peers")
     assert result.exit_code == 2
     assert "bench times no sinks, window so far" in result.stderr
@@ -200,7 +196,7 @@ def test_features_are_a_usage_error_before_anything_is_timed(run: Run, fake_gpu:
 
 
 @pytest.mark.gpu
-def test_the_command_prints_tables_and_writes_all_files(run: Run, tmp_path: Path) -> None:
+def test_command_prints_tables_and_writes_all_files(run: Run, tmp_path: Path) -> None:
     page, kept = tmp_path / "bench.md", tmp_path / "bench.json"
     result = run("bench", "--shape", SHAPE, "--rounds", "3", "--markdown", page, "--save", kept)
     assert result.exit_code == 0, result.output

@@ -41,7 +41,7 @@ def test_the_table_compares_with_the_best_sdpa() -> None:
     assert "0.60" in next(line for line in lines if "sdpa-flash" in line)
 
 
-def test_notes_name_the_kernel_and_who_was_left_out() -> None:
+def test_notes_list_the_kernel_and_omitted_implementations() -> None:
     said = notes(a_bench(PAPER[0], left_out=(WRONG, NOT_FINITE, REFUSED), throttled=True))
     assert f"flashtune is {DETAIL}." in said
     assert "sdpa-efficient is left out: its error against float64 is 3.2 of what is allowed." in said
@@ -51,7 +51,7 @@ def test_notes_name_the_kernel_and_who_was_left_out() -> None:
     assert len(notes(a_bench(PAPER[0]))) == 1
 
 
-def test_a_line_holds_a_whole_shape() -> None:
+def test_line_contains_all_results_of_a_shape() -> None:
     line = bench_line(a_bench(PAPER[0], left_out=(REFUSED,), throttled=True))
     assert line == (
         "bf16, head dim 64, 32 heads, full, 512, batch 32: flashtune 600.0, sdpa-cudnn 500.0, "
@@ -62,7 +62,7 @@ def test_a_line_holds_a_whole_shape() -> None:
 RATES = {OURS: 3600.0, "sdpa-cudnn": 3000.0}
 
 
-def test_decoding_is_told_in_what_it_reads() -> None:
+def test_decoding_is_reported_as_bandwidth() -> None:
     bench = a_reading_bench(DECODE[3], RATES)
     printed = io.StringIO()
     Console(width=120, file=printed).print(bench_table(bench))
@@ -81,7 +81,7 @@ def test_decoding_is_told_in_what_it_reads() -> None:
     assert "decode b16 hq32 hkv8 s8192 d128 [GB/s]: 3600 GB/s, 0.900 of the copy." in said
 
 
-def test_a_plot_of_decoding_has_the_copy_as_its_ceiling() -> None:
+def test_plot_of_decoding_shows_copy_bandwidth_as_limit() -> None:
     pytest.importorskip("plotly")
     from flashtune.tuner.cli.report.bench_plot import figure
 
@@ -93,12 +93,12 @@ def test_a_plot_of_decoding_has_the_copy_as_its_ceiling() -> None:
     assert (plot.layout.yaxis.title.text, plot.layout.yaxis2.title.text) == ("GB/s", "TFLOP/s")
 
 
-def test_what_peers_say_cannot_steer_a_terminal() -> None:
+def test_messages_of_baselines_are_printable() -> None:
     bench = a_bench(PAPER[0], left_out=(LeftOut("flex", None, "no\x1b[2J [bold]| way\nback"),))
     assert all(sentence.isprintable() for sentence in notes(bench))
 
 
-def test_panels_part_masks_and_head_dims_and_sort_lengths() -> None:
+def test_panels_are_per_mask_and_head_dim_with_sorted_lengths() -> None:
     found = panels([a_bench(problem) for problem in reversed(PAPER)])
     assert len(found) == 6
     for panel in found:
@@ -107,7 +107,7 @@ def test_panels_part_masks_and_head_dims_and_sort_lengths() -> None:
         assert panel.names == tuple(SPEEDS)
 
 
-def test_titles_say_what_is_unusual() -> None:
+def test_titles_contain_unusual_fields() -> None:
     problem = msgspec.structs.replace(
         PAPER[0], kv_heads=8, value_head_dim=32, seqlen_kv=600, causal=Causal.TOP_LEFT
     )
@@ -117,7 +117,7 @@ def test_titles_say_what_is_unusual() -> None:
     assert title_of(windowed) == "bf16, head dim 64, 32 heads, full, window1023:, sinks"
 
 
-def test_markdown_holds_versions_command_and_every_row() -> None:
+def test_markdown_contains_versions_command_and_every_row() -> None:
     benches = [a_bench(problem, left_out=(REFUSED,)) for problem in PAPER]
     missing = {name: speed for name, speed in SPEEDS.items() if name != "sdpa-flash"}
     benches[1] = a_bench(PAPER[1], missing)
@@ -144,7 +144,7 @@ def test_markdown_holds_versions_command_and_every_row() -> None:
             table = []
 
 
-def test_a_plot_of_one_shape_is_a_plot_too() -> None:
+def test_plot_of_one_shape() -> None:
     pytest.importorskip("plotly")
     from flashtune.tuner.cli.report.bench_plot import plot_page
 

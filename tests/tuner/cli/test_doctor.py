@@ -30,7 +30,7 @@ def findings(result: Result) -> dict[str, tuple[str, str]]:
     return {row["name"]: (row["level"], row["said"]) for row in json.loads(result.stdout)}
 
 
-def test_a_sound_machine(run: Run, compiler: None) -> None:
+def test_healthy_machine(run: Run, compiler: None) -> None:
     result = run("doctor", "--target", "h100", "--json")
     assert result.exit_code == 0, result.output
     found = findings(result)
@@ -39,14 +39,14 @@ def test_a_sound_machine(run: Run, compiler: None) -> None:
     assert "none yet" in found["database"][1]
 
 
-def test_lines_are_for_people(run: Run, compiler: None) -> None:
+def test_text_output_has_one_line_per_check(run: Run, compiler: None) -> None:
     result = run("doctor", "--target", "mi300x")
     assert result.exit_code == 0
     assert all(line[:4].strip() in ("ok", "warn", "fail") for line in result.stdout.splitlines())
     assert "gfx942" in result.stdout
 
 
-def test_each_step_is_told_before_it_begins(run: Run, compiler: None) -> None:
+def test_each_step_is_reported_before_it_begins(run: Run, compiler: None) -> None:
     steps: list[str] = []
     told = [len(steps) for _ in examine(find_target("h100"), None, steps.append)]
     assert told == sorted(told)
@@ -55,9 +55,7 @@ def test_each_step_is_told_before_it_begins(run: Run, compiler: None) -> None:
     assert any(step == "compiling a kernel of forward_q_outer for nvidia-h100" for step in steps)
 
 
-def test_a_terminal_shows_the_step_that_runs(
-    run: Run, compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terminal_shows_the_current_step(run: Run, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "importing torch and triton ..." in run("doctor", "--target", "h100").stderr
     assert run("doctor", "--target", "h100", "--no-progress").stderr == ""
@@ -65,13 +63,11 @@ def test_a_terminal_shows_the_step_that_runs(
 
 
 @pytest.mark.slow
-def test_the_real_compiler_works(run: Run) -> None:
+def test_compiler_check_passes(run: Run) -> None:
     assert findings(run("doctor", "--target", "h100", "--json"))["compiler"][0] == "ok"
 
 
-def test_a_compiler_that_fails_is_a_failure(
-    run: Run, compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiler_error_is_a_failure(run: Run, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> Resources:
         raise KernelError("ptxas failed (FileNotFoundError): reinstall triton")
 
@@ -88,7 +84,7 @@ def test_a_damaged_database_is_a_failure(run: Run, compiler: None, tmp_path: Pat
     assert findings(result)["database"][0] == "fail"
 
 
-def test_a_cache_that_cannot_be_written_is_a_failure(
+def test_unwritable_cache_is_a_failure(
     run: Run, compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
@@ -112,12 +108,14 @@ def test_an_unknown_target_is_a_usage_error(run: Run) -> None:
         ("odd", Level.FAIL),
     ],
 )
-def test_versions_are_judged(monkeypatch: pytest.MonkeyPatch, version: str, level: Level) -> None:
+def test_versions_are_compared_with_supported_ones(
+    monkeypatch: pytest.MonkeyPatch, version: str, level: Level
+) -> None:
     monkeypatch.setattr("importlib.import_module", lambda _: types.SimpleNamespace(__version__=version))
     assert library("triton", (3, 6), (3, 9)).level is level
 
 
-def test_a_library_that_cannot_be_imported_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_error_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(_: str) -> object:
         raise OSError("libcudart.so.13: cannot open shared object file")
 
@@ -160,7 +158,7 @@ def test_the_shipped_kernels_are_counted_by_triton(
     assert (f"{left} of the kernels" in found.advice) == bool(left)
 
 
-def test_the_interpreter_wants_an_older_numpy_under_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_requires_older_numpy_under_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interpreter().level is Level.OK
     monkeypatch.setattr("flashtune.launch.compilation.interpreting", lambda: True)
     monkeypatch.setattr("triton.__version__", "3.6.0")
@@ -171,7 +169,7 @@ def test_the_interpreter_wants_an_older_numpy_under_triton_3_6(monkeypatch: pyte
 
 
 @pytest.mark.gpu
-def test_this_machines_gpu_is_known(run: Run) -> None:
+def test_gpu_of_this_machine_is_in_the_table(run: Run) -> None:
     result = run("doctor", "--json")
     assert result.exit_code == 0, result.output
     found = findings(result)

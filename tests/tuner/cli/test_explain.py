@@ -27,7 +27,7 @@ Q_OUTER = find_family("forward_q_outer")
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers for the compiler, which takes a second a kernel."""
+    """Replaces the compiler, which takes a second per kernel."""
 
     def read(*_: object) -> Resources:
         return Resources(sram_bytes=50_000, registers=128, spill_bytes=8)
@@ -35,7 +35,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashtune.tuner.analysis.explain.read_resources", read)
 
 
-def test_the_selection_is_explained_against_its_rivals(run: Run, stored: Stored, shape: str) -> None:
+def test_explain_compares_the_selection_with_other_candidates(run: Run, stored: Stored, shape: str) -> None:
     result = run("explain", "--shape", shape, "--target", "h200")
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
@@ -64,7 +64,7 @@ def test_json_explains_in_full(run: Run, stored: Stored, shape: str) -> None:
     assert {way["name"] for way in told["traffic"]} >= {"forward_q_outer", "forward_kv_outer", "standard"}
 
 
-def test_without_a_database_the_default_is_explained(
+def test_explain_uses_the_default_without_a_database(
     run: Run, shape: str, no_compiler: None, tmp_path: Path
 ) -> None:
     result = run("explain", "--shape", shape, "--target", "a100", "--json")
@@ -76,9 +76,7 @@ def test_without_a_database_the_default_is_explained(
     assert not (tmp_path / "flashtune.sqlite").exists()
 
 
-def test_a_config_of_the_user_changes_what_is_explained(
-    run: Run, stored: Stored, shape: str, no_compiler: None
-) -> None:
+def test_explain_accepts_a_config(run: Run, stored: Stored, shape: str, no_compiler: None) -> None:
     arguments = ("explain", "--shape", shape, "--target", "h200", "--json", "--config", "block_n=32")
     (told,) = json.loads(run(*arguments).stdout)
     assert told["source"] == "command line"
@@ -86,7 +84,7 @@ def test_a_config_of_the_user_changes_what_is_explained(
     assert told["sram"]["compiled"] == 50_000
 
 
-def test_a_kernel_that_does_not_compile_is_explained_all_the_same(
+def test_explain_supports_kernels_that_do_not_compile(
     run: Run, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> Resources:
@@ -99,12 +97,12 @@ def test_a_kernel_that_does_not_compile_is_explained_all_the_same(
 
 
 @pytest.mark.slow
-def test_the_real_compiler_is_asked_where_nothing_is_stored(run: Run, shape: str) -> None:
+def test_explain_compiles_where_no_resources_are_stored(run: Run, shape: str) -> None:
     (told,) = json.loads(run("explain", "--shape", shape, "--target", "h100", "--json").stdout)
     assert told["resources"]["sram_bytes"] >= told["sram"]["modelled"] > 0
 
 
-def test_roofline_of_long_prefill_is_the_matrix_units_and_of_one_query_the_memory() -> None:
+def test_prefill_is_compute_bound_and_decoding_is_memory_bound() -> None:
     (long,) = parse_shape("heads=32,seqlen=8192,head_dim=128,causal")
     (decode,) = parse_shape("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128")
     assert roofline(long, H200).bound_by == "matrix units"
@@ -114,7 +112,7 @@ def test_roofline_of_long_prefill_is_the_matrix_units_and_of_one_query_the_memor
     assert bound.bound_ms == pytest.approx(1e3 * decode.minimal_bytes() / 4.8e12)
 
 
-def test_traffic_of_the_standard_computation_dwarfs_the_fused_on_long_sequences(no_compiler: None) -> None:
+def test_unfused_attention_has_more_traffic_on_long_sequences(no_compiler: None) -> None:
     (long,) = parse_shape("heads=16,seqlen=8192,head_dim=64")
     told = explain(choose(long, find_target("a100"), None, "forward_q_outer"), ())
     ways = {way.name: way.bytes for way in told.traffic}
@@ -123,7 +121,7 @@ def test_traffic_of_the_standard_computation_dwarfs_the_fused_on_long_sequences(
     assert ways["standard"] == sum(item.bytes for item in standard_hbm_items(long))
 
 
-def test_rivals_are_each_at_their_best_and_measured_before_predicted(
+def test_other_families_use_best_records_measured_before_predicted(
     make_record: Callable[..., Record],
 ) -> None:
     records = (
@@ -141,14 +139,14 @@ def test_rivals_are_each_at_their_best_and_measured_before_predicted(
     ]
 
 
-def test_a_named_family_is_its_best_record_or_its_default(stored: Stored, problem: Problem, run: Run) -> None:
+def test_given_family_uses_its_best_record_or_default(stored: Stored, problem: Problem, run: Run) -> None:
     best = choose(problem, H200, None, "forward_q_outer")
     assert best.config == stored[1].config
     other = choose(problem, H200, None, "forward_kv_outer")
     assert (other.family.name, other.source) == ("forward_kv_outer", "default")
 
 
-def test_a_near_shape_serves_with_its_own_specialization(
+def test_near_shape_uses_its_own_specialization(
     stored: Stored, problem: Problem, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flashtune.tuner.tables.lookup.shipped_table", lambda _: None)
@@ -158,15 +156,13 @@ def test_a_near_shape_serves_with_its_own_specialization(
     assert chosen.config == stored[1].config
 
 
-def test_another_name_of_the_mask_finds_the_same_selection(
-    stored: Stored, problem: Problem, run: Run
-) -> None:
+def test_equivalent_mask_finds_the_same_selection(stored: Stored, problem: Problem, run: Run) -> None:
     other = msgspec.structs.replace(problem, causal=Causal.TOP_LEFT)
     chosen = choose(other, H200, None)
     assert (chosen.source, chosen.record, chosen.problem) == ("database", stored[1], problem)
 
 
-def test_an_impossible_problem_or_family_is_one_sentence(run: Run, shape: str) -> None:
+def test_unsupported_problem_or_family_is_one_sentence(run: Run, shape: str) -> None:
     result = run("explain", "--shape", "heads=1,seqlen=64,head_dim=512", "--target", "h100")
     assert result.exit_code == 2
     assert "no kernel family computes" in result.stderr
@@ -197,12 +193,12 @@ def test_contiguous_tensors_have_the_alignment_of_their_head_dim() -> None:
         ("__class__=1", "has no"),
     ],
 )
-def test_configs_that_are_none(problem: Problem, text: str, part: str) -> None:
+def test_invalid_configs_are_refused(problem: Problem, text: str, part: str) -> None:
     with pytest.raises(UsageError, match=part):
         change_config(Q_OUTER.default(problem, H200), text)
 
 
-def test_configs_take_numbers_words_and_switches(problem: Problem) -> None:
+def test_configs_accept_numbers_words_and_switches(problem: Problem) -> None:
     base = Q_OUTER.default(problem, H200)
     changed = change_config(base, " block_m = 64 , qk_ahead, loads=descriptor, two_phases=false ")
     values = msgspec.to_builtins(changed)

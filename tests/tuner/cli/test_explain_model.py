@@ -28,10 +28,10 @@ def overview_of(model: str, phase: Phase, lengths: str = "1024|8192", **options:
 
 @pytest.fixture(autouse=True)
 def empty_database(own_database: Path) -> None:
-    """What ships decides, and nothing else."""
+    """Uses only the shipped tables."""
 
 
-def test_every_model_says_how_many_layers_it_has() -> None:
+def test_every_model_has_a_number_of_layers() -> None:
     assert all(6 <= model.layers <= 200 for model in MODELS)
 
 
@@ -71,7 +71,7 @@ def test_figures_of_training() -> None:
     assert found.points[0].families[1].startswith("backward_")
 
 
-def test_decode_is_bound_by_reading_keys_and_values() -> None:
+def test_decode_is_bound_by_kv_cache_reads() -> None:
     found = overview_of("llama-3.1-8b", Phase.DECODE, "65536", batch="16", page_size="0")
     (point,) = found.points
     assert point.flash.bound_by == "memory"
@@ -81,7 +81,7 @@ def test_decode_is_bound_by_reading_keys_and_values() -> None:
     assert point.flash.memory < 2**20
 
 
-def test_a_model_is_explained_by_what_a_search_of_it_would_tune() -> None:
+def test_model_overview_uses_the_problems_that_a_search_tunes() -> None:
     found = overview_of("gpt-oss-20b", Phase.DECODE, "8192", batch="16")
     (point,) = found.points
     assert point.seqlen == 8192
@@ -99,7 +99,7 @@ def test_latent_keys_count_once_for_all_heads() -> None:
     assert point.families == ("decode_latent_hopper",)
 
 
-def test_eight_bits_are_held_against_sixteen() -> None:
+def test_8_bits_are_compared_with_16_bits() -> None:
     found = overview_of("llama-3.1-8b", Phase.PREFILL, "4096", dtype="e4m3")
     wide = overview_of("llama-3.1-8b", Phase.PREFILL, "4096")
     assert found.dtype is Dtype.E4M3
@@ -109,7 +109,7 @@ def test_eight_bits_are_held_against_sixteen() -> None:
     assert found.points[0].flash.memory - wide.points[0].flash.memory == 8 * 4096 * 128
 
 
-def test_each_batch_size_is_an_overview_of_its_own() -> None:
+def test_each_batch_size_has_its_own_overview() -> None:
     found = overviews(find_model("gpt2"), ModelSizes(seqlen="512..2048", batch="1|8"), H200, None)
     assert [(one.batch, [point.seqlen for point in one.points]) for one in found] == [
         (1, [512, 1024, 2048]),
@@ -132,7 +132,7 @@ def test_text_and_json(run: Run) -> None:
     assert told[0]["points"][0]["standard"]["bound_ms"] > told[0]["points"][0]["flash"]["bound_ms"]
 
 
-def test_a_plot_is_one_page(run: Run, tmp_path: Path) -> None:
+def test_plot_is_one_html_page(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     page = tmp_path / "model.html"
     options = ("--model", "llama-3.2-1b", "--phase", "decode", "--page-size", "0")
@@ -167,7 +167,7 @@ def test_every_line_of_the_plot_has_all_lengths() -> None:
         ((), "no shape given"),
     ],
 )
-def test_what_cannot_be_explained_gets_a_sentence(run: Run, options: tuple[str, ...], words: str) -> None:
+def test_unsupported_arguments_raise_one_sentence(run: Run, options: tuple[str, ...], words: str) -> None:
     result = run("explain", *options, "--target", "h200")
     assert result.exit_code == 2
     assert words in result.stderr

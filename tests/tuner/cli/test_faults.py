@@ -1,4 +1,4 @@
-"""Faults of the environment, as a user meets them: the exit code, the sentence, and what is stored.
+"""Tests of faults of the environment: the exit code, the message, and the stored records.
 
 Each fault lies under one folder that a search writes, or takes away something that it needs. What the
 environment caused is stored of no candidate, so the same command ends well once the fault is gone.
@@ -99,13 +99,13 @@ def place(root: Path) -> Place:
 
 @pytest.fixture
 def disk(root: Path) -> Iterator[Callable[[int], tuple[Path, Callable[[], None] | None]]]:
-    """Makes a disk with so many bytes left, and what limits a process to it."""
+    """Creates a disk with a number of free bytes, and the limit of a process to it."""
     with contextlib.ExitStack() as mounted:
         yield lambda left: mounted.enter_context(small_disk(root / "disk", left))
 
 
 def below_a_file(place: Place) -> str:
-    """A folder that nobody can make, not even root."""
+    """A folder that cannot be created, even by root."""
     (place.root / "file").write_text("")
     return str(place.root / "file" / "folder")
 
@@ -119,9 +119,7 @@ def test_a_full_triton_cache(place: Place, disk: Callable[[int], tuple[Path, Cal
 
 
 @pytest.mark.slow
-def test_a_temporary_folder_that_fills(
-    place: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]
-) -> None:
+def test_full_temporary_folder(place: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
     # Triton writes assembly and binaries there, of which the first do not fit.
     folder, limit = disk(24 << 10)
     place.refused(rf"{NO_SPACE}.*; {GOES_ON}", {"TMPDIR": str(folder)}, limit)
@@ -129,7 +127,7 @@ def test_a_temporary_folder_that_fills(
 
 
 @pytest.mark.slow
-def test_a_temporary_folder_that_cannot_be_written_has_a_substitute(place: Place) -> None:
+def test_unwritable_temporary_folder_is_replaced(place: Place) -> None:
     # Python then takes /tmp.
     place.ends_well({"TMPDIR": below_a_file(place)})
 
@@ -165,12 +163,12 @@ def test_a_full_database_folder(place: Place, disk: Callable[[int], tuple[Path, 
         ),
     ],
 )
-def test_a_folder_that_cannot_be_written(place: Place, variable: str, words: str) -> None:
+def test_unwritable_folder(place: Place, variable: str, words: str) -> None:
     place.refused(words, {variable: below_a_file(place)})
 
 
 @pytest.mark.slow
-def test_a_home_that_cannot_be_written(place: Place) -> None:
+def test_unwritable_home(place: Place) -> None:
     for name in ("FLASHTUNE_CACHE_DIR", "FLASHTUNE_DB", "TRITON_CACHE_DIR"):
         del place.environment[name]
     place.environment.pop("XDG_CACHE_HOME", None)
@@ -180,7 +178,7 @@ def test_a_home_that_cannot_be_written(place: Place) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mebibytes", [400, 600])
-def test_a_limit_of_memory(place: Place, mebibytes: int) -> None:
+def test_memory_limit(place: Place, mebibytes: int) -> None:
     def limit() -> None:
         # Enough for Python, and too little for Triton and torch.
         resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
@@ -190,7 +188,7 @@ def test_a_limit_of_memory(place: Place, mebibytes: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_of_a_files_size(place: Place) -> None:
+def test_file_size_limit(place: Place) -> None:
     place.ends_well({})
 
     def limit() -> None:
@@ -201,7 +199,7 @@ def test_a_limit_of_a_files_size(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_of_open_files(place: Place) -> None:
+def test_open_files_limit(place: Place) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
 
@@ -209,13 +207,13 @@ def test_a_limit_of_open_files(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_without_a_c_compiler_searches_without_a_gpu(place: Place) -> None:
+def test_search_without_gpu_needs_no_c_compiler(place: Place) -> None:
     # Triton needs a C compiler to launch kernels, and none to compile them.
     place.ends_well({"PATH": str(place.root), "CC": "/nonexistent/cc"})
 
 
 @pytest.mark.slow
-def test_a_ptxas_that_is_killed_and_one_that_cannot_run(place: Place) -> None:
+def test_killed_and_unrunnable_ptxas(place: Place) -> None:
     tool = place.root / "ptxas"
     tool.write_text(
         '#!/bin/sh\ncase "$1" in --version) echo "release 12.8, V12.8.93";; *) kill -9 $$;; esac\n'

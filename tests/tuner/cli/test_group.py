@@ -23,7 +23,7 @@ HEAVY = ("torch", "triton", "optuna", "sqlalchemy", "alembic", "jinja2", "rich",
 Run = Callable[..., Result]
 
 
-def test_help_imports_click_alone() -> None:
+def test_help_imports_only_click() -> None:
     code = (
         "import sys\n"
         "from click.testing import CliRunner\n"
@@ -49,7 +49,7 @@ def test_version(run: Run) -> None:
     assert result.output.startswith("flashtune 0.")
 
 
-def test_an_unknown_command_names_the_nearest(run: Run) -> None:
+def test_unknown_command_error_suggests_the_nearest(run: Run) -> None:
     result = run("expalin")
     assert result.exit_code == 2
     assert "did you mean 'explain'?" in result.output
@@ -77,7 +77,7 @@ def raising(error: BaseException) -> click.Command:
         (KeyboardInterrupt(), 130, "flashtune: interrupted; finished results are stored\n"),
     ],
 )
-def test_errors_are_one_sentence_and_an_exit_code(
+def test_errors_are_one_sentence_with_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, sentence: str
 ) -> None:
     monkeypatch.setattr("flashtune.tuner.cli.commands.show.command", raising(error))
@@ -87,7 +87,7 @@ def test_errors_are_one_sentence_and_an_exit_code(
     assert result.stdout == ""
 
 
-def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_exceptions_are_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashtune.tuner.cli.commands.show.command", raising(RuntimeError("a bug")))
     result = CliRunner().invoke(main, ["show"])
     assert isinstance(result.exception, RuntimeError)
@@ -104,7 +104,7 @@ def ask(*arguments: str) -> Result:
     return CliRunner().invoke(probe, arguments)
 
 
-def test_shapes_models_and_files_come_together_once() -> None:
+def test_shapes_models_and_files_are_merged_without_duplicates() -> None:
     shape = "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"
     result = ask(
         "--target",
@@ -119,7 +119,7 @@ def test_shapes_models_and_files_come_together_once() -> None:
     assert result.output == "3 nvidia-h100 None\n"
 
 
-def test_training_names_both_passes_of_shapes_and_of_models() -> None:
+def test_training_adds_both_passes_of_shapes_and_models() -> None:
     shape = ("--shape", "heads=1,seqlen=1|2,head_dim=8", "--shape", "heads=1,seqlen=1,head_dim=8,backward")
     target = ("--target", "H100", "--phase", "training")
     assert ask(*target, *shape).output == "4 nvidia-h100 None\n"
@@ -139,13 +139,13 @@ def test_training_names_both_passes_of_shapes_and_of_models() -> None:
         (("--hf-config", "missing.json"), "No such file"),
     ],
 )
-def test_mistakes_in_shared_options_are_usage_errors(arguments: tuple[str, ...], part: str) -> None:
+def test_invalid_shared_options_are_usage_errors(arguments: tuple[str, ...], part: str) -> None:
     result = ask("--target", "h100", *arguments) if not arguments else ask(*arguments)
     assert isinstance(result.exception, UsageError)
     assert part in str(result.exception)
 
 
-def test_the_target_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHTUNE_TARGET", "l4")
     assert ask("--model", "phi-2").output == "1 nvidia-l4 None\n"
     assert ask("--model", "phi-2", "--target", "a100").output == "1 nvidia-a100 None\n"
@@ -154,7 +154,7 @@ def test_the_target_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
     assert "no GPU is visible" in str(result.exception)
 
 
-def test_a_part_of_a_models_name_suggests_the_models_that_begin_so() -> None:
+def test_partial_model_name_suggests_models_with_that_prefix() -> None:
     result = ask("--target", "h100", "--model", "llama-3.1")
     assert "did you mean 'llama-3.1-8b', 'llama-3.1-70b' or 'llama-3.1-405b'?" in str(result.exception)
 
@@ -171,7 +171,7 @@ def test_a_part_of_a_models_name_suggests_the_models_that_begin_so() -> None:
         (("fam",), ["families"]),
     ],
 )
-def test_a_shell_completes_names(words: tuple[str, ...], completed: list[str]) -> None:
+def test_shell_completion_of_names(words: tuple[str, ...], completed: list[str]) -> None:
     environment = {"_FLASHTUNE_COMPLETE": "bash_complete", "COMP_CWORD": str(len(words))}
     environment["COMP_WORDS"] = " ".join(("flashtune", *words))
     result = CliRunner(env=environment).invoke(main, [], prog_name="flashtune")
@@ -179,7 +179,7 @@ def test_a_shell_completes_names(words: tuple[str, ...], completed: list[str]) -
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"db"}))
-def test_help_of_a_command_has_examples_that_can_be_parsed(name: str) -> None:
+def test_help_examples_can_be_parsed(name: str) -> None:
     command = main.get_command(click.Context(main), name)
     assert isinstance(command, Command)
     assert command.examples
@@ -192,7 +192,7 @@ def test_help_of_a_command_has_examples_that_can_be_parsed(name: str) -> None:
     assert any(shlex.split(example)[1] == name for example in command.examples)
 
 
-def test_help_of_a_commands_command_is_grouped_too(run: Run) -> None:
+def test_help_of_subcommands_is_grouped(run: Run) -> None:
     text = run("db", "merge", "--help").output
     assert "\nOutput:\n  --json" in text
     assert "\nOptions:" not in text
@@ -213,7 +213,7 @@ def test_options_are_grouped(run: Run) -> None:
     "arguments",
     [("--help",), ("targets",), ("targets", "--json"), ("export", "--shipped", "--target", "h200")],
 )
-def test_output_to_a_full_disk_is_one_sentence(arguments: tuple[str, ...]) -> None:
+def test_output_to_a_full_disk_raises_one_sentence(arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "flashtune.tuner.cli", *arguments],

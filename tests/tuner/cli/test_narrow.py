@@ -40,7 +40,7 @@ def an_overview() -> Overview:
     return Overview("llama-3.1-405b", Phase.PREFILL, "nvidia-rtx-5090", 126, 16, Dtype.BF16, (point,))
 
 
-def test_the_table_of_a_model_is_divided_and_not_cut() -> None:
+def test_model_table_is_split_and_not_truncated() -> None:
     shown = printed(an_overview(), WIDTH)
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= WIDTH
@@ -48,20 +48,20 @@ def test_the_table_of_a_model_is_divided_and_not_cut() -> None:
         assert cell in shown
 
 
-def test_the_table_of_a_model_is_whole_where_there_is_room() -> None:
+def test_model_table_is_not_split_on_wide_terminals() -> None:
     lines = printed(an_overview(), 200).splitlines()
     assert any("16.0 TiB" in line and "189,123.456" in line for line in lines)
 
 
 @pytest.mark.parametrize("title", ["short", "a title of several words " * 5])
-def test_a_heading_is_never_cut(title: str) -> None:
+def test_headings_are_not_truncated(title: str) -> None:
     out = io.StringIO()
     print_heading(Console(file=out, width=WIDTH), title)
     assert "…" not in out.getvalue()
     assert out.getvalue().split()[: len(title.split())] == title.split()
 
 
-def test_sentences_are_folded_at_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sentences_are_wrapped_at_words(capsys: pytest.CaptureFixture[str]) -> None:
     sentence = "a sentence of many words " * 8 + "and-a-word-that-is-longer-than-the-terminal" * 3
     say(sentence)
     lines = capsys.readouterr().out.splitlines()
@@ -69,7 +69,7 @@ def test_sentences_are_folded_at_words(capsys: pytest.CaptureFixture[str]) -> No
     assert all(len(line) <= WIDTH for line in lines[:-1])
 
 
-def test_a_pipe_gets_one_line_for_each_sentence(
+def test_output_to_a_pipe_is_not_wrapped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "terminal_width", lambda: None)
@@ -77,7 +77,7 @@ def test_a_pipe_gets_one_line_for_each_sentence(
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_what_doctor_finds_is_folded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_of_doctor_are_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     doctor._print(Finding("temporary folder", Level.WARN, "many words " * 12, "and advice"))
     first, *others = click.unstyle(capsys.readouterr().out).splitlines()
     assert first.startswith("warn  temporary folder  many words")
@@ -85,6 +85,6 @@ def test_what_doctor_finds_is_folded(capsys: pytest.CaptureFixture[str]) -> None
     assert all(line.startswith(" " * 24 + "") and len(line) <= WIDTH for line in others)
 
 
-def test_the_exit_codes_fit() -> None:
+def test_exit_codes_fit_the_width() -> None:
     # Help is indented by two columns.
     assert max(map(len, EPILOG.splitlines())) <= WIDTH - 2

@@ -1,4 +1,4 @@
-"""Every command that knows kernels, with a selection of a family of one GPU and its stand-in stored."""
+"""Tests of the commands with a stored native selection and its fallback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ H200 = find_target("h200")
 
 @pytest.fixture
 def pair(native: Family, problem: Problem, make_record: MakeRecord, tmp_path: Path) -> tuple[Record, Record]:
-    """A native selection and what stands in for it, both in the user's database."""
+    """A native selection and its fallback, both in the user's database."""
     portable = make_record(ms=0.5)
     config = native.default(problem, H200)
     selected = msgspec.structs.replace(
@@ -51,7 +51,7 @@ def pair(native: Family, problem: Problem, make_record: MakeRecord, tmp_path: Pa
     return selected, portable
 
 
-def test_show_lists_both_and_tells_them_apart(run: Run, pair: tuple[Record, Record]) -> None:
+def test_show_distinguishes_selection_and_fallback(run: Run, pair: tuple[Record, Record]) -> None:
     first, second = json.loads(run("show", "--json").stdout)
     assert (first["found"]["record"]["family"], first["stands_in"]) == ("forward_native", False)
     assert (second["found"]["record"]["family"], second["stands_in"]) == ("forward_q_outer", True)
@@ -59,7 +59,9 @@ def test_show_lists_both_and_tells_them_apart(run: Run, pair: tuple[Record, Reco
     assert "forward_q_outer (other strides)" in run("show", "--wide").stdout
 
 
-def test_a_table_of_both_goes_out_and_comes_in(run: Run, pair: tuple[Record, Record], tmp_path: Path) -> None:
+def test_table_of_selection_and_fallback_round_trips(
+    run: Run, pair: tuple[Record, Record], tmp_path: Path
+) -> None:
     table, other = tmp_path / "h200.json", tmp_path / "other.sqlite"
     assert run("export", "--out", table).exit_code == 0
     assert load_table(table).records == pair
@@ -69,7 +71,7 @@ def test_a_table_of_both_goes_out_and_comes_in(run: Run, pair: tuple[Record, Rec
     assert again.read_bytes() == table.read_bytes()
 
 
-def test_each_kernel_is_a_file_and_configs_are_of_plain_triton(
+def test_export_writes_each_kernel_and_only_triton_configs(
     run: Run, pair: tuple[Record, Record], tmp_path: Path
 ) -> None:
     assert run("export", "--format", "python", "--out", tmp_path / "kernels").exit_code == 0
@@ -81,7 +83,7 @@ def test_each_kernel_is_a_file_and_configs_are_of_plain_triton(
     assert "configs of forward_native mean nothing to other kernels" in result.stderr
 
 
-def test_render_and_explain_speak_of_the_selection(run: Run, pair: tuple[Record, Record], shape: str) -> None:
+def test_render_and_explain_use_the_selection(run: Run, pair: tuple[Record, Record], shape: str) -> None:
     rendered = run("render", "--shape", shape, "--target", "h200")
     assert "def forward_native(" in rendered.stdout
     assert (
@@ -94,7 +96,7 @@ def test_render_and_explain_speak_of_the_selection(run: Run, pair: tuple[Record,
     assert {way["name"] for way in explanation["traffic"]} >= {"forward_native", "forward_q_outer"}
 
 
-def test_elsewhere_it_is_refused_with_the_reason(run: Run, native: Family, shape: str) -> None:
+def test_native_family_is_refused_on_other_gpus_with_a_reason(run: Run, native: Family, shape: str) -> None:
     result = run("render", "--shape", shape, "--target", "a100", "--family", native.name)
     assert result.exit_code == 2
     assert "runs on sm_90 alone" in result.stderr
@@ -102,7 +104,7 @@ def test_elsewhere_it_is_refused_with_the_reason(run: Run, native: Family, shape
     assert "def forward_q_outer(" in default.stdout
 
 
-def test_doctor_tries_gluon_where_a_gpu_has_kernels_in_it(
+def test_doctor_compiles_gluon_kernels_of_the_target(
     run: Run, native: Family, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse_gluon(kernel: object, target: object) -> Resources:
@@ -122,7 +124,7 @@ def test_doctor_tries_gluon_where_a_gpu_has_kernels_in_it(
     assert "compiler of forward_native" not in elsewhere
 
 
-def test_its_sram_model_is_audited_on_its_gpus_alone(native: Family) -> None:
+def test_native_sram_model_is_audited_only_on_its_gpus(native: Family) -> None:
     targets = tuple(target for target in TARGETS if computes_anything(native, target))
     assert {target.arch for target in targets} == {"sm_90"}
     both = find_target("a100"), H200
@@ -131,7 +133,7 @@ def test_its_sram_model_is_audited_on_its_gpus_alone(native: Family) -> None:
     assert audit.failures() == ()
 
 
-def test_its_kernels_are_verified_by_receipt_and_never_interpreted(
+def test_native_kernels_are_verified_by_receipt_not_interpreter(
     pair: tuple[Record, Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -153,7 +155,7 @@ def test_its_kernels_are_verified_by_receipt_and_never_interpreted(
 
 
 @pytest.mark.slow
-def test_the_summary_says_what_no_interpreter_ran(
+def test_summary_lists_kernels_that_were_not_interpreted(
     run: Run, pair: tuple[Record, Record], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(

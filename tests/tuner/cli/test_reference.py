@@ -12,13 +12,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 ALL = list(commands(click.Context(main, info_name="flashtune")))
 
 
-def test_the_page_is_what_the_commands_say() -> None:
+def test_reference_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == reference(), (
         "write it anew: python -m scripts.reference > docs/cli.md"
     )
 
 
-def test_every_command_is_there() -> None:
+def test_reference_contains_every_command() -> None:
     names = {name for name, _, _ in ALL}
     assert {f"flashtune {name}" for name in COMMANDS} <= names
     assert {"flashtune db path", "flashtune db upgrade", "flashtune db merge"} <= names

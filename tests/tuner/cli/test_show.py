@@ -24,7 +24,7 @@ Run = Callable[..., Result]
 Stored = tuple[Record, ...]
 
 
-def test_nothing_stored_is_said_and_creates_nothing(run: Run, tmp_path: Path) -> None:
+def test_empty_database_is_reported_and_not_created(run: Run, tmp_path: Path) -> None:
     result = run("show")
     assert result.exit_code == 0
     assert "run flashtune search first" in result.stderr
@@ -32,7 +32,7 @@ def test_nothing_stored_is_said_and_creates_nothing(run: Run, tmp_path: Path) ->
     assert not (tmp_path / "flashtune.sqlite").exists()
 
 
-def test_a_selection_is_one_short_line(run: Run, stored: Stored) -> None:
+def test_selection_is_one_short_line(run: Run, stored: Stored) -> None:
     result = run("show")
     assert result.exit_code == 0, result.output
     target, *_, line = result.stdout.splitlines()
@@ -40,7 +40,7 @@ def test_a_selection_is_one_short_line(run: Run, stored: Stored) -> None:
     assert line.split() == ["h8/2", "d64", "s1024", "b2", "causal", "0.5000", "4", "1.20", "timed"]
 
 
-def test_wide_lists_the_key_and_the_config_too(run: Run, stored: Stored) -> None:
+def test_wide_output_includes_key_and_config(run: Run, stored: Stored) -> None:
     result = run("show", "--wide")
     assert result.exit_code == 0, result.output
     line = next(line for line in result.stdout.splitlines() if "nvidia-h200" in line)
@@ -83,7 +83,7 @@ def test_short_shapes_of_different_problems_differ() -> None:
         ("heads=8,head_dim=64,seqlen=512,window=63:5", "h8 d64 s512 b1 w63:5"),
     ],
 )
-def test_short_shapes_leave_defaults_out(shape: str, short: str) -> None:
+def test_short_shapes_omit_defaults(shape: str, short: str) -> None:
     (problem,) = parse_shape(shape)
     assert short_shape(problem) == short
 
@@ -109,7 +109,7 @@ def test_show_imports_no_torch(stored: Stored, tmp_path: Path) -> None:
     assert float(seconds) < 1.6
 
 
-def test_show_of_records_of_another_triton_imports_no_triton(
+def test_show_does_not_import_triton_for_other_versions(
     run: Run, make_record: Callable[..., Record], tmp_path: Path
 ) -> None:
     record = make_record()
@@ -129,7 +129,7 @@ def test_show_of_records_of_another_triton_imports_no_triton(
 
 
 @pytest.mark.slow
-def test_the_version_of_torch_is_the_same_with_and_without_importing_it() -> None:
+def test_version_of_torch_is_the_same_without_import() -> None:
     code = "from flashtune.dispatch.versions import torch_version\nprint(torch_version())\n"
     without = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     with_torch = subprocess.run(
@@ -138,7 +138,7 @@ def test_the_version_of_torch_is_the_same_with_and_without_importing_it() -> Non
     assert without.stdout == with_torch.stdout
 
 
-def test_the_version_of_triton_is_the_same_with_and_without_importing_it() -> None:
+def test_version_of_triton_is_the_same_without_import() -> None:
     code = (
         "from flashtune.dispatch.versions import triton_version\n"
         "print(triton_version(), 'triton' in sys.modules)\n"
@@ -151,7 +151,7 @@ def test_the_version_of_triton_is_the_same_with_and_without_importing_it() -> No
     assert with_triton.stdout == f"{triton.__version__} True\n"
 
 
-def test_json_has_everything(run: Run, stored: Stored) -> None:
+def test_json_contains_the_full_record(run: Run, stored: Stored) -> None:
     (row,) = json.loads(run("show", "--json").stdout)
     assert row["standing"] == "timed"
     assert row["best_sdpa_ms"] == 0.6
@@ -182,7 +182,7 @@ def test_an_unknown_target_is_a_usage_error(run: Run, stored: Stored) -> None:
     assert "there is no target 'h900'" in result.stderr
 
 
-def test_records_are_ranked_and_failures_say_why(run: Run, stored: Stored, shape: str) -> None:
+def test_records_are_ranked_and_failures_have_reasons(run: Run, stored: Stored, shape: str) -> None:
     result = run("show", "--records", "--shape", shape)
     assert result.exit_code == 0, result.output
     assert "asks for too much SRAM" in result.stdout
@@ -192,7 +192,7 @@ def test_records_are_ranked_and_failures_say_why(run: Run, stored: Stored, shape
     assert [row["record"]["config"]["block_m"] for row in rows] == [128, 64, 32, 256, 16]
 
 
-def test_long_lists_are_cut_and_say_so(run: Run, stored: Stored, shape: str) -> None:
+def test_long_lists_are_truncated_with_a_note(run: Run, stored: Stored, shape: str) -> None:
     result = run("show", "--records", "--shape", shape, "--limit", "2")
     assert "3 more rows" in result.stderr
     assert "too much SRAM" not in result.stdout
@@ -202,7 +202,7 @@ def test_records_need_a_shape(run: Run, stored: Stored) -> None:
     assert run("show", "--records").exit_code == 2
 
 
-def test_a_damaged_database_is_one_sentence(run: Run, tmp_path: Path) -> None:
+def test_damaged_database_is_one_sentence(run: Run, tmp_path: Path) -> None:
     (tmp_path / "flashtune.sqlite").write_bytes(
         b"this is no database, but long enough to be read as one" * 100
     )
@@ -212,9 +212,7 @@ def test_a_damaged_database_is_one_sentence(run: Run, tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_rows_that_cannot_be_read_are_one_sentence(
-    run: Run, stored: Stored, shape: str, tmp_path: Path
-) -> None:
+def test_unreadable_rows_are_one_sentence(run: Run, stored: Stored, shape: str, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "flashtune.sqlite") as connection:
         connection.execute("UPDATE records SET payload = '{}' WHERE id = 3")
     result = run("show", "--records", "--shape", shape)
@@ -224,7 +222,7 @@ def test_rows_that_cannot_be_read_are_one_sentence(
     assert "0.9000" not in result.stdout
 
 
-def test_standing_follows_versions_and_verdict(stored: Stored) -> None:
+def test_verification_status_follows_versions_and_verdict(stored: Stored) -> None:
     record = stored[1]
     assert standing(record) is VerificationStatus.TIMED
     other = msgspec.structs.replace(record.versions, triton="3.5.0")

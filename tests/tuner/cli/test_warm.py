@@ -1,4 +1,4 @@
-"""`flashtune warm`: what calls need is compiled before them, and later processes find it."""
+"""Tests of `flashtune warm`: kernels are compiled ahead, and later processes find them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ H100 = find_target("h100")
 
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SearchTask, Candidate]]:
-    """What was handed to compilers, which take everything for compiled."""
+    """The jobs of fake compilers, which report success."""
     jobs: list[tuple[SearchTask, Candidate]] = []
 
     def submit(_: CompilePool, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
@@ -44,7 +44,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SearchTask, Candida
     return jobs
 
 
-def test_training_needs_the_log_sum_exp_and_the_gradients_too(problem: Problem) -> None:
+def test_warm_for_training_compiles_lse_and_backward_kernels(problem: Problem) -> None:
     calls = calls_of(training_passes([problem]))
     asked = [(called.direction.value, assumed.lse) for called, assumed in calls]
     assert asked == [("forward", False), ("backward", False), ("forward", True)]
@@ -53,7 +53,7 @@ def test_training_needs_the_log_sum_exp_and_the_gradients_too(problem: Problem) 
     assert not needs.left_out
 
 
-def test_calls_that_one_kernel_serves_need_it_once(problem: Problem) -> None:
+def test_calls_with_one_kernel_compile_it_once(problem: Problem) -> None:
     wider = msgspec.structs.replace(problem, batch=problem.batch * 2)
     impossible = msgspec.structs.replace(problem, head_dim=512, value_head_dim=512)
     needs = needs_of(calls_of([problem, wider, impossible]), H100, tuned_records(H100.name))
@@ -63,7 +63,7 @@ def test_calls_that_one_kernel_serves_need_it_once(problem: Problem) -> None:
 
 
 @pytest.mark.usefixtures("submitted")
-def test_the_command_says_what_it_did(run: Run, shape: str) -> None:
+def test_command_prints_a_summary(run: Run, shape: str) -> None:
     result = run("warm", "--target", "h100", "--shape", shape, "--phase", "training", "--verbose")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("3 of 3 kernels are compiled for nvidia-h100, for 3 kinds of calls, in ")
@@ -72,7 +72,7 @@ def test_the_command_says_what_it_did(run: Run, shape: str) -> None:
     assert [(row["lse"], row["loaded"], row["failed"]) for row in rows] == [(False, False, "")]
 
 
-def test_a_table_is_warmed_with_its_own_kernels(
+def test_warm_of_a_table_uses_its_kernels(
     run: Run,
     make_record: Callable[..., Record],
     submitted: list[tuple[SearchTask, Candidate]],
@@ -90,7 +90,7 @@ def test_a_table_is_warmed_with_its_own_kernels(
     assert "a table of nvidia-h200 cannot be warmed for nvidia-h100" in other.stderr
 
 
-def test_recorded_calls_are_warmed_as_their_tensors_lay(
+def test_warm_of_recorded_calls_uses_their_specialization(
     run: Run, problem: Problem, submitted: list[tuple[SearchTask, Candidate]], tmp_path: Path
 ) -> None:
     assumed = Specialization(alignment=Alignment.EIGHT, lse=True)
@@ -102,7 +102,7 @@ def test_recorded_calls_are_warmed_as_their_tensors_lay(
 
 
 @pytest.mark.slow
-def test_what_does_not_compile_is_a_failure(run: Run, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_failure_is_an_error(run: Run, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> Future[Compiled]:
         done: Future[Compiled] = Future()
         done.set_result(Compiled(Outcome.COMPILE_ERROR, message="PassManager::run failed"))
@@ -126,9 +126,7 @@ def test_nothing_to_warm_is_a_usage_error(run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-def test_a_later_process_compiles_nothing(
-    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_process_does_not_compile(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that cannot even begin finds the binary."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     # A process of its own: compilers here may have begun with another cache.

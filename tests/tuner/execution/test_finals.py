@@ -1,4 +1,4 @@
-"""Which peers take part in the finals; their times need a GPU (see search/test_gpu.py)."""
+"""Tests of the final measurement without a GPU (see search/test_gpu.py for times)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBLEM = Problem(
 
 
 @pytest.mark.parametrize(("scores", "takes_part"), [(8, True), (4, False)])
-def test_the_standard_computation_takes_part_where_its_scores_fit_half_of_what_is_free(
+def test_unfused_attention_is_timed_if_scores_fit_half_of_free_memory(
     monkeypatch: pytest.MonkeyPatch, scores: int, takes_part: bool
 ) -> None:
     free = scores * score_bytes(PROBLEM)
@@ -40,7 +40,7 @@ def test_the_standard_computation_takes_part_where_its_scores_fit_half_of_what_i
     assert names == (["standard"] if takes_part else [])
 
 
-def test_quantized_problems_come_with_scales_and_without_peers() -> None:
+def test_quantized_problems_have_scales_and_no_baselines() -> None:
     problem = msgspec.structs.replace(PROBLEM, dtype=Dtype.E4M3, heads=4)
     tensors = make_tensors(problem, torch.device("cpu"))
     assert tensors.q.dtype == tensors.k.dtype == tensors.v.dtype == torch.float8_e4m3fn
@@ -55,7 +55,7 @@ def test_quantized_problems_come_with_scales_and_without_peers() -> None:
     assert abs(float(wide.std()) - 1) < 0.1
 
 
-def test_launches_of_the_finals_are_given_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_the_final_measurement_receive_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = msgspec.structs.replace(PROBLEM, dtype=Dtype.E4M3)
     tensors = make_tensors(problem, torch.device("cpu"))
     given: list[tuple[object, ...]] = []
@@ -96,7 +96,7 @@ def timed(
     return list(found)
 
 
-def test_the_closest_are_told_apart_by_more_samples_at_the_clock_of_all(
+def test_ties_get_more_samples_scaled_to_the_common_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The second and the first change places, at half the clock; the third was too far behind.
@@ -106,11 +106,11 @@ def test_the_closest_are_told_apart_by_more_samples_at_the_clock_of_all(
     assert (one.samples, other.samples, third.samples) == (105, 105, 21)
 
 
-def test_a_clock_that_was_held_down_in_the_common_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throttling_in_the_common_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one.throttled for one in timed(monkeypatch, [1.0, 1.0], [1.0, 1.0], throttled=True))
 
 
-def test_who_is_alone_in_front_or_takes_long_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_winners_and_slow_kernels_get_no_more_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.samples for one in timed(monkeypatch, [1.0, 1.05], [])] == [21, 21]
     assert [one.samples for one in timed(monkeypatch, [100.0, 101.0], [])] == [21, 21]
     assert [one.samples for one in timed(monkeypatch, [30.0, 30.0], [30.0, 30.0])] == [50, 50]
@@ -122,7 +122,7 @@ MASKED = msgspec.structs.replace(
 
 
 class SharedFinals:
-    """Finals whose times are chosen, of which the masks of each run are kept."""
+    """A final measurement with given times, which records the masks of each run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, own: list[float]) -> None:
         """Of candidates that take so long each with an unshared mask, and half of that with others."""
@@ -153,7 +153,7 @@ class SharedFinals:
         return timed_runs.run_finals(problem, candidates, Specialization(), target, cpu)
 
 
-def test_what_may_be_selected_is_timed_with_shared_masks_beside_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eligible_kernels_and_sdpa_are_timed_with_shared_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     made = SharedFinals(monkeypatch, [1.1, 1.0, 1.5, 1.0])
     monkeypatch.setattr(timed_runs, "MORE_MS", 0.0)
     found = made.run(MASKED)
@@ -183,7 +183,7 @@ def test_what_may_be_selected_is_timed_with_shared_masks_beside_sdpa(monkeypatch
         ({"bias": Bias.NONE}, []),
     ],
 )
-def test_ways_that_do_not_differ_and_other_problems_are_not_timed(
+def test_equivalent_sharings_and_other_problems_are_not_timed(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], ways: list[MaskSharing]
 ) -> None:
     made = SharedFinals(monkeypatch, [1.0])
@@ -192,7 +192,7 @@ def test_ways_that_do_not_differ_and_other_problems_are_not_timed(
     assert len(made.masks) == 1 + len(ways)
 
 
-def test_a_backend_that_refuses_a_shared_mask_has_no_time_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_that_refuses_a_shared_mask_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, *_: Any) -> Any:
         if bias.stride(2) == 0:
             raise RuntimeError("no such mask")
@@ -238,7 +238,7 @@ def featured(name: str) -> Problem:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_tensors_with_features_are_what_kernels_and_peers_take(name: str) -> None:
+def test_feature_tensors_are_valid_for_kernels_and_baselines(name: str) -> None:
     problem = featured(name)
     tensors = make_tensors(problem, torch.device("cpu"))
     out, _ = plain_attention(problem, tensors.q, tensors.k, tensors.v, tensors.side, tensors.scale)
@@ -254,7 +254,7 @@ def test_tensors_with_features_are_what_kernels_and_peers_take(name: str) -> Non
         torch.testing.assert_close(standard[0].double(), out, rtol=1e-4, atol=1e-5)
 
 
-def test_packed_tensors_have_the_tokens_that_the_problem_names() -> None:
+def test_varlen_tensors_have_the_tokens_of_the_problem() -> None:
     problem = featured("packed")
     one, other = (make_tensors(problem, torch.device("cpu")) for _ in range(2))
     assert one.q.shape[2] == 150
@@ -264,7 +264,7 @@ def test_packed_tensors_have_the_tokens_that_the_problem_names() -> None:
     assert one.side.cu_seqlens_q.diff().max() == problem.seqlen_q
 
 
-def test_pages_are_shuffled_and_the_same_in_every_run() -> None:
+def test_pages_are_shuffled_deterministically() -> None:
     problem = featured("pages")
     one, other = (make_tensors(problem, torch.device("cpu")).side.block_table for _ in range(2))
     assert one is not None

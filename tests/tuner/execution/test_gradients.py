@@ -1,4 +1,4 @@
-"""What backward kernels are given, and what is timed of the others' backward passes."""
+"""Tests of the arguments of backward kernels and of timed baselines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def backward(name: str) -> Problem:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_are_given_a_right_output_and_room_for_the_gradients(name: str) -> None:
+def test_backward_tensors_have_a_correct_output_and_empty_gradients(name: str) -> None:
     problem = backward(name)
     tensors = make_tensors(problem, CPU)
     given = tensors.backward
@@ -67,7 +67,7 @@ def test_kernels_are_given_a_right_output_and_room_for_the_gradients(name: str) 
     assert given.dlse is None
 
 
-def test_forward_tensors_have_room_for_the_log_sum_exp_where_it_is_asked_for() -> None:
+def test_forward_tensors_have_lse_only_if_needed() -> None:
     problem = forward_of(PROBLEM)
     assert make_tensors(problem, CPU).lse is None
     lse = make_tensors(problem, CPU, lse=True).lse
@@ -77,7 +77,7 @@ def test_forward_tensors_have_room_for_the_log_sum_exp_where_it_is_asked_for() -
 
 
 def gradients(problem: Problem, tensors: Tensors) -> list[torch.Tensor]:
-    """What autograd makes of a plain computation in float64, gradients of a bias last."""
+    """Gradients of a float64 computation by autograd, with those of a bias last."""
     given = tensors.backward
     assert given is not None
     leaves = [tensor.double().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v)]
@@ -90,7 +90,7 @@ def gradients(problem: Problem, tensors: Tensors) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["plain", "full", "window", "additive", "alibi", "deterministic"])
-def test_peers_are_timed_at_their_gradients_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_are_timed_without_their_forward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = backward(name)
     monkeypatch.setattr(timed_runs, "BACKENDS", {"sdpa-math": SDPBackend.MATH})
     room = timed_runs.GRADIENT_SCORE_COPIES * score_bytes(problem) / timed_runs.MEMORY_SHARE + 1
@@ -108,19 +108,19 @@ def test_peers_are_timed_at_their_gradients_alone(name: str, monkeypatch: pytest
             torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
 
 
-def test_the_standard_gradients_take_part_where_their_scores_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfused_gradients_are_timed_if_scores_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     room = timed_runs.GRADIENT_SCORE_COPIES * score_bytes(PROBLEM) / timed_runs.MEMORY_SHARE
     monkeypatch.setattr(timed_runs, "BACKENDS", {})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (room, room))
     assert list(timed_runs.peer_runs(PROBLEM, make_tensors(PROBLEM, CPU))) == []
 
 
-def test_who_takes_no_packed_sequences_is_no_peer() -> None:
+def test_varlen_problems_have_no_baselines() -> None:
     packed = backward("packed")
     assert list(timed_runs.peer_runs(packed, make_tensors(packed, CPU))) == []
 
 
-def test_gradients_of_dropout_are_of_the_weights_that_the_seed_keeps() -> None:
+def test_gradients_of_dropout_use_the_mask_of_the_seed() -> None:
     problem = msgspec.structs.replace(PROBLEM, dropout=True)
     tensors = make_tensors(problem, CPU)
     assert tensors.backward is not None
@@ -129,7 +129,7 @@ def test_gradients_of_dropout_are_of_the_weights_that_the_seed_keeps() -> None:
     torch.testing.assert_close(tensors.backward.lse.double(), lse, rtol=1e-4, atol=1e-5)
 
 
-def test_sdpa_drops_as_many_weights() -> None:
+def test_sdpa_uses_the_same_dropout_rate() -> None:
     problem = msgspec.structs.replace(forward_of(PROBLEM), dropout=True, seqlen_kv=40)
     tensors = make_tensors(problem, CPU)
     call = sdpa.sdpa_call(problem, tensors)
@@ -138,7 +138,7 @@ def test_sdpa_drops_as_many_weights() -> None:
     assert call.keywords["attn_mask"] is None
 
 
-def test_a_launch_of_gradients_is_given_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_launch_receives_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_tensors(PROBLEM, CPU)
     given: list[tuple[object, ...]] = []
     bound: list[tuple[object, ...]] = []
@@ -157,7 +157,7 @@ def test_a_launch_of_gradients_is_given_all_of_them(monkeypatch: pytest.MonkeyPa
     assert given == [(tensors.backward, tensors.scale, tensors.side)]
 
 
-def test_training_names_both_passes_of_each_problem_once() -> None:
+def test_training_lists_both_passes_of_each_problem_once() -> None:
     shape = "heads=4,seqlen=512,head_dim=64"
     (forward,) = parse_shape(shape)
     (reproducible,) = parse_shape(f"{shape},backward,deterministic")

@@ -1,4 +1,4 @@
-"""Times of launches that are taken in turn."""
+"""Tests of interleaved timing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 
 
 class Clock(NamedTuple):
-    """A clock that is never held down."""
+    """A clock that is never throttled."""
 
     def is_throttled(self) -> bool:
-        """Says no."""
+        """Refuses."""
         return False
 
 
@@ -37,7 +37,7 @@ def slow_first_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("launches", [1, 2, 3])
-def test_equal_launches_take_equal_times_after_a_pause(launches: int) -> None:
+def test_equal_launches_have_equal_times_after_a_pause(launches: int) -> None:
     found = timing.measure_interleaved([lambda: None] * launches, CPU, rounds=15)
     assert [one.ms for one in found] == [1.0] * launches
 

@@ -44,12 +44,12 @@ def agreement(table: TruthTable, fit: Calibration) -> float:
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
-def test_what_one_problem_teaches_holds_for_another() -> None:
+def test_fitted_constants_transfer_to_other_problems() -> None:
     judged = a_table(SHAPE.replace("2048", "8192"))
     assert agreement(judged, fit_tables([a_table()])) > agreement(judged, NOTHING) + 0.2
 
 
-def test_constants_hold_for_their_architecture_and_families_alone() -> None:
+def test_constants_apply_only_to_their_architecture_and_families() -> None:
     table = a_table()
     fit = fit_tables([table])
     portable = find_family("forward_q_outer")
@@ -62,11 +62,11 @@ def test_constants_hold_for_their_architecture_and_families_alone() -> None:
     assert predicted(table, elsewhere) == predicted(table, NOTHING)
 
 
-def test_no_tables_no_constants() -> None:
+def test_fit_without_tables_is_empty() -> None:
     assert fit_tables([]) == NOTHING
 
 
-def test_the_constants_that_ship_come_from_the_kept_tables() -> None:
+def test_shipped_constants_are_reproducible() -> None:
     shipped, made = shipped_fit(), fit_tables(TABLES)
     assert shipped.problems == made.problems
     assert shipped.families.keys() == made.families.keys()
@@ -77,12 +77,12 @@ def test_the_constants_that_ship_come_from_the_kept_tables() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.family}-{table.problem.key}")
-def test_problems_that_were_not_fitted_to_are_ranked(table: TruthTable) -> None:
+def test_held_out_problems_are_ranked(table: TruthTable) -> None:
     others = [other for other in TABLES if other.problem != table.problem]
     assert agreement(table, fit_tables(others)) > 0.6
 
 
-def test_occupancy_is_estimated_before_anything_is_compiled() -> None:
+def test_occupancy_is_estimated_before_compilation() -> None:
     same = []
     for table in (table for table in TABLES if table.family == "forward_q_outer"):
         family = find_family(table.family)
@@ -97,7 +97,7 @@ def test_occupancy_is_estimated_before_anything_is_compiled() -> None:
     assert np.mean(same) > 0.8
 
 
-def test_features_have_names_that_shapes_share() -> None:
+def test_features_have_the_same_names_for_all_shapes() -> None:
     names = set()
     for table in (a_table(), a_table(SHAPE.replace("128,", "64,"))):
         scope = replay_scope(table)

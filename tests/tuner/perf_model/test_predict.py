@@ -1,4 +1,4 @@
-"""What the model of times is made of, where a slip would only shift the order of trials."""
+"""Tests of the terms of the time model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CALM: dict[str, Any] = {"long_first": True, "heads_inner": True}
 
 
 class SplitConfig(Config, frozen=True, kw_only=True):
-    """A config of a family whose tiles hold all heads of a KV head."""
+    """A config of a family whose tiles contain all query heads of a KV head."""
 
     block_m: int
     block_n: int
@@ -64,40 +64,40 @@ def predicted(problem: Problem, resources: Resources = LEAN, **changes: Any) -> 
     return predict_ms(problem, Q_OUTER, a_config(**changes), resources, H200)
 
 
-def test_a_long_problem_comes_near_what_was_measured() -> None:
+def test_prediction_of_a_long_problem_is_near_its_measurement() -> None:
     # 16k tokens of 16 heads at S=8192: an H200 was seen at 1.94 ms.
     ms = predicted(a_problem(heads=16, kv_heads=16, batch=2, seqlen_q=8192, seqlen_kv=8192))
     assert 1.3 < ms < 2.8
 
 
-def test_half_the_pairs_take_about_half_the_time() -> None:
+def test_half_of_the_pairs_take_about_half_of_the_time() -> None:
     full, causal = predicted(a_problem()), predicted(a_problem(causal=Causal.BOTTOM_RIGHT), **CALM)
     assert 0.45 < causal / full < 0.65
 
 
-def test_what_does_not_fit_never_ends() -> None:
+def test_config_that_does_not_fit_has_infinite_time() -> None:
     assert predicted(a_problem(), Resources(sram_bytes=H200.sram_per_sm + 1)) == math.inf
 
 
-def test_an_empty_problem_is_a_launch() -> None:
+def test_empty_problem_takes_the_launch_time() -> None:
     empty = a_problem(seqlen_kv=0)
     assert LAUNCH_MS <= predicted(empty) < LAUNCH_MS + 0.1
 
 
-def test_a_huge_problem_is_predicted_at_once() -> None:
+def test_huge_problem_is_predicted_quickly() -> None:
     assert predicted(a_problem(seqlen_q=2**30, seqlen_kv=2**30, causal=Causal.BOTTOM_RIGHT)) > 1e6
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(1, 1), (100, 100), (129, 65), (4096, 4096)])
 @pytest.mark.parametrize("causal", list(Causal))
-def test_tiles_cover_what_is_visible(seqlen_q: int, seqlen_kv: int, causal: Causal) -> None:
+def test_tiles_cover_all_visible_pairs(seqlen_q: int, seqlen_kv: int, causal: Causal) -> None:
     problem = a_problem(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, causal=causal, heads=1, kv_heads=1)
     pairs = computed_pairs(problem, a_config())
     whole = math.ceil(seqlen_q / 128) * 128 * math.ceil(seqlen_kv / 64) * 64
     assert problem.visible_pairs() <= pairs <= whole
 
 
-def test_spills_and_serialised_instructions_cost() -> None:
+def test_spills_and_serialisation_increase_the_time() -> None:
     clean = spill_factor(LEAN)
     spilled = spill_factor(Resources(sram_bytes=0, spill_bytes=1024))
     serial = spill_factor(Resources(sram_bytes=0, spill_bytes=1024, serialized_wgmma=True))
@@ -105,14 +105,14 @@ def test_spills_and_serialised_instructions_cost() -> None:
     assert clean < spilled < serial
 
 
-def test_float32_runs_on_other_units() -> None:
+def test_float32_has_lower_peak_rates() -> None:
     wide = a_problem(dtype=Dtype.FP32)
     plain = matrix_rate(wide, a_config(), H200)
     thirds = matrix_rate(wide, a_config(products=Products.TF32X3), H200)
     assert plain < thirds < matrix_rate(a_problem(), a_config(), H200)
 
 
-def test_what_the_cache_holds_is_moved_once() -> None:
+def test_data_within_the_cache_is_transferred_once() -> None:
     problem = a_problem()
     seconds = memory_seconds(problem, Q_OUTER, Q_OUTER.default(problem, H200), H200)
     # A head's keys and values fit an H200's L2, so every query tile but the first finds them there.
@@ -120,7 +120,7 @@ def test_what_the_cache_holds_is_moved_once() -> None:
     assert seconds == pytest.approx(least)
 
 
-def test_one_program_to_a_head_is_slow_where_heads_are_few() -> None:
+def test_kv_outer_is_slow_for_few_heads() -> None:
     problem = a_problem()
     config = KVOuterConfig(block_m=128, block_n=64, num_warps=8, num_stages=1)
     assert predict_ms(problem, KV_OUTER, config, LEAN, H200) > 2 * predicted(problem)
@@ -131,7 +131,7 @@ def test_a_config_without_tiles_is_refused() -> None:
         predict_ms(a_problem(), Q_OUTER, Config(num_warps=4, num_stages=2), LEAN, H200)
 
 
-def test_a_familys_own_schedule_decides_what_hides(native: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_of_the_family_reduces_the_time(native: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = a_problem()
     config = native.default(problem, H200)
 
@@ -146,7 +146,7 @@ def test_a_familys_own_schedule_decides_what_hides(native: Family, monkeypatch: 
 @pytest.mark.parametrize(
     ("kv_heads", "seqlen_q", "tiles"), [(8, 1, 8), (1, 1, 2), (1, 4, 8), (32, 1, 32), (32, 20, 64)]
 )
-def test_tiles_of_a_whole_group_read_its_keys_once(kv_heads: int, seqlen_q: int, tiles: int) -> None:
+def test_packed_tiles_read_keys_once_per_group(kv_heads: int, seqlen_q: int, tiles: int) -> None:
     config = SplitConfig(num_warps=4, num_stages=2, block_m=16, block_n=64, splits=8)
     problem = a_problem(kv_heads=kv_heads, seqlen_q=seqlen_q)
     assert computed_pairs(problem, config) == tiles * 16 * 4096

@@ -48,7 +48,7 @@ def a_config(**changes: Any) -> Config:
     return msgspec.structs.replace(SPLIT.default(a_problem(), H200), **changes)
 
 
-def test_two_kernels_make_seven_products_and_one_makes_five() -> None:
+def test_split_family_has_seven_products_and_fused_has_five() -> None:
     problem = a_problem()
     keys, queries = passes(problem, a_config())
     assert keys.columns == 2 * 128 + 2 * 64
@@ -62,7 +62,7 @@ def test_two_kernels_make_seven_products_and_one_makes_five() -> None:
 @pytest.mark.parametrize("causal", Causal)
 @pytest.mark.parametrize("window", [(None, None), (100, None), (64, 32)])
 @pytest.mark.parametrize("lengths", [(256, 256), (128, 320), (320, 128)])
-def test_a_turned_problem_has_the_same_pairs(
+def test_transposed_problem_has_the_same_pairs(
     causal: Causal, window: tuple[int | None, int | None], lengths: tuple[int, int]
 ) -> None:
     left, right = window
@@ -74,7 +74,7 @@ def test_a_turned_problem_has_the_same_pairs(
     assert (other.seqlen_q, other.seqlen_kv, other.heads) == (lengths[1], lengths[0], 4)
 
 
-def test_times_grow_with_work_and_with_what_limits_it() -> None:
+def test_times_grow_with_work_and_resources() -> None:
     problem, config = a_problem(), a_config()
     plain = predict_backward_ms(problem, SPLIT, config, LEAN, H200)
     assert plain == formula_ms(problem, SPLIT, config, LEAN, H200)
@@ -88,13 +88,13 @@ def test_times_grow_with_work_and_with_what_limits_it() -> None:
     assert math.isinf(predict_backward_ms(problem, SPLIT, config, full, H200))
 
 
-def test_a_prediction_is_no_faster_than_the_least_time_and_within_ten_times_of_it() -> None:
+def test_prediction_is_between_1_and_10_times_the_roofline() -> None:
     problem = a_problem(value_head_dim=128)
     least = 1e3 * problem.flops() / (H200.peak.half * 1e12)
     assert least < predict_backward_ms(problem, SPLIT, a_config(), LEAN, H200) < 10 * least
 
 
-def test_registers_before_compiling_are_those_of_the_larger_kernel() -> None:
+def test_estimated_registers_are_those_of_the_larger_kernel() -> None:
     problem = a_problem()
     small = estimated(problem, a_config(block_n=64, dq_block_m=64), 1000, H200)
     held = estimated(problem, a_config(block_n=128, dq_block_m=64), 1000, H200)

@@ -37,7 +37,7 @@ FULL = a_problem("heads=16,seqlen=4096,head_dim=128,tokens=16384")
     st.integers(1, 9),
     st.integers(0, 12),
 )
-def test_tiles_are_placed_as_kernels_place_them(
+def test_tile_order_matches_the_kernels(
     order: str, most: int, kv_heads: int, batch: int, tiles: int, section: int
 ) -> None:
     shape = f"heads={kv_heads},seqlen={tiles * 64},head_dim=64,batch={batch},causal"
@@ -51,7 +51,7 @@ def test_tiles_are_placed_as_kernels_place_them(
 
 
 @pytest.mark.parametrize("problem", [CAUSAL, FULL])
-def test_tiles_have_the_blocks_that_kernels_count(problem: Problem) -> None:
+def test_block_counts_match_the_kernels(problem: Problem) -> None:
     found = blocks(Tiling(problem, 192, 128, 1))
     count = COUNTS[problem.causal]
     assert found.tolist() == [count(first, 192, 4096, 4096) for first in range(0, 4096, 192)]
@@ -63,12 +63,12 @@ def of_hopper(problem: Problem, **changes: Any) -> float:
     return imbalance(problem, config, 2048, H200.sm_count, H200)
 
 
-def test_the_busiest_of_a_full_problem_has_one_tile_more() -> None:
+def test_imbalance_of_a_full_problem_is_one_extra_tile() -> None:
     # 64 heads of 32 tiles on 132 multiprocessors: 16 rounds, the last one half empty.
     assert of_hopper(FULL, groups=2, order="linear") == pytest.approx(16 * 132 / 2048)
 
 
-def test_alternating_beats_both_plain_orders_where_measurements_say_so() -> None:
+def test_serpentine_order_is_faster_as_measured() -> None:
     plain = {"groups": 2, "section": 4, "even": True}
     alternate, linear, longest = (
         of_hopper(CAUSAL, order=order, **plain) for order in ("alternate", "linear", "long_first")
@@ -79,7 +79,7 @@ def test_alternating_beats_both_plain_orders_where_measurements_say_so() -> None
     assert longest / alternate == pytest.approx(664 / 364, rel=0.15)
 
 
-def test_a_program_for_each_tile_goes_where_there_is_room() -> None:
+def test_non_persistent_programs_fill_free_sms() -> None:
     def of(problem: Problem, **changes: Any) -> float:
         values: dict[str, Any] = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 2} | changes
         return imbalance(problem, QOuterConfig(**values), 2048, H200.sm_count, H200)
@@ -92,12 +92,12 @@ def test_a_program_for_each_tile_goes_where_there_is_room() -> None:
     ("programs", "expected"),
     [(0, 1.0), (1, 132.0), (132, 1.0), (133, 2 * 132 / 133), (264, 1.0), (265, 2 * 264 / 265)],
 )
-def test_a_last_wave_that_is_not_full_costs_a_whole_one(programs: int, expected: float) -> None:
+def test_partial_last_wave_counts_as_full(programs: int, expected: float) -> None:
     assert whole_waves(programs, 264, H200) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("shape", ["heads=1,seqlen=64,head_dim=64", "heads=200,seqlen=64,head_dim=64,causal"])
-def test_few_programs_leave_multiprocessors_without_work(shape: str) -> None:
+def test_few_programs_leave_sms_idle(shape: str) -> None:
     problem = a_problem(shape)
     programs = problem.heads
     alone = whole_waves(programs, 528, H200)
@@ -108,6 +108,6 @@ def test_few_programs_leave_multiprocessors_without_work(shape: str) -> None:
     )
 
 
-def test_a_launch_of_very_many_tiles_is_not_walked() -> None:
+def test_imbalance_of_many_tiles_is_computed_quickly() -> None:
     problem = a_problem("heads=4096,seqlen=1048576,head_dim=64,causal")
     assert imbalance(problem, usual_config(problem), 2**26, 132, H200) == pytest.approx(1.0, abs=1e-3)

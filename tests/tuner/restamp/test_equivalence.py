@@ -51,7 +51,7 @@ def headers_of(binary: bytes) -> dict[str, int]:
     return found
 
 
-def test_flags_and_relocations_of_sections_count() -> None:
+def test_flags_and_relocations_of_sections_are_compared() -> None:
     binary, name = compiled("nvidia-h200")
     headers = headers_of(binary)
     # A block's barriers are counted in the flags.
@@ -72,7 +72,7 @@ def test_flags_and_relocations_of_sections_count() -> None:
 
 
 @pytest.mark.slow
-def test_launch_parameters_of_amd_count_and_names_do_not() -> None:
+def test_amd_launch_parameters_are_compared_but_not_names() -> None:
     binary, name = compiled("amd-mi300x")
     before = parts(binary, name)
     width = b".wavefront_size"
@@ -96,7 +96,7 @@ def metadata_with(library: Path) -> dict[str, str]:
     return equivalence._metadata(kernel)
 
 
-def test_libraries_count_by_their_content(tmp_path: Path) -> None:
+def test_libraries_are_compared_by_content(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("one.bc", "same.bc", "other.bc", "missing.bc")]
     for path, content in zip(paths, (b"a", b"a", b"b"), strict=False):
         path.write_bytes(content)
@@ -106,7 +106,7 @@ def test_libraries_count_by_their_content(tmp_path: Path) -> None:
     assert missing not in (one, other)
 
 
-def test_a_library_of_a_removed_installation_counts_as_the_installed_one(tmp_path: Path) -> None:
+def test_library_path_of_a_removed_installation_is_resolved(tmp_path: Path) -> None:
     installed = equivalence.LIBRARIES / "libdevice.10.bc"
     assert installed.is_file()
     assert metadata_with(tmp_path / "gone" / installed.name) == metadata_with(installed)

@@ -130,20 +130,20 @@ def test_other_descriptors_are_a_difference() -> None:
     assert difference(other, kernel, PROBLEM, config, TARGET).startswith("descriptors of ")
 
 
-def test_a_record_without_the_source_of_its_kernel_stays_as_it_is() -> None:
+def test_record_without_kernel_source_is_not_changed() -> None:
     record = record_of(renamed())
     (done,) = restamp([record])
     assert (done.fate, done.record) == (Fate.NO_SOURCE, record)
 
 
-def test_a_file_whose_digest_is_another_is_not_used(cache: Path) -> None:
+def test_source_with_another_digest_is_not_used(cache: Path) -> None:
     path = keep(renamed(), cache)
     path.write_text(path.read_text() + "\nraise SystemExit\n", encoding="utf-8")
     (done,) = restamp([record_of(renamed())])
     assert done.fate is Fate.NO_SOURCE
 
 
-def test_a_record_of_other_machine_code_stays_as_it_is(cache: Path) -> None:
+def test_record_with_other_machine_code_is_not_changed(cache: Path) -> None:
     other = changed(("1.4426950408889634", "1.5"))
     keep(other, cache)
     (done,) = restamp([record_of(other)])
@@ -151,7 +151,7 @@ def test_a_record_of_other_machine_code_stays_as_it_is(cache: Path) -> None:
     assert done.reason.startswith("machine code")
 
 
-def test_an_equal_digest_under_another_template_version_is_carried_over() -> None:
+def test_equal_digest_under_another_template_version_is_restamped() -> None:
     (done,) = restamp([record_of(TODAY)])
     assert done.fate is Fate.CARRIED
     assert done.record.versions.template != VERSIONS.template
@@ -159,7 +159,7 @@ def test_an_equal_digest_under_another_template_version_is_carried_over() -> Non
     assert again.fate is Fate.CURRENT
 
 
-def test_a_database_keeps_selection_time_and_self_checks(tmp_path: Path, cache: Path) -> None:
+def test_restamp_of_a_database_keeps_selection_time_and_self_checks(tmp_path: Path, cache: Path) -> None:
     old = renamed()
     keep(old, cache)
     url = str(tmp_path / "flashtune.sqlite")
@@ -186,7 +186,7 @@ def known_checks(store: Store) -> set[str]:
         return set(connection.execute(text("SELECT digest FROM checks")).scalars())
 
 
-def test_a_table_takes_sources_from_a_folder(tmp_path: Path) -> None:
+def test_restamp_of_a_table_reads_sources_from_a_folder(tmp_path: Path) -> None:
     keep(renamed(), tmp_path / "earlier")
     path = tmp_path / "table.json"
     path.write_bytes(json_table(TARGET.name, [record_of(renamed())]))
@@ -195,7 +195,7 @@ def test_a_table_takes_sources_from_a_folder(tmp_path: Path) -> None:
     assert record.kernel == TODAY.digest
 
 
-def test_exchanged_gradients_are_a_difference() -> None:
+def test_swapped_gradients_are_a_difference() -> None:
     family = find_family("backward_split")
     problem = msgspec.structs.replace(PROBLEM, direction=Direction.BACKWARD)
     config = family.default(problem, TARGET)
@@ -217,7 +217,7 @@ def test_each_problem_of_a_kernel_is_compared(turned: bool, cache: Path) -> None
     assert fates == ([Fate.CHANGED, Fate.CARRIED] if turned else [Fate.CARRIED, Fate.CHANGED])
 
 
-def test_a_record_of_another_triton_stays_as_it_is(cache: Path) -> None:
+def test_record_of_another_triton_is_not_changed(cache: Path) -> None:
     keep(renamed(), cache)
     versions = msgspec.structs.replace(VERSIONS, triton="99.0")
     (done,) = restamp([msgspec.structs.replace(record_of(renamed()), versions=versions)])
@@ -252,7 +252,7 @@ def restamped(path: Path, table: TunedTable) -> TunedTable:
     return load_table(path)
 
 
-def test_only_evidence_of_the_compared_compilers_follows_a_record(tmp_path: Path, cache: Path) -> None:
+def test_only_evidence_of_the_compared_compilers_is_moved(tmp_path: Path, cache: Path) -> None:
     old = renamed()
     keep(old, cache)
     record = record_of(old)
@@ -268,7 +268,7 @@ def test_only_evidence_of_the_compared_compilers_follows_a_record(tmp_path: Path
     assert (timing.kernel, timing.versions) == (TODAY.digest, moved.versions)
 
 
-def test_all_evidence_follows_a_record_whose_kernel_is_the_same(tmp_path: Path) -> None:
+def test_all_evidence_is_moved_if_the_kernel_is_equal(tmp_path: Path) -> None:
     record = record_of(TODAY)
     digest = digest_of(msgspec.structs.replace(record, specialization=sibling(record)))
     receipts = check_of(TODAY.digest, OTHER_TRITON), check_of(digest, OTHER_TRITON)
@@ -282,7 +282,7 @@ def test_all_evidence_follows_a_record_whose_kernel_is_the_same(tmp_path: Path) 
     assert {one.triton for one in versions} == {"99.0"}
 
 
-def test_a_receipt_stays_with_a_record_that_still_names_its_kernel(tmp_path: Path, cache: Path) -> None:
+def test_receipt_is_not_moved_while_a_record_needs_it(tmp_path: Path, cache: Path) -> None:
     other = changed(("* heads * batch,)", "* heads * batch + (seqlen_q > 4096),)"))
     keep(other, cache)
     large = msgspec.structs.replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
@@ -294,7 +294,7 @@ def test_a_receipt_stays_with_a_record_that_still_names_its_kernel(tmp_path: Pat
     assert {one.digest for one in done.receipts} == {TODAY.digest, other.digest}
 
 
-def test_self_checks_of_other_tritons_stay_with_the_earlier_digest(tmp_path: Path, cache: Path) -> None:
+def test_self_checks_of_other_tritons_are_not_moved(tmp_path: Path, cache: Path) -> None:
     old = renamed()
     keep(old, cache)
     url = str(tmp_path / "flashtune.sqlite")
@@ -306,14 +306,14 @@ def test_self_checks_of_other_tritons_stay_with_the_earlier_digest(tmp_path: Pat
         assert known_checks(store) == {old.digest}
 
 
-def test_a_record_that_was_deleted_meanwhile_is_not_put_back(tmp_path: Path) -> None:
+def test_record_deleted_concurrently_is_not_restored(tmp_path: Path) -> None:
     with open_store(str(tmp_path / "flashtune.sqlite")) as store:
         store.replace_records({7: record_of(TODAY)})
         assert store.records() == []
 
 
 @pytest.mark.parametrize("kind", ["fifo", "large"])
-def test_a_file_that_is_no_source_is_not_read(kind: str, cache: Path) -> None:
+def test_file_that_is_not_a_source_is_not_read(kind: str, cache: Path) -> None:
     path = keep(renamed(), cache)
     if kind == "fifo":
         path.unlink()

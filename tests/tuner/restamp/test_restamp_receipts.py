@@ -44,7 +44,7 @@ def places(table: TunedTable) -> set[tuple[str, str, str]]:
     return {(one.digest, one.versions.triton, one.versions.template) for one in table.receipts}
 
 
-def test_receipts_of_the_compared_compilers_follow_siblings(tmp_path: Path, cache: Path) -> None:
+def test_sibling_receipts_of_the_compared_compilers_are_moved(tmp_path: Path, cache: Path) -> None:
     old, other = renamed(), renamed(SIBLING)
     assert SIBLING.digest != other.digest
     for kernel in (old, other):
@@ -58,14 +58,14 @@ def test_receipts_of_the_compared_compilers_follow_siblings(tmp_path: Path, cach
     }
 
 
-def test_receipts_of_siblings_with_other_machine_code_stay(tmp_path: Path, cache: Path) -> None:
+def test_sibling_receipts_with_other_machine_code_are_not_moved(tmp_path: Path, cache: Path) -> None:
     other = changed(("1.4426950408889634", "1.5"), kernel=SIBLING)
     keep(other, cache)
     table = table_of(record_of(TODAY), check_of(other.digest, VERSIONS))
     assert restamped(tmp_path / "table.json", table).receipts == table.receipts
 
 
-def test_a_siblings_receipt_stays_unless_it_is_equal_at_each_problem(tmp_path: Path, cache: Path) -> None:
+def test_sibling_receipt_is_moved_only_if_equal_at_each_problem(tmp_path: Path, cache: Path) -> None:
     other = changed(("* heads * batch,)", "* heads * batch + (seqlen_q > 4096),)"), kernel=SIBLING)
     keep(other, cache)
     large = msgspec.structs.replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
@@ -77,7 +77,7 @@ def test_a_siblings_receipt_stays_unless_it_is_equal_at_each_problem(tmp_path: P
     assert moved.digest == SIBLING.digest
 
 
-def test_a_receipt_follows_to_the_config_of_its_kernel(tmp_path: Path, cache: Path) -> None:
+def test_receipt_is_moved_to_the_config_of_its_kernel(tmp_path: Path, cache: Path) -> None:
     configs = [CONFIG, msgspec.structs.replace(CONFIG, block_n=32)]
     own, lse = (
         [render(FAMILY, PROBLEM, one, Specialization(lse=lse)) for one in configs] for lse in (False, True)
@@ -96,7 +96,7 @@ def test_a_receipt_follows_to_the_config_of_its_kernel(tmp_path: Path, cache: Pa
     assert {one.digest for one in done.receipts} == {kernel.digest for kernel in lse}
 
 
-def test_receipts_of_another_triton_follow_a_record_that_is_current(tmp_path: Path, cache: Path) -> None:
+def test_receipts_of_another_triton_are_moved_to_a_current_record(tmp_path: Path, cache: Path) -> None:
     """A second run, under the other Triton, moves the receipts that the first one left."""
     old, other = renamed(), renamed(SIBLING)
     for kernel in (old, other):
@@ -110,7 +110,7 @@ def test_receipts_of_another_triton_follow_a_record_that_is_current(tmp_path: Pa
     assert places(done) == {(one.digest, here.triton, here.template) for one in (TODAY, SIBLING)}
 
 
-def test_the_command_counts_receipts_that_followed(tmp_path: Path, cache: Path) -> None:
+def test_command_counts_moved_receipts(tmp_path: Path, cache: Path) -> None:
     other = renamed(SIBLING)
     keep(other, cache)
     path = tmp_path / "table.json"

@@ -1,4 +1,4 @@
-"""Stand-ins for the compiler, the GPU and its process; importable from worker processes too."""
+"""Fakes of the compiler, the GPU and its process; worker processes can import them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def a_problem(**changes: Any) -> Problem:
 
 
 def a_space(block_ms: tuple[int, ...] = (64, 128), warps: tuple[int, ...] = (4, 8)) -> Space:
-    """A space with a conditional axis: `qk_ahead` is searched with descriptors alone."""
+    """A space with a conditional axis: `qk_ahead` is searched only with descriptors."""
     axes = (
         Axis("block_m", block_ms),
         Axis("block_n", (32, 64)),
@@ -65,7 +65,7 @@ def a_config(**changes: Any) -> QOuterConfig:
 
 
 def alike(scope: SearchTask) -> tuple[Ranked, ...]:
-    """A ranking that knows nothing."""
+    """A ranking without predictions."""
     return tuple(Ranked(candidate, 1.0) for candidate in scope.candidates())
 
 
@@ -80,7 +80,7 @@ def done(result: Result) -> Future[Result]:
 
 
 class FakeCompiler:
-    """Compiles in no time; what it says of a candidate can be chosen."""
+    """Returns the given result for a candidate without compiling it."""
 
     def __init__(self, judge: Callable[[Candidate], Compiled] | None = None) -> None:
         self.judge = judge or compiled
@@ -105,7 +105,7 @@ def compiled(candidate: Candidate) -> Compiled:
 
 
 class FakeMeasurer:
-    """Answers with chosen times at once, and says what it was asked."""
+    """Returns given times immediately, and records the requests."""
 
     provenance = Provenance.MEASURED
 

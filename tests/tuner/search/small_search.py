@@ -1,4 +1,4 @@
-"""A search of a small space, with stand-ins for the compiler and the GPU."""
+"""A search of a small space, with fakes of the compiler and the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients on a real GPU: searched, timed beside the peers' and benched."""
+"""Tests of gradients on a GPU: search, timing of baselines, and bench."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 
 
-def test_a_search_selects_proven_gradients_with_their_peers(store: Store) -> None:
+def test_search_selects_verified_gradients_and_times_baselines(store: Store) -> None:
     problem = backward_of(
         a_problem(
             dtype=Dtype.BF16, heads=16, kv_heads=8, seqlen_q=1024, seqlen_kv=1024, causal=Causal.TOP_LEFT
@@ -44,7 +44,7 @@ def test_a_search_selects_proven_gradients_with_their_peers(store: Store) -> Non
     assert result.pinned
 
 
-def test_a_forward_pass_that_saves_the_log_sum_exp_is_searched(store: Store) -> None:
+def test_forward_pass_with_lse_can_be_searched(store: Store) -> None:
     problem = a_problem(dtype=Dtype.BF16, heads=16, kv_heads=16, seqlen_q=1024, seqlen_kv=1024)
     request = SearchRequest(
         problem=problem, target=device_target(0), device=0, budget=Budget(6, None, None), lse=True
@@ -59,7 +59,7 @@ def test_a_forward_pass_that_saves_the_log_sum_exp_is_searched(store: Store) -> 
     ("causal", "lengths"),
     [(Causal.NONE, (256, 256)), (Causal.BOTTOM_RIGHT, (256, 256)), (Causal.BOTTOM_RIGHT, (128, 384))],
 )
-def test_kernels_and_peers_compute_the_same_gradients(
+def test_kernels_and_baselines_compute_equal_gradients(
     causal: Causal, lengths: tuple[int, int], kv_heads: int
 ) -> None:
     shape = {"kv_heads": kv_heads, "seqlen_q": lengths[0], "seqlen_kv": lengths[1]}
@@ -85,7 +85,7 @@ def test_kernels_and_peers_compute_the_same_gradients(
 
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_contestants_gradients_are_timed_side_by_side(causal: Causal, deterministic: bool) -> None:
+def test_gradients_of_all_implementations_are_timed_interleaved(causal: Causal, deterministic: bool) -> None:
     problem = backward_of(a_problem(dtype=Dtype.BF16, seqlen_q=512, seqlen_kv=512, causal=causal))
     problem = msgspec.structs.replace(problem, deterministic=deterministic)
     found = run_bench(problem, 0)

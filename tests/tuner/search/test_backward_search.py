@@ -1,4 +1,4 @@
-"""Searching both passes of training: each is a problem of its own, with kernels of its own."""
+"""Tests of searches of both passes of training."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_only_families_of_the_pass_are_searched() -> None:
 
 
 @pytest.mark.slow
-def test_both_passes_of_a_shape_are_stored_side_by_side(store: Store) -> None:
+def test_both_passes_of_a_shape_are_stored_separately(store: Store) -> None:
     ahead, back = search(store, FORWARD, lse=True), search(store, BACKWARD)
     assert ahead.best is not None
     assert back.best is not None
@@ -72,7 +72,7 @@ def test_both_passes_of_a_shape_are_stored_side_by_side(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_of_gradients_goes_on_where_it_stopped(store: Store) -> None:
+def test_backward_search_resumes(store: Store) -> None:
     first = search(store, BACKWARD, trials=20)
     again = search(store, BACKWARD, trials=30)
     assert again.tally.reused == first.tally.tried == 20
@@ -80,7 +80,7 @@ def test_a_search_of_gradients_goes_on_where_it_stopped(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_a_near_shape_lend_their_configs(store: Store) -> None:
+def test_backward_search_starts_with_configs_of_a_near_shape(store: Store) -> None:
     search(store, FORWARD)
     near = search(store, BACKWARD)
     assert near.best is not None
@@ -92,7 +92,7 @@ def test_gradients_of_a_near_shape_lend_their_configs(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_gpu_gradients_are_compiled_and_predicted(store: Store) -> None:
+def test_backward_search_without_gpu_predicts_times(store: Store) -> None:
     request = SearchRequest(problem=BACKWARD, target=H200, budget=Budget(3, None, None))
     equipment = SearchWorkers(FakeCompiler(compiled), Predictor(), 1)
     result = run_search(request, store, equipment=equipment)
@@ -102,7 +102,7 @@ def test_without_a_gpu_gradients_are_compiled_and_predicted(store: Store) -> Non
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_any_of_the_kernels_of_a_launch_is_no_candidate() -> None:
+def test_candidate_must_fit_every_kernel_of_the_launch() -> None:
     family = find_family("backward_split")
     config = msgspec.structs.replace(
         family.default(BACKWARD, H200), block_m=32, block_n=64, num_warps=4, num_stages=1,
@@ -119,5 +119,5 @@ def test_what_does_not_fit_any_of_the_kernels_of_a_launch_is_no_candidate() -> N
     assert found.resources.sram_bytes == of_queries
 
 
-def test_the_forward_pass_of_gradients_is_the_problem_that_is_trained() -> None:
+def test_forward_of_a_backward_problem() -> None:
     assert forward_of(BACKWARD) == FORWARD

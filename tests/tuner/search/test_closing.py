@@ -1,4 +1,4 @@
-"""What is about to be selected is proven with warps that fall behind; who fails makes way for the next."""
+"""Tests of the verification of winners with random delays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ranked(tmp_path: Path) -> list[Candidate]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.outcome.value)
-def test_a_choice_that_is_wrong_when_warps_are_late_makes_way(
+def test_winner_that_fails_with_delays_is_replaced(
     store: Store, ranked: list[Candidate], failure: Evaluation
 ) -> None:
     first, second, *_ = ranked
@@ -68,7 +68,7 @@ def test_a_choice_that_is_wrong_when_warps_are_late_makes_way(
     assert again.seen == []
 
 
-def test_a_choice_that_is_right_says_so_and_is_not_proven_twice(store: Store) -> None:
+def test_winner_is_verified_with_delays_once(store: Store) -> None:
     measurer = FakeMeasurer(by_tile, _right_when_late)
     result = search(store, measurer)
     assert len(measurer.delayed) == 1
@@ -87,7 +87,7 @@ def test_a_choice_that_is_right_says_so_and_is_not_proven_twice(store: Store) ->
     assert found.best.config == result.best.config
 
 
-def test_where_all_are_wrong_when_late_nothing_is_selected(store: Store) -> None:
+def test_nothing_is_selected_if_all_fail_with_delays(store: Store) -> None:
     measurer = FakeMeasurer(by_tile, lambda candidate: FAILURES[0])
     result = search(store, measurer)
     assert len(measurer.delayed) == len(set(measurer.delayed)) == SIZE
@@ -96,7 +96,7 @@ def test_where_all_are_wrong_when_late_nothing_is_selected(store: Store) -> None
     assert store.selections() == []
 
 
-def test_after_all_finalists_failed_there_are_others(
+def test_next_candidates_follow_if_all_finalists_fail(
     store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finals, "FINALISTS", 2)
@@ -111,7 +111,7 @@ def test_after_all_finalists_failed_there_are_others(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [1, 2, 3])
-def test_an_interrupt_while_warps_are_late_selects_among_the_finalists(
+def test_interrupt_during_delays_selects_among_the_finalists(
     store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     monkeypatch.setattr(finals, "FINALISTS", 2)
@@ -130,7 +130,7 @@ def test_an_interrupt_while_warps_are_late_selects_among_the_finalists(
     assert pinned.record.measurement.samples == 21
 
 
-def test_finals_do_not_run_again_while_others_of_them_are_near(store: Store, ranked: list[Candidate]) -> None:
+def test_final_measurement_is_not_repeated_for_close_finalists(store: Store, ranked: list[Candidate]) -> None:
     times = {candidate: 1.0 + 0.01 * place for place, candidate in enumerate(ranked)}
     wrong = ranked[:2]
     measurer = FakeMeasurer(
@@ -143,7 +143,7 @@ def test_finals_do_not_run_again_while_others_of_them_are_near(store: Store, ran
     assert result.best.config == ranked[2].config
 
 
-def test_without_finals_the_choice_is_proven_all_the_same(
+def test_winner_is_verified_with_delays_without_final_measurement(
     store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, *_ = ranked

@@ -1,4 +1,4 @@
-"""The search on a real GPU: what it accepts is right, what breaks the GPU's context ends no search."""
+"""Tests of the search on a GPU: verified winners, and recovery from broken contexts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def device() -> torch.device:
     return torch.device("cuda", 0)
 
 
-def test_a_search_selects_a_proven_kernel_with_its_peers(store: Store) -> None:
+def test_search_selects_a_verified_kernel_and_times_baselines(store: Store) -> None:
     problem = a_problem(
         dtype=Dtype.BF16, heads=16, kv_heads=8, seqlen_q=1024, seqlen_kv=1024, causal=Causal.TOP_LEFT
     )
@@ -58,7 +58,7 @@ def test_a_search_selects_a_proven_kernel_with_its_peers(store: Store) -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_one_shape_ends_within_a_minute(store: Store) -> None:
+def test_search_of_one_shape_takes_less_than_a_minute(store: Store) -> None:
     problem = a_problem(
         dtype=Dtype.BF16,
         head_dim=128,
@@ -76,7 +76,7 @@ def test_one_shape_ends_within_a_minute(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_a_space_of_known_bad_configs_yields_no_wrong_kernel(store: Store, device: torch.device) -> None:
+def test_space_of_known_bad_configs_selects_no_wrong_kernel(store: Store, device: torch.device) -> None:
     # Scores summed over chunks and carried by the loop are miscompiled by some Tritons.
     axes = (
         Axis("block_m", (64, 128)),
@@ -112,7 +112,7 @@ def a_scope() -> SearchTask:
     return SearchTask(a_problem(), device_target(0), Specialization(), ())
 
 
-def test_a_broken_context_costs_one_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_cuda_context_affects_one_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = Candidate(FAMILY, a_config())
     compiled = fakes.compiled(candidate)
     with GpuWorker(0, seconds=60.0) as gpu:
@@ -124,7 +124,7 @@ def test_a_broken_context_costs_one_candidate(monkeypatch: pytest.MonkeyPatch) -
         assert after.result(WAIT).outcome is Outcome.OK
 
 
-def test_a_launch_that_hangs_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_launch_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = Candidate(FAMILY, a_config())
     compiled = fakes.compiled(candidate)
     with GpuWorker(0, seconds=20.0) as gpu:
@@ -137,7 +137,7 @@ def test_a_launch_that_hangs_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.alone
-def test_times_are_of_the_gpu_and_not_of_the_host(device: torch.device) -> None:
+def test_times_exclude_host_time(device: torch.device) -> None:
     x = torch.empty(64 * 2**20, dtype=torch.int8, device=device)
     one = measure(x.zero_, device)
     two = measure(lambda: (x.zero_(), x.zero_()), device)
@@ -152,7 +152,7 @@ def test_a_slow_launch_is_dropped_after_a_few_samples(device: torch.device) -> N
 
 
 @pytest.mark.alone
-def test_interleaved_runs_are_told_apart(device: torch.device) -> None:
+def test_interleaved_runs_have_separate_times(device: torch.device) -> None:
     small, large = (torch.empty(size * 2**20, dtype=torch.int8, device=device) for size in (64, 512))
     first, second = measure_interleaved([small.zero_, large.zero_], device, rounds=9)
     assert first.samples == second.samples == 9
@@ -163,7 +163,7 @@ def test_interleaved_runs_are_told_apart(device: torch.device) -> None:
     ("causal", "lengths"),
     [(Causal.NONE, (256, 256)), (Causal.BOTTOM_RIGHT, (256, 256)), (Causal.BOTTOM_RIGHT, (128, 384))],
 )
-def test_peers_compute_the_same_problem(
+def test_baselines_compute_the_same_problem(
     device: torch.device, causal: Causal, lengths: tuple[int, int]
 ) -> None:
     problem = a_problem(causal=causal, seqlen_q=lengths[0], seqlen_kv=lengths[1])
@@ -180,7 +180,7 @@ def test_peers_compute_the_same_problem(
         assert torch.allclose(output, outputs["standard"], atol=2e-2), name
 
 
-def test_finals_time_every_candidate_beside_the_peers(device: torch.device) -> None:
+def test_final_measurement_times_candidates_and_baselines(device: torch.device) -> None:
     problem = a_problem(seqlen_q=1024, seqlen_kv=1024)
     candidates = (Candidate(FAMILY, a_config()), Candidate(FAMILY, a_config(block_m=128)))
     run = functools.partial(run_finals, problem, candidates, Specialization(), device_target(0), device)
@@ -191,7 +191,7 @@ def test_finals_time_every_candidate_beside_the_peers(device: torch.device) -> N
     assert {"standard", "sdpa-flash"} <= {peer.name for peer in measured[0].peers}
 
 
-def test_finals_time_shared_masks_beside_sdpa(device: torch.device) -> None:
+def test_final_measurement_times_shared_masks_and_sdpa(device: torch.device) -> None:
     problem = a_problem(batch=2, bias=Bias.BOOLEAN)
     family, target = find_family("forward_masked"), device_target(0)
     candidate = Candidate(family.name, family.default(problem, target))

@@ -1,4 +1,4 @@
-"""`kill -9` and Ctrl-C in mid-search lose nothing that was finished; the same search goes on from there."""
+"""Tests of `kill -9` and Ctrl-C during a search: finished results are stored, and the search resumes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def wait_for_records(process: subprocess.Popen[str], database: Path, count: int)
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_no_compiler_and_selects_what_is_there(tmp_path: Path) -> None:
+def test_ctrl_c_selects_the_best_so_far_and_kills_no_compiler(tmp_path: Path) -> None:
     database = tmp_path / "interrupted.sqlite"
     process = start(database, tmp_path / "triton")
     wait_for_records(process, database, 1)
@@ -77,7 +77,7 @@ def test_ctrl_c_reaches_no_compiler_and_selects_what_is_there(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_killed_search_resumes(tmp_path: Path) -> None:
     database = tmp_path / "killed.sqlite"
     process = start(database, tmp_path / "triton")
     wait_for_records(process, database, 2)

@@ -63,7 +63,7 @@ def chosen(store: Store) -> tuple[list[str], list[str]]:
     )
 
 
-def test_the_best_portable_kernel_stands_in_for_a_native_winner(native: Family, store: Store) -> None:
+def test_best_portable_kernel_is_the_fallback_of_a_native_winner(native: Family, store: Store) -> None:
     result, measurer = search(store, {native.name: 0.6, PORTABLE: 1.0, "forward_kv_outer": 5.0})
     assert chosen(store) == ([native.name], [PORTABLE])
     assert result.best is not None
@@ -83,14 +83,14 @@ def test_the_best_portable_kernel_stands_in_for_a_native_winner(native: Family, 
     assert PORTABLE in line
 
 
-def test_nothing_stands_in_for_a_portable_winner(native: Family, store: Store) -> None:
+def test_portable_winner_has_no_fallback(native: Family, store: Store) -> None:
     result, _ = search(store, {native.name: 1.5, PORTABLE: 0.8})
     assert result.stand_in is None
     assert chosen(store) == ([PORTABLE], [])
 
 
 @pytest.mark.slow
-def test_a_search_of_the_portable_family_alone_renews_the_stand_in(native: Family, store: Store) -> None:
+def test_search_of_the_portable_family_updates_the_fallback(native: Family, store: Store) -> None:
     search(store, {native.name: 0.5}, trials=30)
     before = store.stand_ins()[0].record
     result, _ = search(store, {native.name: 0.5, PORTABLE: 0.9}, trials=60, families=(PORTABLE,))
@@ -102,7 +102,7 @@ def test_a_search_of_the_portable_family_alone_renews_the_stand_in(native: Famil
 
 
 @pytest.mark.slow
-def test_predictions_stand_in_for_predictions_alone(native: Family, store: Store) -> None:
+def test_predictions_are_fallbacks_only_of_predictions(native: Family, store: Store) -> None:
     search(store, {native.name: 0.5}, trials=30)
     measured = chosen(store), store.stand_ins()[0].record
     result, _ = search(store, {}, measurer=Predictor())
@@ -111,7 +111,7 @@ def test_predictions_stand_in_for_predictions_alone(native: Family, store: Store
     assert (chosen(store), store.stand_ins()[0].record) == measured
 
 
-def test_every_promising_family_has_its_share_of_the_start(native: Family) -> None:
+def test_initial_design_includes_every_promising_family(native: Family) -> None:
     scope = SearchTask(LONG, H200, Specialization(), open_spaces(LONG, H200, ()))
     ranked = rank(scope, seed=0, fit=NOTHING)
     start = opening(ranked, 24)
@@ -123,7 +123,7 @@ def test_every_promising_family_has_its_share_of_the_start(native: Family) -> No
     assert opening((), 24) == ()
 
 
-def test_families_that_cannot_address_a_problems_own_tensors_are_not_searched(native: Family) -> None:
+def test_families_that_cannot_address_the_tensors_are_not_searched(native: Family) -> None:
     def searched(problem: Problem) -> set[str]:
         return {entry.family.name for entry in open_spaces(problem, H200, ())}
 
@@ -135,7 +135,7 @@ def test_families_that_cannot_address_a_problems_own_tensors_are_not_searched(na
         open_spaces(odd, H200, (native.name,))
 
 
-def test_winners_of_near_shapes_are_tried_of_each_family(
+def test_warm_start_includes_winners_of_each_family(
     native: Family, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flashtune.tuner.search.warm_start.shipped_table", lambda name: None)
@@ -149,7 +149,7 @@ def test_winners_of_near_shapes_are_tried_of_each_family(
     assert len(warm) <= 2 * WARM_CONFIGS
 
 
-def test_a_large_conditional_space_is_walked_without_its_inactive_corners() -> None:
+def test_enumeration_skips_inactive_combinations() -> None:
     class Float64Rows(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
         on: bool = False
         a: int = 0

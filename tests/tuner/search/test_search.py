@@ -1,4 +1,4 @@
-"""One search: what it tries, keeps and selects, how it ends, and what its observer hears."""
+"""Tests of one search: trials, stored records, selection, stopping, and progress events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.tuner.search.small_search import H100, SIZE, search
 WRONG = Verdict(passed=False, worst_ratio=1e9, checks=4, failed="needle q=65 kv=320", device="fake")
 
 
-def test_a_small_space_is_walked_through_and_its_best_is_pinned(store: Store) -> None:
+def test_small_space_is_searched_completely(store: Store) -> None:
     measurer = FakeMeasurer(by_tile)
     result = search(store, measurer)
     assert result.stop is Stop.EXHAUSTED
@@ -45,18 +45,18 @@ def test_a_small_space_is_walked_through_and_its_best_is_pinned(store: Store) ->
     assert pinned.id == result.best_id
 
 
-def test_records_of_an_unlisted_gpu_have_its_facts(store: Store) -> None:
+def test_records_of_an_unlisted_gpu_contain_its_properties(store: Store) -> None:
     gpu = msgspec.structs.replace(H100, name="nvidia-x9000", sm_count=99)
     search(store, FakeMeasurer(by_tile), target=gpu)
     assert {entry.record.gpu for entry in store.records()} == {gpu}
 
 
-def test_records_of_a_listed_gpu_have_no_facts_of_it(store: Store) -> None:
+def test_records_of_a_listed_gpu_omit_its_properties(store: Store) -> None:
     search(store, FakeMeasurer(by_tile), target=msgspec.structs.replace(H100, l2_bytes=1))
     assert {entry.record.gpu for entry in store.records()} == {msgspec.UNSET}
 
 
-def test_the_finals_time_the_best_and_the_peers_in_one_run(store: Store) -> None:
+def test_final_measurement_times_the_best_and_baselines_in_one_run(store: Store) -> None:
     measurer = FakeMeasurer(by_tile)
     result = search(store, measurer)
     (entrants,) = measurer.entrants
@@ -69,7 +69,7 @@ def test_the_finals_time_the_best_and_the_peers_in_one_run(store: Store) -> None
     assert len(store.records()) == SIZE + len(entrants)
 
 
-def test_launches_slower_than_twice_the_best_are_cut_short(store: Store) -> None:
+def test_launches_slower_than_twice_the_best_are_stopped_early(store: Store) -> None:
     measurer = FakeMeasurer(by_tile)
     search(store, measurer)
     assert measurer.limits[0] is None
@@ -77,7 +77,7 @@ def test_launches_slower_than_twice_the_best_are_cut_short(store: Store) -> None
     assert measurer.limits[-1] == pytest.approx(2 * best)
 
 
-def test_every_failure_is_a_row_and_the_search_goes_on(store: Store) -> None:
+def test_failures_are_recorded_and_the_search_continues(store: Store) -> None:
     def compile_some(candidate: Candidate) -> Compiled:
         config = candidate.config
         assert hasattr(config, "block_n")
@@ -112,7 +112,7 @@ def test_every_failure_is_a_row_and_the_search_goes_on(store: Store) -> None:
     assert result.best.config.num_warps == 4
 
 
-def test_a_fast_wrong_kernel_never_wins(store: Store) -> None:
+def test_fast_wrong_kernel_is_not_selected(store: Store) -> None:
     def only_one_is_right(candidate: Candidate) -> Evaluation:
         if candidate.config == a_config():
             return right(50.0)
@@ -123,7 +123,7 @@ def test_a_fast_wrong_kernel_never_wins(store: Store) -> None:
     assert result.best.config == a_config()
 
 
-def test_where_nothing_is_right_nothing_is_selected(store: Store) -> None:
+def test_nothing_is_selected_if_all_fail(store: Store) -> None:
     measurer = FakeMeasurer(lambda candidate: Evaluation(Outcome.WRONG_RESULT, WRONG, message="NaN"))
     result = search(store, measurer)
     assert result.best is None
@@ -132,7 +132,7 @@ def test_where_nothing_is_right_nothing_is_selected(store: Store) -> None:
     assert measurer.entrants == []
 
 
-def test_what_the_model_says_cannot_fit_is_stored_and_never_compiled(
+def test_config_that_exceeds_the_sram_model_is_not_compiled(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flashtune.templates.family import BytesItem
@@ -160,13 +160,13 @@ def test_patience_ends_a_search_that_no_longer_improves(store: Store) -> None:
     assert len(measurer.seen) < SIZE
 
 
-def test_seconds_end_a_search(store: Store) -> None:
+def test_time_budget_ends_a_search(store: Store) -> None:
     result = search(store, FakeMeasurer(by_tile), budget=Budget(None, 1e-9, None))
     assert result.stop is Stop.SECONDS
     assert result.best is None
 
 
-def test_a_gpu_taken_away_ends_the_search_and_keeps_what_was_finished(store: Store) -> None:
+def test_lost_gpu_ends_the_search_and_keeps_finished_results(store: Store) -> None:
     measurer = FakeMeasurer(by_tile)
 
     def until_it_is_gone(candidate: Candidate) -> Evaluation:
@@ -184,7 +184,7 @@ def test_a_gpu_taken_away_ends_the_search_and_keeps_what_was_finished(store: Sto
     assert pinned.record.ms == min(entry.record.ms or 0.0 for entry in store.records())
 
 
-def test_an_interrupt_selects_the_best_so_far_and_is_passed_on(store: Store) -> None:
+def test_interrupt_selects_the_best_so_far_and_is_raised(store: Store) -> None:
     measurer = FakeMeasurer(by_tile)
 
     def until_ctrl_c(candidate: Candidate) -> Evaluation:
@@ -199,7 +199,7 @@ def test_an_interrupt_selects_the_best_so_far_and_is_passed_on(store: Store) -> 
     assert pinned.record.ms == min(entry.record.ms or 0.0 for entry in store.records())
 
 
-def test_without_a_gpu_times_are_predicted_and_say_so(store: Store, scope: Any) -> None:
+def test_search_without_gpu_predicts_times(store: Store, scope: Any) -> None:
     result = search(store, Predictor(), device=None)
     assert result.provenance is Provenance.PREDICTED
     assert result.best is not None
@@ -210,7 +210,7 @@ def test_without_a_gpu_times_are_predicted_and_say_so(store: Store, scope: Any) 
     assert result.pinned
 
 
-def test_the_observer_hears_of_every_phase(store: Store) -> None:
+def test_observer_receives_every_phase(store: Store) -> None:
     seen: list[Progress] = []
     search(store, FakeMeasurer(by_tile), seen=seen)
     phases = list(dict.fromkeys(progress.phase for progress in seen))

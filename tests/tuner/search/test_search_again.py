@@ -1,4 +1,4 @@
-"""A search after another: what is reused or made again, and which selection stays."""
+"""Tests of repeated searches: reused records and the remaining selection."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tuner.search.fakes import (
 from tests.tuner.search.small_search import SIZE, search
 
 
-def test_the_same_search_again_goes_on_where_the_first_stopped(store: Store) -> None:
+def test_repeated_search_resumes(store: Store) -> None:
     first = FakeMeasurer(by_tile)
     one = search(store, first, budget=Budget(10, None, None))
     assert one.stop is Stop.TRIALS
@@ -40,7 +40,7 @@ def test_the_same_search_again_goes_on_where_the_first_stopped(store: Store) -> 
     assert third.seen == []
 
 
-def test_a_search_without_trials_times_what_is_known_again_and_selects_that(store: Store) -> None:
+def test_search_without_trials_times_known_records_again(store: Store) -> None:
     one = search(store, FakeMeasurer(by_tile))
     assert one.best is not None
     assert one.best.measurement is not None
@@ -60,7 +60,7 @@ def test_a_search_without_trials_times_what_is_known_again_and_selects_that(stor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", ["triton", "template", "ptxas", "driver"])
-def test_records_of_other_makers_are_made_again(
+def test_records_of_other_compiler_versions_are_measured_again(
     store: Store, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
     from flashtune.dispatch.versions import current_versions
@@ -78,7 +78,7 @@ def test_records_of_other_makers_are_made_again(
     assert len(again.seen) == SIZE
 
 
-def test_what_was_too_slow_to_be_proven_is_never_selected(store: Store) -> None:
+def test_unverified_slow_candidate_is_not_selected(store: Store) -> None:
     def slow_is_unproven(candidate: Candidate) -> Evaluation:
         timed = by_tile(candidate)
         hopeless = getattr(candidate.config, "block_m", 0) == 64
@@ -93,7 +93,7 @@ def test_what_was_too_slow_to_be_proven_is_never_selected(store: Store) -> None:
     assert again.seen == []
 
 
-def test_what_was_too_slow_to_be_proven_is_tried_again_where_nothing_faster_is_known(store: Store) -> None:
+def test_unverified_slow_candidate_is_retried_without_faster_ones(store: Store) -> None:
     unproven = FakeMeasurer(lambda candidate: msgspec.structs.replace(by_tile(candidate), verdict=None))
     assert search(store, unproven).best is None
     assert store.selections() == []
@@ -102,7 +102,7 @@ def test_what_was_too_slow_to_be_proven_is_tried_again_where_nothing_faster_is_k
     assert len(again.seen) == SIZE
 
 
-def test_a_near_shape_lends_its_config_and_not_its_time(store: Store) -> None:
+def test_near_shape_provides_configs_but_no_times(store: Store) -> None:
     search(store, FakeMeasurer(by_tile))
     (winner,) = store.selections()
     compiler = FakeCompiler()
@@ -113,7 +113,7 @@ def test_a_near_shape_lends_its_config_and_not_its_time(store: Store) -> None:
     assert len(mine) >= SIZE
 
 
-def test_a_prediction_does_not_take_the_place_of_a_measurement(store: Store, scope: Any) -> None:
+def test_prediction_does_not_replace_a_measurement(store: Store, scope: Any) -> None:
     search(store, FakeMeasurer(by_tile))
     (measured,) = store.selections()
     result = search(store, Predictor(), device=None)
@@ -123,7 +123,7 @@ def test_a_prediction_does_not_take_the_place_of_a_measurement(store: Store, sco
     assert result.tally.reused == 0
 
 
-def test_a_slower_family_searched_alone_does_not_take_the_place_of_a_faster_one(store: Store) -> None:
+def test_slower_family_searched_alone_does_not_replace_a_faster_one(store: Store) -> None:
     search(store, FakeMeasurer(by_tile))
     (fastest,) = store.selections()
     other: dict[str, Any] = {"families": ("forward_kv_outer",), "spaces": (), "budget": Budget(3, None, None)}
@@ -141,7 +141,7 @@ def fits(candidate: Candidate) -> Compiled:
     return Compiled(Outcome.OK, KERNEL, Resources(1000, registers=100))
 
 
-def test_failed_candidates_are_tried_again_where_that_is_asked_for(store: Store) -> None:
+def test_failed_candidates_are_retried_on_request(store: Store) -> None:
     def compile_some(candidate: Candidate) -> Compiled:
         big = getattr(candidate.config, "num_warps", 0) == 8
         outcome = Outcome.INFEASIBLE if big else Outcome.COMPILE_ERROR

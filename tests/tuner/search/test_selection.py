@@ -42,24 +42,24 @@ def a_record(
     )
 
 
-def test_the_fastest_wins_where_noise_tells_them_apart() -> None:
+def test_fastest_wins_beyond_noise() -> None:
     fast, slow = a_record(1.0, spread=0.01, sram=9000), a_record(1.1, spread=0.01)
     assert select([slow, fast]) is fast
 
 
-def test_within_the_noise_the_least_sram_wins() -> None:
+def test_least_sram_wins_within_noise() -> None:
     fast, frugal = a_record(1.0, spread=0.02, sram=9000), a_record(1.003, spread=0.02, sram=8000)
     assert select([fast, frugal]) is frugal
 
 
-def test_then_the_fewest_registers_then_the_order_of_configs() -> None:
+def test_further_ties_are_broken_by_registers_then_config_order() -> None:
     many, few = a_record(1.0, spread=0.02, registers=200), a_record(1.001, spread=0.02, registers=168)
     assert select([many, few]) is few
     eight, four = a_record(1.0, spread=0.02, warps=8), a_record(1.001, spread=0.02, warps=4)
     assert select([eight, four]) is four
 
 
-def test_two_runs_that_time_a_tie_differently_choose_alike() -> None:
+def test_selection_of_a_tie_does_not_depend_on_noise() -> None:
     one = [a_record(1.000, spread=0.02, warps=4), a_record(1.002, spread=0.02, warps=8)]
     other = [a_record(1.002, spread=0.02, warps=4), a_record(1.000, spread=0.02, warps=8)]
     first, second = select(one), select(other)
@@ -76,7 +76,7 @@ def test_two_runs_that_time_a_tie_differently_choose_alike() -> None:
         a_record(0.1, outcome=Outcome.WRONG_RESULT),
     ],
 )
-def test_what_is_not_proven_right_is_never_selected(record: Record) -> None:
+def test_unverified_record_is_not_selected(record: Record) -> None:
     proven = a_record(1.0)
     assert select([record, proven]) is proven
     assert select([record]) is None
@@ -88,19 +88,19 @@ def test_predictions_tie_only_when_equal() -> None:
     assert select([one, other]) is one
 
 
-def test_finalists_are_the_fastest_and_near_the_best() -> None:
+def test_finalists_are_within_a_factor_of_the_best() -> None:
     records = [a_record(ms) for ms in (1.3, 1.0, 1.1, 1.05)]
     assert [record.ms for record in finalists(records, 3, 1.15)] == [1.0, 1.05, 1.1]
     assert [record.ms for record in finalists(records, 9, 1.15)] == [1.0, 1.05, 1.1]
     assert finalists([], 3, 1.15) == ()
 
 
-def test_a_median_of_more_samples_errs_less() -> None:
+def test_standard_error_decreases_with_samples() -> None:
     few, many = Measurement(1.0, 0.9, 1.1, 4), Measurement(1.0, 0.9, 1.1, 16)
     assert standard_error(few) == pytest.approx(2 * standard_error(many))
 
 
-def test_samples_become_a_median_and_percentiles_that_are_samples() -> None:
+def test_median_and_percentiles_are_samples() -> None:
     samples = [5.0, 1.0, 4.0, 2.0, 3.0, 100.0]
     measurement = summarize(samples, throttled=True)
     assert measurement.ms == 3.5
@@ -110,7 +110,7 @@ def test_samples_become_a_median_and_percentiles_that_are_samples() -> None:
     assert measurement.throttled
 
 
-def test_slow_launches_are_sampled_less_but_never_too_little() -> None:
+def test_slow_launches_have_fewer_samples_but_a_minimum() -> None:
     sampling = Sampling(least=5, most=20, budget_ms=50.0)
     assert sampling.count(0.01) == 20
     assert sampling.count(5.0) == 10

@@ -66,7 +66,7 @@ def some_progress(phase: Phase = Phase.SEARCHING, **changes: object) -> Progress
     return msgspec.structs.replace(progress, **changes)
 
 
-def test_the_summary_fits_a_screen_and_says_what_matters(result: SearchResult) -> None:
+def test_summary_fits_a_screen(result: SearchResult) -> None:
     lines = summary_lines(result, "somewhere/flashtune.sqlite")
     text = "\n".join(lines)
     assert len(lines) <= 20
@@ -80,7 +80,7 @@ def test_the_summary_fits_a_screen_and_says_what_matters(result: SearchResult) -
     assert 'flashtune explain --shape "heads=4' in text
 
 
-def test_the_summary_is_folded_at_words(result: SearchResult) -> None:
+def test_summary_is_wrapped_at_words(result: SearchResult) -> None:
     whole = summary_lines(result, "somewhere/flashtune.sqlite")
     folded = summary_lines(result, "somewhere/flashtune.sqlite", width=60)
     assert len(folded) > len(whole)
@@ -90,7 +90,7 @@ def test_the_summary_is_folded_at_words(result: SearchResult) -> None:
     assert folded[-1] == whole[-1]
 
 
-def test_the_summary_says_why_nothing_works(result: SearchResult) -> None:
+def test_summary_contains_reasons_if_nothing_works(result: SearchResult) -> None:
     failed = msgspec.structs.replace(
         result,
         best=None,
@@ -107,7 +107,7 @@ def test_the_summary_says_why_nothing_works(result: SearchResult) -> None:
     assert 'flashtune show --records --shape "heads=4' in text
 
 
-def test_predictions_are_called_so(result: SearchResult) -> None:
+def test_predictions_are_marked(result: SearchResult) -> None:
     assert result.best is not None
     best = msgspec.structs.replace(result.best, provenance=Provenance.PREDICTED)
     predicted = msgspec.structs.replace(result, best=best, provenance=Provenance.PREDICTED)
@@ -128,12 +128,12 @@ def test_a_throttled_clock_is_noted(result: SearchResult) -> None:
     assert "the clock was held down" in text
 
 
-def test_counts_name_outcomes_in_a_fixed_order() -> None:
+def test_counts_list_outcomes_in_a_fixed_order() -> None:
     assert counts(some_progress().tally) == "31 ok, 12 infeasible, 4 wrong_result (9 pruned by the model)"
     assert counts(Tally({})) == "nothing finished yet"
 
 
-def test_plain_lines_come_with_each_phase_and_then_now_and_then() -> None:
+def test_plain_lines_are_printed_per_phase_and_at_intervals() -> None:
     written: list[str] = []
     observe = plain(written.append, Place(3), interval=1000.0)
     for phase in (Phase.STARTING, Phase.SEARCHING, Phase.SEARCHING, Phase.FINALS, Phase.DONE):
@@ -155,13 +155,13 @@ def test_a_terminal_shows_a_bar(result: SearchResult) -> None:
     assert "31 ok" in screen.getvalue()
 
 
-def test_how_much_is_done_follows_the_budget() -> None:
+def test_share_done_follows_the_budget() -> None:
     assert share_done(some_progress()) == pytest.approx(0.25)
     assert share_done(some_progress(remaining=None)) == 0.0
     assert share_done(some_progress(Phase.FINALS)) == 1.0
 
 
-def test_a_search_from_the_command_line_without_a_gpu() -> None:
+def test_search_command_without_gpu() -> None:
     arguments = (
         "search",
         "--shape",
@@ -195,7 +195,7 @@ def test_a_search_from_the_command_line_without_a_gpu() -> None:
         (["--target", "a100", "--seconds", "0"], "--seconds"),
     ],
 )
-def test_bad_arguments_are_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:
+def test_invalid_arguments_are_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:
     done = CliRunner().invoke(main, ["search", "--shape", SHAPE, *arguments])
     assert done.exit_code == 2
     assert words in done.output
@@ -203,7 +203,7 @@ def test_bad_arguments_are_one_sentence_and_exit_code_2(arguments: list[str], wo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_a_target_must_be_named() -> None:
+def test_target_is_required_without_a_gpu() -> None:
     done = CliRunner().invoke(main, ["search", "--shape", SHAPE])
     assert done.exit_code == 2
     assert "--target" in done.output
@@ -224,7 +224,7 @@ ARGUMENTS = (
 )
 
 
-def test_a_dry_run_says_what_a_search_would_do_and_creates_nothing(own_database: Path) -> None:
+def test_dry_run_describes_the_search_and_creates_no_files(own_database: Path) -> None:
     done = CliRunner().invoke(main, [*ARGUMENTS, "--dry-run"])
     assert done.exit_code == 0, done.output
     assert f"({FAMILY} " in done.stdout
@@ -236,7 +236,7 @@ def test_a_dry_run_says_what_a_search_would_do_and_creates_nothing(own_database:
 
 
 @pytest.mark.slow
-def test_a_search_shows_as_much_as_it_is_asked_for() -> None:
+def test_verbosity_options() -> None:
     usual = CliRunner().invoke(main, [*ARGUMENTS])
     assert usual.exit_code == 0, usual.output
     assert "flashtune: about 2 of " in usual.stderr
@@ -251,13 +251,13 @@ def test_a_search_shows_as_much_as_it_is_asked_for() -> None:
     assert len([line for line in told.stderr.splitlines() if f": {FAMILY} num_warps=" in line]) == 1
 
 
-def test_quiet_and_verbose_contradict_one_another() -> None:
+def test_quiet_and_verbose_are_exclusive() -> None:
     done = CliRunner().invoke(main, [*ARGUMENTS, "-q", "-v"])
     assert done.exit_code == 2
     assert "exclude each other" in done.stderr
 
 
-def test_an_interrupt_prints_the_best_so_far_and_the_command_that_resumes(
+def test_interrupt_prints_the_best_so_far_and_the_resume_command(
     monkeypatch: pytest.MonkeyPatch, result: SearchResult, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -294,7 +294,7 @@ def test_an_interrupt_of_a_whole_process_group_prints_no_traceback() -> None:
     assert "Traceback" not in said
 
 
-def test_expectations_follow_the_sooner_of_the_budgets() -> None:
+def test_estimates_follow_the_smaller_budget() -> None:
     def expected(trials: int | None, seconds: float | None) -> Expectation:
         request = SearchRequest(
             problem=a_problem(),
@@ -313,7 +313,7 @@ def test_expectations_follow_the_sooner_of_the_budgets() -> None:
     assert both == "2 shapes: about 15 of 48 candidates (31%) in about 30 s in all"
 
 
-def test_cached_compilations_are_not_taken_for_the_usual(result: SearchResult) -> None:
+def test_cached_compilations_are_excluded_from_the_usual_time(result: SearchResult) -> None:
     best = result.best
     assert best is not None
 

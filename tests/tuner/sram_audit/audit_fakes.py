@@ -11,9 +11,9 @@ from flashtune.tuner.execution.compile_pool import Compiled
 
 
 class Scripted:
-    """A compiler that gives what a model says, times a factor; about every fifth kernel it refuses.
+    """A compiler that reports the modelled size times a factor, and refuses about every fifth kernel.
 
-    Where a model says nothing, it gives one of the sizes in `silent`, and refuses without any.
+    Where a model gives no size, it reports one of the sizes in `silent`, and refuses without any.
     """
 
     def __init__(self, factor: float, silent: tuple[int, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The audit of the SRAM models: points, account, bar; and a few points held against the compiler."""
+"""Tests of the audit of the SRAM models, with some points compared with the compiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def audited(compiler: Scripted, points: int = 12, in_flight: int = 3) -> Audit:
     return run_audit(Request((H100,), points, seed=1, in_flight=in_flight), compiler, lambda *_: None)
 
 
-def test_a_model_that_is_exact_passes() -> None:
+def test_exact_model_passes() -> None:
     audit = audited(Scripted(1.0))
     assert audit.failures() == ()
     assert {row.family for row in audit.rows} == {family.name for family in families()}
@@ -46,7 +46,7 @@ def test_a_model_that_is_exact_passes() -> None:
     assert sum(row.refused for row in audit.rows) > 0
 
 
-def test_a_model_that_claims_too_much_fails() -> None:
+def test_overestimating_model_fails() -> None:
     # Of decoding kernels few are near the capacity: with a smaller factor there are too few of them.
     audit = audited(Scripted(0.9))
     assert sum(row.wrongly_pruned for row in audit.rows) > 0
@@ -54,22 +54,22 @@ def test_a_model_that_claims_too_much_fails() -> None:
     assert any("that fit were pruned" in failure for failure in audit.failures())
 
 
-def test_a_model_that_claims_too_little_fails() -> None:
+def test_underestimating_model_fails() -> None:
     audit = audited(Scripted(1.3))
     assert sum(row.wrongly_pruned for row in audit.rows) == 0
     assert any("that do not fit were caught" in failure for failure in audit.failures())
 
 
-def test_what_is_found_does_not_depend_on_how_many_compile_at_once() -> None:
+def test_results_do_not_depend_on_compile_concurrency() -> None:
     assert audited(Scripted(1.0), in_flight=1) == audited(Scripted(1.0), in_flight=7)
 
 
-def test_points_out_of_reach_are_said_to_be() -> None:
+def test_too_few_points_are_an_error() -> None:
     with pytest.raises(UsageError, match="fewer --points"):
         audited(Scripted(100.0))
 
 
-def test_points_are_varied_and_the_same_for_a_seed() -> None:
+def test_points_are_varied_and_reproducible() -> None:
     points = list(itertools.islice(draw_points(FAMILY, H100, 3), 60))
     assert points == list(itertools.islice(draw_points(FAMILY, H100, 3), 60))
     assert len(set(points)) == 60
@@ -81,7 +81,7 @@ def test_points_are_varied_and_the_same_for_a_seed() -> None:
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
-def test_only_problems_that_the_family_computes_are_drawn(family: Family) -> None:
+def test_only_supported_problems_are_drawn(family: Family) -> None:
     points = list(itertools.islice(draw_points(family, H100, 3), 40))
     refused = {unsupported_reason(family, point.problem, H100, point.specialization) for point in points}
     assert refused == {None}
@@ -113,7 +113,7 @@ def a_config(**fields: object) -> QOuterConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", audit_targets(), ids=lambda target: target.arch)
 @pytest.mark.parametrize("alignment", [Alignment.SIXTEEN, Alignment.ANY])
-def test_the_model_is_a_close_lower_bound(target: Target, alignment: Alignment) -> None:
+def test_model_is_a_close_lower_bound(target: Target, alignment: Alignment) -> None:
     problem, config, assumed = a_problem(64), a_config(), Specialization(alignment)
     modelled = sum(item.bytes for item in FAMILY.sram_items(problem, config, target, assumed))
     found = read_resources(render(FAMILY, problem, config, assumed), target)
@@ -125,7 +125,7 @@ def items(target: Target, config: QOuterConfig, problem: Problem, assumed: Speci
     return {item.name: item.bytes for item in FAMILY.sram_items(problem, config, target, assumed)}
 
 
-def test_items_name_what_they_are() -> None:
+def test_items_have_descriptive_names() -> None:
     found = items(H100, a_config(num_stages=3), a_problem(128), Specialization())
     assert found == {"q": 16384, "k, 3 in flight": 49152, "v, 3 in flight": 49152}
     assert items(find_target("a100"), a_config(num_stages=3), a_problem(64), Specialization()) == {
@@ -135,14 +135,14 @@ def test_items_name_what_they_are() -> None:
     }
 
 
-def test_descriptors_and_qk_ahead_count() -> None:
+def test_descriptors_and_qk_overlap_change_the_model() -> None:
     config = a_config(loads=Loads.DESCRIPTOR, qk_ahead=True)
     assert items(H100, config, a_problem(128), Specialization())["k of the block ahead"] == 16384
     unaligned = items(H100, config, a_problem(128), Specialization(Alignment.ANY))
     assert "k of the block ahead" not in unaligned
 
 
-def test_float32_is_held_in_other_places() -> None:
+def test_float32_has_other_items() -> None:
     wide = a_problem(64, Dtype.FP32)
     plain = items(H100, a_config(), wide, Specialization())
     thirds = items(H100, a_config(products=Products.TF32X3), wide, Specialization())
@@ -150,13 +150,13 @@ def test_float32_is_held_in_other_places() -> None:
     assert thirds["q in halves of tf32"] == thirds["q"] == 64 * 64 * 4
 
 
-def test_nothing_is_claimed_of_an_unknown_architecture() -> None:
+def test_unknown_architecture_has_no_items() -> None:
     stranger = msgspec.structs.replace(H100, arch="sm_130")
     assert FAMILY.sram_items(a_problem(128), a_config(), stranger, Specialization()) == ()
     assert FAMILY.tensor_memory_columns(a_problem(128), a_config(), stranger) == 0
 
 
-def test_a_tile_that_tensor_memory_cannot_hold_is_pruned() -> None:
+def test_tile_that_exceeds_tensor_memory_is_pruned() -> None:
     config = a_config(block_m=256, block_n=64, num_warps=8)
     assert FAMILY.tensor_memory_columns(a_problem(256), config, find_target("b200")) > 512
 
@@ -169,11 +169,11 @@ def a_row(**changes: object) -> Row:
 @pytest.mark.parametrize(
     ("changes", "failures"), [({}, 0), ({"caught": 5}, 1), ({"wrongly_pruned": 1, "caught": 5}, 2)]
 )
-def test_the_bar(changes: dict[str, object], failures: int) -> None:
+def test_error_bounds(changes: dict[str, object], failures: int) -> None:
     assert len(Audit("3.7.1", 0, (a_row(**changes),)).failures()) == failures
 
 
-def test_the_bar_is_held_by_a_target_as_a_whole() -> None:
+def test_error_bounds_apply_to_whole_targets() -> None:
     rows = (a_row(caught=5), a_row(family="forward_kv_outer", misfits=40, caught=40))
     assert Audit("3.7.1", 0, rows).failures() == ()
 
@@ -192,7 +192,7 @@ def test_tables_sum_the_rows_by_family_and_by_gpu() -> None:
 
 
 @pytest.mark.parametrize(("form", "exit_code"), [("--json", 0), ("--markdown", 0), ("--markdown", 1)])
-def test_the_command(monkeypatch: pytest.MonkeyPatch, form: str, exit_code: int) -> None:
+def test_audit_command(monkeypatch: pytest.MonkeyPatch, form: str, exit_code: int) -> None:
     asked: list[Request] = []
 
     def scripted(request: Request, *_: object) -> Audit:

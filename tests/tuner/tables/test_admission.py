@@ -109,7 +109,7 @@ def test_impossible_times_with_shared_masks_are_refused(
 
 
 @pytest.mark.parametrize(("part", "changes", "reason"), REFUSED)
-def test_import_export_and_verify_refuse_the_same(
+def test_import_export_and_verify_apply_the_same_checks(
     part: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     record = changed(shipped("forward_q_outer"), part, **changes)
@@ -128,7 +128,7 @@ def test_import_export_and_verify_refuse_the_same(
     assert reason in result.failed
 
 
-def test_another_digest_is_refused_under_our_template_and_kept_under_another(
+def test_other_digest_is_refused_only_under_the_current_template(
     tmp_path: Path,
 ) -> None:
     record = msgspec.structs.replace(shipped("forward_q_outer"), kernel="0" * 32)
@@ -141,7 +141,7 @@ def test_another_digest_is_refused_under_our_template_and_kept_under_another(
     assert import_tables([path], str(tmp_path / "db.sqlite")).selections_added == 1
 
 
-def test_a_merge_leaves_such_selections_out(tmp_path: Path) -> None:
+def test_merge_skips_refused_selections(tmp_path: Path) -> None:
     good = shipped("forward_q_outer")
     bad = changed(good, "problem", window_left=5)
     with open_store(str(tmp_path / "theirs.sqlite")) as store:
@@ -154,7 +154,7 @@ def test_a_merge_leaves_such_selections_out(tmp_path: Path) -> None:
         assert [found.record for found in store.selections()] == [good]
 
 
-def test_a_baseline_must_be_of_a_problem_that_some_family_computes() -> None:
+def test_baseline_requires_a_supported_problem() -> None:
     good = shipped("forward_q_outer")
     baseline = msgspec.structs.replace(good, family="sdpa", config=None, kernel=None)
     assert why_refused(baseline) == ""
@@ -175,7 +175,7 @@ def test_a_predicted_record_needs_no_receipt() -> None:
     assert why_refused(record) == ""
 
 
-def test_an_unknown_gpu_is_refused_and_a_sibling_has_the_facts_of_the_listed_one() -> None:
+def test_unknown_gpu_is_refused_and_siblings_have_listed_properties() -> None:
     record = shipped("forward_q_outer")
     unknown = msgspec.structs.replace(record, target="nvidia-x9000")
     assert "there is no target 'nvidia-x9000' here" in why_refused(unknown)
@@ -184,13 +184,13 @@ def test_an_unknown_gpu_is_refused_and_a_sibling_has_the_facts_of_the_listed_one
     assert facts_of(of_gpu("h200")) is None
 
 
-def test_this_machines_gpu_is_known_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_of_this_machine_is_accepted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = msgspec.structs.replace(H200, name="nvidia-of-mine")
     monkeypatch.setattr(admission, "device_target", lambda index: mine)
     assert facts_of(of_gpu("nvidia-of-mine")) is mine
 
 
-def test_a_record_of_an_unlisted_gpu_is_checked_by_the_facts_in_it() -> None:
+def test_record_of_an_unlisted_gpu_is_checked_by_its_properties() -> None:
     gpu = msgspec.structs.replace(H200, name="nvidia-x9000")
     record = changed(msgspec.structs.replace(of_gpu(gpu.name), gpu=gpu), "verdict", device="NVIDIA X9000")
     assert facts_of(record) == gpu
@@ -209,7 +209,7 @@ def test_a_record_of_an_unlisted_gpu_is_checked_by_the_facts_in_it() -> None:
         ({"peak": {"half": 0.0, "fp32": 1.0}}, "half"),
     ],
 )
-def test_impossible_facts_of_a_gpu_are_refused(changes: dict[str, Any], reason: str) -> None:
+def test_impossible_gpu_properties_are_refused(changes: dict[str, Any], reason: str) -> None:
     gpu = msgspec.to_builtins(msgspec.structs.replace(H200, name="nvidia-x9000")) | changes
     raw = json.loads(encode_record(of_gpu("nvidia-x9000"))) | {"gpu": gpu}
     with pytest.raises(TableError, match=reason):
@@ -234,7 +234,7 @@ def test_each_distinct_kernel_is_rendered_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(rendered) == len({record.kernel for record in records})
 
 
-def test_ragged_sequences_are_bounded_at_the_lengths_that_are_measured() -> None:
+def test_ragged_sequences_are_bounded_by_measured_lengths() -> None:
     problem = shipped("decode_split_kv").problem
     equal = msgspec.structs.replace(problem, batch=64, seqlen_kv=8192, page_size=0, window_left=None)
     ragged = msgspec.structs.replace(equal, page_size=16)
@@ -243,7 +243,7 @@ def test_ragged_sequences_are_bounded_at_the_lengths_that_are_measured() -> None
     assert "too many" in why_refused(msgspec.structs.replace(shipped("decode_split_kv"), problem=many))
 
 
-def test_an_output_that_may_stay_in_the_cache_is_not_counted() -> None:
+def test_output_that_fits_the_cache_is_not_counted() -> None:
     problem = Problem(
         dtype=Dtype.BF16,
         head_dim=64,
@@ -259,7 +259,7 @@ def test_an_output_that_may_stay_in_the_cache_is_not_counted() -> None:
     assert least_ms(problem, H200) == pytest.approx(read / (H200.hbm_bandwidth * 1e6))
 
 
-def test_a_window_added_to_a_table_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_added_window_is_refused_in_one_sentence(tmp_path: Path) -> None:
     record = shipped("forward_q_outer")
     table = json.loads(json_table(record.target, [record]))
     table["records"][0]["problem"]["window_left"] = 5

@@ -51,7 +51,7 @@ def a_record(**fields: object) -> Record:
     )
 
 
-def test_a_table_holds_both_passes_of_a_shape() -> None:
+def test_table_contains_both_passes_of_a_shape() -> None:
     record = a_record()
     data = dump_table(TunedTable(target=TARGET.name, records=(record,)))
     (found,) = parse_table(data, "a table").records
@@ -59,7 +59,7 @@ def test_a_table_holds_both_passes_of_a_shape() -> None:
     assert found.problem.key.startswith("backward_bf16_d64")
 
 
-def test_the_interpreter_is_asked_once_for_what_it_cannot_tell_apart() -> None:
+def test_kernels_equal_under_the_interpreter_are_interpreted_once() -> None:
     subjects = [
         record_checks._subject(a_record(dq_warps=warps, dq_stages=stages))
         for warps, stages in ((4, 2), (8, 3))
@@ -84,7 +84,7 @@ def test_every_kernel_of_a_launch_must_compile_and_fit() -> None:
     assert "does not compile" in verify_jobs.why_not_compiled(broken, TARGET)
 
 
-def test_a_file_says_how_gradients_are_called() -> None:
+def test_exported_file_documents_the_gradient_call() -> None:
     (file,) = kernel_files([a_record()])
     assert file.name.startswith("backward_split_bf16_d64_causal_bottom_right_m")
     assert "# `attention_backward(q, k, v, out, lse, dout, scale)` runs it." in file.text

@@ -17,7 +17,7 @@ SHIPPED = shipped_records()
 PLAIN = next(record for record in winners(SHIPPED).values() if record.family == "forward_q_outer")
 
 
-def test_the_folder_holds_the_kernels_of_the_tables_and_no_others() -> None:
+def test_folder_contains_exactly_the_kernels_of_the_tables() -> None:
     folder = Path(str(resources.files("flashtune.kernels_generated")))
     found = {
         path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
@@ -29,7 +29,7 @@ def test_the_folder_holds_the_kernels_of_the_tables_and_no_others() -> None:
     assert found == expected, "make kernels"
 
 
-def test_every_selection_belongs_to_a_class() -> None:
+def test_every_selection_has_a_class() -> None:
     classes = {
         (record.target, record.family, record.problem.head_dim, record.problem.causal)
         for record in SHIPPED
@@ -39,14 +39,14 @@ def test_every_selection_belongs_to_a_class() -> None:
     assert {(one.target, one.family, one.problem.head_dim, one.problem.causal) for one in chosen} == classes
 
 
-def test_the_shape_with_the_most_work_shows_its_class() -> None:
+def test_shape_with_the_most_work_represents_its_class() -> None:
     longer = msgspec.structs.replace(
         PLAIN, problem=msgspec.structs.replace(PLAIN.problem, seqlen_kv=2 * PLAIN.problem.seqlen_kv)
     )
     assert [*winners((longer, PLAIN)).values()] == [*winners((PLAIN, longer)).values()] == [longer]
 
 
-def test_of_equal_shapes_the_one_with_fewer_features_shows_the_class() -> None:
+def test_shape_with_fewer_features_represents_the_class_in_a_tie() -> None:
     biased = msgspec.structs.replace(
         PLAIN, problem=msgspec.structs.replace(PLAIN.problem, bias=Bias.ADDITIVE)
     )
@@ -77,7 +77,7 @@ def test_speeds_are_over_cudnn_or_else_the_fastest_backend() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-def test_the_h200_table_covers_its_grid(dtype: str, head_dim: int, causal: str) -> None:
+def test_h200_table_covers_its_grid(dtype: str, head_dim: int, causal: str) -> None:
     lengths = {
         (record.problem.heads != record.problem.kv_heads, record.problem.seqlen_q)
         for record in SHIPPED

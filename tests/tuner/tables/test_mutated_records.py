@@ -50,7 +50,7 @@ def in_time_and_memory(what: str) -> Iterator[None]:
 
 
 def attempt(use: Callable[[], Any], what: str) -> Any:
-    """What a call gives, or None where it was refused; any other error fails the test with its seed."""
+    """The result of a call, or None if it was refused; any other error fails the test with its seed."""
     try:
         with in_time_and_memory(what):
             return use()

@@ -55,7 +55,7 @@ def test_equal_tables_have_no_changes() -> None:
     assert compare(table_with(), table_with()) == ()
 
 
-def test_a_slower_clock_is_no_loss() -> None:
+def test_slower_clock_is_not_a_loss() -> None:
     table = table_with(1.1)
     records = []
     for record in table.records:
@@ -69,7 +69,7 @@ def test_a_slower_clock_is_no_loss() -> None:
 
 
 @pytest.mark.parametrize(("scale", "lost"), [(1.01, 0), (1.03, 4), (0.9, 0)])
-def test_speed_relative_to_peers_decides(scale: float, lost: int) -> None:
+def test_speed_relative_to_baselines_decides(scale: float, lost: int) -> None:
     assert len(losses(compare(table_with(), table_with(scale)))) == lost
 
 
@@ -84,7 +84,7 @@ def test_tables_of_two_gpus_are_refused() -> None:
         compare(table_with(), table_with(target="nvidia-h100", records=()))
 
 
-def test_timing_again_needs_the_gpu_of_the_table() -> None:
+def test_repeated_timing_requires_the_gpu_of_the_table() -> None:
     with pytest.raises(UsageError, match="needs the table's GPU"):
         retime_losses(compare(table_with(), table_with(1.03)), table_with(target="nvidia-a100-80gb"))
 
@@ -106,7 +106,7 @@ def test_shipped_selections_keep_the_speed_of_their_predecessors(path: Path) -> 
 
 
 def _keeps_its_config(change: Change, again: dict[tuple[str, str], Retimed]) -> bool:
-    """Whether a record without common peers keeps its config, and its kernel was timed beside the old one."""
+    """Compares a record without common baselines, whose kernel was timed with the old one."""
     old, new = change.old, change.new
     if (
         change.words != "not comparable"
@@ -142,7 +142,7 @@ def with_peers(record: Record, ms: float, **peers: float) -> Record:
     return msgspec.structs.replace(record, measurement=Measurement(ms, ms, ms, 21, peers=times))
 
 
-def test_only_peers_that_both_records_have_are_compared() -> None:
+def test_only_common_baselines_are_compared() -> None:
     (record, *_) = table_with().records
     old = with_peers(record, 1.0, sdpa_cudnn=0.5, sdpa_flash=2.0)
     # The fastest peer was not timed again. The machine was as fast as before.
@@ -160,7 +160,7 @@ def test_only_peers_that_both_records_have_are_compared() -> None:
 
 
 @pytest.mark.parametrize("peers", [{}, {"sdpa_flash": 0.5}])
-def test_a_change_without_common_peers_is_a_loss(peers: dict[str, float]) -> None:
+def test_change_without_common_baselines_is_a_loss(peers: dict[str, float]) -> None:
     (record, *_) = table_with().records
     change = Change(
         record.problem.key, with_peers(record, 1.0, sdpa_cudnn=0.5), with_peers(record, 0.5, **peers)
@@ -187,7 +187,7 @@ def table_of(*records: Record) -> TunedTable:
     return TunedTable(target="nvidia-h200", records=records)
 
 
-def test_a_record_for_contiguous_tensors_is_compared_with_the_sole_one_before_it() -> None:
+def test_record_for_contiguous_tensors_is_compared_with_the_only_one() -> None:
     fast, sole = pair()
     assert sole.measurement is not None
     peers = {peer.name.replace("-", "_"): peer.ms for peer in sole.measurement.peers}
@@ -230,7 +230,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finals]:
 
 
 @pytest.mark.parametrize(("old_ms", "new_ms"), [(0.8, 0.9), (0.9, 0.8)])
-def test_the_faster_kernel_stays_with_its_time_under_the_versions_here(
+def test_faster_kernel_keeps_its_time_under_current_versions(
     on_gpu: Callable[..., Finals], old_ms: float, new_ms: float
 ) -> None:
     gpu = on_gpu(old_ms, new_ms)
@@ -252,7 +252,7 @@ def test_the_faster_kernel_stays_with_its_time_under_the_versions_here(
     assert timing.measurement.peers == (PeerTime("sdpa-cudnn", 0.7),)
 
 
-def test_a_record_of_the_versions_here_takes_its_new_time(on_gpu: Callable[..., Finals]) -> None:
+def test_record_of_current_versions_takes_its_new_time(on_gpu: Callable[..., Finals]) -> None:
     on_gpu(0.9, 0.8)
     (fast, other) = (
         msgspec.structs.replace(record, versions=current_versions(record.family)) for record in pair()
@@ -266,7 +266,7 @@ def test_a_record_of_the_versions_here_takes_its_new_time(on_gpu: Callable[..., 
     assert timed.versions == fast.versions
 
 
-def test_a_kernel_that_is_not_the_record_s_gives_it_no_time(on_gpu: Callable[..., Finals]) -> None:
+def test_time_of_another_kernel_is_not_used(on_gpu: Callable[..., Finals]) -> None:
     on_gpu(0.8, 0.9)
     fast, other = pair()
     stale = msgspec.structs.replace(
@@ -279,7 +279,7 @@ def test_a_kernel_that_is_not_the_record_s_gives_it_no_time(on_gpu: Callable[...
     assert table.times == ()
 
 
-def test_a_kernel_timed_with_another_specialization_gets_no_time(
+def test_time_with_another_specialization_is_not_used(
     on_gpu: Callable[..., Finals],
 ) -> None:
     on_gpu(0.8, 0.9)
@@ -292,7 +292,7 @@ def test_a_kernel_timed_with_another_specialization_gets_no_time(
     assert table.times == ()
 
 
-def test_a_slower_record_for_contiguous_tensors_leaves_the_sole_one(on_gpu: Callable[..., Finals]) -> None:
+def test_slower_contiguous_record_does_not_replace_the_only_one(on_gpu: Callable[..., Finals]) -> None:
     on_gpu(0.8, 0.9)
     fast, sole = pair()
     slower = with_peers(fast, 99.0)
@@ -301,7 +301,7 @@ def test_a_slower_record_for_contiguous_tensors_leaves_the_sole_one(on_gpu: Call
     assert parse_table(raw, "here").records == (sole,)
 
 
-def test_nothing_is_timed_where_nothing_is_to_be_compared() -> None:
+def test_timing_is_skipped_without_comparisons() -> None:
     table = table_with()
     assert retime_losses((), table)[0] == ()
     lost = compare(table, msgspec.structs.replace(table, records=table.records[1:]))

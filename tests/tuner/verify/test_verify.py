@@ -1,4 +1,4 @@
-"""`flashtune verify` without a GPU: what compiles, fits, interprets and has a receipt, and what does not."""
+"""Tests of `flashtune verify` without a GPU: compilation, size, interpretation and receipts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make_record(seqlen: int = 512, **changes: Any) -> Record:
 
 @pytest.fixture
 def quick_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling and interpreting are taken as done, so that only judging is tested."""
+    """Replaces compiling and interpreting by successes."""
     monkeypatch.setattr(
         record_checks, "_compile", lambda subjects, progress: {record_checks._binary(s): "" for s in subjects}
     )
@@ -93,7 +93,7 @@ def only_result(
 
 
 @pytest.mark.slow
-def test_a_table_is_compiled_fitted_and_interpreted_here() -> None:
+def test_table_is_compiled_checked_for_size_and_interpreted() -> None:
     assert FAMILY.config_type
     too_large = msgspec.convert(
         {"block_m": 128, "block_n": 256, "num_warps": 8, "num_stages": 8}, FAMILY.config_type
@@ -115,7 +115,7 @@ def test_a_table_is_compiled_fitted_and_interpreted_here() -> None:
 
 
 @pytest.mark.usefixtures("quick_jobs")
-def test_a_good_receipt_passes() -> None:
+def test_valid_receipt_passes() -> None:
     probed = msgspec.structs.replace(GOOD, probes=("random", "needle"))
     record = make_record(verdict=probed)
     result = only_result(record)
@@ -152,26 +152,24 @@ def test_missing_and_stale_receipts_fail(changes: dict[str, Any], words: str) ->
 
 
 @pytest.mark.usefixtures("quick_jobs")
-def test_another_triton_and_no_gpu_fail_where_that_is_asked() -> None:
+def test_another_triton_or_no_gpu_fail_on_request() -> None:
     assert "Triton 3.6.0" in only_result(make_record(), same_triton=True).failed
     assert "not compared" in only_result(make_record(), require_gpu=True).failed
 
 
 @pytest.mark.usefixtures("quick_jobs")
-def test_predictions_need_no_receipt_where_the_interpreter_ran() -> None:
+def test_interpreted_predictions_need_no_receipt() -> None:
     record = make_record(verdict=None, provenance=Provenance.PREDICTED)
     assert not only_result(record).failed
 
 
 @pytest.mark.usefixtures("quick_jobs")
-def test_baselines_are_counted_and_not_checked() -> None:
+def test_baselines_are_counted_but_not_checked() -> None:
     report = verify_records([make_record(family="standard", config=None, kernel=None)], gpu=None)
     assert report == Report((), 1)
 
 
-def test_what_no_interpreter_runs_passes_by_receipt_alone(
-    quick_jobs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_kernels_pass_by_receipt(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(FAMILY), "interpreted", False)
     assert only_result(make_record()).means is CheckMethod.RECEIPT
     for changes, words in (
@@ -184,9 +182,7 @@ def test_what_no_interpreter_runs_passes_by_receipt_alone(
         assert words in result.failed
 
 
-def test_unproven_kernels_pass_where_that_is_allowed(
-    quick_jobs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unverified_kernels_pass_if_allowed(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(FAMILY), "interpreted", False)
     for verdict in (None, msgspec.structs.replace(GOOD, device="interpreter")):
         record = make_record(verdict=verdict, provenance=Provenance.PREDICTED)
@@ -202,7 +198,7 @@ def test_unproven_kernels_pass_where_that_is_allowed(
 
 
 @pytest.mark.usefixtures("quick_jobs")
-def test_command_passes_unproven_kernels_where_it_is_asked(
+def test_option_allows_unverified_kernels(
     table: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(FAMILY), "interpreted", False)
@@ -225,7 +221,7 @@ def test_failures_of_the_interpreter_fail(quick_jobs: None, monkeypatch: pytest.
     assert only_result(make_record()).failed == "needle 7"
 
 
-def test_only_what_differs_under_the_interpreter_is_interpreted() -> None:
+def test_kernels_equal_under_the_interpreter_are_interpreted_once() -> None:
     def source(record: Record) -> object:
         subject = record_checks._subject(record)
         assert not isinstance(subject, str)
@@ -280,7 +276,7 @@ def test_nothing_to_verify_is_a_usage_error(options: list[str]) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_interpreters_refuse_to_run_where_triton_compiles() -> None:
+def test_interpreter_processes_require_triton_interpret() -> None:
     subject = record_checks._subject(make_record())
     assert not isinstance(subject, str)
     with pytest.raises(VerificationError, match="in its own process"):
@@ -294,7 +290,7 @@ def test_writing_receipts_needs_the_gpu_of_the_table(tmp_path: Path) -> None:
     assert not (tmp_path / "table.json").exists()
 
 
-def test_the_kernels_that_take_the_interpreter_longest_are_begun_first(
+def test_slowest_interpreted_kernels_start_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoding = [

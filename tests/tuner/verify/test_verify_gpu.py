@@ -1,4 +1,4 @@
-"""`flashtune verify` on a GPU, with jobs that no GPU runs: what is checked, timed, skipped and written."""
+"""Tests of `flashtune verify` on a fake GPU: checked, timed, skipped and written records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ READ = Resources(sram_bytes=1024, registers=99)
 
 
 def record_of(family: str) -> Record:
-    """The first shipped record of a family, whose versions are older than those here."""
+    """The first shipped record of a family, with versions older than the current ones."""
     table = shipped_table(TARGET.name)
     assert table is not None
     return next(one for one in table.records if one.family == family)
@@ -144,7 +144,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 @pytest.mark.parametrize(("family", "delays"), [("forward_hopper", True), ("forward_q_outer", False)])
-def test_a_sibling_is_checked_as_the_record_s_own_kernel(
+def test_sibling_is_checked_like_the_kernel_of_the_record(
     monkeypatch: pytest.MonkeyPatch, family: str, delays: bool
 ) -> None:
     seen: list[tuple[bool, Level, bool]] = []
@@ -176,7 +176,7 @@ def test_a_sibling_is_checked_as_the_record_s_own_kernel(
 
 
 @pytest.mark.parametrize(("reserved", "dropped"), [(2**30, False), (2**33, True)])
-def test_a_process_gives_back_memory_before_its_next_check(
+def test_process_frees_memory_before_its_next_check(
     monkeypatch: pytest.MonkeyPatch, record: Record, reserved: int, dropped: bool
 ) -> None:
     steps: list[str] = []
@@ -194,7 +194,7 @@ def test_a_process_gives_back_memory_before_its_next_check(
     assert steps == [*(["forget", "empty"] if dropped else []), "check"]
 
 
-def test_all_kernels_of_checks_are_compiled_on_all_cores(
+def test_kernels_of_checks_are_compiled_on_all_cores(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[tuple[bool, bool]] = []
@@ -210,7 +210,7 @@ def test_all_kernels_of_checks_are_compiled_on_all_cores(
 
 
 @pytest.mark.parametrize(("why", "words"), [("needle 7", "needle 7"), ("crash", "launch failed")])
-def test_a_failing_sibling_is_named(
+def test_failing_sibling_is_reported(
     machine: Machine, record: Record, paths: tuple[Path, Path], why: str, words: str
 ) -> None:
     machine.failing[kernel_of(record, of_sibling=True).digest] = why
@@ -221,7 +221,7 @@ def test_a_failing_sibling_is_named(
     assert [one.digest for one in written.receipts] == [kernel_of(record).digest]
 
 
-def test_a_check_that_lacked_memory_beside_others_runs_again_alone(
+def test_check_that_ran_out_of_memory_is_repeated_alone(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, record: Record
 ) -> None:
     workers: list[int] = []
@@ -245,7 +245,7 @@ def test_a_check_that_lacked_memory_beside_others_runs_again_alone(
     assert workers[-2:] == [8, 1]
 
 
-def test_a_check_that_lacks_memory_alone_fails(machine: Machine, record: Record) -> None:
+def test_check_that_runs_out_of_memory_alone_fails(machine: Machine, record: Record) -> None:
     def lack() -> None:
         raise KernelError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -275,7 +275,7 @@ def test_a_kernel_that_fails_at_one_shape_has_no_receipt(machine: Machine, recor
     assert [one.digest for one in report.on_gpu.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
-def test_times_are_written_under_the_versions_here(
+def test_times_are_written_with_the_current_versions(
     machine: Machine, record: Record, paths: tuple[Path, Path]
 ) -> None:
     done = run("--table", paths[0], "--write", paths[1], "--time")
@@ -289,7 +289,7 @@ def test_times_are_written_under_the_versions_here(
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_a_record_whose_kernel_changed_takes_the_kernel_that_was_timed(
+def test_record_with_a_changed_kernel_takes_the_timed_kernel(
     machine: Machine, record: Record, tmp_path: Path, timed: bool
 ) -> None:
     versions = msgspec.structs.replace(record.versions, template="0" * 16)
@@ -314,7 +314,7 @@ def test_a_record_whose_kernel_changed_takes_the_kernel_that_was_timed(
     assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
-def test_a_record_whose_kernel_renders_the_same_takes_the_template_version_and_keeps_its_time(
+def test_record_with_an_equal_kernel_takes_the_template_version(
     machine: Machine, record: Record, tmp_path: Path
 ) -> None:
     here = current_versions(record.family)
@@ -329,7 +329,7 @@ def test_a_record_whose_kernel_renders_the_same_takes_the_template_version_and_k
     assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
-def test_a_record_whose_kernel_changed_is_renewed_by_a_second_run(
+def test_record_with_a_changed_kernel_is_renewed_by_a_second_run(
     machine: Machine, record: Record, tmp_path: Path
 ) -> None:
     versions = msgspec.structs.replace(record.versions, template="0" * 16)
@@ -355,7 +355,7 @@ def test_a_record_whose_kernel_changed_is_renewed_by_a_second_run(
 
 @pytest.mark.parametrize("template", [None, "0" * 16])
 @pytest.mark.parametrize("timed", [False, True])
-def test_a_record_of_the_versions_here_takes_the_times_with_shared_masks_that_it_lacks(
+def test_record_of_current_versions_takes_missing_shared_mask_times(
     machine: Machine, tmp_path: Path, timed: bool, template: str | None
 ) -> None:
     table = shipped_table(TARGET.name)
@@ -390,7 +390,7 @@ def test_a_record_of_the_versions_here_takes_the_times_with_shared_masks_that_it
         assert {one.problem: one.measurement for one in load_table(written).records} == found
 
 
-def test_a_changed_kernel_that_a_search_would_not_launch_is_not_timed(
+def test_changed_kernel_that_a_search_rejects_is_not_timed(
     machine: Machine, record: Record, tmp_path: Path
 ) -> None:
     versions = msgspec.structs.replace(record.versions, template="0" * 16)
@@ -407,7 +407,7 @@ def test_a_changed_kernel_that_a_search_would_not_launch_is_not_timed(
     assert load_table(written).records == (earlier,)
 
 
-def test_an_error_of_the_machine_ends_the_run_after_the_results_are_written(
+def test_machine_error_ends_the_run_after_writing_results(
     machine: Machine, record: Record, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(record: Record, index: int, with_peers: bool) -> Measurement:
@@ -424,23 +424,21 @@ def test_an_error_of_the_machine_ends_the_run_after_the_results_are_written(
     }
 
 
-def test_a_record_of_the_versions_here_is_not_timed(machine: Machine, record: Record) -> None:
+def test_record_of_current_versions_is_not_timed(machine: Machine, record: Record) -> None:
     here = msgspec.structs.replace(record, versions=current_versions(record.family))
     report = record_checks.verify_records([here], gpu=(0, TARGET), timed=True)
     assert report.on_gpu.passed
     assert (report.on_gpu.times, machine.timed) == ((), [])
 
 
-def test_a_kernel_that_failed_is_not_timed(machine: Machine, record: Record) -> None:
+def test_failed_kernel_is_not_timed(machine: Machine, record: Record) -> None:
     machine.failing[kernel_of(record).digest] = "needle 7"
     report = record_checks.verify_records([record], gpu=(0, TARGET), timed=True)
     assert [one.failed for one in report.failures] == ["needle 7"]
     assert machine.timed == []
 
 
-def test_missing_skips_what_the_table_has_already(
-    machine: Machine, record: Record, paths: tuple[Path, Path]
-) -> None:
+def test_missing_skips_existing_evidence(machine: Machine, record: Record, paths: tuple[Path, Path]) -> None:
     table, written = paths
     assert run("--table", table, "--write", written).exit_code == 0
     assert machine.checked == [False, True]
@@ -462,7 +460,7 @@ def test_missing_skips_what_the_table_has_already(
     "changes",
     [{"probes": ("random",)}, {"probes": msgspec.UNSET}, {"device": "interpreter"}],
 )
-def test_missing_checks_again_what_lacks_a_probe_or_the_gpu(
+def test_missing_repeats_checks_without_a_probe_or_the_gpu(
     machine: Machine, record: Record, changes: dict[str, Any]
 ) -> None:
     done = record_checks.verify_records([record], gpu=(0, TARGET)).on_gpu.receipts
@@ -473,7 +471,7 @@ def test_missing_checks_again_what_lacks_a_probe_or_the_gpu(
     assert machine.checked == [kernel_of(record).specialization.lse]
 
 
-def test_a_signal_writes_what_is_done(machine: Machine, record: Record, paths: tuple[Path, Path]) -> None:
+def test_signal_writes_finished_results(machine: Machine, record: Record, paths: tuple[Path, Path]) -> None:
     usual = signal.getsignal(signal.SIGTERM)
     ended = iter([False, True])
 
@@ -498,7 +496,7 @@ class Late(Machine):
         return super().schedule(function, args, timeout)
 
 
-def test_a_time_limit_writes_what_is_done_and_says_how_to_go_on(
+def test_time_limit_writes_finished_results_and_the_resume_command(
     machine: Machine, record: Record, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = Late()
@@ -515,14 +513,14 @@ def test_a_time_limit_writes_what_is_done_and_says_how_to_go_on(
     assert len(load_table(paths[1]).receipts) == 2
 
 
-def test_a_run_that_ended_starts_nothing(machine: Machine, record: Record) -> None:
+def test_ended_run_starts_no_checks(machine: Machine, record: Record) -> None:
     runs = Runs(seconds=1e-9)
     report = record_checks.verify_records([record], gpu=(0, TARGET), runs=runs)
     assert (report.results, report.missed, machine.checked) == ((), 1, [])
 
 
 @pytest.mark.parametrize("option", ["--time", "--missing"])
-def test_times_and_what_is_missing_need_a_file_to_write(option: str) -> None:
+def test_time_and_missing_require_write(option: str) -> None:
     done = run(option)
     assert done.exit_code == 2
     assert "go with --write" in done.output
@@ -540,7 +538,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return advance
 
 
-def test_progress_is_written_by_lines_where_there_is_no_terminal(
+def test_progress_is_written_as_lines_without_a_terminal(
     clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     show = progress_lines()

@@ -68,26 +68,26 @@ def record_of(family: str = FAMILY.name, **changes: Any) -> Record:
         {"bias": Bias.ADDITIVE},
     ],
 )
-def test_records_of_different_classes_are_all_kept(changes: dict[str, Any]) -> None:
+def test_records_of_different_classes_are_sampled(changes: dict[str, Any]) -> None:
     records = (record_of(), record_of(**changes))
 
     assert sample(records) == records
 
 
-def test_records_of_two_gpus_are_both_kept() -> None:
+def test_records_of_two_gpus_are_sampled() -> None:
     records = (PLAIN, msgspec.structs.replace(PLAIN, target="nvidia-a100"))
 
     assert sample(records) == records
 
 
-def test_one_record_of_a_class_is_kept_whatever_the_order() -> None:
+def test_one_record_of_a_class_is_sampled_in_any_order() -> None:
     alike = [record_of(), record_of(heads=8), record_of(seqlen_q=64, seqlen_kv=64), record_of(batch=3)]
     first = min(alike, key=lambda record: record.problem.key)
 
     assert {sample(order) for order in permutations(alike)} == {(first,)}
 
 
-def test_records_without_a_config_are_all_kept() -> None:
+def test_records_without_a_config_are_sampled() -> None:
     baselines = tuple(
         msgspec.structs.replace(record_of("standard", batch=batch), config=None) for batch in (1, 2)
     )
@@ -148,7 +148,7 @@ def test_command_checks_every_kernel_by_default(table: Path, checked: list[str])
 
 
 @pytest.mark.parametrize(("options", "left_out"), [([], 0), (["--sample"], 1)])
-def test_command_says_in_json_how_many_were_left_out(
+def test_json_contains_the_number_left_out(
     table: Path, checked: list[str], options: list[str], left_out: int
 ) -> None:
     assert json.loads(run("--table", str(table), "--json", *options))["left_out"] == left_out

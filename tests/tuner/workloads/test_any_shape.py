@@ -23,7 +23,7 @@ amounts = st.just(0) | st.integers(1, 2**31 - 1)
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Any problem that there can be, with any features."""
+    """Any valid problem, with any features."""
     kv_heads = draw(st.integers(1, 64))
     dtype = draw(st.sampled_from(Dtype))
     kv_dtype = None if dtype.is_quantized else draw(st.none() | st.sampled_from(KvDtype))
@@ -60,14 +60,14 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @given(problems())
-def test_the_command_that_the_runtime_advises_names_the_problem(problem: Problem) -> None:
+def test_search_command_round_trips_the_problem(problem: Problem) -> None:
     program, command, option, shape = shlex.split(search_command(problem))
     assert (program, command, option) == ("flashtune", "search", "--shape")
     assert parse_shape(shape) == (normal_form(problem),)
 
 
 @given(problems())
-def test_a_line_of_json_names_the_problem_that_it_was_made_of(problem: Problem) -> None:
+def test_json_line_round_trips_the_problem(problem: Problem) -> None:
     row = msgspec.json.decode(msgspec.json.encode(problem))
     shape = ",".join(f"{key}={str(value).lower()}" for key, value in row.items())
     assert parse_shape(shape) == (normal_form(problem),)
@@ -78,7 +78,7 @@ marks = st.sampled_from([",", "=", "|", "..", " ", "", "\n", "\x00", "٣", "1_0"
 
 
 @given(st.one_of(st.text(max_size=80), st.lists(st.one_of(words, marks), max_size=30).map("".join)))
-def test_whatever_is_typed_is_problems_or_one_sentence(text: str) -> None:
+def test_any_text_is_parsed_or_refused_in_one_sentence(text: str) -> None:
     try:
         found = parse_shape(text)
     except UsageError as error:
@@ -92,6 +92,6 @@ def test_whatever_is_typed_is_problems_or_one_sentence(text: str) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(KEYS), st.text(string.digits + ".|", max_size=12)), max_size=8))
-def test_numbers_of_every_form_are_problems_or_one_sentence(pairs: list[tuple[str, str]]) -> None:
+def test_any_numbers_are_parsed_or_refused_in_one_sentence(pairs: list[tuple[str, str]]) -> None:
     with contextlib.suppress(UsageError):
         assert parse_shape(",".join(f"{key}={value}" for key, value in pairs))

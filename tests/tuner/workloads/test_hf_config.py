@@ -1,4 +1,4 @@
-"""Models that a `config.json` describes: its many makes, kinds of layers, and what is refused."""
+"""Tests of reading models from `config.json`: model types, kinds of layers, and refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ LLAMA = {
         ({**LLAMA, "num_key_value_heads": None, "head_dim": None}, (32, 32, 128, 128, Dtype.BF16, True)),
     ],
 )
-def test_configs_of_many_makes(tmp_path: Path, document: Any, expected: tuple[Any, ...]) -> None:
+def test_configs_of_many_model_types(tmp_path: Path, document: Any, expected: tuple[Any, ...]) -> None:
     found = read_hf_config(write(tmp_path, document))
     widths = (found.head_dim, found.value_head_dim)
     assert (found.heads, found.kv_heads, *widths, found.dtype, found.causal) == expected
@@ -101,7 +101,7 @@ def test_kinds_of_layers(tmp_path: Path, changes: dict[str, Any], kinds: tuple[L
     assert found.kinds == kinds
 
 
-def test_latent_keys_of_a_config(tmp_path: Path) -> None:
+def test_mla_of_a_config(tmp_path: Path) -> None:
     document = {
         **LLAMA,
         "qk_nope_head_dim": 128,
@@ -134,14 +134,14 @@ def test_latent_keys_of_a_config(tmp_path: Path) -> None:
         ({"text_config": [1]}, "text_config"),
     ],
 )
-def test_a_hostile_config_gets_a_sentence(tmp_path: Path, document: Any, part: str) -> None:
+def test_malformed_config_raises_one_sentence(tmp_path: Path, document: Any, part: str) -> None:
     with pytest.raises(UsageError, match=part) as raised:
         read_hf_config(write(tmp_path, document))
     assert "config.json" in str(raised.value)
     assert len(str(raised.value)) < 500
 
 
-def test_a_config_that_nests_without_end_is_refused(tmp_path: Path) -> None:
+def test_deeply_nested_config_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"text_config":' * 50_000, encoding="utf-8")
     with pytest.raises(UsageError):
@@ -174,7 +174,7 @@ field_names = st.sampled_from(
 
 @pytest.mark.slow
 @given(document=st.dictionaries(field_names, json_values))
-def test_any_config_is_a_model_or_one_sentence(
+def test_any_config_is_read_or_refused_in_one_sentence(
     document: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = write(tmp_path_factory.mktemp("hf"), document)

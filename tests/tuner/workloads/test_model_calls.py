@@ -1,4 +1,4 @@
-"""What models call is named as dispatch names it when a program makes the call."""
+"""Tests that problems of models match those of dispatched calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def window_of(kind: Layers) -> tuple[int, int] | None:
 
 
 def paged_problem(model: ModelAttention, kind: Layers) -> Problem:
-    """What a call of one new token for each sequence is dispatched as."""
+    """The dispatched problem of a call with one new token per sequence."""
     latent = model.latent
     width = latent.width if latent else model.head_dim
     kv_heads = 1 if latent else model.kv_heads
@@ -45,7 +45,7 @@ def paged_problem(model: ModelAttention, kind: Layers) -> Problem:
 
 
 def packed_problem(model: ModelAttention, kind: Layers) -> Problem:
-    """What a call of packed prompts is dispatched as."""
+    """The dispatched problem of a call of packed prompts."""
     tokens = BATCH * LENGTH
     q = torch.empty(tokens, model.heads, model.head_dim, dtype=torch.bfloat16)
     k = torch.empty(tokens, model.kv_heads, model.head_dim, dtype=torch.bfloat16)
@@ -73,7 +73,7 @@ LLAMAS = ("llama-3.1-8b", "llama-4-scout", "mistral-7b-v0.1")
 
 
 @pytest.mark.parametrize("name", [*LLAMAS, "gemma-2-9b", "gemma-3-1b", "gpt-oss-20b", "deepseek-v3"])
-def test_a_search_of_a_model_tunes_what_its_calls_are_dispatched_as(name: str) -> None:
+def test_search_of_a_model_tunes_the_dispatched_problems(name: str) -> None:
     model = find_model(name)
     sizes = ModelSizes(Phase.DECODE, str(LENGTH), str(BATCH))
     (decoded,) = model_calls(model, sizes)

@@ -17,14 +17,14 @@ from flashtune.tuner.workloads.presets import MODELS, find_model
 PREFILL, DECODE = ModelSizes(), ModelSizes(Phase.DECODE)
 
 
-def test_the_table_has_many_models_each_once_with_its_source() -> None:
+def test_table_has_unique_models_with_sources() -> None:
     assert len(MODELS) >= 25
     assert len({model.name for model in MODELS}) == len(MODELS)
     assert all(model.source for model in MODELS)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_every_prefill_without_features_is_a_problem_that_a_family_computes(model: ModelAttention) -> None:
+def test_every_prefill_without_features_is_supported(model: ModelAttention) -> None:
     found = model_problems(model, ModelSizes(seqlen="16384"))
     assert len(found) == len(model.kinds)
     assert {problem.dtype for problem in found} == {model.dtype}
@@ -33,7 +33,7 @@ def test_every_prefill_without_features_is_a_problem_that_a_family_computes(mode
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_every_call_of_every_model_is_computed_by_a_family(model: ModelAttention) -> None:
+def test_every_call_of_every_model_is_supported(model: ModelAttention) -> None:
     phases = [PREFILL, PREFILL._replace(packed=True), *([DECODE] if model.causal else [])]
     target = find_target("h200")
     for problem in (problem for sizes in phases for problem in model_problems(model, sizes)):
@@ -48,7 +48,7 @@ def test_prefill_of_a_named_model() -> None:
     assert all(problem.causal is Causal.BOTTOM_RIGHT and problem.dtype is Dtype.FP16 for problem in found)
 
 
-def test_packed_prompts_name_the_tokens_of_all() -> None:
+def test_packed_prompts_have_the_total_number_of_tokens() -> None:
     found = model_problems(find_model("llama-3.1-8b"), ModelSizes(batch="4", seqlen="1024|2048", packed=True))
     assert [(problem.batch, problem.seqlen_q, problem.packed) for problem in found] == [
         (4, 1024, 4096),
@@ -56,7 +56,7 @@ def test_packed_prompts_name_the_tokens_of_all() -> None:
     ]
 
 
-def test_packed_prompts_and_pages_are_named_as_dispatch_names_them() -> None:
+def test_packed_and_paged_problems_match_dispatch() -> None:
     (packed,) = model_problems(find_model("llama-3.1-8b"), ModelSizes(batch="3", seqlen="1000", packed=True))
     assert (packed.seqlen_q, packed.seqlen_kv, packed.packed) == (1024, 1024, 4096)
     (paged,) = model_problems(find_model("llama-3.1-8b"), DECODE._replace(seqlen="1025"))
@@ -89,12 +89,12 @@ def of(name: str, sizes: ModelSizes = PREFILL) -> list[tuple[int, Problem]]:
         ("gpt-oss-120b", {127: 18, None: 18}),
     ],
 )
-def test_a_window_counts_the_token_itself(name: str, windows: dict[int | None, int]) -> None:
+def test_window_includes_the_token_itself(name: str, windows: dict[int | None, int]) -> None:
     assert {problem.window_left: layers for layers, problem in of(name)} == windows
     assert {problem.window_left: layers for layers, problem in of(name, DECODE)} == windows
 
 
-def test_on_sequences_that_fit_into_a_window_there_is_none() -> None:
+def test_window_is_dropped_if_sequences_fit_into_it() -> None:
     windowed = find_model("mistral-7b-v0.1")
     (short, long) = model_problems(windowed, ModelSizes(seqlen="4096|8192"))
     assert (short.window_left, long.window_left) == (None, 4095)
@@ -112,7 +112,7 @@ def test_features_of_models() -> None:
     assert (chunked[0], chunked[1].chunk, full[0], full[1].features) == (36, 8192, 12, frozenset())
 
 
-def test_latent_keys_are_decoded_as_one_head() -> None:
+def test_mla_is_decoded_with_one_kv_head() -> None:
     ((layers, prefill),) = of("deepseek-v3")
     assert (layers, prefill.heads, prefill.kv_heads) == (61, 128, 128)
     assert (prefill.head_dim, prefill.value_head_dim, prefill.latent) == (192, 128, False)
@@ -140,11 +140,11 @@ def test_an_encoder_sees_all_keys_and_does_not_decode() -> None:
         (DECODE._replace(seqlen="long"), "whole numbers"),
     ],
 )
-def test_sizes_that_do_not_fit_get_a_sentence(sizes: ModelSizes, part: str) -> None:
+def test_invalid_sizes_raise_one_sentence(sizes: ModelSizes, part: str) -> None:
     with pytest.raises(UsageError, match=part):
         model_problems(find_model("llama-3.1-8b"), sizes)
 
 
-def test_an_unknown_model_names_the_nearest() -> None:
+def test_unknown_model_error_suggests_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"--hf-config, or did you mean 'llama-3\.1-8b'"):
         find_model("lama-3.1-8b")

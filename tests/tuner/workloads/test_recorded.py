@@ -32,7 +32,7 @@ def shape(seqlen: int, **changes: object) -> Problem:
     return msgspec.structs.replace(problem, **changes)
 
 
-def test_calls_that_take_most_time_come_first() -> None:
+def test_calls_are_ordered_by_total_time() -> None:
     short, long = shape(64), shape(8192)
     rare = weigh((CallCount(short, ALIGNED, 100), CallCount(long, ALIGNED, 2)), H200)
     assert [found.problem for found in rare] == [long, short]
@@ -41,12 +41,12 @@ def test_calls_that_take_most_time_come_first() -> None:
     assert often[1] == WeightedProblem(long, 2, 2 * roofline(long, H200).bound_ms)
 
 
-def test_a_problem_is_searched_once_whatever_its_tensors_were() -> None:
+def test_calls_of_a_problem_are_merged_over_specializations() -> None:
     (found,) = weigh((CallCount(shape(64), ALIGNED, 2), CallCount(shape(64), UNALIGNED, 3)), H200)
     assert found.calls == 5
 
 
-def test_features_are_weighed_too() -> None:
+def test_features_are_weighted() -> None:
     decode = shape(64, seqlen_q=1, seqlen_kv=4096, page_size=16)
     windowed = shape(4096, window_left=127)
     assert {
@@ -57,13 +57,13 @@ def test_features_are_weighed_too() -> None:
         weigh((CallCount(shape(2**31 - 1, chunk=1), ALIGNED, 1),), H200)
 
 
-def test_the_sentence_says_what_is_covered() -> None:
+def test_summary_contains_the_covered_share() -> None:
     weighed = (WeightedProblem(shape(64), 1, 9.0), WeightedProblem(shape(128), 1, 1.0))
     assert summary(weighed, 1).startswith("1 of 2 recorded problems are searched, 90% of the time")
     assert summary(weighed, 20).startswith("2 of 2 recorded problems are searched, 100% of the time")
 
 
-def test_a_file_without_calls_is_named(tmp_path: Path) -> None:
+def test_file_without_calls_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "recorded.jsonl"
     path.write_bytes(b"")
     with pytest.raises(UsageError, match="holds no recorded calls"):
@@ -74,7 +74,7 @@ extents = st.integers(0, 2**31 - 1) | st.integers(0, 4096)
 
 
 @given(seqlen_q=extents, seqlen_kv=extents, batch=extents, chunk=extents, left=st.none() | extents)
-def test_any_recorded_problem_is_weighed_or_one_sentence(
+def test_any_recorded_problem_is_weighted_or_refused_in_one_sentence(
     seqlen_q: int, seqlen_kv: int, batch: int, chunk: int, left: int | None
 ) -> None:
     posed = shape(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, batch=batch, chunk=chunk, window_left=left)
@@ -93,14 +93,14 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_takes_the_first_of_them(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_searches_the_first_problems(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = shape(512)
     assert search._with_recorded((named,), file, 2, H200) == (named, shape(8192), shape(1024))
     assert "2 of 3 recorded problems" in capsys.readouterr().err
     assert len(search._with_recorded((), file, None, H200)) == 3
 
 
-def test_what_nobody_computes_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_problems_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "calls.jsonl"
     wide = shape(512, head_dim=512, value_head_dim=512)
     add_counts(path, (CallCount(problem=wide, specialization=ALIGNED, calls=9),))
@@ -112,7 +112,7 @@ def test_what_nobody_computes_is_left_out(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_training_searches_both_passes_of_what_was_called(
+def test_training_searches_both_passes_of_recorded_calls(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[SearchRequest] = []
@@ -158,7 +158,7 @@ def test_training_searches_both_passes_of_what_was_called(
         (("--from", "none.jsonl"), "cannot read the recorded calls none.jsonl"),
     ],
 )
-def test_mistakes_get_a_sentence(options: tuple[str, ...], words: str) -> None:
+def test_invalid_files_raise_one_sentence(options: tuple[str, ...], words: str) -> None:
     result = CliRunner().invoke(main, ["search", *options, "--target", "h200"], prog_name="flashtune")
     assert result.exit_code == 2
     assert words in result.stderr

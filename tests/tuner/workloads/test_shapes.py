@@ -25,24 +25,24 @@ def test_the_documented_shape() -> None:
     )
 
 
-def test_bounds_that_bound_nothing_are_left_out_as_calls_leave_them_out() -> None:
+def test_bounds_without_effect_are_removed_as_in_calls() -> None:
     (problem,) = parse_shape("heads=4,seqlen=1024,head_dim=64,causal,window=4096")
     assert problem == parse_shape("heads=4,seqlen=1024,head_dim=64,causal")[0]
 
 
-def test_what_is_left_out_has_defaults() -> None:
+def test_omitted_keys_have_defaults() -> None:
     (problem,) = parse_shape("heads=4,seqlen=100,head_dim=64")
     assert (problem.kv_heads, problem.batch, problem.dtype, problem.causal) == (4, 1, Dtype.BF16, Causal.NONE)
 
 
-def test_ranges_double_and_lists_combine() -> None:
+def test_ranges_double_and_lists_are_combined() -> None:
     found = parse_shape("heads=16,seqlen=512..4096,head_dim=64|128,dtype=bf16|fp16,causal=none|top_left")
     assert len(found) == 4 * 2 * 2 * 2
     assert sorted({problem.seqlen_q for problem in found}) == [512, 1024, 2048, 4096]
     assert {problem.causal for problem in found} == {Causal.NONE, Causal.TOP_LEFT}
 
 
-def test_a_list_may_hold_ranges_and_repeats() -> None:
+def test_list_may_contain_ranges_and_duplicates() -> None:
     found = parse_shape("heads=1,seqlen=64|128..512|512,head_dim=64")
     assert [problem.seqlen_q for problem in found] == [64, 128, 256, 512]
 
@@ -52,7 +52,7 @@ def test_tokens_fix_the_product_of_batch_and_length() -> None:
     assert {problem.batch * problem.seqlen_q for problem in found} == {16384}
 
 
-def test_lengths_may_differ() -> None:
+def test_lengths_of_queries_and_keys_may_differ() -> None:
     (problem,) = parse_shape("heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,value_head_dim=64")
     assert (problem.seqlen_q, problem.seqlen_kv, problem.value_head_dim) == (1, 8192, 64)
     (one_side,) = parse_shape("heads=8,seqlen=64,seqlen_kv=128,head_dim=128")
@@ -99,13 +99,13 @@ def test_lengths_may_differ() -> None:
         ("heads=32,seqlen=4,head_dim=64,sink", "did you mean 'sinks'?"),
     ],
 )
-def test_mistakes_get_a_sentence_that_helps(text: str, part: str) -> None:
+def test_invalid_shapes_raise_one_helpful_sentence(text: str, part: str) -> None:
     with pytest.raises(UsageError, match=part.replace("?", r"\?")) as raised:
         parse_shape(text)
     assert raised.value.exit_code == 2
 
 
-def test_a_shape_cannot_name_millions_of_problems() -> None:
+def test_shape_of_millions_of_problems_is_refused() -> None:
     lengths = "|".join(str(number) for number in range(1, MAX_PROBLEMS + 2))
     with pytest.raises(UsageError, match="shorten"):
         parse_shape(f"heads=1,head_dim=64,seqlen={lengths}")
@@ -113,7 +113,7 @@ def test_a_shape_cannot_name_millions_of_problems() -> None:
         parse_shape("heads=1..16777216,head_dim=1..1024,seqlen=1..1073741824,batch=1..1073741824")
 
 
-def test_quantized_inputs_are_named_like_other_types() -> None:
+def test_quantized_dtypes_are_parsed_like_others() -> None:
     (problem,) = parse_shape("heads=8,seqlen=512,head_dim=128,dtype=e4m3,causal")
     assert problem.dtype is Dtype.E4M3
     assert problem.key == "forward_e4m3_d128_h8x8_b1_q512_k512_bottom_right"
@@ -142,7 +142,7 @@ def test_every_feature_has_a_key() -> None:
     assert dense.features == {Feature.LENGTHS}
 
 
-def test_the_backward_pass_is_a_shape_of_its_own() -> None:
+def test_backward_pass_is_a_separate_shape() -> None:
     shape = "heads=16,seqlen=4096,head_dim=128,causal,batch=2"
     (forward,) = parse_shape(shape)
     (backward,) = parse_shape(f"{shape},backward")
@@ -156,7 +156,7 @@ def test_the_backward_pass_is_a_shape_of_its_own() -> None:
         parse_shape(f"{shape},backward,direction=forward")
 
 
-def test_lists_of_features_combine() -> None:
+def test_lists_of_features_are_combined() -> None:
     found = parse_shape(
         "heads=8,seqlen=64,head_dim=64,page_size=0|16|64,kv_dtype=none|int8,softcap=true|false"
     )

@@ -14,7 +14,7 @@ from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.tuner.workloads.shapes_file import read_shapes_file
 
 
-def test_a_file_holds_text_json_and_comments(tmp_path: Path) -> None:
+def test_file_may_contain_text_json_and_comments(tmp_path: Path) -> None:
     file = tmp_path / "shapes.txt"
     (problem,) = parse_shape("heads=2,seqlen=8,head_dim=64,causal")
     rows = [
@@ -45,7 +45,7 @@ def test_a_file_holds_text_json_and_comments(tmp_path: Path) -> None:
         (b"#" * (1024 * 1024 + 1), "larger than"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, content: bytes, part: str) -> None:
+def test_invalid_file_is_named(tmp_path: Path, content: bytes, part: str) -> None:
     file = tmp_path / "shapes.txt"
     file.write_bytes(content)
     with pytest.raises(UsageError, match=part) as raised:

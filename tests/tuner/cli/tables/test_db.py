@@ -13,7 +13,7 @@ from flashtune.db.store import open_store
 Run = Callable[..., Result]
 
 
-def test_path_follows_the_environment_and_the_option(run: Run, tmp_path: Path) -> None:
+def test_path_uses_the_environment_variable_and_the_option(run: Run, tmp_path: Path) -> None:
     assert run("db", "path").stdout.strip() == str(tmp_path / "flashtune.sqlite")
     told = json.loads(run("db", "path", "--db", tmp_path / "x.sqlite", "--json").stdout)
     assert told == {"database": str(tmp_path / "x.sqlite"), "exists": False}
@@ -25,7 +25,7 @@ def test_path_never_shows_a_password(run: Run) -> None:
     assert "host" in told
 
 
-def test_upgrade_creates_and_then_has_nothing_to_do(run: Run, tmp_path: Path) -> None:
+def test_upgrade_creates_the_database_and_is_idempotent(run: Run, tmp_path: Path) -> None:
     first = run("db", "upgrade")
     assert first.exit_code == 0, first.output
     assert (tmp_path / "flashtune.sqlite").exists()
@@ -33,7 +33,7 @@ def test_upgrade_creates_and_then_has_nothing_to_do(run: Run, tmp_path: Path) ->
     assert json.loads(run("db", "upgrade", "--json").stdout)["after"]
 
 
-def test_merge_brings_records_and_selections(
+def test_merge_adds_records_and_selections(
     run: Run, stored: tuple[Record, ...], make_record: Callable[..., Record], tmp_path: Path
 ) -> None:
     other = tmp_path / "other.sqlite"
@@ -47,7 +47,7 @@ def test_merge_brings_records_and_selections(
 
 
 @pytest.mark.parametrize("name", ["missing.sqlite", "damaged.sqlite"])
-def test_merge_of_what_is_no_database_changes_nothing(
+def test_merge_of_an_invalid_database_changes_nothing(
     run: Run, stored: tuple[Record, ...], tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "damaged.sqlite").write_bytes(b"not a database at all, and long enough to tell" * 100)
@@ -58,6 +58,6 @@ def test_merge_of_what_is_no_database_changes_nothing(
     assert run("show", "--json").stdout == before
 
 
-def test_the_group_needs_a_command(run: Run) -> None:
+def test_db_requires_a_subcommand(run: Run) -> None:
     assert run("db").exit_code == 2
     assert run("db", "merge").exit_code == 2

@@ -1,4 +1,4 @@
-"""`flashtune db forget` deletes what it showed, and takes back selections."""
+"""Tests of `flashtune db forget`: deletion of records and selections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def selected(tmp_path: Path) -> list[float | None]:
         return [entry.record.ms for entry in store.selections()]
 
 
-def test_records_of_an_outcome_are_deleted_and_the_selection_stays(
+def test_records_of_an_outcome_are_deleted_without_the_selection(
     run: Run, stored: tuple[Record, ...], tmp_path: Path
 ) -> None:
     done = run("db", "forget", "--outcome", "wrong_result", "--outcome", "infeasible", "--yes")
@@ -42,7 +42,7 @@ def test_records_of_an_outcome_are_deleted_and_the_selection_stays(
     assert selected(tmp_path) == [0.5]
 
 
-def test_the_next_best_record_takes_the_place_of_a_selection(
+def test_deleted_selection_is_replaced_by_the_next_best_record(
     run: Run, stored: tuple[Record, ...], tmp_path: Path
 ) -> None:
     # The selection alone is old.
@@ -55,7 +55,7 @@ def test_the_next_best_record_takes_the_place_of_a_selection(
     assert selected(tmp_path) == [0.7]
 
 
-def test_nothing_is_selected_where_nothing_may_serve(
+def test_no_selection_remains_without_eligible_records(
     run: Run, stored: tuple[Record, ...], make_record: MakeRecord, tmp_path: Path
 ) -> None:
     done = run("db", "forget", "--outcome", "ok", "--yes")
@@ -64,7 +64,7 @@ def test_nothing_is_selected_where_nothing_may_serve(
     assert sorted(kept(tmp_path)) == ["infeasible", "wrong_result"]
 
 
-def test_a_candidate_that_was_found_wrong_later_is_not_selected(
+def test_candidate_with_a_later_failure_is_not_selected(
     run: Run, stored: tuple[Record, ...], make_record: MakeRecord, tmp_path: Path
 ) -> None:
     with open_store(str(tmp_path / "flashtune.sqlite")) as store:
@@ -77,9 +77,7 @@ def test_a_candidate_that_was_found_wrong_later_is_not_selected(
     assert selected(tmp_path) == [0.9]
 
 
-def test_it_asks_and_deletes_nothing_without_a_yes(
-    run: Run, stored: tuple[Record, ...], tmp_path: Path
-) -> None:
+def test_deletion_requires_confirmation(run: Run, stored: tuple[Record, ...], tmp_path: Path) -> None:
     for answer in ("n\n", ""):
         done = CliRunner().invoke(main, ["db", "forget", "--target", "h200"], input=answer)
         assert done.exit_code == 1
@@ -92,7 +90,7 @@ def test_it_asks_and_deletes_nothing_without_a_yes(
     assert kept(tmp_path) == []
 
 
-def test_filters_by_shape_family_and_target_join(
+def test_filters_by_shape_family_and_target_are_combined(
     run: Run, two_gpus: tuple[Record, ...], shape: str, tmp_path: Path
 ) -> None:
     assert "0 records" in run("db", "forget", "--family", "forward_kv_outer", "--yes").stdout
@@ -102,7 +100,7 @@ def test_filters_by_shape_family_and_target_join(
         assert len(store.selections()) == 2
 
 
-def test_a_filter_is_needed_and_must_make_sense(run: Run, stored: tuple[Record, ...], tmp_path: Path) -> None:
+def test_valid_filter_is_required(run: Run, stored: tuple[Record, ...], tmp_path: Path) -> None:
     assert run("db", "forget", "--yes").exit_code == 2
     assert run("db", "forget", "--older-than", "soon", "--yes").exit_code == 2
     assert run("db", "forget", "--target", "h900", "--yes").exit_code == 2

@@ -1,4 +1,4 @@
-"""Kernels as files: what `flashtune render` and `flashtune export --format` write."""
+"""Tests of the kernel files of `flashtune render` and `flashtune export --format`."""
 
 from __future__ import annotations
 
@@ -66,20 +66,20 @@ def test_render_of_a_config_and_a_family(run: Run, shape: str) -> None:
         (("--model", "phi-2", "--family", "nope"), "there is no kernel family"),
     ],
 )
-def test_render_refuses(run: Run, arguments: tuple[str, ...], part: str) -> None:
+def test_render_refuses_invalid_arguments(run: Run, arguments: tuple[str, ...], part: str) -> None:
     result = run("render", "--target", "h100", *arguments)
     assert result.exit_code == 2
     assert part in result.stderr
 
 
-def test_render_where_nothing_can_be_written(run: Run, shape: str, tmp_path: Path) -> None:
+def test_render_to_an_unwritable_path_is_an_error(run: Run, shape: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
     result = run("render", "--shape", shape, "--target", "h100", "--out", tmp_path / "file" / "kernel.py")
     assert result.exit_code == 1
     assert "cannot write" in result.stderr
 
 
-def test_python_files_are_one_for_each_kernel_and_stand_alone(
+def test_python_export_writes_one_standalone_file_per_kernel(
     run: Run, two_gpus: Stored, tmp_path: Path
 ) -> None:
     folder = tmp_path / "kernels"
@@ -106,7 +106,7 @@ def test_python_files_are_one_for_each_kernel_and_stand_alone(
     assert callable(module.attention)
 
 
-def test_several_kernels_need_a_folder(run: Run, two_gpus: Stored, tmp_path: Path) -> None:
+def test_export_of_several_kernels_requires_a_folder(run: Run, two_gpus: Stored, tmp_path: Path) -> None:
     assert run("export", "--format", "python").exit_code == 2
     alone = tmp_path / "alone.py"
     assert run("export", "--format", "python", "--target", "h100", "--out", alone).exit_code == 0
@@ -133,7 +133,7 @@ def test_baselines_have_no_file(make_record: MakeRecord) -> None:
     assert "triton.Config" not in triton_configs((baseline,)).split("CONFIGS = ")[1]
 
 
-def test_stored_text_stays_in_its_comment(make_record: MakeRecord) -> None:
+def test_stored_text_cannot_escape_its_comment(make_record: MakeRecord) -> None:
     record = make_record()
     versions = msgspec.structs.replace(record.versions, flashtune="1\nimport os  # \u2028os.abort()")
     (file,) = kernel_files((msgspec.structs.replace(record, versions=versions),))
@@ -141,7 +141,7 @@ def test_stored_text_stays_in_its_comment(make_record: MakeRecord) -> None:
     assert all(line.startswith("#") or not line for line in header.splitlines())
 
 
-def test_triton_configs_are_what_triton_takes(run: Run, two_gpus: Stored, tmp_path: Path) -> None:
+def test_triton_configs_are_valid(run: Run, two_gpus: Stored, tmp_path: Path) -> None:
     out = tmp_path / "configs.py"
     assert run("export", "--format", "triton-config", "--out", out).exit_code == 0
     spec = importlib.util.spec_from_file_location("configs", out)

@@ -1,4 +1,4 @@
-"""Tables as files: what `flashtune export` writes and `flashtune import` takes or refuses."""
+"""Tests of table files in `flashtune export` and `flashtune import`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeRecord = Callable[..., Record]
 Stored = tuple[Record, ...]
 
 
-def test_a_table_goes_out_and_comes_in_again(run: Run, stored: Stored, tmp_path: Path) -> None:
+def test_exported_table_round_trips(run: Run, stored: Stored, tmp_path: Path) -> None:
     table = tmp_path / "h200.json"
     assert run("export", "--out", table).exit_code == 0
     assert load_table(table).records == (stored[1],)
@@ -39,7 +39,7 @@ def test_a_table_goes_out_and_comes_in_again(run: Run, stored: Stored, tmp_path:
     assert "1 were known" in run("import", table, "--db", other).stdout
 
 
-def test_of_tables_of_one_shape_the_fastest_record_serves(
+def test_import_of_several_tables_selects_the_fastest_record(
     run: Run, make_record: MakeRecord, tmp_path: Path
 ) -> None:
     tables, records = [], [make_record("block_m=64,num_warps=4", ms=0.5), make_record("block_m=128", ms=0.7)]
@@ -52,7 +52,7 @@ def test_of_tables_of_one_shape_the_fastest_record_serves(
         assert [entry.record for entry in store.selections()] == records[:1]
 
 
-def test_tables_of_several_gpus_go_into_a_folder(run: Run, two_gpus: Stored, tmp_path: Path) -> None:
+def test_tables_of_several_gpus_are_written_to_a_folder(run: Run, two_gpus: Stored, tmp_path: Path) -> None:
     refused = run("export")
     assert refused.exit_code == 2
     assert "need a folder" in refused.stderr
@@ -68,7 +68,7 @@ def test_tables_of_several_gpus_go_into_a_folder(run: Run, two_gpus: Stored, tmp
 @pytest.mark.parametrize(
     ("kind", "name"), [("json", "t.json"), ("python", "t.py"), ("triton-config", "t.py")]
 )
-def test_records_of_an_unlisted_gpu_can_be_exported_and_imported_on_another_machine(
+def test_records_of_an_unlisted_gpu_can_be_exported_and_imported(
     run: Run, make_record: MakeRecord, tmp_path: Path, kind: str, name: str
 ) -> None:
     gpu = msgspec.structs.replace(find_target("h200"), name="nvidia-x9000")
@@ -86,7 +86,7 @@ def test_records_of_an_unlisted_gpu_can_be_exported_and_imported_on_another_mach
         assert run("import", out).exit_code == 0
 
 
-def test_a_hostile_target_name_reaches_no_path(
+def test_target_names_cannot_escape_the_folder(
     run: Run, two_gpus: Stored, make_record: MakeRecord, tmp_path: Path
 ) -> None:
     hostile = msgspec.structs.replace(make_record(), target="../escaped")
@@ -118,7 +118,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("content", HOSTILE)
-def test_a_hostile_table_leaves_the_database_as_it_was(
+def test_invalid_table_leaves_the_database_unchanged(
     run: Run, stored: Stored, tmp_path: Path, content: bytes
 ) -> None:
     good = tmp_path / "good.json"
@@ -149,9 +149,7 @@ def test_a_missing_table_is_a_usage_error(run: Run, tmp_path: Path) -> None:
     assert run("import").exit_code == 2
 
 
-def test_an_import_tells_how_many_records_it_checked_and_stored(
-    two_gpus: Stored, run: Run, tmp_path: Path
-) -> None:
+def test_import_reports_progress(two_gpus: Stored, run: Run, tmp_path: Path) -> None:
     table = tmp_path / "h200.json"
     run("export", "--target", "h200", "--out", table)
     told: list[tuple[str, int, int]] = []
@@ -172,7 +170,7 @@ def test_an_import_tells_how_many_records_it_checked_and_stored(
         ("bench", "--load"),
     ],
 )
-def test_a_pipe_is_refused_and_not_waited_for(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_pipe_is_refused_without_blocking(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     result = run(*arguments, pipe)
@@ -181,7 +179,7 @@ def test_a_pipe_is_refused_and_not_waited_for(run: Run, tmp_path: Path, argument
     assert result.stderr.count("\n") == 1
 
 
-def test_a_dash_is_standard_output(
+def test_dash_writes_to_standard_output(
     run: Run, stored: Stored, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -197,7 +195,7 @@ def test_a_dash_is_standard_output(
     assert not (tmp_path / "-").exists()
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "file"
     target.write_bytes(b"before")
 

@@ -1,4 +1,4 @@
-"""Receipts of a table that comes from elsewhere: only those of its own kernels are trusted."""
+"""Tests of receipts in imported tables: only those of the table's kernels are accepted."""
 
 from __future__ import annotations
 
@@ -77,16 +77,14 @@ def test_receipts_of_records_and_siblings_become_self_checks(
     assert json.loads(done.stdout)["checks_added"] == 2
 
 
-def test_a_receipt_of_a_kernel_that_no_record_has_is_refused(
-    run: Run, write: Callable[..., Path], record: Record
-) -> None:
+def test_receipt_without_a_record_is_refused(run: Run, write: Callable[..., Path], record: Record) -> None:
     done = run("import", write(receipt(record, str(record.kernel)), receipt(record, STRAY)))
     assert done.exit_code == 2
     assert "cannot be used: no record has its kernel" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_receipts_of_other_template_versions_become_no_self_checks(
+def test_receipts_of_other_template_versions_are_not_imported(
     run: Run, write: Callable[..., Path], record: Record, tmp_path: Path
 ) -> None:
     done = run("import", write(receipt(record, STRAY, template="0" * 32)), "--json")
@@ -95,7 +93,7 @@ def test_receipts_of_other_template_versions_become_no_self_checks(
 
 
 @pytest.mark.usefixtures("quick_jobs")
-def test_verify_fails_receipts_of_kernels_that_no_record_has(
+def test_verify_fails_on_receipts_without_records(
     run: Run, write: Callable[..., Path], record: Record
 ) -> None:
     good = receipt(record, str(record.kernel)), receipt(record, sibling_digest(record))
@@ -106,7 +104,7 @@ def test_verify_fails_receipts_of_kernels_that_no_record_has(
     assert run("verify", "--table", write(receipt(record, STRAY, template="0" * 32))).exit_code == 0
 
 
-def test_a_table_is_written_without_stray_receipts_and_times(
+def test_written_table_omits_receipts_and_times_without_records(
     write: Callable[..., Path], record: Record
 ) -> None:
     good, stray, old = (
@@ -130,7 +128,7 @@ def test_a_table_is_written_without_stray_receipts_and_times(
 
 @pytest.fixture
 def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTable]:
-    """A shipped table of another driver, with a receipt and a time of the versions here."""
+    """A shipped table of another driver, with a receipt and a time of the current versions."""
     here = current_versions(record.family)
     other = msgspec.structs.replace(record, versions=msgspec.structs.replace(here, driver="999.1"))
     check = Check(digest=str(record.kernel), target=record.target, versions=here, verdict=VERDICT)
@@ -148,7 +146,7 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
     tables.tuned_records.cache_clear()
 
 
-def test_a_shipped_receipt_without_a_time_counts(
+def test_shipped_receipt_without_a_time_verifies_a_record(
     run: Run, monkeypatch: pytest.MonkeyPatch, shipped: TunedTable
 ) -> None:
     def standings() -> list[str]:
@@ -166,7 +164,7 @@ def test_a_shipped_receipt_without_a_time_counts(
     assert standings() == ["unproven"]
 
 
-def test_without_a_driver_shipped_receipts_of_all_drivers_count(
+def test_shipped_receipts_of_all_drivers_count_without_a_driver(
     run: Run, monkeypatch: pytest.MonkeyPatch, record: Record
 ) -> None:
     other = msgspec.structs.replace(record.versions, triton="99.0")
@@ -186,7 +184,7 @@ def test_without_a_driver_shipped_receipts_of_all_drivers_count(
     assert found == {NO_DRIVER: "verified", "999.1": "verified", "999.2": "unproven"}
 
 
-def test_an_exported_part_of_a_shipped_table_has_its_evidence(
+def test_exported_part_of_a_shipped_table_contains_its_evidence(
     run: Run, monkeypatch: pytest.MonkeyPatch, record: Record, make_record: MakeRecord, tmp_path: Path
 ) -> None:
     (wider,) = parse_shape("heads=8,kv_heads=2,seqlen=1024,head_dim=128,dtype=bf16,causal,batch=2")
@@ -212,7 +210,7 @@ def test_an_exported_part_of_a_shipped_table_has_its_evidence(
     assert (found.records, set(found.receipts), found.times) == ((record,), set(part), (time,))
 
 
-def test_commands_see_a_shipped_table_as_dispatch_does(shipped: TunedTable, tmp_path: Path) -> None:
+def test_commands_and_dispatch_read_shipped_tables_alike(shipped: TunedTable, tmp_path: Path) -> None:
     (seen,) = tables_of(shipped.target, str(tmp_path / "none.sqlite")).effective()
     assert seen in tables.tuned_records(shipped.target).effective()
     assert seen.ms == 0.3

@@ -35,7 +35,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_policy_proposes_everything_once(name: str, scope: SearchTask) -> None:
+def test_every_strategy_proposes_each_candidate_once(name: str, scope: SearchTask) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{name} needs {NEEDS[name]}")
     proposer = POLICIES[name](SearchContext(scope, (), {}, 20, 0, NOTHING))
@@ -48,7 +48,7 @@ def test_every_policy_proposes_everything_once(name: str, scope: SearchTask) -> 
     assert set(proposed) == set(scope.candidates())
 
 
-def test_random_orders_differ_by_seed_and_exhaustive_ones_by_their_start(scope: SearchTask) -> None:
+def test_random_orders_depend_on_seed_and_exhaustive_ones_on_the_start(scope: SearchTask) -> None:
     def order(name: str, seed: int) -> list[object]:
         proposer = POLICIES[name](SearchContext(scope, (), {}, None, seed, NOTHING))
         return [proposer.ask() for _ in range(10)]
@@ -59,7 +59,7 @@ def test_random_orders_differ_by_seed_and_exhaustive_ones_by_their_start(scope: 
     assert (walk.index(first) + 1) % len(walk) == walk.index(second)  # type: ignore[arg-type]
 
 
-def test_a_conditional_axis_is_always_searched_by_samplers_that_know_no_conditions(scope: SearchTask) -> None:
+def test_samplers_without_conditions_search_conditional_axes(scope: SearchTask) -> None:
     import optuna
 
     from flashtune.tuner.search.optuna_study import Study
@@ -72,7 +72,7 @@ def test_a_conditional_axis_is_always_searched_by_samplers_that_know_no_conditio
     assert {len(trial.params) for trial in study._study.trials} == {5}
 
 
-def test_what_was_measured_of_the_judged_problem_is_not_known() -> None:
+def test_experience_excludes_the_evaluated_problem() -> None:
     judged = TABLES[0]
     experience = experience_without(judged, TABLES)
     assert judged.problem.key not in experience.fit.problems
@@ -83,7 +83,7 @@ def test_what_was_measured_of_the_judged_problem_is_not_known() -> None:
     assert set(warm) <= candidates
 
 
-def test_a_summary_counts_what_each_seed_came_to() -> None:
+def test_summary_has_results_of_each_seed() -> None:
     table = a_table(configs=20)
     runs = [
         Run("some", 0, (0.5, 0.97, 0.99, 1.0), (1.0, 2.5, 2.6, 4.0)),
@@ -101,14 +101,14 @@ def test_a_summary_counts_what_each_seed_came_to() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.family}-{table.problem.key}")
-def test_the_default_policy_finds_what_it_was_not_told(table: TruthTable, empty: Path) -> None:
+def test_default_strategy_finds_held_out_optima(table: TruthTable, empty: Path) -> None:
     experience = experience_without(table, TABLES)
     (judged,) = summarize(table, [replayed(table, experience, "default", 0, empty, JUDGED_SHARE)]).judged
     assert judged >= 0.97
 
 
 @pytest.mark.slow
-def test_the_default_policy_is_nearer_to_the_best_than_others(empty: Path) -> None:
+def test_default_strategy_is_nearer_to_the_best_than_others(empty: Path) -> None:
     medians: dict[str, list[float]] = {policy: [] for policy in ("default", "tpe", "random", "exhaustive")}
     for table in TABLES:
         experience = experience_without(table, TABLES)

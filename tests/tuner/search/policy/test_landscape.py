@@ -30,7 +30,7 @@ def test_steps_count_the_axes_that_differ(pool: CandidateGrid) -> None:
     )
 
 
-def test_neighbours_on_a_long_axis_lie_nearer_than_its_ends(scope: SearchTask) -> None:
+def test_neighbours_on_a_long_axis_are_nearer_than_its_ends(scope: SearchTask) -> None:
     import msgspec
 
     from tests.tuner.search.fakes import a_space
@@ -45,7 +45,7 @@ def test_neighbours_on_a_long_axis_lie_nearer_than_its_ends(scope: SearchTask) -
     assert steps[-1] == 1
 
 
-def test_the_nearest_free_candidate_stands_for_one_from_outside(pool: CandidateGrid) -> None:
+def test_outside_candidate_maps_to_the_nearest_free_one(pool: CandidateGrid) -> None:
     free = np.ones(len(pool.candidates), dtype=bool)
     outside = Candidate(FAMILY, a_config(block_m=128, num_stages=5))
     nearest = pool.nearest(outside, free)
@@ -55,7 +55,7 @@ def test_the_nearest_free_candidate_stands_for_one_from_outside(pool: CandidateG
     assert pool.nearest(outside, np.zeros_like(free)) is None
 
 
-def test_most_is_expected_of_what_is_like_the_fast_and_unlike_the_slow(pool: CandidateGrid) -> None:
+def test_expected_improvement_is_largest_near_fast_candidates(pool: CandidateGrid) -> None:
     landscape = Surrogate(pool, [1.0] * len(pool.candidates), GpParams())
     known: dict[int, float | None] = {
         place: ms_of(candidate) for place, candidate in enumerate(pool.candidates) if place % 3 == 0
@@ -68,7 +68,7 @@ def test_most_is_expected_of_what_is_like_the_fast_and_unlike_the_slow(pool: Can
     assert ranks[0] < 4
 
 
-def test_predictions_are_believed_until_they_are_disproved(pool: CandidateGrid) -> None:
+def test_measurements_override_predictions(pool: CandidateGrid) -> None:
     predicted = [ms_of(candidate) for candidate in pool.candidates]
     landscape = Surrogate(pool, predicted, GpParams())
     slowest = int(np.argmax(predicted))
@@ -76,7 +76,7 @@ def test_predictions_are_believed_until_they_are_disproved(pool: CandidateGrid) 
     assert int(expected.argmax()) == int(np.argmin(predicted))
 
 
-def test_little_is_expected_beside_failures_and_of_what_is_being_tried(pool: CandidateGrid) -> None:
+def test_expected_improvement_is_small_near_failures_and_open_trials(pool: CandidateGrid) -> None:
     landscape = Surrogate(pool, [1.0] * len(pool.candidates), GpParams())
     good, bad = 0, len(pool.candidates) - 1
     without = landscape.expected_improvements({good: 1.0}, ())

@@ -1,4 +1,4 @@
-"""What lies beside a config, and that a search looks there."""
+"""Tests of the neighbours of a config and of their proposal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.tuner.search.fakes import FAMILY, a_config, a_space, alike
 
 
 def changed(space: Space, **fields: Any) -> set[tuple[tuple[str, Any], ...]]:
-    """What each neighbour of a config changes."""
+    """The changed fields of each neighbour of a config."""
     config = a_config(**fields)
     assert space.contains(config)
     return {
@@ -33,19 +33,19 @@ def test_neighbours_differ_on_one_axis_by_a_step() -> None:
     }
 
 
-def test_what_is_switched_off_takes_its_first_value() -> None:
+def test_inactive_axes_take_their_first_value() -> None:
     found = changed(a_space(), loads=Loads.DESCRIPTOR, qk_ahead=True)
     assert (("qk_ahead", False),) in found
     assert (("loads", Loads.POINTER), ("qk_ahead", False)) in found
 
 
-def test_a_config_from_outside_has_neighbours_inside() -> None:
+def test_config_outside_the_space_has_neighbours_inside() -> None:
     outside = a_config(block_m=512)
     inside = list(neighbours(a_space(), outside))
     assert {near.block_m for near in inside} == {64, 128}  # type: ignore[attr-defined]
 
 
-def test_what_lies_beside_the_fastest_is_proposed_soon(scope: SearchTask) -> None:
+def test_neighbours_of_the_fastest_are_proposed_soon(scope: SearchTask) -> None:
     best = Candidate(FAMILY, a_config(block_m=128, num_warps=4))
     proposer = DefaultStrategy(scope, (best,), alike(scope), {}, seed=0)
     assert proposer.ask() == best
@@ -56,7 +56,7 @@ def test_what_lies_beside_the_fastest_is_proposed_soon(scope: SearchTask) -> Non
     assert len(set(proposed)) == len(proposed)
 
 
-def test_nothing_lies_beside_what_failed(scope: SearchTask) -> None:
+def test_failed_candidates_have_no_proposed_neighbours(scope: SearchTask) -> None:
     failed = Candidate(FAMILY, a_config())
     proposer = DefaultStrategy(scope, (failed,), alike(scope), {}, seed=0)
     assert proposer.ask() == failed

@@ -22,7 +22,7 @@ def proposer_of(scope: SearchTask, start: tuple[Candidate, ...] = ()) -> Default
 
 
 def trials_of(proposer: DefaultStrategy) -> list[FrozenTrial]:
-    """What the sampler learned; its own suggestions, which are answered elsewhere, left out."""
+    """The trials of the sampler without its open suggestions."""
     return [trial for trial in proposer._study._study.trials if trial.state is not TrialState.FAIL]
 
 
@@ -32,7 +32,7 @@ def ms_of(candidate: Candidate) -> float:
     return measurement.ms
 
 
-def test_every_candidate_is_proposed_once_and_then_none(scope: SearchTask) -> None:
+def test_every_candidate_is_proposed_once(scope: SearchTask) -> None:
     proposer = proposer_of(scope)
     proposed = []
     while (candidate := proposer.ask()) is not None:
@@ -42,14 +42,14 @@ def test_every_candidate_is_proposed_once_and_then_none(scope: SearchTask) -> No
     assert set(proposed) == set(scope.candidates())
 
 
-def test_nothing_is_proposed_twice_while_it_is_open(scope: SearchTask) -> None:
+def test_open_candidates_are_not_proposed_again(scope: SearchTask) -> None:
     proposer = proposer_of(scope)
     proposed = [proposer.ask() for _ in range(8)]
     assert None not in proposed
     assert len(set(proposed)) == 8
 
 
-def test_the_start_comes_first_and_in_order_even_from_outside_the_space(scope: SearchTask) -> None:
+def test_enqueued_trials_come_first_in_order(scope: SearchTask) -> None:
     outside = Candidate(FAMILY, a_config(block_m=256, num_warps=16))
     inside = Candidate(FAMILY, a_config(block_m=128))
     assert not scope.contains(outside)
@@ -60,7 +60,7 @@ def test_the_start_comes_first_and_in_order_even_from_outside_the_space(scope: S
     assert [trial.value for trial in trials_of(proposer)] == [2.0]
 
 
-def test_what_is_known_is_told_to_the_sampler_and_not_proposed(scope: SearchTask) -> None:
+def test_known_results_are_told_to_the_sampler_and_not_proposed(scope: SearchTask) -> None:
     known = {candidate: TrialResult(ms_of(candidate)) for candidate in list(scope.candidates())[:-1]}
     proposer = DefaultStrategy(scope, (), alike(scope), known, seed=0)
     assert len(trials_of(proposer)) == len(known)
@@ -82,7 +82,7 @@ def test_failures_are_completed_trials_with_a_violated_constraint(scope: SearchT
     assert fine.constraints == {"capacity": 0.0, "right": 0.0}
 
 
-def test_inactive_axes_take_no_part(scope: SearchTask) -> None:
+def test_inactive_axes_are_not_suggested(scope: SearchTask) -> None:
     proposer = proposer_of(scope)
     while (candidate := proposer.ask()) is not None:
         proposer.tell(candidate, TrialResult(ms_of(candidate)))
@@ -92,7 +92,7 @@ def test_inactive_axes_take_no_part(scope: SearchTask) -> None:
         assert f"{FAMILY}.num_stages" not in trial.params
 
 
-def test_one_study_spans_the_families() -> None:
+def test_one_study_covers_all_families() -> None:
     problem, target = a_problem(), find_target("h100")
     scope = SearchTask(problem, target, Specialization(), open_spaces(problem, target, PORTABLE))
     proposer = proposer_of(scope)
@@ -102,7 +102,7 @@ def test_one_study_spans_the_families() -> None:
         assert type(candidate.config) is find_family(candidate.family).config_type
 
 
-def test_the_sampler_finds_the_best_sooner_than_chance() -> None:
+def test_sampler_finds_the_best_faster_than_random_search() -> None:
     space = a_space(block_ms=(16, 32, 64, 128, 256, 512), warps=(1, 2, 4, 8, 16))
     scope = SearchTask(
         a_problem(),
@@ -128,7 +128,7 @@ def test_the_sampler_finds_the_best_sooner_than_chance() -> None:
     assert late_failures <= 6
 
 
-def test_the_ranking_holds_what_fits_and_the_start_is_varied() -> None:
+def test_ranking_contains_fitting_candidates_and_initial_design_varies() -> None:
     problem, target = a_problem(seqlen_q=4096, seqlen_kv=4096), find_target("h100")
     scope = SearchTask(problem, target, Specialization(), open_spaces(problem, target, (FAMILY,)))
     ranked = rank(scope, seed=0, fit=NOTHING)
@@ -140,12 +140,12 @@ def test_the_ranking_holds_what_fits_and_the_start_is_varied() -> None:
     assert len({round(predicted[candidate], 9) for candidate in start}) == 10
 
 
-def test_a_family_that_does_not_exist_is_a_usage_error() -> None:
+def test_unknown_family_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="there is no kernel family 'forward_sideways'"):
         open_spaces(a_problem(), find_target("h100"), ("forward_sideways",))
 
 
-def test_a_family_far_behind_is_given_up() -> None:
+def test_slow_family_is_pruned() -> None:
     problem, target = a_problem(), find_target("h200")
     scope = SearchTask(problem, target, Specialization(), open_spaces(problem, target, PORTABLE))
     slow, fast = "forward_kv_outer", "forward_q_outer"

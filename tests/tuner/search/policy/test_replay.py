@@ -29,7 +29,7 @@ def replayed(table: TruthTable, store: Store, budget: Budget, seed: int = 0) -> 
     return run_search(request, store, equipment=replay.equipment()), replay
 
 
-def test_a_replay_of_the_whole_table_finds_its_best(store: Store) -> None:
+def test_simulation_of_a_whole_table_finds_its_best(store: Store) -> None:
     table = a_table()
     result, replay = replayed(table, store, Budget(None, None, None))
     assert result.stop is Stop.EXHAUSTED
@@ -53,7 +53,7 @@ def test_seconds_are_simulated(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_failures_of_a_table_are_outcomes_of_the_search(store: Store) -> None:
+def test_failures_in_a_table_are_outcomes_of_the_search(store: Store) -> None:
     table = a_table()
     result, _ = replayed(table, store, Budget(None, None, None))
     assert result.tally.outcomes == {Outcome.OK: 50, Outcome.WRONG_RESULT: 5, Outcome.COMPILE_ERROR: 5}
@@ -72,7 +72,7 @@ def test_the_same_seed_replays_the_same_search(
     assert one.tried == two.tried
 
 
-def test_a_search_sees_noise_and_the_finals_do_not() -> None:
+def test_trials_have_noise_and_final_measurements_do_not() -> None:
     table = a_table()
     scope = replay_scope(table)
     replay = Replay(table, jobs=1, seed=0)
@@ -95,7 +95,7 @@ def test_a_search_sees_noise_and_the_finals_do_not() -> None:
     assert final.result()[0].ms == true
 
 
-def test_configs_that_the_space_forgot_are_refused() -> None:
+def test_configs_outside_the_current_space_are_refused() -> None:
     table = a_table(shape="heads=16,seqlen=2048,head_dim=128,tokens=16384")
     causal = a_table()
     mixed = TruthTable(
@@ -105,7 +105,7 @@ def test_configs_that_the_space_forgot_are_refused() -> None:
         replay_space(mixed)
 
 
-def test_the_answer_after_each_trial_is_the_truly_fastest_of_those_that_looked_so() -> None:
+def test_best_after_each_trial_uses_true_times_of_the_finalists() -> None:
     candidate = a_table().candidate(a_table().rows[0])
     times = [(None, None), (2.0, 2.5), (1.0, 1.2), (1.1, 1.0), (1.05, 1.3)]
     tried = [SimulatedTrial(candidate, 0.0, seen, true) for seen, true in times]

@@ -1,4 +1,4 @@
-"""What the GPU's process builds with warps that fall behind: kernels that have barriers of their own."""
+"""Tests of building kernels with delays in the GPU process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def default(family: str) -> Candidate:
         (Outcome.OK, "forward_q_outer", False),
     ],
 )
-def test_what_can_be_launched_with_delays(
+def test_kernels_that_can_be_launched_with_delays(
     monkeypatch: pytest.MonkeyPatch, outcome: Outcome, family: str, judged: bool
 ) -> None:
     seen: list[Kernel] = []

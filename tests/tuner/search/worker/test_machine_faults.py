@@ -1,4 +1,4 @@
-"""What the machine causes stops a search with one sentence, and is stored of no candidate."""
+"""Tests of machine faults: they stop a search with one sentence and are not stored as outcomes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ WELL = Probe("")
 STORED = "what was finished is stored, and the same command goes on"
 
 
-def test_a_compiler_process_that_is_killed_blames_no_candidate(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_compiler_process_is_no_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.kill_itself)
     with (
         CompilePool(1) as pool,
@@ -41,7 +39,7 @@ def test_a_compiler_process_that_is_killed_blames_no_candidate(
         pool.submit(scope, CANDIDATE).result(WAIT)
 
 
-def test_a_full_disk_in_a_compiler_process_blames_no_candidate(
+def test_full_disk_in_a_compiler_process_is_no_outcome(
     scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.compile_without_space)
@@ -52,7 +50,7 @@ def test_a_full_disk_in_a_compiler_process_blames_no_candidate(
 @pytest.mark.parametrize(
     "job", [fakes.crash, fakes.hang, fakes.fail_with_a_tool], ids=lambda job: job.__name__
 )
-def test_a_failure_on_a_machine_that_a_probe_finds_ill_blames_no_candidate(
+def test_compile_failure_on_a_faulty_machine_is_no_outcome(
     scope: SearchTask, monkeypatch: pytest.MonkeyPatch, job: Any
 ) -> None:
     monkeypatch.setattr(machine_probe, "look_for_fault", fakes.triton_cache_full)
@@ -62,7 +60,7 @@ def test_a_failure_on_a_machine_that_a_probe_finds_ill_blames_no_candidate(
 
 
 @pytest.mark.usefixtures("healthy_machine")
-def test_a_tool_that_fails_on_a_healthy_machine_is_an_outcome(
+def test_tool_failure_on_a_healthy_machine_is_an_outcome(
     scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.fail_with_a_tool)
@@ -70,9 +68,7 @@ def test_a_tool_that_fails_on_a_healthy_machine_is_an_outcome(
         assert pool.submit(scope, CANDIDATE).result(WAIT).outcome is Outcome.COMPILE_ERROR
 
 
-def test_a_pool_that_was_stopped_starts_no_process_for_jobs_that_were_lost(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_pool_does_not_restart_lost_jobs(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
     with CompilePool(1) as pool:
         jobs = [pool.submit(scope, CANDIDATE) for _ in range(3)]
@@ -84,9 +80,7 @@ def test_a_pool_that_was_stopped_starts_no_process_for_jobs_that_were_lost(
     assert all(job.cancelled() or not job.done() for job in jobs)
 
 
-def test_a_process_that_runs_kernels_and_is_killed_blames_no_candidate(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_gpu_process_is_no_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_worker, "prepare", fakes.succeed)
     monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.kill_itself)
     with GpuWorker(0) as gpu, pytest.raises(MachineError, match=r"runs kernels was killed \(signal 9\)"):
@@ -94,7 +88,7 @@ def test_a_process_that_runs_kernels_and_is_killed_blames_no_candidate(
 
 
 @pytest.mark.parametrize("job", [fakes.crash, fakes.hang], ids=lambda job: job.__name__)
-def test_a_launch_that_fails_on_a_machine_that_is_ill_blames_no_candidate(
+def test_launch_failure_on_a_faulty_machine_is_no_outcome(
     scope: SearchTask, monkeypatch: pytest.MonkeyPatch, job: Any
 ) -> None:
     monkeypatch.setattr(gpu_worker, "prepare", fakes.succeed)
@@ -104,7 +98,7 @@ def test_a_launch_that_fails_on_a_machine_that_is_ill_blames_no_candidate(
         gpu.evaluate(scope, CANDIDATE, fakes.compiled(CANDIDATE), None).result(WAIT)
 
 
-def test_a_probe_compiles_a_kernel_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_probe_compiles_a_kernel_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start_probe(find_target("a100")).result(WAIT).fault == ""
     monkeypatch.setattr(machine_probe, "look_for_fault", fakes.crash)
     assert "died" in start_probe(find_target("a100")).result(WAIT).fault
@@ -113,15 +107,13 @@ def test_a_probe_compiles_a_kernel_in_a_new_process(monkeypatch: pytest.MonkeyPa
     assert "this machine is too busy" in start_probe(find_target("a100")).result(WAIT).fault
 
 
-def test_a_probe_names_a_folder_that_cannot_be_written(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_probe_names_an_unwritable_folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton"))
     assert f"the Triton cache {tmp_path}/file/triton cannot" in look_for_fault(find_target("a100")).fault
 
 
-def test_a_time_out_counts_against_a_candidate_on_an_idle_machine_alone(
+def test_timeout_is_an_outcome_only_on_an_idle_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     timed_out = LostJob(True, "did not end within its time limit")
@@ -134,7 +126,7 @@ def test_a_time_out_counts_against_a_candidate_on_an_idle_machine_alone(
     assert "too busy (5 programs for each core)" in fault_of(timed_out, WELL, "a process")
 
 
-def test_a_crash_counts_against_a_candidate_unless_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_is_an_outcome_unless_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     crashed = LostJob(False, "its process died (killed by signal 6)", 6)
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: unlimited)
@@ -152,7 +144,7 @@ def stop_after(count: int, measurer: FakeMeasurer) -> None:
     measurer.judge = judge
 
 
-def test_a_search_that_the_machine_stops_keeps_what_was_finished(store: Store) -> None:
+def test_search_stopped_by_a_machine_fault_keeps_finished_results(store: Store) -> None:
     measurer = FakeMeasurer(by_tile)
     stop_after(7, measurer)
     with pytest.raises(MachineError) as caught:
@@ -169,7 +161,7 @@ def test_a_search_that_the_machine_stops_keeps_what_was_finished(store: Store) -
     assert result.tally.outcomes == {Outcome.OK: SIZE}
 
 
-def test_what_the_gpu_finished_is_stored_when_the_compiler_finds_the_disk_full(store: Store) -> None:
+def test_finished_gpu_results_are_stored_on_a_full_disk(store: Store) -> None:
     seen: list[Candidate] = []
 
     def judge(candidate: Candidate) -> Any:

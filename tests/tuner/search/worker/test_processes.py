@@ -1,4 +1,4 @@
-"""Crashes and hangs of worker processes are outcomes, and another process takes the next job."""
+"""Tests of crashes and hangs of worker processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CANDIDATE = Candidate(FAMILY, a_config())
 WAIT = 60.0
 
 
-def test_a_kernel_compiles_in_a_worker_without_a_gpu(scope: SearchTask) -> None:
+def test_worker_compiles_a_kernel_without_a_gpu(scope: SearchTask) -> None:
     with CompilePool(1) as pool:
         result = pool.submit(scope, CANDIDATE).result(WAIT)
     assert result.outcome is Outcome.OK
@@ -35,7 +35,7 @@ def test_a_kernel_compiles_in_a_worker_without_a_gpu(scope: SearchTask) -> None:
     assert result.kernel is not None
 
 
-def test_a_signal_to_the_process_group_ends_workers_and_not_their_server() -> None:
+def test_signal_to_the_process_group_ends_workers_but_not_the_server() -> None:
     pool = start_pool(1)
     try:
         worker_blocks, server_blocks = pool.schedule(fakes.blocked_by_worker_and_server).result(WAIT)
@@ -45,7 +45,7 @@ def test_a_signal_to_the_process_group_ends_workers_and_not_their_server() -> No
     assert {signal.SIGTERM, signal.SIGINT} <= server_blocks
 
 
-def test_a_kernel_that_does_not_fit_is_infeasible(scope: SearchTask) -> None:
+def test_kernel_that_exceeds_sram_is_infeasible(scope: SearchTask) -> None:
     big = Candidate(FAMILY, a_config(block_m=128, block_n=256, num_warps=8, num_stages=4))
     with CompilePool(1) as pool:
         result = pool.submit(scope, big).result(WAIT)
@@ -55,9 +55,7 @@ def test_a_kernel_that_does_not_fit_is_infeasible(scope: SearchTask) -> None:
 
 
 @pytest.mark.usefixtures("healthy_machine")
-def test_a_compiler_that_crashes_or_hangs_is_an_outcome(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiler_crash_or_hang_is_an_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
     with CompilePool(1, seconds=1.0) as pool:
         monkeypatch.setattr(compile_pool, "compile_candidate", fakes.crash)
         crashed = pool.submit(scope, CANDIDATE).result(WAIT)
@@ -90,9 +88,7 @@ def healthy_gpu(healthy_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("healthy_gpu")
-def test_a_launch_that_crashes_or_hangs_is_an_outcome(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_crash_or_hang_is_an_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = fakes.compiled(CANDIDATE)
     with GpuWorker(0, seconds=1.5) as gpu:
         monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.leave_with_illegal_access)
@@ -113,9 +109,7 @@ def test_a_launch_that_crashes_or_hangs_is_an_outcome(
     )
 
 
-def test_a_crash_because_the_gpu_is_gone_blames_no_candidate(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_due_to_a_lost_gpu_is_no_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_worker, "prepare", fakes.lose_device)
     monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.crash)
     with GpuWorker(0) as gpu:
@@ -125,7 +119,7 @@ def test_a_crash_because_the_gpu_is_gone_blames_no_candidate(
 
 
 @pytest.mark.usefixtures("healthy_gpu")
-def test_a_job_whose_process_died_before_taking_it_is_run_again(
+def test_job_is_rerun_if_its_process_died_before_it_began(
     scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.process_id)
@@ -143,7 +137,7 @@ def test_a_job_whose_process_died_before_taking_it_is_run_again(
 
 
 @pytest.mark.usefixtures("healthy_gpu")
-def test_a_kernel_that_hangs_or_crashes_when_warps_are_late_is_wrong(
+def test_kernel_that_hangs_or_crashes_with_delays_is_wrong(
     scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_worker, "build_late", fakes.agree)
@@ -160,9 +154,7 @@ def test_a_kernel_that_hangs_or_crashes_when_warps_are_late_is_wrong(
     ]
 
 
-def test_a_gpu_that_is_gone_when_warps_are_late_blames_no_candidate(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_gpu_during_delays_is_no_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_worker, "prepare", fakes.lose_device)
     monkeypatch.setattr(gpu_worker, "build_late", fakes.agree)
     monkeypatch.setattr(gpu_worker, "evaluate_late", fakes.crash)
@@ -172,7 +164,7 @@ def test_a_gpu_that_is_gone_when_warps_are_late_blames_no_candidate(
 
 @pytest.mark.usefixtures("healthy_gpu")
 @pytest.mark.parametrize("build", [fakes.hang, fakes.crash, fakes.succeed], ids=lambda job: job.__name__)
-def test_a_kernel_that_cannot_be_built_with_delays_is_not_judged(
+def test_kernel_that_cannot_be_built_with_delays_has_no_verdict(
     scope: SearchTask, monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(gpu_worker, "COMPILE_SECONDS", 1.0)
@@ -183,7 +175,7 @@ def test_a_kernel_that_cannot_be_built_with_delays_is_not_judged(
 
 
 @pytest.mark.usefixtures("healthy_gpu")
-def test_finals_whose_process_is_lost_come_to_nothing(
+def test_final_measurement_is_empty_if_its_process_dies(
     scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_worker, "time_finalists", fakes.crash)
@@ -191,9 +183,7 @@ def test_finals_whose_process_is_lost_come_to_nothing(
         assert gpu.finals(scope, (CANDIDATE,)).result(WAIT) == ()
 
 
-def test_a_pool_ends_at_once_whatever_its_workers_do(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pool_ends_quickly_with_hanging_workers(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
     with CompilePool(2) as pool:
         pool.submit(scope, CANDIDATE)
