@@ -23,7 +23,6 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """The result of a self-check of one kernel on one GPU under one set of versions.
 
     Attributes:
-        digest: The kernel's digest.
         target: Name of the GPU of the check.
         versions: The installed versions.
         verdict: The result.

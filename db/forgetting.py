@@ -25,8 +25,6 @@ class Forgettable(msgspec.Struct, frozen=True):
 
     Attributes:
         problems: Keys of problems. Empty means all.
-        target: A GPU's name.
-        family: A kernel family's name.
         outcomes: Outcomes. Empty means all.
         before: Stored before this time, ISO 8601 in UTC.
         since: Stored at this time or later.

@@ -22,6 +22,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from flashtune.core.errors import (
+    CacheFullError,
+    FlashtuneError,
+    KernelError,
+    MachineError,
+    ProblemError,
+    StoreError,
+    TableError,
+    TargetError,
+    UsageError,
+    VerificationError,
+)
+
 if TYPE_CHECKING:
     from flashtune.api.attention import attention
     from flashtune.api.explain import Explanation, explain, explain_paged, explain_varlen
@@ -29,18 +42,6 @@ if TYPE_CHECKING:
     from flashtune.api.paged import attention_paged, plan_paged
     from flashtune.api.plan import Plan, plan
     from flashtune.api.varlen import attention_varlen, plan_varlen
-    from flashtune.core.errors import (
-        CacheFullError,
-        FlashtuneError,
-        KernelError,
-        MachineError,
-        ProblemError,
-        StoreError,
-        TableError,
-        TargetError,
-        UsageError,
-        VerificationError,
-    )
     from flashtune.core.notices import FlashtuneWarning
     from flashtune.dispatch.tables import table_hash
     from flashtune.kv_cache.cache import PagedKVCache
@@ -81,21 +82,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(
-        (
-            "CacheFullError",
-            "FlashtuneError",
-            "KernelError",
-            "MachineError",
-            "ProblemError",
-            "StoreError",
-            "TableError",
-            "TargetError",
-            "UsageError",
-            "VerificationError",
-        ),
-        "flashtune.core.errors",
-    ),
     "attention": "flashtune.api.attention",
     "attention_paged": "flashtune.api.paged",
     "attention_varlen": "flashtune.api.varlen",

@@ -15,7 +15,7 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.common.checks import checks_of
 from flashtune.templates.family import Context, Family, kernel_of_source
-from flashtune.templates.hashing import ROOM, TEMPLATE, template_hash
+from flashtune.templates.registry import ROOM, TEMPLATE, template_hash
 
 # The checks of wrappers do not affect kernels, so template versions exclude them.
 CHECKS = "common/checks.jinja"

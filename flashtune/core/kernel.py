@@ -223,7 +223,6 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Rendered source for a family, a problem's static features and a config, and its specialization.
 
     Attributes:
-        family: The family's name.
         entry: Name of the jitted function in the source.
         source: The rendered Python file.
         arguments: Run-time arguments in order: q, k, v, out, lse, extra inputs (by their names in

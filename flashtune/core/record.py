@@ -128,7 +128,6 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ms: Median.
         p20: 20th percentile.
         p80: 80th percentile.
-        samples: Number of samples.
         throttled: Whether the clock was throttled during sampling.
         peers: Other implementations timed in the same run.
         shared: Times with a shared mask, for a problem that SDPA computes with a mask. The other times have a

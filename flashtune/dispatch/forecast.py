@@ -251,15 +251,8 @@ def forecast_related(
 ) -> tuple[Record, TransferEstimate] | None:
     """Returns the result of `forecast` for shapes of the other 16-bit type or of the next wider head dims.
 
-    The record has the problem's own type and head dims, and no verdict.
-
-    Args:
-        problem: A shape without a tuned shape of the same type, head dims and features.
-        records: Selected records of the GPU, each with a config.
-        target: The GPU.
-        serves: Whether a record's family can serve the call.
-        usual: The family whose default config is used otherwise. Types and head dims without a tuned shape of
-            this family are skipped.
+    The record has the problem's own type and head dims, and no verdict. `usual` is the family whose default
+    config is used otherwise. Types and head dims without a tuned shape of this family are skipped.
     """
     known = tuple(records)
     for other in _related(problem, known):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flashtune.core.record import Record, Versions
 from flashtune.core.target import names_gpu
-from flashtune.templates.hashing import template_hash
+from flashtune.templates.registry import template_hash
 
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 HOPPER = 90

@@ -35,7 +35,6 @@ class Growth(NamedTuple):
     """The planned growth of one sequence.
 
     Attributes:
-        sequence: The sequence's number.
         length: Number of tokens after the growth.
         shared: The sequence's last page, if it is shared and rows of it are to be written. The other
             sequences keep it, and the first page of `fresh` replaces it as a copy.
@@ -53,7 +52,6 @@ class Run(NamedTuple):
 
     Attributes:
         slot: The slot of the first row: page · page_size + row.
-        rows: Number of rows.
     """
 
     slot: int

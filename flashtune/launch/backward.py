@@ -202,13 +202,8 @@ def bind_backward(
 ) -> Backward:
     """Returns the launch of a backward kernel for tensors of these shapes: loads, compiles and plans.
 
-    Args:
-        kernel: The kernel, with its prologue and epilogue.
-        target: The GPU to compile for.
-        tensors: Tensors with the strides and lengths of later calls.
-        side: Extra inputs with the strides and shapes of later calls.
-        compiled: The kernel's binary if it exists, so that many shapes share one.
-        allocate: Allocates the workspaces. Verification passes a function that poisons them.
+    Tensors and extra inputs have the strides and lengths of later calls. With `compiled`, many shapes share
+    one binary. Verification allocates poisoned workspaces.
 
     Raises:
         KernelError: The kernel does not compile, or cannot be loaded on this GPU.

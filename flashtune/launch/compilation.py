@@ -132,12 +132,9 @@ def _source(function: JITFunction[Any], kernel: Kernel) -> ASTSource:
     else:
         from triton.compiler import ASTSource as Source
 
-    source: ASTSource = Source(function, _signature(kernel), {}, _attributes(kernel))
+    signature = {argument.name: argument.type for argument in kernel.arguments}
+    source: ASTSource = Source(function, signature, {}, _attributes(kernel))
     return source
-
-
-def _signature(kernel: Kernel) -> dict[str, str]:
-    return {argument.name: argument.type for argument in kernel.arguments}
 
 
 def _attributes(kernel: Kernel) -> dict[tuple[int, ...], list[list[Any]]]:

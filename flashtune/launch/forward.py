@@ -85,16 +85,8 @@ def bind(
 ) -> Launch:
     """Returns the launch of a kernel for tensors of these shapes: loads, compiles and plans.
 
-    Args:
-        kernel: The kernel.
-        target: The GPU to compile for.
-        q: [batch, heads, seqlen_q, head_dim]; like k, v and out, it sets strides and lengths.
-        k: [batch, kv_heads, seqlen_kv, head_dim].
-        v: [batch, kv_heads, seqlen_kv, value_head_dim].
-        out: [batch, heads, seqlen_q, value_head_dim].
-        side: Extra inputs with the strides and shapes of later calls.
-        compiled: The kernel's binary if it exists, so that many shapes share one.
-        allocate: Allocates the workspaces. Verification passes a function that poisons them.
+    Tensors are [batch, heads, seqlen, head_dim]. They and the extra inputs have the strides and lengths of
+    later calls. With `compiled`, many shapes share one binary. Verification allocates poisoned workspaces.
 
     Raises:
         KernelError: The kernel does not compile, or cannot be loaded on this GPU.

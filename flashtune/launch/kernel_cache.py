@@ -17,8 +17,7 @@ from flashtune.launch.compilation import kernel_folder
 from flashtune.launch.forward import Binary, compile_binary
 from flashtune.launch.launcher import load
 from flashtune.templates.family import Family, kernel_of_source
-from flashtune.templates.hashing import template_hash
-from flashtune.templates.registry import find_family
+from flashtune.templates.registry import find_family, template_hash
 
 if TYPE_CHECKING:
     import torch

@@ -60,15 +60,9 @@ def findings_of(
 ) -> Iterator[Finding]:
     """Launches a kernel on a case `case.repeats` times and yields the findings.
 
-    Args:
-        kernel: The kernel.
-        compiled: Its binary, None under the interpreter.
-        case: The problem.
-        prepared: Its tensors and reference.
-        target: The GPU.
-        cold: Bytes of the L2 cache to flush before each launch but the first, or 0. Copies then arrive later,
-            which exposes missing waits.
-        launched: Whether to launch the kernel. If not, the findings report that nothing was written.
+    `compiled` is None under the interpreter. Before each launch but the first, `cold` bytes of the L2 cache
+    are flushed. Copies then arrive later, which exposes missing waits. Without `launched` there is no launch,
+    and the findings report that nothing was written.
     """
     q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
     lse = prepared.lse.given if kernel.specialization.lse else None

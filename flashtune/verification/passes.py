@@ -78,16 +78,9 @@ def case_findings(
 ) -> Iterator[Finding]:
     """Prepares a case, launches the kernel on it and yields the findings.
 
-    Args:
-        kernel: The kernel.
-        binary: Its binary, None under the interpreter.
-        case: The problem.
-        seed: Seed of its inputs.
-        target: The GPU that the kernel is compiled for.
-        device: The device to run it on.
-        keep: Whether to cache inputs and reference for later kernels, and to flush the L2 cache between
-            launches. False in a self-check, which must not hold a user's memory.
-        launched: Whether to launch the kernel. If not, the findings report that nothing was written.
+    `binary` is None under the interpreter. `keep` caches inputs and reference for later kernels, and flushes
+    the L2 cache between launches. A self-check must not hold a user's memory. Without `launched` there is no
+    launch, and the findings report that nothing was written.
     """
     alignment = kernel.specialization.alignment
     cold = target.l2_bytes if keep else 0

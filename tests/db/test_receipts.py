@@ -6,8 +6,7 @@ import pytest
 
 from flashtune.core.target import TARGETS
 from flashtune.db.table import shipped_table
-from flashtune.templates.hashing import template_hash
-from flashtune.templates.registry import find_family
+from flashtune.templates.registry import find_family, template_hash
 from flashtune.templates.rendering import render
 
 SHIPPED = [target.name for target in TARGETS if shipped_table(target.name)]

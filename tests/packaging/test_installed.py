@@ -83,7 +83,7 @@ def test_every_module_is_importable(run: Runner) -> None:
 
 def test_families_and_templates_are_there(run: Runner) -> None:
     names = run.program(
-        "from flashtune.templates.hashing import template_hash\n"
+        "from flashtune.templates.registry import template_hash\n"
         "from flashtune.templates.registry import families\n"
         "print(*(family.name for family in families() if len(template_hash(family.name)) == 32))"
     )

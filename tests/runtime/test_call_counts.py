@@ -16,7 +16,7 @@ import flashtune
 from flashtune.core.errors import UsageError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
-from flashtune.recording.call_log import CallCount, add_counts, read_counts
+from flashtune.recording.recorder import CallCount, add_counts, read_counts
 
 
 def test_file_permissions_are_preserved(problem: Problem, file: Path) -> None:
@@ -49,7 +49,7 @@ def test_concurrent_processes_write_one_file(problem: Problem, file: Path) -> No
         import sys
         from pathlib import Path
         import msgspec
-        from flashtune.recording.call_log import CallCount, add_counts
+        from flashtune.recording.recorder import CallCount, add_counts
         count = msgspec.json.decode(sys.argv[2], type=CallCount)
         for _ in range(10):
             add_counts(Path(sys.argv[1]), [count])

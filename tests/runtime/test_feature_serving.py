@@ -22,7 +22,7 @@ from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Feature
 from flashtune.dispatch import decision, lookup
 from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_alike
-from flashtune.recording.call_log import read_counts
+from flashtune.recording.recorder import read_counts
 from flashtune.request.feature_request import read_call
 from flashtune.runtime import prepare
 from flashtune.templates.registry import find_family

@@ -16,7 +16,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Direction, Problem
 from flashtune.recording import recorder
-from flashtune.recording.call_log import MAX_CALLS, CallCount, merged, read_counts
+from flashtune.recording.recorder import MAX_CALLS, CallCount, merged, read_counts
 from flashtune.runtime import backward_executors, call_cache, prepare
 from tests.runtime.conftest import MakeRecord
 from tests.support.machine import Machine, inputs, tuned

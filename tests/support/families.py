@@ -13,7 +13,7 @@ import pytest
 import flashtune.templates as room
 from flashtune.db import table
 from flashtune.dispatch import lookup
-from flashtune.templates import hashing, registry, rendering
+from flashtune.templates import registry, rendering
 from flashtune.templates.family import Family
 
 FOLDER = Path(__file__).parents[1] / "data" / "families"
@@ -41,7 +41,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
     """The family `forward_native`: sm_90 alone, 16-byte borders alone, never interpreted."""
     both = Folders(*room.__path__, str(FOLDER))
     everywhere = types.SimpleNamespace(files=lambda name: both)
-    for module in (hashing, rendering):
+    for module in (registry, rendering):
         assert module.resources is resources
         monkeypatch.setattr(module, "resources", everywhere)
     monkeypatch.setattr(room, "__path__", [*room.__path__, str(FOLDER)])

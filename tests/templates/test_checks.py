@@ -13,9 +13,8 @@ from torch import Tensor
 
 from flashtune.core.kernel import Alignment
 from flashtune.launch.compilation import load_module
-from flashtune.templates import hashing, rendering
-from flashtune.templates.hashing import template_hash
-from flashtune.templates.registry import family_names
+from flashtune.templates import registry, rendering
+from flashtune.templates.registry import family_names, template_hash
 from flashtune.templates.rendering import CHECKS
 from tests.support.golden_kernels import COMBINATIONS, FEATURES, kernel_of
 
@@ -295,12 +294,12 @@ def test_kernels_in_gluon_refuse_tensors_of_the_cpu(name: str) -> None:
 def test_changed_checks_change_no_version_and_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: kernel_of(name) for name in COMBINATIONS}
     versions = {name: template_hash(name) for name in family_names()}
-    read = hashing._read
+    read = registry._read
 
     def changed(name: str) -> str:
         return read(name).replace("expected", "wanted") if name == CHECKS else read(name)
 
-    monkeypatch.setattr(hashing, "_read", changed)
+    monkeypatch.setattr(registry, "_read", changed)
     monkeypatch.setattr(rendering, "_read_template", changed)
     for cached in (template_hash, rendering._environment):
         cached.cache_clear()

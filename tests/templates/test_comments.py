@@ -11,9 +11,8 @@ import jinja2.meta
 import pytest
 
 from flashtune.core.kernel import _TEMPLATE, Kernel, canonical_template
-from flashtune.templates import hashing, rendering
-from flashtune.templates.hashing import ROOM, TEMPLATE, template_hash
-from flashtune.templates.registry import family_names
+from flashtune.templates import registry, rendering
+from flashtune.templates.registry import ROOM, TEMPLATE, family_names, template_hash
 from tests.support.golden_kernels import COMBINATIONS, kernel_of
 
 Read = Callable[[str], str]
@@ -24,7 +23,7 @@ def read(name: str) -> str:
 
 
 def all_templates() -> list[str]:
-    names = set[str]().union(*(hashing._imported(f"{name}/{TEMPLATE}") for name in family_names()))
+    names = set[str]().union(*(registry._imported(f"{name}/{TEMPLATE}") for name in family_names()))
     return sorted(names)
 
 
@@ -46,7 +45,7 @@ def _reworded(token: re.Match[str]) -> str:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Read], None]]:
     def use(reader: Read) -> None:
-        monkeypatch.setattr(hashing, "_read", reader)
+        monkeypatch.setattr(registry, "_read", reader)
         monkeypatch.setattr(rendering, "_read_template", reader)
         forget()
 
@@ -118,4 +117,4 @@ def _is_free(text: str, position: int) -> bool:
 def test_the_references_that_jinja_finds_are_hashed(name: str) -> None:
     environment = jinja2.Environment()
     found = set(jinja2.meta.find_referenced_templates(environment.parse(read(name))))
-    assert found == set(hashing.IMPORT.findall(read(name)))
+    assert found == set(registry.IMPORT.findall(read(name)))

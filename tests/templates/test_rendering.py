@@ -16,8 +16,14 @@ from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.common.model.sram import Chunk, columns, head_chunks
 from flashtune.templates.family import Context, Family
-from flashtune.templates.hashing import TEMPLATE, _imported, template_hash
-from flashtune.templates.registry import families, family_names, find_family
+from flashtune.templates.registry import (
+    TEMPLATE,
+    _imported,
+    families,
+    family_names,
+    find_family,
+    template_hash,
+)
 from flashtune.templates.rendering import CHECKS, _environment, render
 
 FORWARD = [find_family(name) for name in ("forward_q_outer", "forward_kv_outer")]

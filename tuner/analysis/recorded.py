@@ -8,7 +8,7 @@ from typing import NamedTuple
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.recording.call_log import CallCount, read_counts
+from flashtune.recording.recorder import CallCount, read_counts
 from flashtune.tuner.analysis.explain import roofline
 
 # Counting the pairs of a chunked mask takes one step for each chunk.
@@ -19,7 +19,6 @@ class WeightedProblem(NamedTuple):
     """A problem that programs called.
 
     Attributes:
-        problem: The problem.
         calls: Number of calls, for any alignment of their tensors.
         least_ms: Minimum time of all these calls on a target, by its peak rates.
     """

@@ -27,8 +27,8 @@ from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run
 from flashtune.tuner.workloads.passes import forward_of
 from flashtune.verification.gradients.head_sampling import sample_pairs
-from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
+from flashtune.verification.gradients.scores import BackwardCase
 from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.reference.forward import sample
 from flashtune.verification.tolerance import worst_ratio

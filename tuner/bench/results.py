@@ -58,8 +58,6 @@ class Bench(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All contestants at one problem on one GPU, with interleaved timing.
 
     Attributes:
-        problem: The problem.
-        target: The GPU.
         rows: Contestants with correct outputs.
         left_out: The others.
         rounds: Samples of each.

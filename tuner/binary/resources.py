@@ -59,7 +59,6 @@ class Part(NamedTuple):
     """The compiler's report of one of the kernels of a launch, and its options.
 
     Attributes:
-        resources: Its resources.
         options: The compiler's options.
         flaw: An error in its machine code that its source does not contain; empty if none.
     """

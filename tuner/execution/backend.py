@@ -59,7 +59,6 @@ class SearchWorkers(NamedTuple):
         compiler: Compiles candidates, several at once.
         measurer: Verifies and times candidates, or predicts their times.
         width: Number of candidates that compile at once.
-        clock: The clock.
     """
 
     compiler: Compiler

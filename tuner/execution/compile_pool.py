@@ -60,10 +60,8 @@ class CompilePool:
     def __init__(self, workers: int, seconds: float = COMPILE_SECONDS, *, sizes_only: bool = False) -> None:
         """Makes the pool. The first candidate starts the processes.
 
-        Args:
-            workers: Number of worker processes.
-            seconds: Time limit of a candidate.
-            sizes_only: Whether to read only shared and tensor memory, and to reject no kernel.
+        `seconds` is the time limit of a candidate. `sizes_only` reads only shared and tensor memory, and
+        rejects no kernel.
         """
         self._seconds = seconds
         self._sizes_only = sizes_only

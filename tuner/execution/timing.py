@@ -65,12 +65,7 @@ def measure(
 ) -> Measurement:
     """Times one launch with a cold L2.
 
-    Args:
-        run: Queues the launch on the current stream.
-        device: The GPU.
-        sampling: Number of samples and budget.
-        drop_above_ms: Stop after a few samples if their median is above this.
-        throttled: Value of `throttled` in the measurement.
+    Sampling stops early if the median of a few samples is above `drop_above_ms`.
 
     Raises:
         RuntimeError: The launch failed on the device.

@@ -66,7 +66,6 @@ class Pass(msgspec.Struct, frozen=True):
 
     Attributes:
         problem: The fixed and the looped rows, in place of queries and keys of a forward problem.
-        tile: The tile.
         heads: Query heads for each head of that problem.
         columns: Padded columns of all products.
         summed: Accumulated columns of each fixed row.

@@ -22,8 +22,7 @@ from flashtune.core.target import Target
 from flashtune.db.codec import fingerprint
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import first_line, kernel_folder
-from flashtune.templates.hashing import template_hash
-from flashtune.templates.registry import find_family
+from flashtune.templates.registry import find_family, template_hash
 from flashtune.templates.rendering import render
 from flashtune.tuner.execution.processes import failure_of, start_pool, stop_pool, usable_cores
 from flashtune.tuner.restamp.equivalence import difference

@@ -16,8 +16,7 @@ from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import kernel_folder
-from flashtune.templates.hashing import template_hash
-from flashtune.templates.registry import families, find_family
+from flashtune.templates.registry import families, find_family, template_hash
 from flashtune.templates.rendering import render
 from flashtune.tuner.restamp.restamp import (
     EarlierSources,

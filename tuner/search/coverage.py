@@ -28,7 +28,6 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         problem: Key of the problem.
-        target: Name of the GPU.
         families: The families to search, with their numbers of candidates.
         candidates: Size of all spaces.
         known: Candidates that earlier searches compiled.

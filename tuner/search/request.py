@@ -46,7 +46,6 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         problem: The problem to compute.
-        target: The GPU.
         device: Index of that GPU on this machine; None predicts times instead of measuring them.
         budget: When to stop.
         families: Names of the families to search; empty for all that compute the problem.
@@ -112,7 +111,6 @@ class Progress(msgspec.Struct, frozen=True):
     """The progress of a running search.
 
     Attributes:
-        problem: The problem.
         phase: The present phase.
         tally: Counts of candidates so far.
         expected: Maximum number of trials; None without such a budget.
@@ -139,8 +137,6 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search.
 
     Attributes:
-        problem: The problem.
-        target: The GPU.
         provenance: Whether times were measured or predicted.
         stop: Why the search stopped.
         seconds: Wall-clock time.

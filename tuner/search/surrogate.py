@@ -28,7 +28,6 @@ class CandidateGrid:
     """Candidates in a fixed order, and their coordinates.
 
     Attributes:
-        candidates: The candidates.
         places: The index of each candidate.
         axes: Names of the axes that have more than one value, as `family.axis`.
     """

@@ -78,8 +78,6 @@ class Row(msgspec.Struct, frozen=True):
     """The result for one family on one target.
 
     Attributes:
-        family: The family.
-        target: The GPU.
         arch: Its architecture.
         points: Points compared.
         in_band: Those within 0.75 to 1.33 of the SRAM capacity by the compiler.

@@ -27,8 +27,7 @@ from flashtune.core.target import TARGETS, Target, canonical_name, device_target
 from flashtune.db.codec import BASELINES
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.family import Family, unsupported_reason
-from flashtune.templates.hashing import template_hash
-from flashtune.templates.registry import families, find_family
+from flashtune.templates.registry import families, find_family, template_hash
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import overflow
 from flashtune.verification.lengths import is_ragged, usual_lengths
@@ -236,7 +235,6 @@ class Receipt(msgspec.Struct, frozen=True):
     """The stored result of a verification on a GPU.
 
     Attributes:
-        device: The GPU.
         driver, triton, ptxas, torch: Versions of that run.
         kernel: Digest of the kernel: source and specialization.
         worst_ratio: Largest ratio of a row's error to its tolerance.

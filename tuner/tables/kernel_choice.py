@@ -24,10 +24,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
     Attributes:
         problem: The problem, in the form that was tuned.
-        target: The GPU.
-        family: The kernel family.
         config: A point of the family's space.
-        specialization: The specialization of the kernel.
         record: The stored record of this problem and config, if any.
         source: `command line`, `database`, `shipped`, `nearest` or `default`.
         tuned_for: The problem that the config was selected for: this one, the nearest tuned one, or

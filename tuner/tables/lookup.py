@@ -30,7 +30,6 @@ class Found(msgspec.Struct, frozen=True):
     """A record and its source.
 
     Attributes:
-        record: The record.
         source: `database` or `shipped`.
         id: Its row in the database; 0 in a table.
         created_at: Time of storage, ISO 8601; empty in a table.

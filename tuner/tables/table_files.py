@@ -16,8 +16,7 @@ from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Provenance, Record
 from flashtune.db.table import TunedTable, dump_table, load_table
-from flashtune.templates.hashing import template_hash
-from flashtune.templates.registry import find_family
+from flashtune.templates.registry import find_family, template_hash
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables.admission import require_admissible
 from flashtune.tuner.tables.table_receipts import stray_receipts

@@ -13,8 +13,7 @@ from flashtune.core.record import Record, Resources
 from flashtune.db.codec import Check
 from flashtune.db.table import Timing, TunedTable
 from flashtune.dispatch.versions import is_proven
-from flashtune.templates.hashing import template_hash
-from flashtune.templates.registry import families
+from flashtune.templates.registry import families, template_hash
 from flashtune.tuner.tables.admission import digest_of
 
 # Keys: a kernel digest with its versions, and a problem key with the digest of the timed kernel.

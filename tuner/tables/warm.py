@@ -48,8 +48,6 @@ class Warmed(msgspec.Struct, frozen=True):
 
     Attributes:
         problem: Key of the first problem that it serves.
-        target: Name of the GPU.
-        family: Its family.
         config: Label of its config.
         kernel: Its digest.
         lse: Whether it returns the log-sum-exp, or takes the gradient of it.

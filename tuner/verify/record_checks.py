@@ -55,8 +55,6 @@ class Result(msgspec.Struct, frozen=True):
 
     Attributes:
         problem: The problem's key.
-        target: Name of the GPU.
-        family: The kernel's family.
         kernel: Digest of the kernel as rendered here; None if it cannot be rendered.
         means: The method; `none` if it was not run here and has no valid receipt.
         failed: Why it failed; empty if it passed.

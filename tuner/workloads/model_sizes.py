@@ -25,7 +25,6 @@ class ModelSizes(NamedTuple):
     """Sizes of a model's calls, in the syntax of shapes; None if not given.
 
     Attributes:
-        phase: The phase.
         seqlen: Length of a sequence: of the prompt, or of the cache in decoding.
         batch: Sequences.
         dtype: Element types instead of the checkpoint's.

@@ -68,7 +68,10 @@ def gradient_findings(
         if repeat and cold:
             torch.empty(2 * cold, dtype=torch.uint8, device=tensors.q.device).zero_()
         launch(tensors, case.scale, side)
-        rows = {name: _rows(name, case, prepared) for name in prepared.written}
+        # Rows that a varlen sequence lacks are replaced by others.
+        rows = {
+            name: _PICKED[name](case.problem, prepared, one.view) for name, one in prepared.written.items()
+        }
         yield from _compare(case, prepared, rows)
         held = _held(case, prepared, rows)
         if repeat:
@@ -117,11 +120,6 @@ def _unlike(
         beyond = beyond_order(earlier, held[name], allowed, stored)
         what = f"elements of {name} farther from an earlier launch's than another order of sums"
         yield Finding(f"{case.label}: {what}", beyond, 0.0)
-
-
-def _rows(name: str, case: Case, prepared: Prepared) -> Tensor:
-    """Returns the compared rows of a gradient. Rows that a varlen sequence lacks are replaced by others."""
-    return _PICKED[name](case.problem, prepared, prepared.written[name].view)
 
 
 def _owned(name: str, problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from flashtune.core.problem import Bias
 from flashtune.launch.backward import BackwardTensors
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
-from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
+from flashtune.verification.gradients.scores import BackwardCase
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,

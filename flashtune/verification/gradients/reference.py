@@ -14,8 +14,7 @@ import torch
 
 from flashtune.core.problem import Bias
 from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
-from flashtune.verification.gradients.probabilities import BackwardCase
-from flashtune.verification.gradients.scores import Work, largest, once, work_on
+from flashtune.verification.gradients.scores import BackwardCase, Work, largest, once, work_on
 from flashtune.verification.gradients.tolerance import (
     Gradient,
     RowFigures,

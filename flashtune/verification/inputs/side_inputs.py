@@ -52,15 +52,11 @@ def make_side(
         bias=_bias(probe, problem, block, generator) if problem.bias is not Bias.NONE else None,
         sinks=_sinks(probe, problem, lengths, generator) if problem.sinks else None,
         prefix=_prefixes(lengths, block).to(generator.device) if problem.prefix else None,
-        seed=_seed(aside(generator, 5)) if problem.dropout else None,
+        # Both 32-bit words of the seed are used.
+        seed=torch.randint(2**63 - 1, (1,), generator=aside(generator, 5)) if problem.dropout else None,
         softcap=_cap(probe) if problem.softcap else None,
         dropout=(HIGH_DROPOUT if probe is Probe.RISING else USUAL_DROPOUT) if problem.dropout else None,
     )
-
-
-def _seed(generator: torch.Generator) -> Tensor:
-    """Returns a random seed of which both 32-bit words are used: int64 [1], on the CPU."""
-    return torch.randint(2**63 - 1, (1,), generator=generator)
 
 
 def _cap(probe: Probe) -> float:

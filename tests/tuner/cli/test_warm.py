@@ -19,7 +19,7 @@ from flashtune.core.record import Outcome, Record, Resources
 from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table
 from flashtune.dispatch.tables import tuned_records
-from flashtune.recording.call_log import CallCount, add_counts
+from flashtune.recording.recorder import CallCount, add_counts
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.tables.warm import calls_of, needs_of

@@ -20,7 +20,7 @@ from flashtune.db.errors import UnreadableRecord
 from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable, dump_table, shipped_table
 from flashtune.templates import rendering
-from flashtune.templates.hashing import template_hash
+from flashtune.templates.registry import template_hash
 from flashtune.tuner.tables import admission
 from flashtune.tuner.tables.admission import facts_of, least_ms, why_refused
 from flashtune.tuner.tables.table_files import import_tables, json_table, kernel_files, triton_configs

@@ -27,7 +27,7 @@ from flashtune.db.migrate import upgrade
 from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.dispatch.versions import current_versions, is_proven
-from flashtune.templates.hashing import template_hash
+from flashtune.templates.registry import template_hash
 from flashtune.tuner.tables.admission import why_refused
 from flashtune.tuner.tables.table_files import import_tables, json_table
 from flashtune.tuner.verify import record_checks

@@ -14,7 +14,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Provenance
 from flashtune.core.target import find_target
-from flashtune.recording.call_log import CallCount, add_counts
+from flashtune.recording.recorder import CallCount, add_counts
 from flashtune.tuner.analysis.explain import roofline
 from flashtune.tuner.analysis.recorded import WeightedProblem, read_weighed, summary, weigh
 from flashtune.tuner.cli import main

@@ -12,8 +12,8 @@ from flashtune.verification.cases import Level
 from flashtune.verification.gradients.cases import RACE_REPEATS, companions, main_cases, tiles_of
 from flashtune.verification.gradients.head_sampling import pieces, sample_pairs
 from flashtune.verification.gradients.inputs import make_dout
-from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.reference import Chosen, expect_gradients
+from flashtune.verification.gradients.scores import BackwardCase
 from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.probes import Probe
 from flashtune.verification.shapes import ROUNDS

@@ -14,8 +14,8 @@ from flashtune.verification.cases import Case, Level, lengths_of
 from flashtune.verification.gradients.cases import companions
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
 from flashtune.verification.gradients.inputs import make_dlse, make_dout
-from flashtune.verification.gradients.probabilities import BackwardCase
 from flashtune.verification.gradients.reference import Chosen, expect_gradients
+from flashtune.verification.gradients.scores import BackwardCase
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.probes import Probe, make_values
 from tests.problems.plain_masks import plain_attention

@@ -108,7 +108,6 @@ class Forgotten(msgspec.Struct, frozen=True):
 
     Attributes:
         deleted: Whether they were deleted.
-        records: Number of records.
         groups: The records by target, problem and outcome.
         selections: Deleted selections, and the new ones.
     """

@@ -119,7 +119,7 @@ def command(
 
 
 def _recorded(path: Path | None) -> tuple[Call, ...]:
-    from flashtune.recording.call_log import read_counts
+    from flashtune.recording.recorder import read_counts
 
     if path is None:
         return ()

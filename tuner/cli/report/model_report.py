@@ -128,7 +128,8 @@ def overview_figure(overviews: Sequence[Overview]) -> Figure:
                 )
                 plot.add_trace(trace, row=row, col=column)
                 shown.add(name)
-    plot.update_xaxes(type="log", title_text="tokens", tickvals=_all_lengths(overviews))
+    lengths = sorted({point.seqlen for overview in overviews for point in overview.points})
+    plot.update_xaxes(type="log", title_text="tokens", tickvals=lengths)
     plot.update_yaxes(type="log")
     plot.update_annotations(font_size=11)
     plot.update_layout(
@@ -160,7 +161,3 @@ def _panels(points: Sequence[Point]) -> tuple[Lines, ...]:
         "flash": [point.flash.bound_ms for point in points],
     }
     return memory, traffic, times, {"speed-up": [point.speedup for point in points]}
-
-
-def _all_lengths(overviews: Sequence[Overview]) -> list[int]:
-    return sorted({point.seqlen for overview in overviews for point in overview.points})
