@@ -1,4 +1,4 @@
-"""What all tests share: nothing of the user's is read or written, and GPU tests wait for a GPU."""
+"""Fixtures of all tests: they isolate the user's files, and skip GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Records times where they are asked for: processes of pytest-xdist measure, and the first one writes."""
+    """Records times on request: processes of pytest-xdist measure, and the first one writes."""
     path = config.getoption("--times")
     if path is not None:
         # Not by the environment, which a run that a test starts inherits.

@@ -1,4 +1,4 @@
-"""The number of cases that fuzzers try."""
+"""Tests of the number of fuzzed cases."""
 
 from __future__ import annotations
 

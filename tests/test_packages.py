@@ -1,4 +1,4 @@
-"""Folders stay small, packages say what belongs there, and modules do not import one another in a cycle."""
+"""Tests of the sizes, docstrings and import cycles of packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA = ("tests/golden", "tests/data", "db/migrations/versions")
 
 
 def modules(*folders: str) -> list[Path]:
-    """The modules of folders, without those behind links and without `__init__`."""
+    """The modules of folders, without symbolic links and `__init__`."""
     found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     names = (path.relative_to(ROOT) for path in found if not any(part.is_symlink() for part in path.parents))
     return sorted(
@@ -32,7 +32,7 @@ def test_folders_have_at_most_16_modules() -> None:
     assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
-def test_packages_say_what_belongs_there() -> None:
+def test_packages_have_docstrings() -> None:
     folders = {module.parent for module in modules(*PRODUCT)} - {Path("db/migrations")}
     silent = [
         folder.as_posix()
@@ -42,7 +42,7 @@ def test_packages_say_what_belongs_there() -> None:
     assert silent == []
 
 
-def test_no_modules_import_one_another() -> None:
+def test_modules_have_no_import_cycles() -> None:
     graph = grimp.build_graph("flashtune", cache_dir=None)
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(imported) > 300

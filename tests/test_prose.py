@@ -1,4 +1,4 @@
-"""The check of prose: sentences are found, and those that break a rule are named."""
+"""Tests of the prose check."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_plain_sentences_pass(sentence: str, tmp_path: Path, monkeypatch: pytest
     assert findings(tmp_path, monkeypatch, "page.md", sentence) == []
 
 
-def test_files_fail_with_more_findings_than_they_may_have() -> None:
+def test_files_with_more_findings_than_allowed_fail() -> None:
     assert prose.excess({"a": 2, "b": 1, "c": 3}, {"a": 2, "c": 2}) == ["b", "c"]
 
 

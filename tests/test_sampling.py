@@ -1,4 +1,4 @@
-"""`pytest --sample`: which cases of parametrised tests it runs."""
+"""Tests of `pytest --sample`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_cheap(pair):
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (3, 4), (2, 3, 5)])
-def test_a_cover_holds_every_value_and_is_no_longer_than_the_longest_axis(sizes: tuple[int, ...]) -> None:
+def test_cover_contains_every_value_with_minimal_length(sizes: tuple[int, ...]) -> None:
     axes = [[f"value {value}" for value in range(size)] for size in sizes]
     cases = [dict(zip("abc", values, strict=False)) for values in product(*axes)]
 
@@ -51,7 +51,7 @@ def collect(pytester: pytest.Pytester, source: str, *options: str) -> tuple[list
     return [item.name for call in finished for item in call.session.items], ended.ret or 0
 
 
-def test_a_sample_covers_marked_tests_and_keeps_all_others(pytester: pytest.Pytester) -> None:
+def test_sample_covers_marked_tests_and_keeps_all_others(pytester: pytest.Pytester) -> None:
     everything, _ = collect(pytester, MODULE)
     sampled, _ = collect(pytester, MODULE, "--sample")
 

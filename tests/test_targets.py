@@ -1,4 +1,4 @@
-"""The targets of the Makefile leave out no test: `make test-all` and `make test-gpu` run all of them."""
+"""Tests that `make test-all` and `make test-gpu` run every test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of tests: `pytest --times FILE` and `python -m tests.support.times FILES`."""
+"""Tests of `pytest --times FILE` and `python -m tests.support.times FILES`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_sleep():
 """
 
 
-def test_cpu_time_of_a_test_is_its_own_and_its_childrens(pytester: pytest.Pytester) -> None:
+def test_cpu_time_of_a_test_includes_its_children(pytester: pytest.Pytester) -> None:
     path = pytester.makepyfile(test_cases=MODULE)
     written = pytester.path / "out" / "times.tsv"
     pytester.inline_run("-q", f"--times={written}", path, plugins=[conftest]).assertoutcome(passed=3)

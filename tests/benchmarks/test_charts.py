@@ -1,4 +1,4 @@
-"""Pictures of measurements: where values lie, and that files are well formed."""
+"""Tests of charts: positions of values, and well-formed files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LOG = Axis(1.0, 16.0, ((4.0, "four"),), log=True)
     ("axis", "value", "share"),
     [(LEVEL, 1.0, 0.25), (LEVEL, -1.0, 0.0), (LEVEL, 9.0, 1.0), (LOG, 4.0, 0.5), (LOG, 0.0, 0.0)],
 )
-def test_values_lie_where_their_axis_has_them(axis: Axis, value: float, share: float) -> None:
+def test_values_are_mapped_to_axis_positions(axis: Axis, value: float, share: float) -> None:
     assert axis.share(value) == pytest.approx(share)
 
 
-def test_a_picture_has_its_lines_labels_and_notes() -> None:
+def test_chart_has_lines_labels_and_notes() -> None:
     style = Style("ours", "#d55e00", 2.0, "6 4")
     points = [(0.0, 4.0), (1.0, 4.0), (2.0, 4.0), (4.0, 1.0)]
     panel = Panel("panel", LEVEL, LOG, ((style, points),), ((2.0, 4.0, "noted"),))

@@ -1,4 +1,4 @@
-"""Every measured number of the pages comes from a saved result."""
+"""Tests that every measured number in the documentation comes from a saved result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXEMPTIONS = numbers.read_exemptions(numbers.EXEMPTIONS)
 
 
 @pytest.mark.slow
-def test_every_table_figure_and_picture_is_what_the_saved_results_give() -> None:
+def test_generated_text_matches_the_saved_results() -> None:
     differing = [
         path.relative_to(numbers.ROOT).as_posix()
         for path, text in documents.generated().items()
@@ -32,11 +32,11 @@ def test_every_measured_number_is_generated_or_exempt(page: str) -> None:
     assert not found, "bind each to a saved result, or exempt it with a reason: python -m benchmarks.numbers"
 
 
-def test_every_exemption_holds_a_number_of_its_page() -> None:
+def test_every_exemption_matches_a_number_of_its_page() -> None:
     assert numbers.unused(EXEMPTIONS) == []
 
 
-def test_every_result_names_its_command_date_gpu_and_versions() -> None:
+def test_every_result_has_command_date_gpu_and_versions() -> None:
     found = saved.sources()
     assert set(found) == set(saved.result_files())
     for name, source in found.items():
@@ -58,7 +58,7 @@ def test_every_result_names_its_command_date_gpu_and_versions() -> None:
         "2,796 rows were right.",
     ],
 )
-def test_a_measured_number_without_a_saved_result_is_found(sentence: str) -> None:
+def test_measured_number_without_a_saved_result_is_found(sentence: str) -> None:
     assert {one.line for one in unbacked("docs/a.md", f"# A\n\n{sentence}\n", ())} == {3}
 
 
@@ -74,36 +74,36 @@ def test_a_measured_number_without_a_saved_result_is_found(sentence: str) -> Non
         "<!-- figure a -->1.5<!-- end --> ms",
     ],
 )
-def test_versions_shapes_code_and_generated_text_are_no_measured_numbers(sentence: str) -> None:
+def test_versions_shapes_code_and_generated_text_are_not_measured_numbers(sentence: str) -> None:
     assert unbacked("docs/a.md", f"{sentence}\n", ()) == []
 
 
-def test_an_exemption_covers_its_words_on_its_page_alone() -> None:
+def test_exemption_applies_only_to_its_words_on_its_page() -> None:
     exemption = Exemption("docs/a.md", Kind.LIMIT, "a limit of the code", ("at most 5 s",))
     text = "It takes at most\n5 s. It took 5 s.\n"
     assert [one.line for one in unbacked("docs/a.md", text, (exemption,))] == [2]
     assert len(unbacked("docs/b.md", text, (exemption,))) == 2
 
 
-def test_an_exemption_that_nothing_needs_is_named(tmp_path: Path) -> None:
+def test_unused_exemption_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("It takes 5 s.\n", encoding="utf-8")
     kept = Exemption("a.md", Kind.LIMIT, "a limit", ("takes 5 s",))
     gone = Exemption("a.md", Kind.LIMIT, "a limit", ("takes 6 s",))
     assert numbers.unused((kept, gone), tmp_path) == ["a.md: takes 6 s"]
 
 
-def test_a_stale_figure_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_figure_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(figures.FIGURES, "answer", lambda: "42")
     page = "It is <!-- figure answer -->41<!-- end --> of <!-- figure answer -->42<!-- end -->."
     assert figures.with_figures(page) == page.replace("41", "42")
 
 
-def test_a_figure_that_does_not_exist_is_named() -> None:
+def test_unknown_figure_is_refused() -> None:
     with pytest.raises(UsageError, match="there is no figure nonsense"):
         figures.with_figures("<!-- figure nonsense -->1<!-- end -->")
 
 
-def test_saved_rows_name_the_run_and_are_read_back(tmp_path: Path) -> None:
+def test_saved_rows_have_the_run_and_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     saved.save(path, {"ms": 1.5})
     found = saved.load(path, dict[str, float])
@@ -113,11 +113,11 @@ def test_saved_rows_name_the_run_and_are_read_back(tmp_path: Path) -> None:
         saved.load(path, list[str])
 
 
-def test_the_front_page_was_measured_with_the_kernels_that_render_now() -> None:
+def test_front_page_was_measured_with_the_current_kernels() -> None:
     assert headline.changed() == [], "measure these cases again, then: python -m benchmarks.headline --write"
 
 
-def test_a_kernel_that_changed_since_it_was_measured_is_named(tmp_path: Path) -> None:
+def test_kernel_changed_since_its_measurement_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     known = headline.rendered()
     path.write_bytes(msgspec.json.encode({**known, "fwd d64 full s512": "0" * 32}))

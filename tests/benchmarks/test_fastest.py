@@ -1,4 +1,4 @@
-"""Default attention beside SDPA: which shapes are timed, how pairs are judged, and what is told of them."""
+"""Tests of the comparison of default attention with SDPA: shapes, ratios and report."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_tuned_forward_shape_that_sdpa_computes_is_timed() -> None:
     assert all(not problem.is_backward and not problem.dtype.is_quantized for problem in timed)
 
 
-def test_masks_come_first_and_are_shared_in_every_way_that_differs() -> None:
+def test_masks_come_first_with_every_distinct_sharing() -> None:
     table = shipped_table("nvidia-h200")
     assert table is not None
     masked = a_problem()
@@ -76,13 +76,13 @@ def test_masks_come_first_and_are_shared_in_every_way_that_differs() -> None:
     assert [case.mask for case in cases((alone,), 0, 0)] == ["own", "heads", "heads and rows"]
 
 
-def test_saved_rows_name_the_way_of_sharing(tmp_path: Path) -> None:
+def test_saved_rows_contain_the_sharing(tmp_path: Path) -> None:
     path = tmp_path / "fastest.json"
     save(path, Report((a_row(group=MASKS, mask=MaskSharing.HEADS_AND_ROWS),), 0, 9.0, ""))
     assert '"mask": "heads and rows"' in path.read_text()
 
 
-def test_random_shapes_are_the_same_for_a_seed_and_none_is_tuned() -> None:
+def test_random_shapes_are_reproducible_and_untuned() -> None:
     one, other = list(drawn(30, 1, ())), list(drawn(30, 1, ()))
     assert one == other
     assert len({problem.key for problem in one}) == 30
@@ -95,7 +95,7 @@ def timer(*ratios: float) -> fastest.Timer:
     return lambda: (1.0, {"sdpa-cudnn": next(times), "sdpa-efficient": 9.0})
 
 
-def test_pairs_below_the_bound_are_timed_again_and_the_median_counts() -> None:
+def test_pairs_below_the_bound_are_timed_again_for_a_median() -> None:
     assert judged(timer(0.99)) == (1.0, {"sdpa-cudnn": 0.99, "sdpa-efficient": 9.0}, 0.99, ())
     *_, ratio, again = judged(timer(0.9, 0.97, 1.01, 0.99))
     assert (ratio, again) == (0.99, (0.97, 1.01, 0.99))
@@ -112,17 +112,17 @@ def test_pairs_below_the_bound_are_timed_again_and_the_median_counts() -> None:
         ({"failed": "RuntimeError: out of memory", "peers": {}, "ratio": 0.0}, 1),
     ],
 )
-def test_tuned_shapes_decide_with_all_masks(row: dict[str, object], count: int) -> None:
+def test_faults_depend_on_tuned_shapes_with_all_masks(row: dict[str, object], count: int) -> None:
     assert len(faults(Report((a_row(), a_row(**row)), 0, 1.0, "9.19.0"))) == count
 
 
-def test_shapes_that_were_not_reached_are_a_fault_and_told() -> None:
+def test_skipped_shapes_are_a_reported_fault() -> None:
     report = Report((a_row(),), 3, 440.0, "9.19.0")
     assert len(faults(report)) == 1
     assert "3 shapes were not reached in 440 s" in "\n".join(lines(report))
 
 
-def test_the_summary_has_a_line_for_each_group_and_the_worst_shapes() -> None:
+def test_summary_has_a_line_for_each_group_and_the_worst_shapes() -> None:
     rows = (
         a_row(ratio=1.21),
         a_row(ratio=1.0, server="sdpa", problem="forward_b"),
@@ -141,7 +141,7 @@ def test_the_summary_has_a_line_for_each_group_and_the_worst_shapes() -> None:
 
 @pytest.mark.parametrize("way", list(MaskSharing))
 @pytest.mark.parametrize("kind", [Bias.ADDITIVE, Bias.BOOLEAN])
-def test_sdpa_is_given_the_mask_as_it_is(way: MaskSharing, kind: Bias) -> None:
+def test_sdpa_receives_the_unchanged_mask(way: MaskSharing, kind: Bias) -> None:
     problem = a_problem(bias=kind)
     tensors = fastest._sharing(make_tensors(problem, torch.device("cpu")), way)
     expected = [1 if place in way.dimensions else size for place, size in enumerate((2, 4, 40, 40))]
@@ -162,9 +162,7 @@ def argv(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return given
 
 
-def test_what_was_measured_is_printed_again(
-    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saved_report_is_printed(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fastest.json"
     save(path, Report((a_row(ratio=0.9),), 0, 9.0, ""))
     argv += ["--load", str(path)]
@@ -174,14 +172,14 @@ def test_what_was_measured_is_printed_again(
     assert "| tuned | 1 |" in capsys.readouterr().out
 
 
-def test_without_a_gpu_it_says_so(argv: list[str]) -> None:
+def test_missing_gpu_is_reported(argv: list[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(SystemExit, match="no GPU is visible here"):
         fastest.main()
 
 
-def test_the_shapes_to_tune_are_masks_of_many_kinds() -> None:
+def test_shapes_file_contains_many_kinds_of_masks() -> None:
     problems = read_shapes_file(ROOT / "benchmarks/masked_shapes.txt")
     assert len(problems) >= 12
     assert all(problem.features == {Feature.BIAS} for problem in problems)

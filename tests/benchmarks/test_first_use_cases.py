@@ -1,4 +1,4 @@
-"""Kernels whose first use is measured are those that contiguous tensors get, or ones of odd strides."""
+"""Tests of the cases of the first-use benchmark."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _shipped_alone() -> Iterator[None]:
     tuned_records.cache_clear()
 
 
-def test_cases_assume_what_their_tensors_have() -> None:
+def test_cases_have_the_specialization_of_their_tensors() -> None:
     odd = [case for case in CASES if case.alignment is Alignment.ANY]
     assert odd
     for case in CASES:
         assert case in odd or case.assumed == contiguous_specialization(case.problem, lse=True)
 
 
-def test_cases_are_of_both_passes_and_nearly_all_families() -> None:
+def test_cases_cover_both_passes_and_most_families() -> None:
     target = find_target("nvidia-h200")
     chosen = {case.record(target).family for case in CASES}
     # What no table and no default of this GPU leads to.

@@ -1,4 +1,4 @@
-"""The shapes of the benchmark of serving features."""
+"""Tests of the shapes of the serving benchmark."""
 
 from __future__ import annotations
 

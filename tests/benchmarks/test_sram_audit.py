@@ -1,4 +1,4 @@
-"""The page of the SRAM audit is made from a saved run."""
+"""Tests of the page of the SRAM audit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flashtune.templates.registry import families
 from flashtune.tuner.sram_audit.audit import Audit, Row
 
 
-def test_the_saved_run_holds_every_family() -> None:
+def test_saved_run_contains_every_family() -> None:
     audit = msgspec.json.decode(sram_audit.SAVED.read_bytes(), type=Audit)
     assert {row.family for row in audit.rows} == {family.name for family in families()}
 
 
-def test_a_gpu_that_misses_the_bar_is_named(tmp_path: Path) -> None:
+def test_gpu_outside_the_error_bounds_is_named(tmp_path: Path) -> None:
     row = Row("forward_q_outer", "nvidia-h100", "sm_90", 10, 5, 3, 4, 6, 0, 5, 0, 1.0, 0)
     path = tmp_path / "audit.json"
     path.write_bytes(msgspec.json.encode(Audit("3.7.1", 0, (row,))))

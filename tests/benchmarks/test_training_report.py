@@ -1,4 +1,4 @@
-"""Pictures and errors of the report of training."""
+"""Tests of the charts and errors of the training report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.training_pictures import memory_picture
 from flashtune.core.errors import TableError
 
 
-def test_a_way_that_fits_at_no_length_has_no_line() -> None:
+def test_backend_that_never_fits_has_no_line() -> None:
     document = training_report.measured(training_report.RESULTS).memory
     rows = tuple(
         replace(
@@ -28,6 +28,6 @@ def test_a_way_that_fits_at_no_length_has_no_line() -> None:
     assert drawn.count("<polyline") == usual.count("<polyline") - 1
 
 
-def test_a_folder_without_results_is_told_of(tmp_path: Path) -> None:
+def test_folder_without_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TableError, match="holds no such measurement"):
         training_report.measured(tmp_path)

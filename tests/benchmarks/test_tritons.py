@@ -1,4 +1,4 @@
-"""Speeds under other Triton versions, from runs of `flashtune bench`."""
+"""Tests of the comparison of speeds under other Triton versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def a_run(
     return BenchRun("flashtune bench", environment, (), tuple(bench(one) for one in PROBLEMS), copied)
 
 
-def test_times_are_relative_to_the_peer_of_their_own_run() -> None:
+def test_times_are_relative_to_the_baseline_of_their_run() -> None:
     first = a_run("3.6.0", lambda problem: 2.0, peer=1.0)
     other = a_run("3.9.0", lambda problem: 1.0 if problem.is_backward else 2.0, peer=0.5)
 
@@ -49,7 +49,7 @@ def test_times_are_relative_to_the_peer_of_their_own_run() -> None:
     assert {one.triton for one in found.values()} == {"3.9.0"}
 
 
-def test_a_copy_is_the_reference_where_a_run_has_no_peer() -> None:
+def test_copy_is_the_reference_without_a_baseline() -> None:
     first = a_run("3.6.0", lambda problem: 2.0, peer=1.0, copy=1.0)
     other = a_run("3.7.1", lambda problem: 2.0, peer=None, copy=2.0)
     assert set(compare(first, other)[0].ratios.values()) == {2.0}
@@ -65,7 +65,7 @@ def test_a_missing_point_is_an_error() -> None:
         compare(first, other)
 
 
-def test_the_table_names_the_worst_point() -> None:
+def test_table_names_the_worst_point() -> None:
     first = a_run("3.6.0", lambda problem: 2.0)
     slow = grid_problems("decode")[0]
     other = a_run("3.9.0", lambda problem: 4.0 if problem == slow else 2.0)

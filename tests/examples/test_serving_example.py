@@ -1,4 +1,4 @@
-"""The example of a server gives the tokens of a plain loop, whether pages are plenty or scarce."""
+"""Tests of the serving example against a reference loop, with many and with few pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pages", "scarce"), [(2, True), (24, False)])
-def test_all_tokens_are_those_of_the_plain_loop(pages: int, scarce: bool) -> None:
+def test_tokens_match_the_reference_loop(pages: int, scarce: bool) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("PYTHONSAFEPATH", None)
     program = [sys.executable, "-m", "examples.serving", "--pages", str(pages), "--requests", "5"]

@@ -1,4 +1,4 @@
-"""The example of training: flashtune's losses are SDPA's, and what drifts apart is refused."""
+"""Tests of the training example: flashtune's losses match those of SDPA."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_losses_of_both_runs_agree(tmp_path: Path) -> None:
     assert "losses differ by" in plot.read_text(encoding="utf-8")
 
 
-def test_words_follow_one_another_in_one_of_a_few_languages() -> None:
+def test_sequences_are_drawn_from_a_few_languages() -> None:
     tokens = sequences(64, 600, 64, 3)
     assert torch.equal(tokens, sequences(64, 600, 64, 3))
     assert not torch.equal(tokens, sequences(64, 600, 64, 4))
@@ -55,7 +55,7 @@ def test_words_follow_one_another_in_one_of_a_few_languages() -> None:
     assert 0 < floor(64) < math.log(LANGUAGES)
 
 
-def test_how_far_losses_may_be_apart() -> None:
+def test_loss_tolerance() -> None:
     one, other = run(4.0, 3.0, 2.0), run(4.0, 3.25, 1.9)
     assert difference(one, other) == pytest.approx(0.25)
     assert math.isnan(difference(one, run(4.0, math.nan, 2.0)))
@@ -64,6 +64,6 @@ def test_how_far_losses_may_be_apart() -> None:
     assert tolerance(one, 0.0, in_bf16=False) == 1e-4
 
 
-def test_first_steps_are_no_part_of_the_median() -> None:
+def test_median_excludes_first_steps() -> None:
     assert median_ms(run(step_ms=(900.0,) * 10 + (3.0, 1.0, 2.0) * 10)) == 2.0
     assert median_ms(run(step_ms=(900.0, 3.0))) == 3.0

@@ -1,4 +1,4 @@
-"""Calls of attention on a GPU, and what they must give."""
+"""Calls of attention on a GPU, and their references."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def forget() -> None:
-    """This process has met no shape, told of nothing and read no database."""
+    """Clears all caches of the process: executors, warnings and the database."""
     forget_servers()
     forget_warnings()
     forget_verdicts()

@@ -1,4 +1,4 @@
-"""What the GPU tests of the runtime share."""
+"""Fixtures of the GPU tests of the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls with features on a GPU, each held against plain float64 on the CPU."""
+"""Calls with features on a GPU, compared with float64 on the CPU."""
 
 from __future__ import annotations
 

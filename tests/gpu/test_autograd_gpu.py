@@ -1,4 +1,4 @@
-"""Ways of torch to go back through attention on a GPU: captured, compiled, checkpointed, by torch.func."""
+"""Tests of autograd on a GPU: captured, compiled, checkpointed, and by torch.func."""
 
 from __future__ import annotations
 

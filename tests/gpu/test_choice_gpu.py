@@ -1,4 +1,4 @@
-"""Who serves on a GPU: what was measured there, torch's SDPA, or a kernel that nobody timed."""
+"""Tests of backend selection on a GPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def pin(record: Record) -> None:
 
 
 @pytest.mark.usefixtures("own_tables")
-def test_a_timed_kernel_serves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_kernel_serves_without_check(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(512, 512)
     pin(timed_record(q, k, v, {}))
 
@@ -72,7 +72,7 @@ def test_a_timed_kernel_serves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_tables")
-def test_the_fastest_is_chosen_by_what_was_measured() -> None:
+def test_fastest_measured_backend_is_selected() -> None:
     q, k, v = tensors(512, 512)
     pin(timed_record(q, k, v, dict.fromkeys(PEERS.values(), 0.5)))
     assert default_backend(q, k, v, request_of(q, k, v).problem) in PEERS.values()
@@ -82,7 +82,7 @@ def test_the_fastest_is_chosen_by_what_was_measured() -> None:
 
 
 @pytest.mark.usefixtures("own_tables")
-def test_a_fresh_process_on_a_tuned_shape_stays_light(own_database: Path) -> None:
+def test_new_process_on_a_tuned_shape_loads_few_modules(own_database: Path) -> None:
     q, k, v = tensors(512, 512)
     pin(timed_record(q, k, v, {}))
     generated(q, k, v)
@@ -103,14 +103,14 @@ def test_a_fresh_process_on_a_tuned_shape_stays_light(own_database: Path) -> Non
 
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("lengths", [(128, 128), (100, 300), (300, 100), (1, 77), (77, 1)])
-def test_sdpa_serves_with_the_same_meaning(causal: Causal, lengths: tuple[int, int]) -> None:
+def test_sdpa_has_the_same_semantics(causal: Causal, lengths: tuple[int, int]) -> None:
     q, k, v = tensors(*lengths)
     options: dict[Causal, CausalOption] = {Causal.NONE: False, Causal.TOP_LEFT: "top_left"}
     expected, _ = reference(q, k, v, options.get(causal, True))
     close(sdpa_attention(q, k, v, 0.125, causal), expected)
 
 
-def test_gradients_match_sdpas() -> None:
+def test_gradients_match_those_of_sdpa() -> None:
     q, k, v = (tensor.requires_grad_() for tensor in tensors(256, 256, dtype=torch.float16))
     out = flashtune.attention(q, k, v, causal=True)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.float().square().sum(), (q, k, v)))

@@ -1,4 +1,4 @@
-"""Exported files on a GPU, descriptors among them: those ask for scratch memory as they are launched."""
+"""Tests of exported files on a GPU, with descriptors that need scratch memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made once for many calls with features: plans in graphs, binaries, compiled programs, choices."""
+"""Tests of plans with features on a GPU: graphs, binaries, compiled programs and selection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.problems.features import starts
 pytestmark = SERVED
 
 
-def test_new_numbers_of_tokens_compile_nothing() -> None:
+def test_new_token_counts_do_not_compile() -> None:
     flashtune.attention_varlen(*packed(), causal=True, prefer="generated")
     compiled = kernel_cache._compiled.cache_info().currsize
     for fewer in range(1, 20):
@@ -42,7 +42,7 @@ def test_new_numbers_of_tokens_compile_nothing() -> None:
     )
 
 
-def test_a_plan_is_replayed_while_lengths_and_pages_change() -> None:
+def test_plan_is_replayed_with_other_lengths_and_pages() -> None:
     cache, other = cache_of(), cache_of((40, 300, 16, 0, 700))
     token = normal(len(KEYS), HEADS, WIDTH)
     k, v = torch.cat([cache[0], other[0]]), torch.cat([cache[1], other[1]])
@@ -61,7 +61,7 @@ def test_a_plan_is_replayed_while_lengths_and_pages_change() -> None:
         close(paged_call(token, k, v, table, lengths, **GENERATED), result)
 
 
-def test_a_packed_plan_is_replayed_while_lengths_change() -> None:
+def test_packed_plan_is_replayed_with_other_lengths() -> None:
     q, k, v, begins, ends, *longest = packed()
     plan = flashtune.plan_varlen(q, k, v, begins, ends, *longest, causal=True, window=(100, 0), **GENERATED)
     graph = torch.cuda.CUDAGraph()
@@ -88,7 +88,7 @@ def test_a_shared_prefix_in_a_graph() -> None:
     close(paged_call(token, k, v, table, lengths, **GENERATED), result)
 
 
-def test_compilers_see_one_operator() -> None:
+def test_compile_traces_one_operator() -> None:
     torch._dynamo.reset()
     token, cache = normal(len(KEYS), HEADS, WIDTH), cache_of()
 
@@ -101,7 +101,7 @@ def test_compilers_see_one_operator() -> None:
 
 
 @pytest.mark.alone
-def test_calls_of_known_shapes_take_little_of_the_host() -> None:
+def test_cached_shapes_have_low_host_time() -> None:
     token, cache = normal(len(KEYS), HEADS, WIDTH), cache_of()
     plan = flashtune.plan_paged(token, *cache, prefer="generated")
     given = packed()

@@ -1,4 +1,4 @@
-"""Calls with features on a GPU: masks of every form of call, misaligned and strided tensors, large pools."""
+"""Tests of calls with features on a GPU: masks, misaligned and strided tensors, large pools."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_biases_prefixes_and_lengths() -> None:
     check_dense(q[:, :, :3], k, k.clone(), kv_lengths=lengths, causal=True)
 
 
-def test_packed_sequences_as_sdpa_has_them_one_by_one() -> None:
+def test_packed_sequences_match_sdpa_per_sequence() -> None:
     lengths = (512, 0, 77, 1024, 3)
     q, k, v, *rest = packed(lengths, lengths)
     out = flashtune.attention_varlen(q, k, v, *rest, causal=True, prefer="generated")
@@ -83,7 +83,7 @@ def test_packed_sequences_as_sdpa_has_them_one_by_one() -> None:
         torch.testing.assert_close(out[start:end], alone[0].transpose(0, 1), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_views_that_are_misaligned_or_strided() -> None:
+def test_misaligned_and_strided_views() -> None:
     k, v, table, lengths = cache_of()
     token = normal(len(KEYS), HEADS, WIDTH)
     odd = torch.empty(token.numel() + 1, dtype=token.dtype, device="cuda")[1:].view(token.shape).copy_(token)
@@ -115,7 +115,7 @@ def test_latent_values() -> None:
     check_paged(token, cache.k_cache, None, *cache[2:], value_head_dim=512, scale=192**-0.5)
 
 
-def test_a_pool_of_more_than_two_to_the_31_elements() -> None:
+def test_pool_of_more_than_two_to_the_31_elements() -> None:
     pages = 2**31 // (16 * KV_HEADS * WIDTH) + 9
     pool = torch.empty(pages, 16, KV_HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
     table = torch.stack([torch.arange(8), torch.arange(pages - 8, pages)]).to(torch.int32).cuda()

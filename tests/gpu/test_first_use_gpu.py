@@ -1,4 +1,4 @@
-"""Kernels that are unproven on this GPU: checked before they serve, once, quickly, and never in a capture."""
+"""Tests of self-checks on a GPU: once, quickly, and not during a capture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT_SECONDS = 0.3
 
 
 class Refusing:
-    """A check that finds every kernel wrong, and counts how often it was asked."""
+    """A check that refuses every kernel, and counts its calls."""
 
     calls = 0
 
@@ -37,7 +37,7 @@ class Refusing:
         return Verdict(False, 9.0, 1, "forced", "test")
 
 
-def test_a_kernel_that_fails_its_self_check_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_that_fails_its_self_check_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = Refusing()
     monkeypatch.setattr(check, "check_rendered", refusing)
     q, k, v = tensors()
@@ -51,7 +51,7 @@ def test_a_kernel_that_fails_its_self_check_never_serves(monkeypatch: pytest.Mon
         generated(q, k, v)
 
 
-def test_a_passed_self_check_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passed_self_check_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
     assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "unproven"
     generated(q, k, v)
@@ -63,7 +63,7 @@ def test_a_passed_self_check_is_remembered(monkeypatch: pytest.MonkeyPatch) -> N
     assert refusing.calls == 0
 
 
-def test_a_new_shape_in_a_capture_names_plan() -> None:
+def test_new_shape_during_capture_error_suggests_plan() -> None:
     q, k, v = tensors(77, 78)
     flashtune.attention(*tensors(), causal=True)
     torch.cuda.synchronize()
@@ -72,7 +72,7 @@ def test_a_new_shape_in_a_capture_names_plan() -> None:
         flashtune.attention(q, k, v, causal=True)
 
 
-def test_one_warning_tells_of_many_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_warning_reports_many_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "check_rendered", Refusing())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -83,7 +83,7 @@ def test_one_warning_tells_of_many_failures(monkeypatch: pytest.MonkeyPatch) -> 
     assert ["self-check" in str(one.message) for one in ours] == [True]
 
 
-def test_a_plan_checks_so_that_a_capture_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_runs_the_self_check_before_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(333, 444)
     planned = flashtune.plan(q, k, v, causal=True, prefer="generated")
     assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "verified"
@@ -109,7 +109,7 @@ def test_a_plan_checks_so_that_a_capture_need_not(monkeypatch: pytest.MonkeyPatc
         (torch.bfloat16, 96, (1, 65536)),
     ],
 )
-def test_a_check_takes_under_300_ms(dtype: torch.dtype, head_dim: int, lengths: tuple[int, int]) -> None:
+def test_self_check_takes_under_300_ms(dtype: torch.dtype, head_dim: int, lengths: tuple[int, int]) -> None:
     generated(*tensors(64, 64, head_dim=32))  # what torch makes at its first use is no check's
     q, k, v = tensors(*lengths, head_dim=head_dim, dtype=dtype)
     generated(q, k, v)
@@ -132,7 +132,7 @@ print(told.standing, out.double().abs().sum().item())
 
 
 @pytest.mark.alone
-def test_many_processes_check_a_kernel_a_few_times_at_most(own_database: Path) -> None:
+def test_concurrent_processes_check_a_kernel_a_few_times_at_most(own_database: Path) -> None:
     start = str(time.time() + 20.0)
     processes = [
         subprocess.Popen(

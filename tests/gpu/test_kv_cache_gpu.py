@@ -1,4 +1,4 @@
-"""`PagedKVCache` on a GPU: bit by bit as on the CPU, captured by a graph, and beyond 2^31 elements."""
+"""Tests of `PagedKVCache` on a GPU: equal to the CPU, in graphs, and beyond 2^31 elements."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def projected(cache: PagedKVCache, tokens: int, generator: torch.Generator) -> t
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_holds_what_it_holds_on_the_cpu(case: dict[str, Any]) -> None:
+def test_cache_matches_the_cpu_bitwise(case: dict[str, Any]) -> None:
     caches = make("cpu", **case), make("cuda", **case)
     generator = torch.Generator().manual_seed(1)
 
@@ -93,7 +93,7 @@ def test_it_holds_what_it_holds_on_the_cpu(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_graph_appends_wherever_the_slots_say(case: dict[str, Any]) -> None:
+def test_graph_appends_at_the_given_slots(case: dict[str, Any]) -> None:
     cache, plain = make("cuda", **case), make("cuda", **case)
     generator = torch.Generator().manual_seed(2)
     batch = 4
@@ -122,7 +122,7 @@ def test_a_graph_appends_wherever_the_slots_say(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.alone
-def test_pools_of_more_than_31_bits_of_elements() -> None:
+def test_pools_of_more_than_two_to_the_31_elements() -> None:
     pages, heads, width = 2**17 + 8, 8, 256  # more than 2^32 elements of keys
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of free memory")

@@ -1,4 +1,4 @@
-"""SDPA's backends with flashtune's masks on a GPU: rows that see no key, unaligned lengths, shared masks."""
+"""Tests of SDPA backends with masks on a GPU: rows without keys, unaligned lengths, shared masks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def given(lengths: tuple[int, int], kv_heads: int, width: int) -> tuple[Tensor, 
 
 
 def mask_of(lengths: tuple[int, int], shared: tuple[int, ...]) -> Tensor:
-    """Random, with rows that see nothing, the first tiles of keys hidden from some, and one key alone."""
+    """Random masks, with rows without keys, hidden first key tiles, and a single key."""
     batch, heads, many, _ = shared
     generator = torch.Generator("cuda").manual_seed(7)
     shape = (batch, heads, lengths[0] if many else 1, lengths[1])
@@ -62,7 +62,7 @@ def mask_of(lengths: tuple[int, int], shared: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("width", [64, 128])
-def test_backends_mean_the_same_by_a_mask(
+def test_backends_have_the_same_mask_semantics(
     name: str, kind: Bias, causal: Causal, shared: tuple[int, ...], kv_heads: int, width: int
 ) -> None:
     masked_sdpa.forget_refusals()
@@ -110,7 +110,7 @@ def test_backends_mean_the_same_by_a_mask(
 
 @pytest.mark.parametrize("seqlen_q", [1, 300])
 @pytest.mark.parametrize("name", MASKED)
-def test_the_trial_passes_where_a_backend_takes_masks(seqlen_q: int, name: str) -> None:
+def test_check_passes_for_backends_with_masks(seqlen_q: int, name: str) -> None:
     masked_sdpa.forget_refusals()
     q, k, v = given((seqlen_q, 512), 4, 128)
     request = read_request(q, k, v, False, "bhsd", False, "fastest")

@@ -1,4 +1,4 @@
-"""The runtime on a GPU: every kind of tensor, compiled, captured, threaded."""
+"""Tests of the runtime on a GPU: kinds of tensors, compilation, capture and threads."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_expanded_tensors() -> None:
 
 
 def test_more_than_two_to_the_31_elements() -> None:
-    """A query tensor of 4.3 GB, its output alike; the last rows lie beyond 32-bit offsets."""
+    """A query tensor and an output of 4.3 GB; the last rows are beyond 32-bit offsets."""
     heads, length = 33, 2**20
     q = torch.empty(1, heads, length, 64, dtype=torch.bfloat16, device="cuda").normal_()
     k, v = (torch.randn(1, 1, 48, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -120,7 +120,7 @@ def test_strides_beyond_two_to_the_31_elements() -> None:
     close(generated(q, far, v), reference(q, k, v, True)[0])
 
 
-def test_compilers_see_one_node() -> None:
+def test_compile_traces_one_node() -> None:
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
 
@@ -142,7 +142,7 @@ def test_compilers_see_one_node() -> None:
     torch.testing.assert_close(inductor, eager, atol=2e-2, rtol=2e-2)
 
 
-def test_a_plan_is_captured_and_replayed() -> None:
+def test_plan_is_captured_and_replayed() -> None:
     q, k, v = tensors()
     planned = flashtune.plan(q, k, v, causal=True, prefer="generated")
     graph = torch.cuda.CUDAGraph()
@@ -177,7 +177,7 @@ def test_threads_on_their_own_streams() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tensors_of_a_device_that_is_not_current() -> None:
+def test_tensors_on_another_than_the_current_device() -> None:
     q, k, v = tensors()
     expected, _ = reference(q, k, v, True)
     close(generated(q.cuda(1), k.cuda(1), v.cuda(1)).to("cuda:0"), expected)

@@ -1,4 +1,4 @@
-"""The example of training on a GPU: in bf16 flashtune's losses are as near to SDPA's as its own backends."""
+"""Tests of the training example on a GPU: bf16 losses match those of SDPA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(RUNS))
-def test_losses_fall_together(name: str, tmp_path: Path) -> None:
+def test_losses_match_sdpa(name: str, tmp_path: Path) -> None:
     saved = tmp_path / "training.json"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     program = [sys.executable, "-m", "examples.training", *RUNS[name], "--save", str(saved)]

@@ -1,4 +1,4 @@
-"""`flashtune warm` on a GPU: a later process's first call compiles nothing and checks nothing."""
+"""Tests of `flashtune warm` on a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print(flashtune.attention(q, k, v, causal=True, prefer="generated").isfinite().a
 """
 
 
-def test_the_first_call_after_warm_neither_compiles_nor_checks(
+def test_first_call_after_warm_neither_compiles_nor_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))

@@ -1,4 +1,4 @@
-"""Calls that autograd goes through on the CPU, and the gradients that plain float64 has."""
+"""Calls with gradients on the CPU, and float64 gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor) -> Triple:
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Causal attention and its log-sum-exp by operators that autograd knows."""
+    """Causal attention and its log-sum-exp by differentiable operators."""
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     scores = q @ k.mT * q.shape[3] ** -0.5
     if bias is not None:

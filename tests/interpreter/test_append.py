@@ -68,7 +68,7 @@ def appended_slots() -> Iterator[list[int]]:
         *((dtype, True, given) for dtype in (E4M3, torch.int8) for given in (torch.float32, torch.bfloat16)),
     ],
 )
-def test_the_kernel_does_what_torch_does(
+def test_kernel_matches_torch(
     dtype: torch.dtype,
     growing: bool,
     given: torch.dtype,
@@ -104,7 +104,9 @@ def test_the_kernel_does_what_torch_does(
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [E4M3, torch.int8])
-def test_every_number_of_16_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_16_bit_value_is_quantised_correctly(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     k = numbers.view(64, 1, 1024)
     found, right = (torch.zeros(1, 1, 64, 1024, dtype=dtype) for _ in range(2))
@@ -120,7 +122,9 @@ def test_every_number_of_16_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("dtype", [E4M3, torch.int8])
-def test_every_code_is_rounded_anew(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_8_bit_code_is_requantised_correctly(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float().view(1, 1, 256)
     if dtype is torch.int8:
         codes = codes.clamp(-127)

@@ -34,7 +34,7 @@ def kernel_for(family: Family) -> Kernel:
 
 
 @pytest.mark.parametrize("family", INTERPRETED, ids=lambda family: family.name)
-def test_a_16_bit_kernel_refuses_16_bit_tensors_and_is_right_on_float32(family: Family) -> None:
+def test_16_bit_kernel_accepts_only_float32_tensors(family: Family) -> None:
     torch.manual_seed(0)
     module = load_module(kernel_for(family))
     rows = 8 if family.name == "decode_split_kv" else 48

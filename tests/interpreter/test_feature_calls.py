@@ -46,7 +46,7 @@ def test_biases_and_masks_of_any_shape() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_hidden_keys_that_are_not_finite_change_nothing_under_a_mask(value: float) -> None:
+def test_masked_non_finite_keys_have_no_effect(value: float) -> None:
     q, k, v = dense()
     mask = torch.ones(20, 28, dtype=torch.bool)
     mask[:, 4] = False
@@ -69,7 +69,7 @@ def test_packed_sequences() -> None:
         check_varlen(*packed(), **options)
 
 
-def test_packed_views_and_other_numbers_of_tokens() -> None:
+def test_packed_views_and_other_token_counts() -> None:
     q, k, v, *lengths = packed()
     both = torch.randn(sum(KEYS), 2, KV_HEADS, WIDTH)
     check_varlen(q, both[:, 0], both[:, 1], *lengths, causal=True)
@@ -83,7 +83,7 @@ def test_decoding() -> None:
         check_paged(q, *paged(), **options)
 
 
-def test_decoding_by_one_token_and_pages_of_either_layout() -> None:
+def test_decoding_of_one_token_with_both_page_layouts() -> None:
     for layout in ("nhd", "hnd"):
         check_paged(torch.randn(len(KEYS), HEADS, WIDTH), *paged(layout=layout), layout=layout)
         check_paged(torch.randn(len(KEYS), 2, HEADS, WIDTH), *paged(layout=layout), layout=layout)
@@ -119,7 +119,7 @@ def test_latent_values() -> None:
     torch.testing.assert_close(result.double(), expected(call)[0], atol=2e-5, rtol=2e-5)
 
 
-def test_nothing_to_attend_with_or_to() -> None:
+def test_empty_queries_or_keys() -> None:
     sinks = torch.randn(HEADS)
     check_dense(*dense(0), causal=True, sinks=sinks, window=(3, 0))
     check_dense(*dense(2, 0, 5), causal=True, sinks=sinks)

@@ -22,7 +22,7 @@ from tests.problems.features import KEYS, agrees, expected, paged, starts
 fresh_runtime = feature_calls.fresh_runtime
 
 
-def test_a_prefix_that_all_sequences_share() -> None:
+def test_shared_prefix() -> None:
     k_cache, v_cache, table, lengths = paged((56, 40, 33))
     table[1:, :2] = table[0, :2]
     cache = k_cache, v_cache, table, lengths
@@ -54,7 +54,7 @@ def test_a_prefix_that_all_sequences_share() -> None:
         assert flashtune.plan_paged(q, *none, shared_prefix=32)(q, *none).shape == q.shape
 
 
-def test_a_plan_with_a_shared_prefix_keeps_what_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_with_a_shared_prefix_caches_its_executors(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = paged((40, 33))
     cache.block_table[1, :1] = cache.block_table[0, :1]
     q = torch.randn(2, HEADS, WIDTH)
@@ -142,7 +142,7 @@ def in_float64(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor, **_: object) -
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v
 
 
-def test_what_has_no_gradient_says_so() -> None:
+def test_unsupported_gradients_raise() -> None:
     q = torch.randn(len(KEYS), HEADS, WIDTH, requires_grad=True)
     with pytest.raises(ProblemError, match="attention of sequences in pages has no backward pass"):
         flashtune.attention_paged(q, *paged())
@@ -153,7 +153,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend="aot_eager", fullgraph=True)
 
 
-def test_compilers_see_one_operator() -> None:
+def test_compile_traces_one_operator() -> None:
     q, k, v = dense()
     sinks = torch.randn(HEADS)
 

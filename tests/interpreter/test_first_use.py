@@ -17,7 +17,7 @@ PROCESSES = 8
 ROOT = Path(__file__).parents[2]
 
 
-def test_all_are_right_and_few_check(
+def test_concurrent_first_uses_are_correct_and_check_once(
     own_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / "cache"))

@@ -51,7 +51,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     close((q.grad, k.grad, v.grad), expected(q, k, v))
 
 
-def test_threads_go_back_at_once() -> None:
+def test_concurrent_backward_passes() -> None:
     wanted = expected(*tensors())
     with ThreadPoolExecutor(4) as threads:
         for found in threads.map(
@@ -60,14 +60,14 @@ def test_threads_go_back_at_once() -> None:
             close(found, wanted)
 
 
-def test_saved_tensors_may_be_moved_meanwhile() -> None:
+def test_saved_tensor_hooks_may_move_tensors() -> None:
     q, k, v = tensors()
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept.clone()):
         result = loss(q, k, v)
     close(torch.autograd.grad(result, (q, k, v)), expected(q, k, v))
 
 
-def test_compilers_see_a_node_for_each_pass() -> None:
+def test_compile_traces_a_node_for_each_pass() -> None:
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def test_compilers_see_a_node_for_each_pass() -> None:
     assert nodes == [["flashtune.attention_with_lse.default"], ["flashtune.attention_backward.default"]]
 
 
-def test_lengths_do_not_compile_again() -> None:
+def test_other_lengths_do_not_recompile() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(loss, backend=counter, fullgraph=True)
     q, k, v = tensors()
@@ -154,7 +154,7 @@ def test_batches_of_gradients_are_refused(options: dict[str, Any], create_graph:
         torch.func.vmap(go_back)(batch)
 
 
-def test_what_is_advised_for_batches_of_gradients_loops_over_them() -> None:
+def test_suggested_loop_computes_batches_of_gradients() -> None:
     q, k, v = (tensor.detach() for tensor in tensors())
     out, back = torch.func.vjp(attend, q, k, v)[:2]
     with warnings.catch_warnings():
@@ -166,7 +166,7 @@ def test_what_is_advised_for_batches_of_gradients_loops_over_them() -> None:
 
 @pytest.mark.parametrize("way", ["func", "dual"])
 @pytest.mark.parametrize("options", [{}, {"window": (3, 0)}], ids=str)
-def test_derivatives_in_forward_mode_are_refused(way: str, options: dict[str, Any]) -> None:
+def test_forward_mode_derivatives_are_refused(way: str, options: dict[str, Any]) -> None:
     q, k, v = (tensor.detach() for tensor in tensors())
 
     def of_queries(q: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from tests.interpreter.autograd_calls import (
 fresh_runtime = autograd_calls.fresh_runtime
 
 
-def test_the_gradient_of_the_log_sum_exp_comes_in() -> None:
+def test_gradient_of_lse_is_included() -> None:
     q, k, v = tensors()
     out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True, prefer="generated")
     weights = torch.randn(lse.shape)
@@ -53,7 +53,7 @@ def test_gradients_have_their_inputs_types(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("way", ["expanded", "transposed", "every_other", "misaligned"])
-def test_the_outputs_gradient_may_lie_anyhow(way: str) -> None:
+def test_output_gradient_may_have_any_strides(way: str) -> None:
     q, k, v = tensors()
     out = attend(q, k, v)
     dout = torch.randn(out.shape)
@@ -70,7 +70,7 @@ def test_the_outputs_gradient_may_lie_anyhow(way: str) -> None:
     close(torch.autograd.grad(out, (q, k, v), dout), wanted)
 
 
-def test_gradients_lie_as_inputs_do() -> None:
+def test_gradients_have_the_strides_of_inputs() -> None:
     q, k, v = (tensor.detach().transpose(1, 2).contiguous() for tensor in tensors())
     views = [tensor.transpose(1, 2).requires_grad_() for tensor in (q, k, v)]
     found = torch.autograd.grad(loss(*views), views)
@@ -81,7 +81,7 @@ def test_gradients_lie_as_inputs_do() -> None:
     close(found, expected(*views))
 
 
-def test_only_what_asks_for_a_gradient_gets_one() -> None:
+def test_only_inputs_that_require_grad_get_gradients() -> None:
     q, k, v = tensors()
     q.requires_grad_(False)
     v.requires_grad_(False)
@@ -100,7 +100,7 @@ def test_gradcheck() -> None:
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
-def test_gradients_of_what_lies_beside(way: str) -> None:
+def test_gradients_of_extra_inputs(way: str) -> None:
     call = attend if way == "eager" else torch.compile(attend, backend="aot_eager", fullgraph=True)
     q, k, v = tensors()
     bias = torch.randn(1, HEADS, 20, 28, requires_grad=True)
@@ -146,7 +146,7 @@ def test_packed_sequences() -> None:
     assert not found[0][23:].any()
 
 
-def test_sinks_take_nothing_from_rows_that_no_sequence_has() -> None:
+def test_rows_outside_of_sequences_do_not_contribute_to_sinks() -> None:
     torch.manual_seed(3)
     starts = torch.tensor([0, 9, 14], dtype=torch.int32)
     sinks = torch.randn(HEADS, requires_grad=True)
@@ -169,7 +169,7 @@ def test_sinks_take_nothing_from_rows_that_no_sequence_has() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"return_lse": True}, {"window": (9, 0), "return_lse": True}], ids=str
 )
-def test_baselines_compute_in_their_own_types_under_autocast(
+def test_autocast_does_not_change_types_of_baselines(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     def refuse(*_: object) -> object:
@@ -189,9 +189,7 @@ def test_baselines_compute_in_their_own_types_under_autocast(
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
-def test_a_backward_kernel_that_fails_leaves_both_passes_to_torch(
-    monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_failed_backward_kernel_uses_torch_for_both_passes(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     def refuse(*_: object) -> object:
         raise KernelError("PTXASError: out of registers")
 
@@ -216,9 +214,7 @@ def test_a_backward_kernel_that_fails_leaves_both_passes_to_torch(
     "options", [{}, {"return_lse": True}, {"deterministic": True}, {"window": (3, 0)}], ids=str
 )
 @pytest.mark.parametrize("sizes", [(2, 20, 0), (0, 20, 28), (2, 0, 28)])
-def test_nothing_to_attend_to_has_gradients_of_zero(
-    sizes: tuple[int, int, int], options: dict[str, Any]
-) -> None:
+def test_empty_keys_have_zero_gradients(sizes: tuple[int, int, int], options: dict[str, Any]) -> None:
     batch, seqlen_q, seqlen_kv = sizes
     q = torch.full((batch, HEADS, seqlen_q, 32), torch.nan, requires_grad=True)
     k, v = (torch.randn(batch, KV_HEADS, seqlen_kv, 32, requires_grad=True) for _ in range(2))

@@ -61,7 +61,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.tritons
-def test_functions_are_replaced_as_often_for_many_programs_as_for_one(called: list[str]) -> None:
+def test_functions_are_patched_once_per_launch(called: list[str]) -> None:
     # The first call of a function adds names to its module.
     run(1)
     called.clear()
@@ -73,9 +73,7 @@ def test_functions_are_replaced_as_often_for_many_programs_as_for_one(called: li
 
 
 @pytest.mark.tritons
-def test_overflow_is_computed_for_debug_mode_alone(
-    called: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overflow_is_checked_only_in_debug_mode(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run()
     assert "check" not in called
     monkeypatch.setattr(BUILDER, "options", dataclasses.replace(BUILDER.options, debug=True))
@@ -84,7 +82,7 @@ def test_overflow_is_computed_for_debug_mode_alone(
 
 
 @pytest.mark.tritons
-def test_the_interpreter_is_as_before_after_a_launch_and_after_one_that_failed() -> None:
+def test_interpreter_is_restored_after_launches_and_failures() -> None:
     before = BUILDER.options, interpreter._patch_lang
     run()
     assert before == (BUILDER.options, interpreter._patch_lang)
@@ -93,7 +91,7 @@ def test_the_interpreter_is_as_before_after_a_launch_and_after_one_that_failed()
     assert before == (BUILDER.options, interpreter._patch_lang)
 
 
-def test_rows_are_appended_while_no_other_kernel_runs() -> None:
+def test_append_excludes_concurrent_kernels() -> None:
     cache = PagedKVCache(1, 16, 1, 16, dtype=torch.float32, device="cpu")
     rows = torch.ones(1, 1, 16)
     waiting = threading.Thread(target=cache.append, args=(rows, rows, torch.zeros(1, dtype=torch.int64)))

@@ -51,7 +51,7 @@ def _config(family: Family, fields: Mapping[str, object]) -> Config:
 
 @pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("mutant", interpreted_mutants(), ids=lambda mutant: mutant.id)
-def test_a_broken_kernel_is_refused(mutant: Mutant) -> None:
+def test_mutant_is_refused(mutant: Mutant) -> None:
     found = interpreted(mutant, SEED)
     assert found.fate is Fate.REFUSED
     assert found.caught_by
@@ -98,7 +98,7 @@ def _right_kernels(count: int) -> list[tuple[str, Problem, Config, Specializatio
 @pytest.mark.sampled(every=3)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("name", "problem", "config", "specialization"), _right_kernels(10))
-def test_right_kernels_are_not_refused(
+def test_correct_kernels_are_accepted(
     name: str, problem: Problem, config: Config, specialization: Specialization
 ) -> None:
     verdict = check_kernel(find_family(name), problem, config, specialization, TARGET, CPU, Level.QUICK)
@@ -108,7 +108,7 @@ def test_right_kernels_are_not_refused(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_full_level_accepts_and_checks_more() -> None:
+def test_full_level_accepts_with_more_checks() -> None:
     family = find_family("forward_q_outer")
     problem, config = _problem(Causal.BOTTOM_RIGHT), _config(family, {})
     quick, full = (

@@ -122,7 +122,7 @@ def test_scales(scale: float) -> None:
     agree(*tensors(), True, scale)
 
 
-def test_views_that_are_neither_aligned_nor_contiguous() -> None:
+def test_unaligned_and_non_contiguous_views() -> None:
     q, k, v = tensors()
     shifted = torch.empty(q.numel() + 1)[1:].view(q.shape).copy_(q)
     agree(shifted, k, v)
@@ -176,7 +176,7 @@ def test_plan_and_explain() -> None:
     assert "TRITON_INTERPRET=1" in str(told)
 
 
-def test_nothing_is_said_and_nothing_searched() -> None:
+def test_calls_do_not_warn_or_search() -> None:
     with warnings.catch_warnings():
         # Triton 3.6's interpreter warns of its own use of numpy.
         warnings.simplefilter("error", flashtune.FlashtuneWarning)

@@ -55,7 +55,7 @@ def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[Gra
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_compilers_see_one_node(options: dict[str, Any]) -> None:
+def test_compile_traces_one_node(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     q, k, v = tensors(options.get("layout", "bhsd"))
     expected = flashtune.attention(q, k, v, **options)
@@ -70,7 +70,7 @@ def test_compilers_see_one_node(options: dict[str, Any]) -> None:
     assert not others
 
 
-def test_lengths_do_not_compile_again() -> None:
+def test_other_lengths_do_not_recompile() -> None:
     torch._dynamo.reset()
     call, graphs = compiled(lambda q, k, v: flashtune.attention(q, k, v, causal=True))
     q, k, v = tensors()
@@ -83,21 +83,21 @@ def test_lengths_do_not_compile_again() -> None:
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.filterwarnings("ignore")
-def test_torchs_own_checks_of_operators(return_lse: bool, layout: str) -> None:
+def test_torch_opcheck(return_lse: bool, layout: str) -> None:
     op = torch.ops.flashtune.attention_with_lse if return_lse else torch.ops.flashtune.attention
     arguments = (*tensors(layout), "bottom_right", None, layout, "fastest")
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
     torch.library.opcheck(op.default, arguments, test_utils=tests)
 
 
-def test_tracers_see_the_operator() -> None:
+def test_make_fx_traces_the_operator() -> None:
     graph = make_fx(lambda q, k, v: flashtune.attention(q, k, v, causal=True))(*tensors())
     assert [str(node.target) for node in graph.graph.nodes if node.op == "call_function"] == [
         "flashtune.attention.default"
     ]
 
 
-def test_modes_and_subclasses_see_the_operator() -> None:
+def test_device_modes_and_subclasses_are_supported() -> None:
     q, k, v = tensors()
     expected = flashtune.attention(q, k, v)
     with torch.device("cpu"):
@@ -108,7 +108,7 @@ def test_modes_and_subclasses_see_the_operator() -> None:
 
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("way", ["eager", "operator", "aot_eager"])
-def test_gradients_by_every_way(way: str, return_lse: bool) -> None:
+def test_gradients_eager_compiled_and_functional(way: str, return_lse: bool) -> None:
     torch._dynamo.reset()
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def test_gradients_by_every_way(way: str, return_lse: bool) -> None:
         torch.testing.assert_close(one.double(), other, atol=2e-4, rtol=2e-4)
 
 
-def test_bad_input_is_refused_while_compiling() -> None:
+def test_invalid_input_is_refused_during_compilation() -> None:
     torch._dynamo.reset()
     call, _ = compiled(flashtune.attention)
     q, k, v = tensors()

@@ -1,4 +1,4 @@
-"""The distributions that a release would upload, built from clean copies of the checkout."""
+"""Distributions of a release, built from clean copies of the checkout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Build = Callable[[Literal["wheel", "sdist"], Path], Path]
 
 @pytest.fixture(scope="session")
 def checkout_files() -> tuple[str, ...]:
-    """What git tracks or would track, as paths from the root, links among them."""
+    """Paths of the files that git tracks or would track, with links."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return tuple(name for name in listing.split("\0") if name and os.path.lexists(ROOT / name))
@@ -27,7 +27,7 @@ def checkout_files() -> tuple[str, ...]:
 
 @pytest.fixture
 def clean_copy(checkout_files: tuple[str, ...], tmp_path: Path) -> Path:
-    """A tree of these files alone, as a fresh clone would have."""
+    """A tree of only these files, like a new clone."""
     return _copy(checkout_files, tmp_path / "source")
 
 
@@ -56,7 +56,7 @@ def wheel(checkout_files: tuple[str, ...], build: Build, tmp_path_factory: pytes
 
 @pytest.fixture(scope="session")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the wheel is installed in, without what it depends on."""
+    """A folder with the installed wheel, without its dependencies."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
     subprocess.run([*command, str(folder), str(wheel)], check=True, timeout=200)

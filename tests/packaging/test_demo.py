@@ -1,4 +1,4 @@
-"""What `make demo` runs works on a machine without a GPU."""
+"""Tests of `make demo` without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEMO = Path(__file__).parents[2] / "scripts" / "demo.sh"
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes the path of machines without a GPU")
-def test_demo_prints_what_it_found_and_where(tmp_path: Path, own_database: Path) -> None:
+def test_demo_prints_its_results_and_paths(tmp_path: Path, own_database: Path) -> None:
     result = subprocess.run(
         [DEMO, Path(sys.executable).parent],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""Wheel and source distribution hold what the checkout holds, and nothing lands beside flashtune."""
+"""Tests of the contents of wheel and source distribution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOMS = ("tuner", "templates", "kernels_generated", "db")
 
 
 def _packaged_name(name: str) -> str | None:
-    """Where a file of the checkout belongs in the wheel; None for what is not shipped."""
+    """The path of a checkout's file in the wheel, or None if it is not shipped."""
     room, _, rest = name.partition("/")
     if room in ROOMS:
         return f"flashtune/{name}"
@@ -37,9 +37,7 @@ def _metadata(wheel: Path, name: str) -> str:
         return archive.read(path).decode()
 
 
-def test_wheel_holds_every_file_of_the_rooms_and_no_other(
-    wheel: Path, checkout_files: tuple[str, ...]
-) -> None:
+def test_wheel_contains_exactly_the_package_files(wheel: Path, checkout_files: tuple[str, ...]) -> None:
     expected = {shipped for name in checkout_files if (shipped := _packaged_name(name))}
     packaged = _files(wheel)
     assert packaged == expected, (
@@ -49,7 +47,7 @@ def test_wheel_holds_every_file_of_the_rooms_and_no_other(
     assert "flashtune/templates/forward_q_outer/kernel.py.jinja" in packaged
 
 
-def test_the_readme_of_the_wheel_has_no_link_that_an_index_cannot_follow(wheel: Path) -> None:
+def test_readme_of_the_wheel_has_only_absolute_links(wheel: Path) -> None:
     metadata = Parser().parsestr(_metadata(wheel, "METADATA"))
     text = str(metadata.get_payload())
     assert metadata["Description-Content-Type"] == "text/markdown"
@@ -57,14 +55,14 @@ def test_the_readme_of_the_wheel_has_no_link_that_an_index_cannot_follow(wheel: 
     assert [address for address in re.findall(r"\]\(([^)]*)\)", text) if "://" not in address] == []
 
 
-def test_nothing_lands_beside_flashtune(wheel: Path) -> None:
+def test_wheel_installs_only_flashtune(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         top = {name.split("/")[0] for name in archive.namelist()}
     assert "flashtune" in top
     assert [name for name in top if name != "flashtune" and not name.endswith(".dist-info")] == []
 
 
-def test_wheel_from_the_source_distribution_is_the_same(
+def test_wheel_from_the_source_distribution_is_equal(
     clean_copy: Path, wheel: Path, build: Callable[[str, Path], Path], tmp_path: Path
 ) -> None:
     with tarfile.open(build("sdist", clean_copy)) as archive:
@@ -74,9 +72,7 @@ def test_wheel_from_the_source_distribution_is_the_same(
     assert _files(build("wheel", unpacked)) == _files(wheel)
 
 
-def test_new_family_is_a_new_folder_and_nothing_else(
-    clean_copy: Path, build: Callable[[str, Path], Path]
-) -> None:
+def test_new_family_needs_only_a_new_folder(clean_copy: Path, build: Callable[[str, Path], Path]) -> None:
     family = clean_copy / "templates" / "zigzag"
     family.mkdir()
     for name in ("__init__.py", "family.py", "kernel.py.jinja"):
@@ -89,10 +85,10 @@ def test_new_family_is_a_new_folder_and_nothing_else(
     }
 
 
-def test_wheel_builds_where_links_became_plain_files(
+def test_wheel_builds_without_symbolic_links(
     clean_copy: Path, wheel: Path, build: Callable[[str, Path], Path]
 ) -> None:
-    """Downloaded archives are often unpacked so; the folders themselves are what is packaged."""
+    """Unpacked archives often have no links; the folders themselves are packaged."""
     for room in ROOMS:
         link = clean_copy / "flashtune" / room
         assert link.is_symlink()
@@ -101,7 +97,7 @@ def test_wheel_builds_where_links_became_plain_files(
     assert _files(build("wheel", clean_copy)) == _files(wheel)
 
 
-def test_metadata_says_what_is_needed(wheel: Path) -> None:
+def test_metadata_lists_requirements(wheel: Path) -> None:
     metadata = Parser().parsestr(_metadata(wheel, "METADATA"))
     needed = metadata.get_all("Requires-Dist") or []
     assert metadata["Name"] == "flashtune"

@@ -1,4 +1,4 @@
-"""The installed wheel works away from the checkout."""
+"""Tests of the installed wheel outside of the checkout."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Runner:
         return self.command(sys.executable, "-c", code)
 
 
-def test_import_comes_from_the_wheel_and_is_light(run: Runner, site: Path) -> None:
+def test_import_uses_the_wheel_and_is_fast(run: Runner, site: Path) -> None:
     found = json.loads(
         run.program(
             "import json, sys, time, torch, triton\n"
@@ -59,7 +59,7 @@ def test_import_comes_from_the_wheel_and_is_light(run: Runner, site: Path) -> No
     assert found["seconds"] < IMPORT_SECONDS
 
 
-def test_no_room_is_importable_by_its_own_name(run: Runner) -> None:
+def test_subpackages_are_not_top_level_modules(run: Runner) -> None:
     rooms = run.program(
         "from importlib.util import find_spec\n"
         "print([name for name in ('tuner', 'templates', 'kernels_generated', 'db') if find_spec(name)])"
@@ -68,7 +68,7 @@ def test_no_room_is_importable_by_its_own_name(run: Runner) -> None:
 
 
 def test_every_module_is_importable(run: Runner) -> None:
-    """Also a check that nothing depends on the checkout, or on what only tests install."""
+    """Also checks that no module depends on the checkout or on test dependencies."""
     code = (
         "import importlib, pkgutil, flashtune\n"
         "def names(package):\n"
@@ -81,7 +81,7 @@ def test_every_module_is_importable(run: Runner) -> None:
     assert int(run.program(code)) > 20
 
 
-def test_families_and_templates_are_there(run: Runner) -> None:
+def test_families_and_templates_are_installed(run: Runner) -> None:
     names = run.program(
         "from flashtune.templates.registry import template_hash\n"
         "from flashtune.templates.registry import families\n"

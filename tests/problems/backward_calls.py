@@ -1,4 +1,4 @@
-"""Calls of a backward pass on the CPU, and the gradients that autograd makes of plain float64."""
+"""Calls of a backward pass on the CPU, and float64 gradients by autograd."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 class Call(NamedTuple):
-    """What a backward pass is given, and the gradients that autograd finds."""
+    """The arguments of a backward pass, and the gradients by autograd."""
 
     tensors: BackwardTensors
     side: ExtraInputs

@@ -1,4 +1,4 @@
-"""Calls of attention with features: tensors for them, and what they must give in plain float64."""
+"""Calls of attention with features: their tensors, and float64 references."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Paged(NamedTuple):
 
 
 def starts(lengths: tuple[int, ...]) -> Tensor:
-    """Where sequences begin that lie one behind the other, and where the last ends."""
+    """The offsets of contiguous sequences, and the end of the last one."""
     return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
 
 

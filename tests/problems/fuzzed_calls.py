@@ -1,4 +1,4 @@
-"""Random calls of the public API: right calls of which some arguments are replaced by others."""
+"""Random calls of the public API: valid calls with some replaced arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.problems.features import KEYS, QUERIES, paged, starts
 
 
 class Unprintable:
-    """An object whose text cannot be made."""
+    """An object whose `__repr__` raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no text")

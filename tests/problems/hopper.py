@@ -1,4 +1,4 @@
-"""Problems and configs of the family `forward_hopper`, as tests of several rooms sample them."""
+"""Problems and configs of the family `forward_hopper` for tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def a_config(problem: Problem, **changes: Any) -> HopperConfig:
 
 
 def sram_bytes(problem: Problem, config: HopperConfig) -> int:
-    """What the model says."""
+    """The modelled SRAM size."""
     return sum(item.bytes for item in FAMILY.sram_items(problem, config, H200, PLAIN))
 
 

@@ -1,4 +1,4 @@
-"""Problems, configs and kernels of the family `backward_hopper`, as several tests take them."""
+"""Problems, configs and kernels of the family `backward_hopper` for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel of quantised inputs with a prologue, as families render them, and its mistakes."""
+"""A kernel of quantised inputs with a prologue, like rendered ones, and its mutants."""
 
 from __future__ import annotations
 

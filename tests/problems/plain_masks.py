@@ -62,7 +62,7 @@ def plain_attention(
 
 
 def visible(problem: Problem, queries: int, keys: int, prefix: int = 0) -> Tensor:
-    """Which of a sequence's keys each of its queries sees, of what no bias hides: bool [queries, keys]."""
+    """The visible keys of each query of a sequence without the bias: bool [queries, keys]."""
     diagonal = 0 if problem.causal is Causal.TOP_LEFT else keys - queries
     place = torch.arange(queries)[:, None] + diagonal
     key = torch.arange(keys)[None, :]

@@ -1,4 +1,4 @@
-"""A family of one GPU, in Gluon, in place of the one that ships: `native` installs it for one test."""
+"""A Gluon family of one GPU instead of the shipped one: `native` installs it for one test."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _without_shipped(path: Iterable[str]) -> Iterator[pkgutil.ModuleInfo]:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
-    """The family `forward_native`: sm_90 alone, 16-byte borders alone, never interpreted."""
+    """The family `forward_native`: only sm_90, only 16-byte alignment, not interpreted."""
     both = Folders(*room.__path__, str(FOLDER))
     everywhere = types.SimpleNamespace(files=lambda name: both)
     for module in (registry, rendering):

@@ -1,4 +1,4 @@
-"""A disk of a few kilobytes: a memory file system where one may be mounted, else a limit of a file's size."""
+"""A disk of a few kilobytes: a memory file system if possible, else a file size limit."""
 
 from __future__ import annotations
 

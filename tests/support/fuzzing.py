@@ -1,4 +1,4 @@
-"""How many cases a fuzzer tries: few by default, many where `FLASHTUNE_FUZZ=large` is set."""
+"""The number of fuzzed cases: few by default, many with `FLASHTUNE_FUZZ=large`."""
 
 from __future__ import annotations
 

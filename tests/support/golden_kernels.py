@@ -1,4 +1,4 @@
-"""The kernels that tests/golden holds, as files or as checksums: of each family some configs and features."""
+"""The kernels in tests/golden: some configs and features of each family."""
 
 from __future__ import annotations
 

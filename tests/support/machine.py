@@ -1,4 +1,4 @@
-"""A GPU that computes on the CPU, for tests of servers: its launches only note what they were given."""
+"""A fake GPU for tests of executors: it computes on the CPU and records launches."""
 
 from __future__ import annotations
 

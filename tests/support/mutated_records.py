@@ -1,4 +1,4 @@
-"""Seeded mutations of a tuned table and of a database: what a disk, an editor or an attacker may leave."""
+"""Seeded mutations of a tuned table and of a database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test `pytest --sample` runs: those that its marker `sampled` asks for."""
+"""Selects the cases of parametrised tests for `pytest --sample` by the marker `sampled`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some kernels that a sanitizer would be given."""
+"""Some kernels for a sanitizer."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ TARGET = find_target("h200")
 
 @functools.cache
 def sanitized() -> tuple[Subject, ...]:
-    """What ships for an H200, and two drawn kernels of each family."""
+    """The shipped kernels of an H200, and two drawn kernels of each family."""
     return subjects(TARGET, 2, 1)

@@ -1,4 +1,4 @@
-"""Shapes that nobody tuned, and what may serve them."""
+"""Untuned shapes, and the records that may serve them."""
 
 from __future__ import annotations
 

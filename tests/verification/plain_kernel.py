@@ -117,14 +117,14 @@ def _keys(
 
 
 def _page(tensor: Tensor, page: int) -> Tensor:
-    """A page of the pool, or the poison before and behind it."""
+    """A page of the pool, or the poison before and after it."""
     strides = tensor.stride()
     offset = tensor.storage_offset() + page * strides[0]
     return tensor.as_strided(tuple(tensor.shape[1:]), strides[1:], offset)
 
 
 def _first(rows: Tensor, count: int) -> Tensor:
-    """The first rows, [heads, count, width], and behind the last what lies there in memory."""
+    """The first rows, [heads, count, width], followed by the memory after the last."""
     shape = (rows.shape[0], count, rows.shape[2])
     return rows.as_strided(shape, rows.stride(), rows.storage_offset())
 

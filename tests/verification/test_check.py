@@ -1,4 +1,4 @@
-"""What a check does to its process: torch's threads are the process's own again, whatever happens."""
+"""Tests that a check restores torch's thread count."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def of_a_new_thread() -> int:
     return found[0]
 
 
-def test_other_threads_keep_their_count() -> None:
+def test_thread_count_of_other_threads_is_unchanged() -> None:
     with one_thread():
         assert (torch.get_num_threads(), of_a_new_thread()) == (1, 2)
     assert (torch.get_num_threads(), of_a_new_thread()) == (2, 2)
 
 
-def test_a_thread_with_a_count_of_its_own_keeps_it_and_others_theirs() -> None:
+def test_thread_counts_are_per_thread() -> None:
     found: list[tuple[int, int]] = []
 
     def check_something() -> None:
@@ -70,7 +70,7 @@ def test_a_thread_with_a_count_of_its_own_keeps_it_and_others_theirs() -> None:
     assert found == [(1, 2)]
 
 
-def test_a_check_works_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def fail(*_: object, **__: object) -> None:

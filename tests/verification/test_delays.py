@@ -1,4 +1,4 @@
-"""Kernels whose warps fall behind: the same text but for sleeps, at every place that orders anything."""
+"""Tests of kernels with delays: sleeps at every synchronisation point."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def late(subject: Subject) -> Kernel:
     return kernel
 
 
-def test_families_with_barriers_of_their_own_are_delayed_and_no_others() -> None:
+def test_only_families_with_explicit_barriers_are_delayed() -> None:
     native = {subject.family for subject in WITH_BARRIERS}
     assert native == {"forward_hopper", "backward_hopper", "decode_latent_hopper"}
     for subject in SUBJECTS:
@@ -45,7 +45,7 @@ def test_families_with_barriers_of_their_own_are_delayed_and_no_others() -> None
 
 
 @pytest.mark.parametrize("subject", WITH_BARRIERS, ids=str)
-def test_nothing_but_sleeps_is_added(subject: Subject) -> None:
+def test_only_sleeps_are_added(subject: Subject) -> None:
     kernel, original = late(subject), rendered(subject)
     assert kernel.digest != original.digest
     head, _, _ = kernel.source.partition("\n\n\n@gluon.jit\ndef fall_behind")
@@ -54,7 +54,7 @@ def test_nothing_but_sleeps_is_added(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("subject", WITH_BARRIERS, ids=str)
-def test_a_warp_may_fall_behind_before_all_that_orders_anything(subject: Subject) -> None:
+def test_sleeps_precede_every_synchronisation(subject: Subject) -> None:
     lines = late(subject).source.splitlines()
     places = [
         number
@@ -75,7 +75,7 @@ def test_mutants_are_delayed_as_well() -> None:
 @pytest.mark.parametrize("subject", [WITH_BARRIERS[0], SUBJECTS[0]], ids=str)
 @pytest.mark.parametrize("level", list(Level))
 @pytest.mark.parametrize(("plain", "late"), [(True, True), (True, False), (False, True)])
-def test_the_strict_level_delays_what_has_barriers(
+def test_strict_level_delays_kernels_with_barriers(
     subject: Subject, level: Level, plain: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = []

@@ -1,4 +1,4 @@
-"""Where the probe of masks asks: at a key that a row sees, beside one that it does not."""
+"""Tests of the mask probe: visible keys next to hidden keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBLEM = Problem(
 
 
 @pytest.mark.parametrize("lengths", [equal_lengths(PROBLEM), Lengths((37, 20), (53, 31))], ids=str)
-def test_every_row_asks_for_a_key_that_it_sees_beside_one_that_it_does_not(lengths: Lengths) -> None:
+def test_probed_keys_are_visible_and_adjacent_to_hidden_ones(lengths: Lengths) -> None:
     visible, hidden = _neighbours(PROBLEM, lengths, NO_EXTRA_INPUTS, torch.Generator().manual_seed(0))
     number = torch.arange(PROBLEM.batch * PROBLEM.heads)
     rows = Rows(number // PROBLEM.heads, number % PROBLEM.heads, torch.arange(PROBLEM.seqlen_q))
@@ -35,7 +35,7 @@ def test_every_row_asks_for_a_key_that_it_sees_beside_one_that_it_does_not(lengt
     assert not seen.gather(-1, hidden[..., None])[..., 0][asks].any()
 
 
-def test_every_border_of_a_row_is_drawn_and_no_other() -> None:
+def test_every_mask_edge_of_a_row_is_drawn() -> None:
     seen = torch.tensor([[[True, True, False, True, False, False, True]]])
     drawn = torch.linspace(0, 1 - 2**-53, 997, dtype=torch.float64)[:, None]
     (borders,) = _borders(seen)
@@ -46,7 +46,7 @@ def test_every_border_of_a_row_is_drawn_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("seen", [False, True])
-def test_rows_that_see_nothing_or_all_ask_within_the_keys(seen: bool) -> None:
+def test_rows_without_edges_probe_keys_within_bounds(seen: bool) -> None:
     rows = torch.full((1, 2, 5), seen)
     (borders,) = _borders(rows)
     for key in _drawn(borders, torch.full((3, 2), 0.5, dtype=torch.float64)):

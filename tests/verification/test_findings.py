@@ -1,4 +1,4 @@
-"""What decides of a launch: the results, each launch's bits, what surrounds them, and the inputs."""
+"""Tests of the checks of launches: results, determinism, stray writes and inputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Spoil = Callable[[int, Tensor, Tensor], object]
 
 
 def failures(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, allocating: bool = False) -> set[str]:
-    """What is found wrong with right attention that `spoil` has been at: launch, output and log-sum-exp."""
+    """The errors of correct attention after `spoil` changed launch, output and log-sum-exp."""
     prepared: Prepared = prepare(CASE, Alignment.SIXTEEN, CPU, 1)
     launches = 0
 
@@ -57,19 +57,17 @@ def failures(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, allocating: bool = F
 
 
 def outside(tensor: Tensor, steps: int) -> Tensor:
-    """The element that lies so many before a tensor's first one."""
+    """The element at a distance before a tensor's first one."""
     return torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() - steps)
 
 
-def test_right_launches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_launches_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failures(monkeypatch, lambda launch, out, lse: None) == set()
 
 
 @pytest.mark.parametrize("launch", [1, 2])
 @pytest.mark.parametrize("tensor", [0, 1], ids=["out", "lse"])
-def test_a_later_launch_must_give_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, launch: int, tensor: int
-) -> None:
+def test_launches_must_be_bitwise_equal(monkeypatch: pytest.MonkeyPatch, launch: int, tensor: int) -> None:
     def spoil(number: int, *written: Tensor) -> None:
         if number == launch:
             written[tensor][0, 1, 3] += 1e-3
@@ -87,11 +85,11 @@ def test_a_later_launch_must_give_the_same_bits(
     ],
     ids=["a row", "a log-sum-exp", "before out", "before lse"],
 )
-def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, expected: set[str]) -> None:
+def test_errors_are_reported(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, expected: set[str]) -> None:
     assert failures(monkeypatch, spoil) == expected
 
 
-def test_what_is_not_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_elements_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     found = failures(monkeypatch, lambda number, out, lse: out[0, 0, 2].fill_(float("nan")))
     assert "elements not written or not finite" in found
 

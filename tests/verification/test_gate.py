@@ -1,4 +1,4 @@
-"""The gate on flash attention written in torch: right in 16 bits, and wrong in small ways."""
+"""Tests of the tolerances on flash attention in torch: correct in 16 bits, and with small errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _size(factor: Tensor | None, problem: Problem) -> Tensor:
 
 
 def product(problem: Problem, start: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """A product added to a float32 sum; of 8-bit inputs with few bits of it kept, as Hopper does."""
+    """A product added to a float32 sum, with few bits for 8-bit inputs like on Hopper."""
     if not problem.dtype.is_quantized:
         return start + left.float() @ right.float()
     total = start.double()
@@ -90,7 +90,7 @@ def product(problem: Problem, start: Tensor, left: Tensor, right: Tensor) -> Ten
 def ratios(
     problem: Problem, probe: Probe, seed: int, spoil: Spoil, mistake: Mistake = lambda scales: scales
 ) -> tuple[float, float]:
-    """Worst row error and worst log-sum-exp error over what is allowed."""
+    """The largest row and log-sum-exp errors relative to the tolerances."""
     generator = torch.Generator().manual_seed(seed)
     scale = problem.head_dim**-0.5
     values = make_values(probe, problem, scale, BLOCK, generator)
@@ -128,7 +128,7 @@ def make_problem(dtype: Dtype, causal: Causal, seqlen_q: int, seqlen_kv: int, wi
 @pytest.mark.parametrize("dtype", list(Dtype))
 @pytest.mark.parametrize("probe", list(Probe))
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "width"), [(200, 200, 64), (1, 700, 8), (90, 20, 16)])
-def test_right_results_pass(dtype: Dtype, probe: Probe, seqlen_q: int, seqlen_kv: int, width: int) -> None:
+def test_correct_results_pass(dtype: Dtype, probe: Probe, seqlen_q: int, seqlen_kv: int, width: int) -> None:
     problem = make_problem(dtype, Causal.BOTTOM_RIGHT, seqlen_q, seqlen_kv, width)
     out, lse = ratios(problem, probe, 11, lambda scores, start: scores)
     assert out <= 1
@@ -156,7 +156,7 @@ def round_scores(scores: Tensor, start: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
 @pytest.mark.parametrize("spoil", [forget_key, forget_block, round_scores])
-def test_small_mistakes_fail(dtype: Dtype, spoil: Spoil) -> None:
+def test_small_errors_fail(dtype: Dtype, spoil: Spoil) -> None:
     problem = make_problem(dtype, Causal.NONE, 130, 640)
     worst = [max(ratios(problem, probe, 5, spoil)) for probe in (Probe.RANDOM, Probe.NEEDLE, Probe.FAR_BELOW)]
     assert max(worst) > 2
@@ -164,13 +164,13 @@ def test_small_mistakes_fail(dtype: Dtype, spoil: Spoil) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("probe", [Probe.RANDOM, Probe.NEEDLE])
-def test_a_forgotten_block_of_quantized_keys_fails(probe: Probe) -> None:
+def test_missing_block_of_quantized_keys_fails(probe: Probe) -> None:
     problem = make_problem(Dtype.E4M3, Causal.NONE, 130, 640)
     assert ratios(problem, probe, 5, forget_block)[0] > 2
 
 
 @pytest.mark.slow
-def test_a_forgotten_quantized_key_shows_in_the_log_sum_exp() -> None:
+def test_missing_quantized_key_is_detected_in_lse() -> None:
     problem = make_problem(Dtype.E4M3, Causal.NONE, 130, 640)
     assert ratios(problem, Probe.RANDOM, 5, forget_key)[1] < 1, "8-bit scores are not that exact"
     assert ratios(problem, Probe.FAINT, 5, forget_key)[1] > 100
@@ -195,7 +195,7 @@ def test_a_forgotten_quantized_key_shows_in_the_log_sum_exp() -> None:
         "none",
     ],
 )
-def test_mistaken_scales_fail(mistake: Mistake) -> None:
+def test_wrong_scales_fail(mistake: Mistake) -> None:
     problem = msgspec.structs.replace(make_problem(Dtype.E4M3, Causal.NONE, 70, 100, 32), batch=2)
     worst = max(
         max(ratios(problem, Probe.RANDOM, seed, lambda scores, start: scores, mistake)) for seed in (1, 2)
@@ -203,7 +203,7 @@ def test_mistaken_scales_fail(mistake: Mistake) -> None:
     assert worst > 2
 
 
-def test_nan_and_infinity_are_never_within_bounds() -> None:
+def test_nan_and_infinity_are_not_within_bounds() -> None:
     exact = torch.zeros(1, 2, 3, dtype=torch.float64)
     allowed = torch.ones(1, 2, dtype=torch.float64)
     for value in (float("nan"), float("inf"), float("-inf")):
@@ -216,7 +216,7 @@ def test_nan_and_infinity_are_never_within_bounds() -> None:
 
 @pytest.mark.parametrize(("power", "right"), [(-127, True), (-100, False)])
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
-def test_rows_of_weights_below_the_normal_numbers_may_be_zero(dtype: Dtype, power: int, right: bool) -> None:
+def test_rows_with_subnormal_probabilities_may_be_zero(dtype: Dtype, power: int, right: bool) -> None:
     one = make_problem(dtype, Causal.NONE, 1, 1)
     problem = msgspec.structs.replace(one, sinks=True)
     q, k, v = (torch.ones(1, heads, 1, 64).to(TORCH_DTYPES[dtype]) for heads in (4, 2, 2))
@@ -228,7 +228,7 @@ def test_rows_of_weights_below_the_normal_numbers_may_be_zero(dtype: Dtype, powe
     assert (worst_ratio(zeros, expected.out, expected.allowed).item() <= 1) is right
 
 
-def test_minus_infinity_is_met_by_itself_alone() -> None:
+def test_only_minus_infinity_matches_minus_infinity() -> None:
     exact = torch.full((1, 1, 1), -torch.inf, dtype=torch.float64)
     allowed = torch.full((1, 1), 1e20, dtype=torch.float64)
     assert worst_ratio(exact.float(), exact, allowed).item() == 0
@@ -236,7 +236,7 @@ def test_minus_infinity_is_met_by_itself_alone() -> None:
         assert not worst_ratio(torch.full((1, 1, 1), value), exact, allowed).item() <= 1
 
 
-def test_what_torch_loads_no_kernel_for_is_the_same() -> None:
+def test_operations_without_kernel_loading_are_equal() -> None:
     one, other = torch.randn(2, 4, 5, dtype=torch.float64)
     one[0, 0] = float("nan")
     assert torch.equal(larger(one, other).nan_to_num(9.0), one.maximum(other).nan_to_num(9.0))

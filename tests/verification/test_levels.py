@@ -1,4 +1,4 @@
-"""Every level of a check has a problem with three tiles of queries and of keys at once, in every kernel."""
+"""Tests that each level has a problem with three tiles of queries and keys for every kernel."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SHAPES: tuple[dict[str, object], ...] = ({}, {"seqlen_q": 1}, LATENT)
 
 
 def problems_of(family: Family) -> Iterator[Problem]:
-    """What a family computes of plain attention, masks, sequences that differ, decoding and latent keys."""
+    """The supported problems of a family among dense, masked, varlen, decoding and MLA ones."""
     for causal, asked, shape in itertools.product(Causal, ASKED, SHAPES):
         changes = {"causal": causal, "direction": family.direction, **asked, **shape}
         problem = msgspec.convert(msgspec.to_builtins(PLAIN) | msgspec.to_builtins(changes), Problem)
@@ -141,7 +141,7 @@ def test_every_level_reaches_third_tiles_in_shipped_configs() -> None:
 @pytest.mark.parametrize("level", Level)
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("name", ["forward_q_outer", "backward_split"])
-def test_a_check_takes_the_problems_of_its_level(
+def test_check_uses_the_problems_of_its_level(
     level: Level, reduced: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = find_family(name)

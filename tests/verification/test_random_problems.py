@@ -1,4 +1,4 @@
-"""Which random problems are drawn for the GPU: all features and pairs that some family computes."""
+"""Tests of drawing random problems for the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ H200 = find_target("h200")
 SUBJECTS = list(subjects(1, H200))
 
 
-def test_all_features_and_pairs_that_go_together_are_drawn() -> None:
+def test_all_supported_features_and_pairs_are_drawn() -> None:
     drawn = {subject.problem.features for subject in SUBJECTS}
     absent = {asked for asked in feature_sets() if asked not in drawn}
     # Pages bring their lengths along, no family lays a bias over packed sequences, and none drops weights of
@@ -30,7 +30,7 @@ def test_all_features_and_pairs_that_go_together_are_drawn() -> None:
     assert {subject.family for subject in SUBJECTS} >= {"forward_masked", "decode_split_kv", "forward_hopper"}
 
 
-def test_kernels_are_few_and_families_compute_what_they_are_given() -> None:
+def test_kernels_are_reused_and_problems_are_supported() -> None:
     drawn = list(trials(3 * len(SUBJECTS), 1, H200))
     assert len({trial.subject for trial in drawn}) == len(SUBJECTS)
     assert drawn[:20] == list(trials(20, 1, H200))
@@ -42,7 +42,7 @@ def test_kernels_are_few_and_families_compute_what_they_are_given() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_cases_are_prepared_rightly(seed: int) -> None:
+def test_random_cases_are_prepared_correctly(seed: int) -> None:
     chance = random.Random(seed)
     subject = chance.choice([one for one in SUBJECTS if one.problem.head_dim < 256])
     case = random_case(chance, subject.problem, subject.config)

@@ -1,4 +1,4 @@
-"""The reference against torch's float64 attention, and the rows that it picks."""
+"""Tests of the reference against torch's float64 attention, and of its sampled rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def expect_all(problem: Problem, scale: float = 0.3) -> tuple[Expected, Tensor, 
 
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("lengths", [(37, 50), (50, 37), (1, 9), (9, 1), (20, 20)])
-def test_is_float64_attention(causal: Causal, lengths: tuple[int, int]) -> None:
+def test_reference_is_float64_attention(causal: Causal, lengths: tuple[int, int]) -> None:
     problem = make_problem(causal=causal, seqlen_q=lengths[0], seqlen_kv=lengths[1])
     expected, q, k, v = expect_all(problem)
     rows = torch.arange(problem.seqlen_q)[:, None]
@@ -80,7 +80,7 @@ def test_bounds_shrink_where_rows_average_more_keys() -> None:
     assert expected.allowed[:, -50:].mean() < 0.2 * expected.allowed[:, :10].mean()
 
 
-def test_long_problems_are_sampled_at_borders_and_at_the_end() -> None:
+def test_long_problems_are_sampled_at_bounds_and_at_the_end() -> None:
     problem = make_problem(seqlen_q=16384, seqlen_kv=16384, heads=64, kv_heads=8, batch=4)
     heads, rows = (set(part.tolist()) for part in sample(problem, torch.Generator().manual_seed(1)))
     assert set(range(16384 - LAST_ROWS, 16384)) <= rows
@@ -90,7 +90,7 @@ def test_long_problems_are_sampled_at_borders_and_at_the_end() -> None:
     assert len(heads) < 4 * 64
 
 
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunking_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem()
     whole, q, k, v = expect_all(problem)
     monkeypatch.setitem(CHUNK_SCORES, "cpu", 1)
@@ -100,7 +100,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_few_copies_of_keys_change_nothing(
+def test_copies_of_keys_do_not_change_results(
     monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int
 ) -> None:
     problem = make_problem(heads=heads, kv_heads=kv_heads, seqlen_q=2)
@@ -123,7 +123,7 @@ def test_few_copies_of_keys_change_nothing(
         {"heads": 64, "kv_heads": 64, "batch": 8, "seqlen_kv": 131072, "head_dim": 64, "value_head_dim": 64},
     ],
 )
-def test_a_chunk_is_bounded(fields: dict[str, int], rows: int) -> None:
+def test_chunk_size_is_bounded(fields: dict[str, int], rows: int) -> None:
     problem = make_problem(**fields)
     heads = torch.arange(problem.batch * problem.heads)
     chunks = chunked(problem, heads, rows, "cuda")
@@ -137,7 +137,7 @@ def test_a_chunk_is_bounded(fields: dict[str, int], rows: int) -> None:
     assert len(chunks) <= 2 * problem.batch * max(problem.kv_heads, problem.heads * rows // 128)
 
 
-def test_a_problem_that_fits_is_worked_out_at_once() -> None:
+def test_small_problem_is_one_chunk() -> None:
     problem = make_problem()
     (chunk,) = chunked(problem, torch.arange(8), 37, "cpu")
     assert chunk.copies == len(chunk.heads) == 8

@@ -1,4 +1,4 @@
-"""Self-checks gone through without launches: they call all that a check calls, and end when told to."""
+"""Tests of the preload: it calls the operations of a self-check without launches."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
-def test_a_check_calls_nothing_of_torch_that_was_not_rehearsed(problem: Problem) -> None:
+def test_preload_covers_every_torch_operation_of_a_check(problem: Problem) -> None:
     family = find_family("backward_split" if problem.is_backward else "forward_masked")
     config = family.default(problem, H200)
     kernel = render(family, problem, config, SPECIALIZATION)
@@ -97,7 +97,7 @@ def test_a_check_calls_nothing_of_torch_that_was_not_rehearsed(problem: Problem)
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("most", [0, 2, 100])
-def test_one_case_of_each_probe_is_gone_through_until_it_is_enough(
+def test_preload_runs_one_case_of_each_probe_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     family = find_family("forward_masked")

@@ -1,4 +1,4 @@
-"""The gate on problems with serving features: right results pass every probe, and one mistake is refused."""
+"""Tests of the verification with features: correct results pass, and errors do not."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def refused(
     config: Config,
     mistake: Mistake,
 ) -> list[str]:
-    """What is found wrong at the first problem of a self-check where something is."""
+    """The errors at the first failing problem of a self-check."""
     cases = companions(problem, config, Level.QUICK, reduced=True)
     return next(filter(None, (found(monkeypatch, case, mistake) for case in cases)), [])
 
@@ -137,7 +137,7 @@ DECODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
-def test_right_results_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_correct_results_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     # Types in turn: each mask meets one, and each type many masks.
     dtype = (Dtype.BF16, Dtype.FP16, Dtype.FP32)[list(MASKS).index(name) % 3]
     assert refused(monkeypatch, a_problem(dtype=dtype, **MASKS[name]), PlainConfig(), right) == []
@@ -145,13 +145,13 @@ def test_right_results_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECODES)
-def test_right_results_of_decoding_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_correct_results_of_decoding_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert refused(monkeypatch, a_problem(**DECODES[name]), DecodingConfig(), right) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MASKS, *(f"decoding {name}" for name in DECODES)])
-def test_the_reference_is_the_definition(name: str) -> None:
+def test_reference_matches_the_definition(name: str) -> None:
     decoding = name.removeprefix("decoding ")
     fields, config = (MASKS[name], PlainConfig()) if name in MASKS else (DECODES[decoding], DecodingConfig())
     for case in companions(a_problem(dtype=Dtype.FP32, **fields), config, Level.QUICK, reduced=True)[::2]:
@@ -244,5 +244,5 @@ MISTAKES: list[tuple[str, str, Mistake]] = [
     [(name, mistake) for name, _, mistake in MISTAKES],
     ids=[f"{name}: {words}" for name, words, _ in MISTAKES],
 )
-def test_one_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, mistake: Mistake) -> None:
+def test_single_error_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, mistake: Mistake) -> None:
     assert refused(monkeypatch, a_problem(**MASKS[name]), PlainConfig(), mistake)

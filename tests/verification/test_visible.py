@@ -1,4 +1,4 @@
-"""Masks of some heads: one where all are alike, and on the CPU where they are small."""
+"""Tests of masks of heads: equal masks are shared, and small ones are computed on the CPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def boolean() -> torch.Tensor:
         ({"bias": Bias.ADDITIVE}, EQUAL, ExtraInputs(bias=boolean().float().log()), 6),
     ],
 )
-def test_heads_share_a_mask_where_all_are_alike(
+def test_equal_masks_are_shared_by_heads(
     features: dict[str, Any], lengths: Lengths, side: ExtraInputs, count: int
 ) -> None:
     problem = msgspec.structs.replace(PROBLEM, **features)

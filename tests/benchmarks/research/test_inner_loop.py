@@ -11,7 +11,7 @@ from tests.tuner.binary.listings import listed
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem
 
 
-def test_the_inner_loop_with_its_instructions_and_waits() -> None:
+def test_inner_loop_has_instruction_counts_and_cycles() -> None:
     loop = find_loop(
         listed(
             "MOV R1, c[0x0][0x28] | 5",
@@ -27,7 +27,7 @@ def test_the_inner_loop_with_its_instructions_and_waits() -> None:
     assert loop.cycles == 3 + 7 + 2 + 4
 
 
-def test_of_loops_within_loops_the_inner_one_counts() -> None:
+def test_innermost_loop_is_found() -> None:
     loop = find_loop(
         listed("NOP", "MOV R1, R2", "HMMA.16816.F32 R4, R5, R6, R7", "@P0 BRA 0x20", "@P1 BRA 0x10", "EXIT")
     )
@@ -35,7 +35,7 @@ def test_of_loops_within_loops_the_inner_one_counts() -> None:
     assert loop.instructions == {"BRA": 1, "HMMA": 1}
 
 
-def test_a_retry_behind_the_code_is_no_loop_of_everything() -> None:
+def test_retry_after_the_code_is_not_a_loop() -> None:
     # A wait that fails goes to a block at the end, which tries again and comes back.
     loop = find_loop(
         listed(
@@ -54,7 +54,7 @@ def test_a_retry_behind_the_code_is_no_loop_of_everything() -> None:
     assert loop.instructions == {"BRA": 1, "FADD": 1, "HGMMA": 1}
 
 
-def test_what_has_no_loop_of_products_has_none() -> None:
+def test_code_without_mma_loop_has_no_inner_loop() -> None:
     assert find_loop(listed("HMMA.16816.F32 R4, R5, R6, R7", "EXIT")) is None
     assert find_loop(listed("FADD R1, R2, R3", "@P0 BRA 0x0", "EXIT")) is None
     assert find_loop("") is None

@@ -1,4 +1,4 @@
-"""Regret at held-out shapes: what is drawn, thinned, timed and worked out, with timings that are made up."""
+"""Tests of regret at held-out shapes, with constructed timings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def problems(records: tuple[Record, ...]) -> tuple[Problem, ...]:
     return draw_problems(60, 3, (record.problem for record in records))
 
 
-def test_shapes_are_held_out_and_of_every_kind(
+def test_drawn_shapes_are_held_out_and_varied(
     problems: tuple[Problem, ...], records: tuple[Record, ...]
 ) -> None:
     assert not {problem.key for problem in problems} & {record.problem.key for record in records}
@@ -68,7 +68,7 @@ def test_shapes_are_held_out_and_of_every_kind(
     assert any(problem.seqlen_q % 64 for problem in problems)
 
 
-def test_thinner_tables_nest_and_keep_every_kind(records: tuple[Record, ...]) -> None:
+def test_thinned_tables_are_nested_and_keep_every_kind(records: tuple[Record, ...]) -> None:
     whole, half, quarter = (thinned(records, share) for share in SHARES)
     assert set(map(id, whole)) == set(map(id, records))
     assert {record.problem.key for record in quarter} < {record.problem.key for record in half}
@@ -83,7 +83,7 @@ def test_thinner_tables_nest_and_keep_every_kind(records: tuple[Record, ...]) ->
 
 
 @pytest.mark.slow
-def test_finalists_hold_the_tuned_configs_and_can_be_rendered(
+def test_finalists_include_the_tuned_configs_and_can_be_rendered(
     problems: tuple[Problem, ...], records: tuple[Record, ...]
 ) -> None:
     tuned = {(record.family, record.config) for record in records}
@@ -106,7 +106,9 @@ def timed(candidate: Candidate, ms: float) -> Timed:
     return Timed(candidate.family, candidate.config.label(), ms, ms, ms, 15)
 
 
-def test_regret_is_over_the_fastest(problems: tuple[Problem, ...], records: tuple[Record, ...]) -> None:
+def test_regret_is_relative_to_the_fastest(
+    problems: tuple[Problem, ...], records: tuple[Record, ...]
+) -> None:
     one, two, three = finalists(problems[0], TARGET, records)[:3]
     point = Point(problems[0], (timed(one, 1.1), timed(two, 1.0)))
     assert regret(point, one) == pytest.approx(0.1)
@@ -121,7 +123,7 @@ def test_regret_is_over_the_fastest(problems: tuple[Problem, ...], records: tupl
     assert math.isnan(figures((), records, 0.5, lambda problem, kept: one).median)
 
 
-def test_what_was_timed_before_a_family_had_a_choice_counts(
+def test_times_from_before_an_axis_was_added_count(
     problems: tuple[Problem, ...], records: tuple[Record, ...]
 ) -> None:
     entrants = finalists(problems[0], TARGET, records)
@@ -136,9 +138,7 @@ def test_what_was_timed_before_a_family_had_a_choice_counts(
     assert regret(Point(problems[0], (gone,)), one) is None
 
 
-def test_percentiles_are_regrets_that_were_found(
-    problems: tuple[Problem, ...], records: tuple[Record, ...]
-) -> None:
+def test_percentiles_are_observed_regrets(problems: tuple[Problem, ...], records: tuple[Record, ...]) -> None:
     one, two = finalists(problems[0], TARGET, records)[:2]
     points = [
         Point(problem, (timed(one, 1 + 0.01 * index), timed(two, 1.0)))
@@ -163,7 +163,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     return measured
 
 
-def test_a_run_that_was_cut_short_goes_on(
+def test_interrupted_run_resumes(
     problems: tuple[Problem, ...],
     records: tuple[Record, ...],
     without_gpu: list[Problem],
@@ -186,7 +186,7 @@ def test_a_run_that_was_cut_short_goes_on(
         assert figures(report.points, records, share, choose).unknown == 0
 
 
-def test_what_does_not_compile_is_not_timed(
+def test_kernels_that_do_not_compile_are_not_timed(
     problems: tuple[Problem, ...],
     records: tuple[Record, ...],
     without_gpu: list[Problem],
@@ -205,7 +205,7 @@ def test_what_does_not_compile_is_not_timed(
 
 
 @pytest.mark.gpu
-def test_a_point_is_measured(records: tuple[Record, ...], tmp_path: Path) -> None:
+def test_point_is_measured(records: tuple[Record, ...], tmp_path: Path) -> None:
     (posed,) = draw_problems(1, 3, (record.problem for record in records))
     problem = msgspec.structs.replace(
         posed, head_dim=64, value_head_dim=64, batch=3, seqlen_q=700, seqlen_kv=700
@@ -219,7 +219,7 @@ def test_a_point_is_measured(records: tuple[Record, ...], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x1f\x8b\x08\x00"])
-def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_report_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "regret.json.gz"
     path.write_bytes(content)
     with pytest.raises(TableError, match="is no RegretReport"):
@@ -228,7 +228,7 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes) -> None:
     assert read_report(path, RegretReport).points == ()
 
 
-def test_labels_of_choices_that_are_gone_name_nothing() -> None:
+def test_labels_of_removed_choices_match_no_config() -> None:
     (problem,) = draw_problems(1, 3, ())
     config = find_family("forward_hopper").default(problem, TARGET)
     label = config.label()

@@ -1,4 +1,4 @@
-"""Kernels under a sanitizer: which are run, on what, and what its reports come to."""
+"""Tests of sanitizer subjects, requests and reports."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def listed() -> tuple[Subject, ...]:
 
 
 @pytest.mark.slow
-def test_families_come_in_turn(listed: tuple[Subject, ...]) -> None:
+def test_families_alternate(listed: tuple[Subject, ...]) -> None:
     digests = [subject.digest for subject in listed]
     assert len(set(digests)) == len(digests)
     drawn = [subject.candidate.family for subject in listed if not subject.shipped]
@@ -67,21 +67,21 @@ def test_families_come_in_turn(listed: tuple[Subject, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_features_are_drawn_beside_plain_attention() -> None:
+def test_subjects_have_features_and_plain_attention() -> None:
     drawn = [subject for subject in subjects(TARGET, 30, 1) if not subject.shipped]
     features = {feature for subject in drawn for feature in subject.problem.features}
     assert len(features) > 10
     assert any(not subject.problem.features for subject in drawn)
 
 
-def test_an_architecture_without_some_families_has_the_others() -> None:
+def test_subjects_include_only_supported_families() -> None:
     drawn = {subject.candidate.family for subject in subjects(find_target("a100"), 1, 1)}
     assert "forward_q_outer" in drawn
     assert "forward_hopper" not in drawn
 
 
 @pytest.mark.slow
-def test_every_launch_fills_the_gpu_more_than_once_or_is_small_and_ragged(
+def test_launches_fill_the_gpu_or_are_small_and_ragged(
     listed: tuple[Subject, ...],
 ) -> None:
     for subject in listed:
@@ -114,7 +114,7 @@ def test_logs_are_read(log: str, counted: int, reports: int) -> None:
 
 
 @pytest.mark.parametrize("log", ["Segmentation fault", "", INVALID_READ])
-def test_a_log_without_an_end_is_none(log: str) -> None:
+def test_incomplete_log_is_not_read(log: str) -> None:
     assert read_log(log) is None
 
 
@@ -124,7 +124,7 @@ def test_reports_have_levels() -> None:
     assert [is_warning(report) for report in read.reports] == [True, False]
 
 
-def test_padding_is_memchecks_alone() -> None:
+def test_only_memcheck_uses_padding() -> None:
     memcheck, racecheck = (command(Path("cs"), tool, ["program"]) for tool in (MEMCHECK, RACECHECK))
     assert memcheck[-1] == racecheck[-1] == "program"
     assert "--padding" in memcheck
@@ -141,11 +141,11 @@ def test_padding_is_memchecks_alone() -> None:
         (MEMCHECK, "forward_hopper", OLD, False),
     ],
 )
-def test_racecheck_looks_where_it_understands(tool: str, family: str, version: str, left_out: bool) -> None:
+def test_racecheck_skips_unsupported_families(tool: str, family: str, version: str, left_out: bool) -> None:
     assert bool(why_left_out(tool, family, version)) is left_out
 
 
-def test_no_sanitizer_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_sanitizer_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
@@ -163,7 +163,7 @@ def test_no_sanitizer_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch, tmp
 FOUND = Finding(MEMCHECK, "0" * 32, "forward_hopper", "a kernel", True, 3, 0, "", "Invalid read")
 
 
-def test_reports_come_back(tmp_path: Path) -> None:
+def test_reports_round_trip(tmp_path: Path) -> None:
     report = SanitizerReport(
         "nvidia-h200", OLD, "3.6.0", (FOUND,), (SanitizerRequest(MEMCHECK, "forward_hopper", 2, 1),)
     )
@@ -176,7 +176,7 @@ def test_reports_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_report_goes_on_with_what_is_listed_now(listed: tuple[Subject, ...]) -> None:
+def test_report_resumes_with_current_subjects(listed: tuple[Subject, ...]) -> None:
     known = Finding(RACECHECK, listed[0].digest, listed[0].candidate.family, "a kernel", True)
     gone = msgspec.structs.replace(known, digest="f" * 32)
     report, left = SanitizerReport("nvidia-h200", OLD, "3.6.0", (known, gone, FOUND)).asking(
@@ -188,7 +188,7 @@ def test_a_report_goes_on_with_what_is_listed_now(listed: tuple[Subject, ...]) -
     assert sum(one.kernels for one in report.asked) == len(listed)
 
 
-def test_the_table_tells_what_was_not_run() -> None:
+def test_table_lists_kernels_that_were_not_run() -> None:
     asked = (
         SanitizerRequest(MEMCHECK, "forward_hopper", 5, 2),
         SanitizerRequest(RACECHECK, "backward_hopper", 4, 1, "it is blind"),
@@ -202,7 +202,7 @@ def test_the_table_tells_what_was_not_run() -> None:
     assert lines[-1] == "- Invalid read"
 
 
-def test_a_report_that_does_not_say_what_was_asked_for_has_a_table_too() -> None:
+def test_report_without_request_has_a_table() -> None:
     lines = list(report_lines(SanitizerReport("nvidia-h200", OLD, "3.6.0", (FOUND,))))
     assert "| memcheck | forward_hopper | 1 | 1 | 0 | 1 | 0 | 0 | 0 | 0 |" in lines
 

@@ -1,4 +1,4 @@
-"""Kernels under a sanitizer that is made up: who runs where, what is found of whom, and what runs again."""
+"""Tests of sanitizer runs with a fake sanitizer: processes, findings and retries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listed() -> tuple[Subject, ...]:
 
 
 class Compilers:
-    """Compilers that refuse what they are told to, at once."""
+    """Fake compilers that refuse the given kernels."""
 
     def __init__(self, workers: int) -> None:
         del workers
@@ -115,9 +115,7 @@ def test_many_kernels_run_in_one_process(listed: tuple[Subject, ...], script: Sc
 
 
 @pytest.mark.slow
-def test_what_is_found_is_told_of_the_kernel_that_a_report_names(
-    listed: tuple[Subject, ...], script: Script
-) -> None:
+def test_findings_are_attributed_to_the_named_kernel(listed: tuple[Subject, ...], script: Script) -> None:
     found = run(
         script("def launch(s):\n    number(s) == 5 and report(f'family_{s.files[-1]}.py')"), listed, 8
     )
@@ -126,27 +124,27 @@ def test_what_is_found_is_told_of_the_kernel_that_a_report_names(
 
 
 @pytest.mark.slow
-def test_where_a_report_names_no_kernel_each_runs_alone(listed: tuple[Subject, ...], script: Script) -> None:
+def test_kernels_run_alone_if_a_report_names_none(listed: tuple[Subject, ...], script: Script) -> None:
     found = run(script("def launch(s):\n    number(s) == 2 and report('standard.py')"), listed, 3)
     assert [found[number].errors for number in range(3)] == [0, 0, 1]
 
 
 @pytest.mark.slow
-def test_a_failed_launch_ends_its_process_alone(listed: tuple[Subject, ...], script: Script) -> None:
+def test_failed_launch_affects_only_its_kernel(listed: tuple[Subject, ...], script: Script) -> None:
     body = "def launch(s):\n    if number(s) == 1:\n        raise RuntimeError('no kernel\\nimage')"
     found = run(script(body), listed, 5)
     assert [found[number].failed for number in range(5)] == ["", "RuntimeError: no kernel image", "", "", ""]
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_takes_one_kernel_along(listed: tuple[Subject, ...], script: Script) -> None:
+def test_dead_process_affects_only_its_kernel(listed: tuple[Subject, ...], script: Script) -> None:
     body = "def launch(s):\n    if number(s) == 3:\n        print('oh', flush=True)\n        os._exit(9)"
     found = run(script(body), listed, 6)
     assert [found[number].failed for number in range(6)] == ["", "", "", "exit code 9: oh", "", ""]
 
 
 @pytest.mark.slow
-def test_a_hang_takes_one_kernel_along(listed: tuple[Subject, ...], script: Script) -> None:
+def test_hang_affects_only_its_kernel(listed: tuple[Subject, ...], script: Script) -> None:
     body = (
         "sanitizing_work.KERNEL_SECONDS = 5\n"
         "def launch(s):\n    number(s) == 0 and time.sleep(60)\n    time.sleep(0.05)"
@@ -157,7 +155,7 @@ def test_a_hang_takes_one_kernel_along(listed: tuple[Subject, ...], script: Scri
 
 
 @pytest.mark.slow
-def test_what_does_not_compile_is_told_apart(listed: tuple[Subject, ...], script: Script) -> None:
+def test_compile_errors_are_a_separate_outcome(listed: tuple[Subject, ...], script: Script) -> None:
     path = script("")
     REFUSED.append((listed[1].problem, listed[1].candidate))
     found = run(path, listed, 3)
@@ -166,14 +164,16 @@ def test_what_does_not_compile_is_told_apart(listed: tuple[Subject, ...], script
 
 
 @pytest.mark.slow
-def test_when_time_is_up_the_rest_is_left_out(listed: tuple[Subject, ...], script: Script) -> None:
+def test_remaining_kernels_are_skipped_after_the_time_limit(
+    listed: tuple[Subject, ...], script: Script
+) -> None:
     assert run(script(""), listed, 6, seconds=0.0) == {}
     found = run(script("def launch(s):\n    time.sleep(0.5)"), listed, 20, seconds=3.0)
     assert len(found) < 20
 
 
 @pytest.mark.slow
-def test_processes_that_come_to_nothing_are_one_error(
+def test_repeated_failures_without_results_are_one_error(
     listed: tuple[Subject, ...], script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "MAX_MUTE", 2)

@@ -1,4 +1,4 @@
-"""Making a truth table with stand-ins for processes: what crashes, hangs or does not compile is a row."""
+"""Tests of building a tabular benchmark with fake processes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def made(workers: FakeWorkers, path: Path, **drawing: Any) -> TruthTable:
     )
 
 
-def test_everything_that_was_drawn_is_a_row(tmp_path: Path) -> None:
+def test_every_drawn_config_is_a_row(tmp_path: Path) -> None:
     workers, path = FakeWorkers(), tmp_path / "folder" / "table.json.xz"
     table = made(workers, path)
     assert read_table(path) == table
@@ -109,7 +109,7 @@ def test_everything_that_was_drawn_is_a_row(tmp_path: Path) -> None:
     assert all(len(batch) <= run.BATCH for batch in workers.batches)
 
 
-def test_only_the_best_are_timed_once_more(tmp_path: Path) -> None:
+def test_only_the_best_are_timed_again(tmp_path: Path) -> None:
     workers = FakeWorkers()
     table = made(workers, tmp_path / "table.json.xz")
     assert workers.final
@@ -120,7 +120,7 @@ def test_only_the_best_are_timed_once_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_that_lost_its_process_is_tried_one_by_one(tmp_path: Path) -> None:
+def test_batch_of_a_dead_process_is_retried_one_by_one(tmp_path: Path) -> None:
     def turns(candidate: Candidate) -> bool:
         return bool(getattr(candidate.config, "ping_pong", False))
 
@@ -137,7 +137,7 @@ def test_a_batch_that_lost_its_process_is_tried_one_by_one(tmp_path: Path) -> No
     )
 
 
-def test_what_is_there_when_time_is_up_is_written(tmp_path: Path) -> None:
+def test_partial_table_is_written_at_the_time_limit(tmp_path: Path) -> None:
     path = tmp_path / "table.json.xz"
     table = made(FakeWorkers(), path, seconds=0.0)
     assert table.rows == ()
@@ -145,9 +145,7 @@ def test_what_is_there_when_time_is_up_is_written(tmp_path: Path) -> None:
     assert table.drawn == 40
 
 
-def test_what_is_there_when_something_breaks_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_table_is_written_on_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json.xz"
     broken = FakeWorkers()
     measure = broken.on_gpu

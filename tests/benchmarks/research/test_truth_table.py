@@ -32,7 +32,7 @@ def packed(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     return path
 
 
-def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_table_round_trips(tmp_path: Path) -> None:
     table = a_table()
     path = tmp_path / "folder" / "table.json.xz"
     write_table(table, path)
@@ -53,25 +53,25 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
         lambda content: content.update(anchors=[0.0]),
     ],
 )
-def test_a_table_that_is_none_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def test_invalid_table_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     with pytest.raises(TableError, match="truth table"):
         read_table(packed(tmp_path / "bad.json.xz", change))
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", lzma.compress(b"[]")[:-9], lzma.compress(b"\xff")])
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_a_table_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.json.xz"
     path.write_bytes(content)
     with pytest.raises(TableError, match="no truth table"):
         read_table(path)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TableError, match="cannot read the truth table"):
         read_table(tmp_path / "none.json.xz")
 
 
-def test_drift_of_batches_and_heat_of_the_finals_are_taken_out() -> None:
+def test_times_are_corrected_for_drift_and_heat() -> None:
     plain = a_table(configs=4)
     first, second, third, fourth = (
         msgspec.structs.replace(
@@ -92,7 +92,7 @@ def test_drift_of_batches_and_heat_of_the_finals_are_taken_out() -> None:
 
 
 @pytest.mark.slow
-def test_draws_for_several_problems_hold_the_same_configs_where_their_spaces_do() -> None:
+def test_draws_for_problems_with_equal_spaces_are_equal() -> None:
     def drawn(shape: str, count: int) -> tuple[Any, ...]:
         problem, target = a_problem(shape), find_target("h200")
         spaces = open_spaces(problem, target, ("forward_hopper",))
@@ -107,14 +107,14 @@ def test_draws_for_several_problems_hold_the_same_configs_where_their_spaces_do(
     assert drawn(SHAPE, 50) == short[:50]
 
 
-def test_a_table_where_nothing_works_has_no_fastest() -> None:
+def test_table_without_valid_configs_has_no_fastest() -> None:
     table = a_table(configs=8)
     with pytest.raises(TableError, match="nothing works"):
         fastest(msgspec.structs.replace(table, rows=table.rows[7:]))
 
 
 @pytest.mark.parametrize("path", sorted(KEPT.glob("*.json.xz")), ids=lambda path: path.name.split(".")[0])
-def test_kept_tables_are_whole_and_small(path: Path) -> None:
+def test_saved_tables_are_complete_and_small(path: Path) -> None:
     table: TruthTable = read_table(path)
     assert len(table.rows) == table.drawn
     assert table.drawn == min(300, table.fitting) or table.is_whole

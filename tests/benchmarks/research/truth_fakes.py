@@ -1,4 +1,4 @@
-"""Truth tables of a landscape that is made up: for tests of searches, not of kernels."""
+"""Tabular benchmarks with constructed times, for tests of searches."""
 
 from __future__ import annotations
 

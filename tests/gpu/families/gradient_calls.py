@@ -1,4 +1,4 @@
-"""Calls of attention whose gradients are asked for on a GPU, and what these must be."""
+"""Calls of attention with gradients on a GPU, and their references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout on a GPU: the weights that fall are those that plain torch says, in both passes."""
+"""Tests of dropout on a GPU against torch, in both passes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def leaves(given: Triple, dtype: torch.dtype = torch.bfloat16) -> Triple:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_both_passes_drop_what_torch_says(causal: bool, head_dim: int, deterministic: bool) -> None:
+def test_dropout_of_both_passes_matches_torch(causal: bool, head_dim: int, deterministic: bool) -> None:
     given = tensors(300, 401, head_dim)
     ours, exact = leaves(given), leaves(given, torch.float64)
     torch.manual_seed(11)
@@ -58,7 +58,7 @@ def test_both_passes_drop_what_torch_says(causal: bool, head_dim: int, determini
         assert (one.double() - other).abs().max() < TOLERANCE * other.abs().max()
 
 
-def test_replays_of_a_graph_draw_new_weights() -> None:
+def test_graph_replays_draw_new_masks() -> None:
     q, k, v = tensors(300, 400)
     plan: Any = flashtune.plan(q, k, v, dropout_p=DROPOUT, prefer="generated")
     graph = torch.cuda.CUDAGraph()
@@ -77,8 +77,8 @@ def test_replays_of_a_graph_draw_new_weights() -> None:
     assert torch.equal(out, first)
 
 
-def test_shares_of_what_falls() -> None:
-    """Equal weights and values of one: a row of the output is the share that stays over what it should be."""
+def test_dropout_rates() -> None:
+    """With equal probabilities and values of one, a row is the kept share over its expectation."""
     # Outputs in bfloat16 are so coarse that rounding alone would widen their spread by 6 %.
     q, k, v = (torch.zeros(2, 8, 4096, 64, dtype=torch.float16, device="cuda") for _ in range(3))
     _, lse = flashtune.attention(q, k, v, dropout_p=0.1, prefer="generated", return_lse=True)

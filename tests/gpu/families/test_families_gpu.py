@@ -1,4 +1,4 @@
-"""Both loop orders on a GPU: against the reference, at addresses beyond 2^31, and without races."""
+"""Tests of both loop orders on a GPU: references, addresses beyond 2^31, and races."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check(
 @BY_FAMILY
 @pytest.mark.parametrize("dtype", list(TORCH_DTYPES))
 @pytest.mark.parametrize("widths", [(8, 8), (40, 40), (64, 128), (96, 96), (128, 128), (256, 256)])
-def test_default_configs_are_right(family: Family, dtype: Dtype, widths: tuple[int, int]) -> None:
+def test_default_configs_are_correct(family: Family, dtype: Dtype, widths: tuple[int, int]) -> None:
     torch.manual_seed(0)
     for causal in Causal:
         for lengths in ((1, 300), (257, 191), (129, 513)):
@@ -116,7 +116,7 @@ def test_misaligned_views(family: Family) -> None:
 @pytest.mark.alone
 @BY_FAMILY
 def test_offsets_beyond_32_bits(family: Family) -> None:
-    """Two sequences that lie more than 2^31 elements apart."""
+    """Two sequences more than 2^31 elements apart."""
     torch.manual_seed(0)
     problem = a_problem((64, 64), (200, 200), causal=Causal.BOTTOM_RIGHT)
     if torch.cuda.mem_get_info()[0] < 20 * 2**30:
@@ -144,7 +144,7 @@ def test_offsets_beyond_32_bits(family: Family) -> None:
         (64, 32, 4, 256),
     ],
 )
-def test_kv_outer_does_not_race(
+def test_kv_outer_has_no_races(
     block_m: int, block_n: int, num_warps: int, head_dim: int, causal: Causal
 ) -> None:
     """Rows go through global memory between blocks of keys: equal bits in every run, right ones."""

@@ -1,4 +1,4 @@
-"""Serving features on a GPU: random problems over all of them and their pairs, and the search's full proof.
+"""Tests of features on a GPU: random problems, and the full verification of defaults.
 
 `FLASHTUNE_SAMPLES` says how many random problems (120), `FLASHTUNE_SEED` which ones (1).
 """
@@ -91,7 +91,7 @@ def tuned(name: str) -> Problem:
 
 
 @pytest.mark.alone
-def test_random_problems_are_right() -> None:
+def test_random_problems_are_correct() -> None:
     target = device_target()
     summary = check_all(list(trials(SAMPLES, SEED, target)), target, SEED, click.echo)
     assert not summary.wrong, summary.wrong
@@ -99,7 +99,7 @@ def test_random_problems_are_right() -> None:
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_defaults_pass_in_full(name: str) -> None:
+def test_defaults_pass_full_level(name: str) -> None:
     problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
     specialization = Specialization(lse=True)
     able = [one for one in families() if unsupported_reason(one, problem, target, specialization) is None]
@@ -112,7 +112,7 @@ def test_defaults_pass_in_full(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_masks_are_the_same_wherever_pairs_are_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_equal_on_cpu_and_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
     family = next(
         one for one in families() if unsupported_reason(one, problem, target, Specialization()) is None

@@ -1,4 +1,4 @@
-"""Quantised inputs on a Hopper GPU: the gate against its matrix units, and attention with scales."""
+"""Tests of quantised inputs on a Hopper GPU: tolerances, and attention with scales."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def device() -> torch.device:
 
 
 @pytest.mark.parametrize("index_bits", [32, 64])
-def test_a_right_kernel_passes_in_full(device: torch.device, index_bits: int) -> None:
+def test_correct_kernel_passes_full_level(device: torch.device, index_bits: int) -> None:
     verdict = check_rendered(plain_e4m3(index_bits), PROBLEM, CONFIG, device_target(), device, Level.FULL)
     assert verdict.passed, verdict.failed
     assert verdict.worst_ratio < 0.9
 
 
 @pytest.mark.slow
-def test_a_right_kernel_passes_at_great_lengths(device: torch.device) -> None:
+def test_correct_kernel_passes_at_long_lengths(device: torch.device) -> None:
     long = msgspec.structs.replace(PROBLEM, batch=1, seqlen_kv=32768)
     verdict = check_rendered(plain_e4m3(), long, CONFIG, device_target(), device, Level.FULL)
     assert verdict.passed, verdict.failed
@@ -72,7 +72,7 @@ def quantized_families(problem: Problem) -> list[Family]:
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("lse", [False, True])
-def test_defaults_of_families_pass_in_full(
+def test_defaults_of_families_pass_full_level(
     device: torch.device, causal: Causal, width: int, lse: bool
 ) -> None:
     problem = msgspec.structs.replace(
@@ -96,7 +96,7 @@ class Named(TypedDict, total=False):
 
 
 class Inputs(NamedTuple):
-    """Quantised inputs, what they pose, and their scales."""
+    """Quantised inputs, their problem and their scales."""
 
     problem: Problem
     tensors: tuple[Tensor, Tensor, Tensor]
@@ -185,7 +185,7 @@ def test_plans_are_captured_and_replayed_with_new_values(inputs: Inputs) -> None
     assert_right(inputs, out, inputs.scales)
 
 
-def test_compiled_programs_carry_scales(inputs: Inputs) -> None:
+def test_compiled_programs_support_scales(inputs: Inputs) -> None:
     @torch.compile(fullgraph=True)
     def program(q: Tensor, k: Tensor, v: Tensor, scales: Named) -> Tensor:
         return 2.0 * flashtune.attention(q, k, v, causal=True, **scales)
@@ -193,7 +193,7 @@ def test_compiled_programs_carry_scales(inputs: Inputs) -> None:
     assert_right(inputs, program(*inputs.tensors, inputs.scales) / 2.0, inputs.scales)
 
 
-def test_what_the_copy_engine_cannot_address_is_refused(inputs: Inputs) -> None:
+def test_tensors_that_tma_cannot_address_are_refused(inputs: Inputs) -> None:
     q, k, v = (tensor[..., :120].contiguous() for tensor in inputs.tensors)
     with pytest.raises(ProblemError):
         flashtune.attention(q, k, v, causal=True)

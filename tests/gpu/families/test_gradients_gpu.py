@@ -1,4 +1,4 @@
-"""Gradients on a GPU against float64: types, widths, lengths, layouts, dropout; the same bits in all runs."""
+"""Tests of gradients on a GPU against float64, and of their determinism."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_gradients_against_float64(
     ("dtype", "head_dim"),
     [(torch.float16, 64), (torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 40)],
 )
-def test_other_types_and_widths(dtype: torch.dtype, head_dim: int) -> None:
+def test_other_dtypes_and_head_dims(dtype: torch.dtype, head_dim: int) -> None:
     check(leaves(200, 330, dtype=dtype, head_dim=head_dim), True)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
-def test_heads_that_share_keys(kv_heads: int) -> None:
+def test_grouped_query_heads(kv_heads: int) -> None:
     check(leaves(300, 300, kv_heads=kv_heads), True)
 
 
@@ -90,7 +90,7 @@ def test_layouts(way: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", [{}, {"window": (70, 0)}, {"dropout_p": DROPOUT}], ids=str)
-def test_reproducible_gradients_are_the_same_bits(options: dict[str, Any], head_dim: int) -> None:
+def test_deterministic_gradients_are_bitwise_equal(options: dict[str, Any], head_dim: int) -> None:
     q, k, v = leaves(200, 260, head_dim=head_dim)
     dout = torch.randn_like(q)
 
@@ -110,8 +110,10 @@ def test_reproducible_gradients_are_the_same_bits(options: dict[str, Any], head_
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [(2048, 2048), (700, 5000)])
-def test_many_programs_add_up_to_the_same_bits(head_dim: int, causal: bool, lengths: tuple[int, int]) -> None:
-    """More programs than run at once; those of other heads and of other calls are beside them."""
+def test_deterministic_gradients_of_many_programs_are_bitwise_equal(
+    head_dim: int, causal: bool, lengths: tuple[int, int]
+) -> None:
+    """More programs than are resident, together with those of other heads and calls."""
     q, k, v = leaves(*lengths, head_dim=head_dim)
     dout = torch.randn_like(q)
     first, *others = (gradients(q, k, v, dout, causal=causal, deterministic=True) for _ in range(50))

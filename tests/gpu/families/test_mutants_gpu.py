@@ -1,4 +1,4 @@
-"""On a GPU: every mutant that changes results is refused, and no right kernel is.
+"""Tests on a GPU that mutants are refused and correct kernels are not.
 
 `FLASHTUNE_SAMPLES` says how many configs of each family are drawn (12), `FLASHTUNE_SEED` which ones and
 with what inputs. `python -m tests.mutants` does the same and saves what it finds.
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.slow, pytest.mark.
 
 @pytest.fixture(scope="module")
 def plan(kernel_cache: Path) -> Iterator[Plan]:
-    """Processes find what they are to do where this one does."""
+    """Processes find the jobs on the path of this one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
         yield Plan(device_target(0), SEED, time.monotonic() + SECONDS)
@@ -46,7 +46,7 @@ def verified(plan: Plan) -> tuple[tuple[Control, ...], dict[str, Found]]:
 
 
 @pytest.mark.parametrize("mutant", gpu_mutants(), ids=lambda mutant: mutant.id)
-def test_a_mutant_is_caught_or_changes_nothing(
+def test_mutant_is_detected_or_equivalent(
     mutant: Mutant, plan: Plan, verified: tuple[tuple[Control, ...], dict[str, Found]]
 ) -> None:
     if not runs_on(mutant, plan.target):
@@ -55,13 +55,13 @@ def test_a_mutant_is_caught_or_changes_nothing(
     assert found.fate in {*CAUGHT, Fate.DELAYED, Fate.EQUIVALENT}, found.caught_by
 
 
-def test_the_kernels_that_mutants_are_made_of_are_accepted(
+def test_unmodified_kernels_are_accepted(
     verified: tuple[tuple[Control, ...], dict[str, Found]],
 ) -> None:
     assert [control for control in verified[0] if not control.passed] == []
 
 
-def test_no_sampled_config_is_refused_that_more_probes_confirm(plan: Plan) -> None:
+def test_sampled_configs_are_not_refused_wrongly(plan: Plan) -> None:
     subjects = sampled_subjects(SAMPLES, SEED, plan.target)
     controls = verify_right(subjects, plan, lambda control: None)
     assert controls

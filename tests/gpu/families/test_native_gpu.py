@@ -1,4 +1,4 @@
-"""A family of one GPU on that GPU, beside portable ones: who serves which tensors, and that all are right."""
+"""Tests of a native family on its GPU together with portable families."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def tensors(kind: str, head_dim: int = 128) -> Triple:
-    """Queries, keys and values that lie as their kind says: all the same numbers."""
+    """Queries, keys and values with the strides of a kind, and equal values for all kinds."""
     generator = torch.Generator("cuda").manual_seed(head_dim)
     plain = [
         torch.randn(2, heads, 700, head_dim, dtype=torch.bfloat16, device="cuda", generator=generator)
@@ -71,7 +71,7 @@ def family_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
     ("kind", "family"),
     [("aligned", NATIVE), ("packed", NATIVE), ("odd rows", PORTABLE), ("odd start", PORTABLE)],
 )
-def test_each_kind_of_tensor_is_served_by_a_family_that_can(kind: str, family: str, head_dim: int) -> None:
+def test_each_kind_of_tensor_is_served_by_a_supporting_family(kind: str, family: str, head_dim: int) -> None:
     q, k, v = tensors(kind, head_dim)
     served, reason = family_of(q, k, v)
     assert served == family
@@ -85,7 +85,7 @@ def test_each_kind_of_tensor_is_served_by_a_family_that_can(kind: str, family: s
     assert torch.equal(planned(q, k, v), out)
 
 
-def test_a_native_kernel_that_fails_gives_way_to_a_portable_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_native_kernel_is_replaced_by_a_portable_one(monkeypatch: pytest.MonkeyPatch) -> None:
     real = kernel_fallback.chosen
 
     def refuse_native(selection: Selection, *rest: object) -> kernel_fallback.LoadedKernel:
@@ -115,7 +115,7 @@ def searched(store: Store) -> SearchResult:
 
 
 @pytest.mark.slow
-def test_a_joint_search_keeps_what_serves_the_other_tensors(
+def test_joint_search_stores_a_fallback_for_other_tensors(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = searched(store)

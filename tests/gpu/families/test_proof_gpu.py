@@ -1,4 +1,4 @@
-"""Proof on a GPU: right kernels of every specialisation pass, a broken one does not."""
+"""Tests of the verification on a GPU: correct kernels pass, and mutants do not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_problem(causal: Causal = Causal.NONE, dtype: Dtype = Dtype.BF16, head_d
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16, Dtype.FP32])
 @pytest.mark.parametrize("head_dim", [64, 96])
-def test_defaults_pass_in_full(name: str, causal: Causal, dtype: Dtype, head_dim: int) -> None:
+def test_defaults_pass_full_level(name: str, causal: Causal, dtype: Dtype, head_dim: int) -> None:
     family, target = find_family(name), device_target()
     problem = make_problem(causal, dtype, head_dim)
     config = family.default(problem, target)
@@ -63,7 +63,7 @@ def test_every_specialisation_passes(name: str, alignment: Alignment, index_bits
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("index_bits", [32, 64])
-def test_strict_level_passes_and_reaches_beyond_2_31_elements(name: str, index_bits: int) -> None:
+def test_strict_level_passes_beyond_2_31_elements(name: str, index_bits: int) -> None:
     family, target = find_family(name), device_target()
     problem = make_problem(Causal.BOTTOM_RIGHT)
     config = family.default(problem, target)
@@ -82,7 +82,7 @@ def test_strict_level_passes_and_reaches_beyond_2_31_elements(name: str, index_b
         ("queries + diagonal + 1", "queries + diagonal"),
     ],
 )
-def test_broken_kernels_are_refused_and_spoil_nothing(old: str, new: str) -> None:
+def test_mutants_are_refused_without_side_effects(old: str, new: str) -> None:
     family, target, device = find_family("forward_q_outer"), device_target(), torch.device("cuda", 0)
     problem = make_problem(Causal.BOTTOM_RIGHT)
     config = family.default(problem, target)

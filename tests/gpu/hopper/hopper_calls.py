@@ -1,4 +1,4 @@
-"""Causal calls that Hopper kernels serve on their GPU, and what they must give."""
+"""Causal calls that Hopper kernels serve, and their references."""
 
 from __future__ import annotations
 

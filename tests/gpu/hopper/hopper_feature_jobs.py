@@ -1,4 +1,4 @@
-"""What a process of its own does with the GPU for windows and packed sequences of the Hopper family."""
+"""GPU jobs of separate processes: windows and packed sequences of the Hopper family."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_dense(kernel: Kernel, problem: Problem, lengths: Lengths) -> str:
 
 
 def check_packed(kernel: Kernel, problem: Problem, lengths: Lengths) -> str:
-    """Likewise, with sequences of these lengths one behind the other."""
+    """Likewise, with contiguous sequences of these lengths."""
     starts = [torch.tensor([0, *itertools.accumulate(one)]).int() for one in zip(*lengths, strict=True)]
     rows, keys = (int(one[-1]) + SPARE for one in starts)
     with context_lost_ends_the_process():

@@ -1,4 +1,4 @@
-"""What a process of its own does with the GPU in tests of the Hopper family: a hang ends it alone."""
+"""GPU jobs of separate processes for the Hopper family: a hang ends only its process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Trial(NamedTuple):
 
 
 def compile_one(kernel: Kernel, target: Target) -> str:
-    """Leaves a kernel's binary in Triton's cache; what is wrong with it, or nothing."""
+    """Compiles a kernel into Triton's cache; returns its error or an empty string."""
     try:
         compile_binary(kernel, target)
     except KernelError as error:
@@ -92,7 +92,7 @@ def check_far(kernel: Kernel, case: Case) -> str:
 
 
 def repeat(kernel: Kernel, case: Case, repeats: int) -> str:
-    """Launches a kernel again and again on the same inputs; what is wrong, or nothing."""
+    """Launches a kernel repeatedly on the same inputs; returns its error or an empty string."""
     with context_lost_ends_the_process():
         target = device_target(0)
         binary = compile_binary(kernel, target)
@@ -149,7 +149,7 @@ def random_trial(chance: random.Random, problem: Problem, config: Config) -> Tri
 
 
 def faults(kernel: Kernel, binary: Binary, trial: Trial, seed: int) -> str:
-    """What is wrong with what a kernel makes of a trial, in two launches; nothing where it is right."""
+    """The errors of a kernel at a trial, in two launches; empty if it is correct."""
     case, shown = trial.case, trial.shown
     prepared = prepare(case, trial.alignment, DEVICE, seed)
     q, out = prepared.q.view, prepared.out.view
@@ -198,7 +198,7 @@ def as_shown(tensor: Tensor, heads: int) -> Tensor:
 
 
 def bits(prepared: Prepared, lse: Tensor | None) -> list[Tensor]:
-    """Copies of what a launch wrote, as integers."""
+    """Copies of the written tensors, as integers."""
     written = [prepared.out.view] if lse is None else [prepared.out.view, lse]
     return [tensor.clone().view(torch.int16) for tensor in written]
 

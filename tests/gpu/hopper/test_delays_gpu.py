@@ -1,4 +1,4 @@
-"""On a GPU: waits that are missing are caught where warps fall behind, whatever luck they have elsewhere."""
+"""Tests on a GPU that random delays detect missing waits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT = 120.0
 
 @pytest.mark.parametrize("name", LUCKY)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_missing_wait_is_caught_where_warps_are_late(name: str, seed: int) -> None:
+def test_missing_wait_is_detected_with_delays(name: str, seed: int) -> None:
     mutant: Mutant = MUTANTS[name]
     subject, target, device = mutant.subject, device_target(0), torch.device("cuda", 0)
     given = (subject.problem, subject.config, target, device)
@@ -43,7 +43,7 @@ def test_a_missing_wait_is_caught_where_warps_are_late(name: str, seed: int) -> 
 
 
 @pytest.mark.alone
-def test_a_search_proves_what_has_barriers_of_its_own_with_delays() -> None:
+def test_search_verifies_kernels_with_barriers_with_delays() -> None:
     problem, target = MUTANTS[LUCKY[0]].subject.problem, device_target(0)
     assumed = contiguous_specialization(problem, lse=False)
     scope = SearchTask(problem, target, assumed, open_spaces(problem, target, ()))

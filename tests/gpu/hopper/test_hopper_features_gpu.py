@@ -1,4 +1,4 @@
-"""Windows and packed sequences of Hopper kernels on their GPU, each in a process that a hang ends alone."""
+"""Tests of windows and packed sequences of Hopper kernels, in separate processes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def problems(number: int, causal: Causal, changes: dict[str, int]) -> Iterator[P
 
 
 def wrong(pool: Any, job: Any, problem: Problem, *cases: hopper_feature_jobs.Lengths) -> list[str]:
-    """What some configs of a problem get wrong."""
+    """The errors of some configs of a problem."""
     found = []
     for lengths, config in itertools.product(cases, sampled_configs(problem, CONFIGS)):
         kernel = render(FAMILY, problem, config, Specialization(lse=True))

@@ -1,4 +1,4 @@
-"""Hopper kernels on their GPU: sampled configs and shipped winners on random problems, winners often.
+"""Tests of Hopper kernels on their GPU: sampled configs and shipped winners on random problems.
 
 `FLASHTUNE_SAMPLES` says how many configs (24), `FLASHTUNE_SEED` which ones, `FLASHTUNE_REPEATS` how many
 launches of a winner must agree bit for bit (1,000).
@@ -99,7 +99,7 @@ Run = Callable[..., str]
 
 
 def result_of(job: Any) -> str:
-    """What a job found wrong, its own end included."""
+    """The errors of a job, with the end of its process."""
     lost = failure_of(job)
     return lost[1] if lost else str(job.result())
 
@@ -147,7 +147,7 @@ def run(workers: None, kernel_cache: Path) -> Iterator[Run]:
 
 
 @pytest.mark.parametrize("number", range(SAMPLES))
-def test_a_sampled_config_is_right_on_random_problems(number: int, run: Run, refused: dict[str, str]) -> None:
+def test_sampled_config_is_correct_on_random_problems(number: int, run: Run, refused: dict[str, str]) -> None:
     sample = samples()[number]
     label = f"{sample.problem.key}, {sample.config.label()}"
     assert sample.kernel.digest not in refused, f"{label}: {refused[sample.kernel.digest]}"
@@ -158,7 +158,7 @@ def test_a_sampled_config_is_right_on_random_problems(number: int, run: Run, ref
 
 
 @pytest.mark.parametrize("record", winners(), ids=lambda record: record.problem.key)
-def test_a_shipped_winner_is_right_on_random_problems(
+def test_shipped_winner_is_correct_on_random_problems(
     record: Record, run: Run, refused: dict[str, str]
 ) -> None:
     given = (compiled(record, refused), record.problem, record.config)
@@ -174,9 +174,7 @@ def shrunk(problem: Problem) -> Problem:
 
 
 @pytest.mark.parametrize("record", winners(), ids=lambda record: record.problem.key)
-def test_a_shipped_winner_gives_equal_bits_every_time(
-    record: Record, run: Run, refused: dict[str, str]
-) -> None:
+def test_shipped_winner_is_deterministic(record: Record, run: Run, refused: dict[str, str]) -> None:
     problem = shrunk(record.problem)
     case = Case(problem=problem, probe=Probe.RANDOM, block=64, scale=problem.head_dim**-0.5)
     wrong = run(hopper_jobs.repeat, compiled(record, refused), case, REPEATS)
@@ -184,7 +182,7 @@ def test_a_shipped_winner_gives_equal_bits_every_time(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_defaults_give_equal_bits_every_time(dtype: Dtype, run: Run) -> None:
+def test_defaults_are_deterministic(dtype: Dtype, run: Run) -> None:
     problem = a_problem(128, dtype=dtype, causal=Causal.BOTTOM_RIGHT, kv_heads=2)
     kernel = render(FAMILY, problem, a_config(problem), Specialization(lse=True))
     case = Case(problem=problem, probe=Probe.RANDOM, block=64, scale=problem.head_dim**-0.5)
@@ -195,7 +193,7 @@ def test_defaults_give_equal_bits_every_time(dtype: Dtype, run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.E4M3])
 @pytest.mark.parametrize("tensor", range(4), ids=["q", "k", "v", "out"])
-def test_tensors_that_span_more_than_two_to_the_31_elements(dtype: Dtype, tensor: int, run: Run) -> None:
+def test_tensors_of_more_than_two_to_the_31_elements(dtype: Dtype, tensor: int, run: Run) -> None:
     if torch.cuda.mem_get_info()[0] < 20 * 2**30:
         pytest.skip("needs 20 GiB of GPU memory")
     problem = a_problem(128, dtype=dtype, causal=Causal.BOTTOM_RIGHT)

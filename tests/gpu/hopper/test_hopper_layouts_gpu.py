@@ -1,4 +1,4 @@
-"""How tensors may lie in memory on a Hopper GPU: which family serves them, and that all are right."""
+"""Tests of memory layouts on a Hopper GPU: families and results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def one_row(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("place", [off_border, odd_rows, one_row])
 @pytest.mark.parametrize("position", range(3), ids="qkv")
-def test_one_tensor_that_cannot_be_copied_in_tiles_is_enough_for_the_portable_family(
+def test_one_tensor_without_tma_support_selects_the_portable_family(
     place: Callable[[Tensor], Tensor], position: int
 ) -> None:
     given = list(tensors())
@@ -92,7 +92,7 @@ def queries_alike(q: Tensor, k: Tensor, v: Tensor) -> Triple:
     "place",
     [of_a_fused_projection, positions_first, every_other_head, shared_over_the_batch, queries_alike],
 )
-def test_strided_tensors_are_right(place: Callable[..., Triple], head_dim: int) -> None:
+def test_strided_tensors_are_correct(place: Callable[..., Triple], head_dim: int) -> None:
     given = place(*tensors(head_dim))
     assert_right(attention(*given), *given)
     if all(all(tensor.stride()) for tensor in given):
@@ -101,7 +101,7 @@ def test_strided_tensors_are_right(place: Callable[..., Triple], head_dim: int) 
 
 @pytest.mark.parametrize("shown", [2, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_key_head_that_is_shown_several_times_is_right(head_dim: int, shown: int) -> None:
+def test_expanded_key_head_is_correct(head_dim: int, shown: int) -> None:
     """Keys and values expanded over their heads, with a stride of zero, whoever serves them."""
     q, k, v = tensors(head_dim, kv_heads=1)
     expanded = q, k.expand(-1, shown, -1, -1), v.expand(-1, shown, -1, -1)
@@ -111,7 +111,7 @@ def test_a_key_head_that_is_shown_several_times_is_right(head_dim: int, shown: i
     assert_right(planned(*expanded), q, k, v)
 
 
-def test_quantised_tensors_may_be_expanded_and_must_lie_on_borders() -> None:
+def test_quantised_tensors_may_be_expanded_but_must_be_aligned() -> None:
     q, k, v = tensors(kv_heads=1)
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantize(tensor) for tensor in (q, k, v))
 

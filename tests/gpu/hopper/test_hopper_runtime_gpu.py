@@ -1,4 +1,4 @@
-"""Attention by Hopper kernels on their GPU: graphs, streams, threads, many addresses, huge outputs."""
+"""Tests of Hopper kernels on their GPU: graphs, streams, threads, many addresses, huge outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_captured_call_replays_on_new_values(head_dim: int) -> None:
+def test_captured_call_replays_with_new_values(head_dim: int) -> None:
     q, k, v = tensors(head_dim)
     planned = flashtune.plan(q, k, v, causal=True, prefer="generated")
     graph = torch.cuda.CUDAGraph()
@@ -46,7 +46,7 @@ def test_a_captured_call_replays_on_new_values(head_dim: int) -> None:
     assert_right(out, q, k, v)
 
 
-def test_two_streams_take_turns() -> None:
+def test_alternating_streams() -> None:
     given = [tensors(seed=seed) for seed in range(2)]
     expected = [attention(*each) for each in given]
     streams = [torch.cuda.Stream() for _ in given]
@@ -61,7 +61,7 @@ def test_two_streams_take_turns() -> None:
         assert all(torch.equal(out, right) for out in kept)
 
 
-def test_two_threads_call_at_once() -> None:
+def test_two_concurrent_threads() -> None:
     given = [tensors(seed=seed) for seed in range(2)]
     expected = [attention(*each) for each in given]
     torch.cuda.synchronize()
@@ -88,7 +88,7 @@ def test_two_threads_call_at_once() -> None:
     assert wrong == []
 
 
-def test_more_addresses_than_are_remembered() -> None:
+def test_more_addresses_than_the_descriptor_cache_holds() -> None:
     q, k, v = tensors(64, length=64)
     expected = attention(q, k, v)
     room = torch.empty(MAX_ADDRESSES + 40, *q.shape, dtype=q.dtype, device="cuda").copy_(q)

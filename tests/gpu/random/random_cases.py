@@ -86,7 +86,7 @@ def _lengths(chance: random.Random, problem: Problem, config: Config, batch: int
 
 
 def _borders(problem: Problem, config: Config) -> list[int]:
-    """Sides at whose multiples something begins."""
+    """Block sizes at whose multiples a bound is."""
     block = tile_of(config)[1]
     sides = [block, block, block * max(1, splits_of(config))]
     sides += [one for one in (problem.window_left, problem.chunk, problem.page_size) if one]

@@ -137,7 +137,7 @@ def _length(chance: random.Random, sides: list[int]) -> int:
 
 
 def main() -> int:
-    """Draws, compiles, checks and says what was wrong."""
+    """Draws, compiles and checks problems, and prints the errors."""
     from tests.gpu.random.random_checks import check_all
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)

@@ -50,7 +50,7 @@ SPARE_BYTES = 1024
 
 
 class Subject(NamedTuple):
-    """A kernel, and what it must compute but for lengths, heads and batch."""
+    """A kernel, and its problem except for lengths, heads and batch."""
 
     family: str
     problem: Problem
@@ -187,7 +187,7 @@ DRAWN: dict[Feature, Draw] = {
 
 
 def main() -> int:
-    """Draws, compiles, checks and says what was wrong."""
+    """Draws, compiles and checks problems, and prints the errors."""
     from tests.gpu.random.random_checks import check_all
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)

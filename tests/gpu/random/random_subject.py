@@ -1,4 +1,4 @@
-"""What the GPU's process does with one kernel: its self-check, and then random problems."""
+"""The job of the GPU process: the self-check of one kernel, and then random problems."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _findings(kernel: Kernel, binary: Binary, trial: Trial, target: Target, seed
 
 
 def wrong_at(trial: Trial, what: str) -> Wrong:
-    """The record of what was wrong at a trial."""
+    """The record of the errors at a trial."""
     subject, case = trial
     specialization = subject.specialization
     lies = (

@@ -1,4 +1,4 @@
-"""Plain attention in the interpreter: problems, tensors in many memory layouts, and what float64 gives."""
+"""Attention in the interpreter: problems, tensors in many layouts, and float64 references."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = ["bhsd", "bshd", "packed", "padded", "offset", "shared"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem, one config, and how the tensors lie."""
+    """One problem, one config, and the strides of the tensors."""
 
     family: Family
     problem: Problem

@@ -1,4 +1,4 @@
-"""Features as problems name them, and what kernels are given for any of them in the interpreter."""
+"""Features of problems, and their kernel arguments in the interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 class Call(NamedTuple):
-    """What a kernel is given."""
+    """The arguments of a kernel."""
 
     q: Tensor
     k: Tensor
@@ -78,7 +78,7 @@ def stored(problem: Problem, *shape: int) -> Tensor:
 
 
 def unused(problem: Problem, *shape: int) -> Tensor:
-    """What lies where no sequence has keys: what would show in any sum."""
+    """The poison outside of sequences: it would change any sum."""
     if problem.kv_dtype is KvDtype.INT8:
         return torch.full(shape, 127, dtype=torch.int8)
     nothing = torch.full(shape, torch.nan)
@@ -86,7 +86,7 @@ def unused(problem: Problem, *shape: int) -> Tensor:
 
 
 def make_keys(problem: Problem, keys: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """k, v, and of pages the block table, whose entries beyond a sequence's pages point nowhere."""
+    """k, v, and the block table of pages, with invalid entries after a sequence's pages."""
     widths = (problem.head_dim, problem.value_head_dim)
     heads = problem.kv_heads
     if problem.page_size:

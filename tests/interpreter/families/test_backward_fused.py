@@ -1,4 +1,4 @@
-"""The fused backward family, run on the CPU: against autograd's float64, and by the proof."""
+"""Tests of the fused backward family in the interpreter, against float64 autograd."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_lengths(causal: Causal, lengths: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, 2, 64, 32), (3, 3, 10, 80), (2, 1, 160, 96)], ids=str)
-def test_heads_and_their_widths(shape: tuple[int, int, int, int]) -> None:
+def test_heads_and_head_dims(shape: tuple[int, int, int, int]) -> None:
     heads, kv_heads, head_dim, value_head_dim = shape
     problem = a_problem(heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim)
     check(problem, a_config(str(shape)), make_call(problem, with_dlse=True), 64)
@@ -83,7 +83,7 @@ def test_features_together(names: tuple[str, ...]) -> None:
     check(problem, a_config("-".join(names)), make_call(problem, with_dlse=True), 64)
 
 
-def test_nobody_gets_what_missing_keys_would_add() -> None:
+def test_out_of_bounds_keys_do_not_contribute() -> None:
     # A log-sum-exp far below zero: the weight of a score of zero is infinite.
     problem = a_problem(seqlen_kv=37)
     call = make_call(problem)
@@ -106,7 +106,7 @@ def _proven(problem: Problem, config: FusedConfig, kernel: Kernel) -> bool:
 
 
 @pytest.mark.parametrize("broken", ["", "dq_tile = tl.dot", "nothing = tl.zeros", "+ start // BLOCK_M"])
-def test_the_proof_lets_right_kernels_pass_and_no_others(broken: str) -> None:
+def test_verification_accepts_only_correct_kernels(broken: str) -> None:
     problem = a_problem(seqlen_q=40, seqlen_kv=40, causal=Causal.BOTTOM_RIGHT)
     config = a_config("proof", block_m=16, block_n=16, turned=False, reduction=Reduction.ATOMICS)
     kernel = render(FAMILY, problem, config, Specialization())
@@ -120,20 +120,20 @@ def test_the_proof_lets_right_kernels_pass_and_no_others(broken: str) -> None:
     assert _proven(problem, config, kernel) == (not broken)
 
 
-def test_reproducible_gradients_are_for_others() -> None:
+def test_deterministic_gradients_are_unsupported() -> None:
     asked = a_problem(deterministic=True)
     assert (
         unsupported_reason(FAMILY, asked, TARGET, Specialization()) == "backward_fused has no deterministic"
     )
 
 
-def test_products_of_halves() -> None:
+def test_products_in_two_halves() -> None:
     problem = a_problem(head_dim=16, batch=1)
     check(problem, a_config("halves", products=Products.TF32X3), make_call(problem))
 
 
 @pytest.mark.tritons
-def test_a_kernel_stands_alone() -> None:
+def test_rendered_module_is_standalone() -> None:
     problem = a_problem(head_dim=16, kv_heads=2, alibi=True, dropout=True)
     call = make_call(problem)
     q, k, v, out, lse, dout, *_ = call.tensors

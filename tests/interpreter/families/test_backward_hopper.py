@@ -1,4 +1,4 @@
-"""The steps around Hopper's backward kernel on the CPU: what it begins with, what is made of its sums."""
+"""Tests of prologue and epilogue of the Hopper backward kernel in the interpreter."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def kernel_of(
 
 
 def tensors_of(head_dim: int, value_head_dim: int) -> tuple[Tensor, ...]:
-    """q, k, v, out, dout, dq, dk, dv as models lay them: heads beside one another."""
+    """q, k, v, out, dout, dq, dk, dv in BSHD layout."""
     torch.manual_seed(0)
 
     def made(heads: int, length: int, width: int) -> Tensor:
@@ -67,7 +67,7 @@ def tensors_of(head_dim: int, value_head_dim: int) -> tuple[Tensor, ...]:
 @WIDTHS
 @pytest.mark.parametrize("init", [False, True])
 @pytest.mark.parametrize("with_dlse", [False, True])
-def test_products_begin_at_what_softmax_takes_off(
+def test_accumulators_are_initialised_with_softmax_terms(
     head_dim: int, value_head_dim: int, init: bool, with_dlse: bool
 ) -> None:
     kernel = kernel_of(head_dim, value_head_dim, lse=with_dlse, init=init)
@@ -96,7 +96,7 @@ def test_products_begin_at_what_softmax_takes_off(
 
 @pytest.mark.tritons
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_turns_begin_with_the_first_block_of_keys(head_dim: int) -> None:
+def test_counters_and_sums_are_initialised_to_zero(head_dim: int) -> None:
     kernel = kernel_of(head_dim, head_dim, deterministic=True)
     module = load_module(kernel)
     tensors = tensors_of(head_dim, head_dim)
@@ -111,7 +111,7 @@ def test_turns_begin_with_the_first_block_of_keys(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("init", [False, True])
-def test_rows_of_dropped_weights_are_made_for_weights_that_are_all_divided(init: bool) -> None:
+def test_rows_of_dropout_assume_scaled_probabilities(init: bool) -> None:
     kernel = kernel_of(64, 64, dropout=True, init=init)
     module = load_module(kernel)
     seed, dropout = torch.tensor([2**62 + 12345]), 0.375
@@ -151,7 +151,7 @@ def place_of(row: int, column: int) -> int:
 
 
 @WIDTHS
-def test_sums_lie_as_registers_do(head_dim: int, value_head_dim: int) -> None:
+def test_dq_sums_have_register_layout(head_dim: int, value_head_dim: int) -> None:
     module = load_module(kernel_of(head_dim, value_head_dim))
     tensors = tensors_of(head_dim, value_head_dim)
     dq = tensors[5].fill_(math.nan)

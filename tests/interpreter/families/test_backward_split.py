@@ -1,4 +1,4 @@
-"""The split backward family, run on the CPU and compared with what autograd makes of plain float64."""
+"""Tests of the split backward family in the interpreter, against float64 autograd."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_pairs_of_features(pair: tuple[str, str]) -> None:
     check(problem, a_config(seed), make_call(problem, with_dlse=pick.choice((True, False))), 64)
 
 
-def test_keys_that_a_bias_hides_are_as_good_as_masked_ones() -> None:
+def test_keys_hidden_by_a_bias_are_masked() -> None:
     problem = a_problem(bias=Bias.BOOLEAN, causal=Causal.BOTTOM_RIGHT)
     masked = make_call(problem)
     seen = masked.side.bias
@@ -107,7 +107,7 @@ def test_keys_that_a_bias_hides_are_as_good_as_masked_ones() -> None:
     assert not tensors.dbias[~seen].any()
 
 
-def test_every_run_gives_the_same_bits() -> None:
+def test_runs_are_deterministic() -> None:
     problem = a_problem(deterministic=True, kv_heads=2)
     runs = []
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_every_run_gives_the_same_bits() -> None:
     assert all(torch.equal(getattr(runs[0], name), getattr(runs[1], name)) for name in ("dq", "dk", "dv"))
 
 
-def test_the_usual_tiles() -> None:
+def test_default_tiles() -> None:
     problem = a_problem(head_dim=64, value_head_dim=64, heads=1, batch=1, seqlen_q=66, seqlen_kv=70)
     config = FAMILY.default(problem, TARGET)
     assert isinstance(config, SplitConfig)
@@ -126,7 +126,7 @@ def test_the_usual_tiles() -> None:
 
 @pytest.mark.tritons
 @pytest.mark.parametrize("asked", [{}, {"dropout": True}, {"dropout": True, "alibi": True}], ids=str)
-def test_a_kernel_stands_alone(asked: dict[str, bool]) -> None:
+def test_rendered_module_is_standalone(asked: dict[str, bool]) -> None:
     problem = a_problem(head_dim=16, kv_heads=2, **asked)
     call = make_call(problem)
     q, k, v, out, lse, dout, *_ = call.tensors

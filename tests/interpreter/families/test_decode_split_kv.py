@@ -1,4 +1,4 @@
-"""Every feature of the split-KV family, and pairs of them, run on the CPU and compared with plain float64."""
+"""Tests of features of the split-KV family in the interpreter, against float64."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_each_feature(name: str, causal: Causal) -> None:
 
 
 def together(*names: str) -> dict[str, Any] | None:
-    """What several features ask for, or None where they contradict each other."""
+    """The fields of several features, or None if they contradict each other."""
     asked: dict[str, Any] = {}
     for name in names:
         if any(asked.get(field, value) != value for field, value in FEATURES[name].items()):
@@ -167,8 +167,8 @@ def test_more_queries_than_keys() -> None:
         check(problem, a_call(problem), a_config("", splits=2))
 
 
-def test_padding_cannot_win() -> None:
-    """Where all logits lie far below zero, an unmasked zero of the padding would take all weight."""
+def test_padding_does_not_affect_the_maximum() -> None:
+    """If all logits are far below zero, an unmasked zero of the padding would have all probability."""
     torch.manual_seed(0)
     for splits in (1, 2, 5):
         problem = a_problem(seqlen_kv=37)
@@ -192,7 +192,7 @@ def test_many_packed_sequences() -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_rows_behind_the_last_sequence_are_nobodys(splits: int) -> None:
+def test_rows_after_the_last_sequence_are_not_written(splits: int) -> None:
     torch.manual_seed(0)
     problem = a_problem(**FEATURES["packed"], causal=Causal.BOTTOM_RIGHT)
     call = a_call(problem)
@@ -207,7 +207,7 @@ def test_rows_behind_the_last_sequence_are_nobodys(splits: int) -> None:
     assert torch.equal(lse[:, :, :rows], expected_lse)
 
 
-def test_the_same_bits_from_run_to_run() -> None:
+def test_runs_are_deterministic() -> None:
     torch.manual_seed(0)
     problem = a_problem()
     call = a_call(problem)
@@ -218,7 +218,7 @@ def test_the_same_bits_from_run_to_run() -> None:
 
 @pytest.mark.tritons
 @pytest.mark.parametrize("splits", [1, 3])
-def test_the_rendered_file_works_alone(splits: int) -> None:
+def test_rendered_module_is_standalone(splits: int) -> None:
     torch.manual_seed(0)
     problem = a_problem(
         page_size=16, softcap=True, sinks=True, alibi=True, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE
@@ -242,7 +242,7 @@ def test_the_rendered_file_works_alone(splits: int) -> None:
     torch.testing.assert_close(lse, sinks[:, None].expand_as(lse), atol=1e-5, rtol=0.0)
 
 
-def test_a_bias_may_hide_everything() -> None:
+def test_bias_may_mask_all_keys() -> None:
     torch.manual_seed(0)
     for bias in (Bias.ADDITIVE, Bias.BOOLEAN):
         problem = a_problem(bias=bias)

@@ -1,4 +1,4 @@
-"""Dropout from call to kernel and back on the CPU: which weights fall, and when they are the same ones."""
+"""Tests of dropout in the interpreter: masks and their reproducibility."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def shown_mask(config: MaskedConfig, causal: Causal, seed: Tensor, dropout: floa
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.97])
-def test_configs_drop_the_same_weights(dropout: float) -> None:
+def test_configs_drop_the_same_elements(dropout: float) -> None:
     for seed, causal in ((7, Causal.NONE), (-(2**40) - 5, Causal.BOTTOM_RIGHT)):
         drawn = torch.tensor([seed])
         numbers = torch.arange(BATCH * HEADS)
@@ -85,7 +85,7 @@ def test_configs_drop_the_same_weights(dropout: float) -> None:
 @pytest.mark.parametrize("options", [{}, {"layout": "bshd"}, {"window": (9, 0), "softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_both_passes_agree_with_float64(options: dict[str, Any], deterministic: bool) -> None:
-    """The double path works out the same weights of the same seed, and autograd goes back through it."""
+    """The float64 path computes the same mask from the same seed, and is differentiable."""
     gradients = []
     for dtype in (torch.float32, torch.float64):
         given = tensors(dtype)
@@ -97,7 +97,7 @@ def test_both_passes_agree_with_float64(options: dict[str, Any], deterministic: 
         torch.testing.assert_close(found.double(), right, atol=2e-4, rtol=1e-4)
 
 
-def test_packed_sequences_go_back_too() -> None:
+def test_packed_sequences_have_gradients() -> None:
     starts = torch.tensor([0, 5, 5, 21], dtype=torch.int32)
     gradients = []
     for dtype in (torch.float32, torch.float64):
@@ -110,7 +110,7 @@ def test_packed_sequences_go_back_too() -> None:
         torch.testing.assert_close(found.double(), right, atol=2e-4, rtol=1e-4)
 
 
-def test_the_generator_decides() -> None:
+def test_dropout_depends_on_the_generator() -> None:
     q, k, v = tensors()
     with torch.no_grad():
         one, same = attend(q, k, v), attend(q, k, v)
@@ -120,7 +120,7 @@ def test_the_generator_decides() -> None:
     assert torch.equal(attend(q, k, v), one)
 
 
-def test_checkpoints_draw_the_same_weights_again() -> None:
+def test_checkpointing_repeats_the_dropout_mask() -> None:
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flashtune.attention(q, k, v, dropout_p=0.3)
 
@@ -136,7 +136,7 @@ def test_checkpoints_draw_the_same_weights_again() -> None:
         assert torch.equal(found, right)
 
 
-def test_compiled_calls_draw_as_well() -> None:
+def test_compiled_calls_have_dropout() -> None:
     inputs = tensors()
     compiled = torch.compile(flashtune.attention, backend="aot_eager", fullgraph=True)
     ways = []
@@ -159,7 +159,7 @@ def test_plans_draw_a_seed_for_each_call() -> None:
     assert not torch.equal(first, second)
 
 
-def test_the_mean_over_seeds_is_what_comes_of_no_dropout() -> None:
+def test_mean_over_seeds_is_the_result_without_dropout() -> None:
     q, k, v = (tensor.detach()[:1, :2, :9] for tensor in tensors())
     v = v[:, :1]
     k = k[:, :1]
@@ -172,7 +172,7 @@ def test_the_mean_over_seeds_is_what_comes_of_no_dropout() -> None:
     assert ((drawn.mean(0) - plain) / spread).abs().max() < 4.5
 
 
-def test_no_dropout_and_nearly_all() -> None:
+def test_dropout_rates_near_0_and_1() -> None:
     q, k, v = tensors()
     assert torch.equal(attend(q, k, v, dropout_p=0.0), flashtune.attention(q, k, v, causal=True))
     out = attend(q, k, v, dropout_p=1.0 - 2.0**-24)
@@ -183,7 +183,7 @@ def test_no_dropout_and_nearly_all() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1.0, -0.1, float("nan"), "0.1", 1.0 - 2.0**-30])
-def test_what_is_no_share(wrong: Any) -> None:
+def test_invalid_dropout_rates_are_refused(wrong: Any) -> None:
     q, k, v = tensors()
     with pytest.raises(ProblemError, match="dropout_p cannot be"):
         flashtune.attention(q, k, v, dropout_p=wrong)

@@ -1,4 +1,4 @@
-"""Both loop orders of the forward pass, run on the CPU and compared with float64."""
+"""Tests of both loop orders of the forward pass in the interpreter, against float64."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LENGTHS = [(1, 1), (1, 37), (37, 1), (33, 33), (32, 32), (50, 20), (20, 50), (17
 
 
 def pick_config(space: Space, pick: random.Random) -> Config:
-    """A small config of the space, each axis drawn alone."""
+    """A small config of the space, with independently drawn axes."""
 
     def small(axis: Axis) -> AxisValue:
         values = [value for value in axis.values if value in SMALL.get(axis.name, axis.values)] or axis.values
@@ -75,7 +75,7 @@ def sampled_cases(family: Family, count: int) -> Iterator[Case]:
 
 
 @pytest.mark.tritons
-def test_the_interpreter_is_on() -> None:
+def test_interpreter_is_enabled() -> None:
     assert interpreting()
 
 
@@ -90,8 +90,8 @@ def test_sampled_problems_and_configs(case: Case) -> None:
 
 
 @BY_FAMILY
-def test_every_switch_alone(family: Family) -> None:
-    """Each value of each axis beside the first config, on a causal problem with ragged tiles."""
+def test_every_axis_value_alone(family: Family) -> None:
+    """The first config with each value of each axis, on a causal problem with ragged tiles."""
     torch.manual_seed(0)
     problem = make_problem((96, 40), (2, 1), (37, 50), Causal.BOTTOM_RIGHT)
     q, k, v = make_inputs(problem, "bhsd")
@@ -115,8 +115,8 @@ def test_every_switch_alone(family: Family) -> None:
 @pytest.mark.sampled
 @BY_FAMILY
 @pytest.mark.parametrize("causal", list(Causal))
-def test_padding_cannot_win(family: Family, causal: Causal) -> None:
-    """Where all logits lie far below zero, an unmasked zero of the padding would take all weight."""
+def test_padding_does_not_affect_the_maximum(family: Family, causal: Causal) -> None:
+    """If all logits are far below zero, an unmasked zero of the padding would have all probability."""
     torch.manual_seed(0)
     problem = make_problem((24, 24), (2, 2), (19, 21), causal)
     q, k, v = (tensor.abs() for tensor in make_inputs(problem, "bhsd"))
@@ -127,7 +127,7 @@ def test_padding_cannot_win(family: Family, causal: Causal) -> None:
 
 @pytest.mark.tritons
 @BY_FAMILY
-def test_queries_that_see_no_key(family: Family) -> None:
+def test_queries_without_visible_keys(family: Family) -> None:
     torch.manual_seed(0)
     problem = make_problem((16, 16), (2, 1), (50, 18), Causal.BOTTOM_RIGHT)
     q, k, v = make_inputs(problem, "bhsd")
@@ -139,7 +139,7 @@ def test_queries_that_see_no_key(family: Family) -> None:
 
 
 @BY_FAMILY
-def test_the_rendered_file_works_alone(family: Family) -> None:
+def test_rendered_module_is_standalone(family: Family) -> None:
     """`attention` of the rendered module, with its default scale, a negative one, and nothing to do."""
     torch.manual_seed(0)
     problem = make_problem((40, 24), (4, 2), (19, 35), Causal.TOP_LEFT)

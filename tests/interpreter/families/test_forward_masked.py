@@ -1,4 +1,4 @@
-"""Every feature of the masked family, and pairs of them, run on the CPU and compared with plain float64."""
+"""Tests of features of the masked family in the interpreter, against float64."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_pairs_of_features(pair: tuple[str, str]) -> None:
 
 
 def contradict(pair: tuple[str, str]) -> bool:
-    """Whether no problem asks for both: two values of one field, or a bias over packed sequences."""
+    """Whether no problem has both: two values of one field, or a bias with packed sequences."""
     one, other = (FEATURES[name] for name in pair)
     clash = any(field in other and other[field] != value for field, value in one.items())
     both = {**one, **other}
@@ -119,7 +119,7 @@ def contradict(pair: tuple[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("cap", [0.05, 1.0, 50.0, 3000.0])
-def test_a_cap_keeps_the_digits_of_float32(cap: float) -> None:
+def test_softcap_has_float32_precision(cap: float) -> None:
     """Scores from far below to far above the cap, both signs: the log-sum-exp of one key is its score."""
     problem = a_problem(softcap=True, batch=1, heads=1, seqlen_q=64, seqlen_kv=1, head_dim=16)
     sizes = cap * torch.logspace(-5, 1.5, 32)
@@ -136,7 +136,7 @@ def test_a_cap_keeps_the_digits_of_float32(cap: float) -> None:
     assert ((lse[0, 0].double() - expected).abs() / expected.abs()).max() < 1e-6
 
 
-def test_more_sequences_than_one_step_searches_are_found() -> None:
+def test_many_sequences_are_found_in_several_search_steps() -> None:
     """More sequences than one search step covers, most of them empty or of one query."""
     torch.manual_seed(0)
     lengths = [index % 3 if index % 40 else 35 for index in range(300)]
@@ -150,8 +150,8 @@ def test_more_sequences_than_one_step_searches_are_found() -> None:
 
 @pytest.mark.tritons
 @pytest.mark.parametrize("name", ["window_right", "packed", "e4m3_page", "additive", "softcap", "dropout"])
-def test_the_rendered_file_works_alone(name: str) -> None:
-    """`attention` of the rendered module takes what it needs by name, and a negative scale."""
+def test_rendered_module_is_standalone(name: str) -> None:
+    """`attention` of the rendered module accepts extra inputs by name, and a negative scale."""
     torch.manual_seed(0)
     problem = combined(name, causal=Causal.TOP_LEFT)
     assert problem is not None
@@ -170,7 +170,7 @@ def test_the_rendered_file_works_alone(name: str) -> None:
 
 
 def test_plain_masks_agree_with_torch() -> None:
-    """What the kernels are held against, beside SDPA's own mask."""
+    """Compares the reference with SDPA's own mask."""
     torch.manual_seed(0)
     problem = a_problem(causal=Causal.BOTTOM_RIGHT, window_left=9, bias=Bias.BOOLEAN, heads=4, kv_heads=2)
     q, k, v, side, scale = make_call(problem)

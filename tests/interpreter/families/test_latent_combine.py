@@ -1,4 +1,4 @@
-"""What combines the parts of latent decoding, on the CPU: the Gluon kernel before it cannot run there."""
+"""Tests of the combine kernel of MLA decoding in the interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH, HEADS, QUERIES, WIDTH = 2, 3, 2, 512
 
 @pytest.mark.tritons
 @pytest.mark.parametrize("splits", [2, 16, 31, 128])
-def test_parts_are_weighed_by_their_sums(splits: int) -> None:
+def test_splits_are_weighted_by_their_sums(splits: int) -> None:
     torch.manual_seed(0)
     problem = Problem(
         dtype=Dtype.BF16,

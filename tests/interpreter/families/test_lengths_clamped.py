@@ -1,4 +1,4 @@
-"""Kernels read no key behind what a block table or a tensor has room for, whatever the lengths say.
+"""Tests that kernels read no key past a block table or a tensor for any lengths.
 
 The API refuses such lengths on the CPU, so kernels are prepared here without its checks.
 """
@@ -48,13 +48,13 @@ def pages(q: torch.Tensor, lengths: list[int], **options: Any) -> Call:
 @pytest.mark.parametrize(
     "options", [{}, {"window": (7, 0)}, {"causal": False}, {"sink_tokens": 2, "window": (5, 0)}]
 )
-def test_decoding_reads_nothing_behind_the_block_table(options: dict[str, Any]) -> None:
+def test_decoding_does_not_read_past_the_block_table(options: dict[str, Any]) -> None:
     q = torch.randn(4, HEADS, WIDTH)
     check_pages(q, [ROOM + 1, ROOM + 70, 20, -5], [ROOM, ROOM, 20, 0], **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (7, 0)}, {"softcap": 2.0}])
-def test_chunked_prefill_reads_nothing_behind_the_block_table(options: dict[str, Any]) -> None:
+def test_chunked_prefill_does_not_read_past_the_block_table(options: dict[str, Any]) -> None:
     q = torch.randn(sum(QUERIES), HEADS, WIDTH)
     packed = {"cu_seqlens_q": starts(QUERIES), "max_seqlen_q": max(QUERIES)}
     check_pages(q, [ROOM + 5, 17, ROOM + 90, ROOM + 1, 30], [ROOM, 17, ROOM, ROOM, 30], **packed, **options)
@@ -72,7 +72,7 @@ def check_pages(q: torch.Tensor, beyond: list[int], within: list[int], **options
 
 @pytest.mark.parametrize("seqlen_q", [2, 40])
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_dense_lengths_end_with_the_keys(seqlen_q: int, needs_grad: bool) -> None:
+def test_dense_lengths_are_clamped_to_the_keys(seqlen_q: int, needs_grad: bool) -> None:
     torch.manual_seed(2)
     q = torch.randn(3, HEADS, seqlen_q, WIDTH, requires_grad=needs_grad)
     wide = torch.full((3, KV_HEADS, 100, WIDTH), torch.nan)

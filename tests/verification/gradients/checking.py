@@ -1,4 +1,4 @@
-"""Puts plain torch in the place of a backward kernel and says what its proof finds."""
+"""Verifies plain torch instead of a backward kernel, and returns the errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def a_problem(**fields: Any) -> Problem:
 
 
 def a_kernel(dlse: bool) -> Kernel:
-    """What the proof wants to know of a kernel; it has no source."""
+    """The attributes of a kernel that the verification reads, without a source."""
     return Kernel(
         "backward_split",
         "backward_split",
@@ -70,7 +70,7 @@ def found_at(
 
 
 def failures(found: list[Finding]) -> list[str]:
-    """What does not hold, in words."""
+    """The errors, as text."""
     return [f"{one.what} {one.figure.item():.3g}" for one in found if not one.holds()]
 
 
@@ -83,7 +83,7 @@ def refused(
     config: Config | None = None,
     dlse: bool = False,
 ) -> list[str]:
-    """What is found wrong at the first problem of a level where something is."""
+    """The errors at the first failing problem of a level."""
     for case in companions(problem, config or TwoTiles(), level, reduced=True):
         wrong = failures(found_at(monkeypatch, case, hooks, dlse=dlse))
         if wrong:

@@ -21,7 +21,7 @@ BLOCK = 16
 
 
 class TwoTiles(Config, frozen=True):
-    """Tiles of a kernel that goes over the scores twice."""
+    """Tiles of a kernel that computes the scores twice."""
 
     block_m: int = 16
     block_n: int = 16

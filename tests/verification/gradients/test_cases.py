@@ -1,4 +1,4 @@
-"""Which problems a backward kernel is put on, what they are given, and what a large reference costs."""
+"""Tests of the test cases of backward kernels, and of sliced references."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.verification.gradients.checking import a_problem
 from tests.verification.gradients.plain_kernel import TwoTiles
 
 
-def test_problems_lie_around_all_sides_of_both_kernels() -> None:
+def test_problems_cover_tile_bounds_of_both_kernels() -> None:
     config = TwoTiles(block_m=32, block_n=64, dq_block_m=128, dq_block_n=16, num_stages=2)
     tiles = tiles_of(config, reduced=False)
     assert (tiles.queries, tiles.keys, tiles.depth, tiles.least) == ((32, 128), (16, 64), 2, 16)
@@ -38,7 +38,7 @@ def test_problems_lie_around_all_sides_of_both_kernels() -> None:
 
 
 @pytest.mark.parametrize("alibi", [False, True])
-def test_what_has_many_tiles_is_launched_often_but_in_a_self_check(alibi: bool) -> None:
+def test_problems_of_many_tiles_are_repeated_except_in_self_checks(alibi: bool) -> None:
     config = TwoTiles(block_m=32, block_n=64, dq_block_m=128, dq_block_n=16, num_stages=2)
     full, quick = (
         companions(a_problem(alibi=alibi), config, level, reduced=False)
@@ -51,7 +51,7 @@ def test_what_has_many_tiles_is_launched_often_but_in_a_self_check(alibi: bool) 
 
 
 @pytest.mark.parametrize("probe", [Probe.NEEDLE, Probe.FIRST, Probe.LAST])
-def test_each_block_of_queries_has_a_hot_row(probe: Probe) -> None:
+def test_each_query_block_has_one_row_of_large_gradients(probe: Probe) -> None:
     problem, block = a_problem(seqlen_q=70), 16
     dout = make_dout(probe, problem, block, torch.Generator().manual_seed(1))
     for start in range(0, 70, block):
@@ -59,7 +59,7 @@ def test_each_block_of_queries_has_a_hot_row(probe: Probe) -> None:
         assert (hot == 1).all()
 
 
-def test_heads_that_share_keys_are_thinned_out_of_a_large_problem() -> None:
+def test_large_problems_have_fewer_kv_heads() -> None:
     small = a_problem(heads=16, kv_heads=2, seqlen_q=2048, seqlen_kv=2048)
     assert [case.problem for case in main_cases(small)] == [small, small]
     for case in main_cases(a_problem(heads=16, kv_heads=2, seqlen_q=16384, seqlen_kv=16384)):
@@ -67,7 +67,7 @@ def test_heads_that_share_keys_are_thinned_out_of_a_large_problem() -> None:
 
 
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.TOP_LEFT])
-def test_rows_in_slices_make_the_same_gradients(monkeypatch: pytest.MonkeyPatch, causal: Causal) -> None:
+def test_sliced_reference_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch, causal: Causal) -> None:
     problem = a_problem(dtype=Dtype.FP16, causal=causal, batch=2, alibi=True)
     generator = torch.Generator().manual_seed(2)
 

@@ -1,4 +1,4 @@
-"""The proof of gradients with masks, biases, sinks and sequences of unlike lengths."""
+"""Tests of the verification of gradients with masks, biases, sinks and varlen."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
-def test_right_gradients_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_correct_gradients_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     # Types in turn: each mask meets one, and each type many masks.
     turn = list(MASKS).index(name)
     dtype = (Dtype.BF16, Dtype.FP16, Dtype.FP32)[turn % 3]
@@ -58,7 +58,7 @@ def test_right_gradients_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
 @pytest.mark.parametrize(("kv_heads", "rows", "bias"), [(1, 20, Bias.ADDITIVE), (4, 1, Bias.NONE)])
-def test_weights_below_the_normal_numbers_of_float32_may_be_lost(
+def test_subnormal_probabilities_may_be_flushed(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int, rows: int, bias: Bias, dtype: Dtype
 ) -> None:
     # Under steep slopes weights pass through all magnitudes; what a single query gives a key is all it gets.
@@ -78,7 +78,7 @@ def test_weights_below_the_normal_numbers_of_float32_may_be_lost(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", *MASKS])
-def test_the_reference_is_what_autograd_makes(name: str) -> None:
+def test_reference_matches_autograd(name: str) -> None:
     fields = MASKS.get(name, {})
     if "packed" in fields:
         pytest.skip("autograd is asked of sequences side by side")
@@ -190,5 +190,5 @@ MISTAKES: list[tuple[str, str, Hooks]] = [
     [(name, hooks) for name, _, hooks in MISTAKES],
     ids=[f"{name}: {words}" for name, words, _ in MISTAKES],
 )
-def test_one_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, hooks: Hooks) -> None:
+def test_single_error_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, hooks: Hooks) -> None:
     assert refused(monkeypatch, a_problem(**MASKS[name]), hooks)

@@ -1,4 +1,4 @@
-"""What decides of a backward launch: the results, what other launches gave, and what is written elsewhere."""
+"""Tests of the checks of backward launches: results, repeated launches and stray writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def a_case(*, deterministic: bool = False) -> Case:
 
 
 def found(monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Spoil) -> set[str]:
-    """What is found wrong with right gradients that `spoil` has been at, launch by launch."""
+    """The errors of correct gradients after `spoil` changed them, launch by launch."""
     prepared = prepare(case, Alignment.SIXTEEN, CPU, 1, False)
     launches = 0
 
@@ -55,17 +55,17 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Spoil) -> set[str]
 
 
 def outside(tensor: Tensor) -> Tensor:
-    """The element that lies before a tensor's first one."""
+    """The element before a tensor's first one."""
     return torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() - 1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_right_launches_hold(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+def test_correct_launches_pass(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
     assert found(monkeypatch, a_case(deterministic=deterministic), lambda *_: None) == set()
 
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
-def test_bits_may_differ_where_nothing_else_was_promised(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_only_deterministic_kernels_must_be_bitwise_equal(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
         if number == 2:
             row = getattr(tensors, name)[0, 1, 3]
@@ -77,7 +77,7 @@ def test_bits_may_differ_where_nothing_else_was_promised(monkeypatch: pytest.Mon
     assert found(monkeypatch, a_case(deterministic=True), spoil) == {unlike}
 
 
-def test_zeros_of_another_sign_are_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signed_zeros_differ_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
         # A key behind the last query: nobody sees it.
         tensors.dk[0, 1, 15] = -0.0 if number == 2 else 0.0
@@ -93,7 +93,7 @@ def test_zeros_of_another_sign_are_other_bits(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("launch", [0, 1, 2])
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
-def test_each_launch_must_be_right(monkeypatch: pytest.MonkeyPatch, name: str, launch: int) -> None:
+def test_each_launch_must_be_correct(monkeypatch: pytest.MonkeyPatch, name: str, launch: int) -> None:
     def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
         if number == launch:
             getattr(tensors, name)[0, 1, 3] *= 1.1
@@ -103,7 +103,7 @@ def test_each_launch_must_be_right(monkeypatch: pytest.MonkeyPatch, name: str, l
 
 @pytest.mark.parametrize("launch", [0, 1, 2])
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
-def test_each_launch_must_be_like_the_first(monkeypatch: pytest.MonkeyPatch, name: str, launch: int) -> None:
+def test_each_launch_must_match_the_first(monkeypatch: pytest.MonkeyPatch, name: str, launch: int) -> None:
     def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
         if number == launch:
             # A row may be off by more than this, but an element is not moved so far by an order.
@@ -114,7 +114,7 @@ def test_each_launch_must_be_like_the_first(monkeypatch: pytest.MonkeyPatch, nam
 
 
 @pytest.mark.parametrize("launch", [0, 1])
-def test_a_launch_that_is_no_number_is_unlike(monkeypatch: pytest.MonkeyPatch, launch: int) -> None:
+def test_nan_does_not_match_the_first_launch(monkeypatch: pytest.MonkeyPatch, launch: int) -> None:
     def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
         if number == launch:
             tensors.dk[0, 1, 3] = math.nan
@@ -122,7 +122,7 @@ def test_a_launch_that_is_no_number_is_unlike(monkeypatch: pytest.MonkeyPatch, l
     assert OTHERWISE.format("dk") in found(monkeypatch, a_case(), spoil)
 
 
-def test_float32_launches_are_right_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_launches_are_not_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     case = a_case()
     case = replace(case, problem=replace(case.problem, dtype=Dtype.FP32))
 
@@ -134,7 +134,7 @@ def test_float32_launches_are_right_each_by_itself(monkeypatch: pytest.MonkeyPat
     assert found(monkeypatch, case, spoil) == {"row errors of dk"}
 
 
-def test_gradients_of_what_is_added_to_scores_are_held_to_the_first_launch_too(
+def test_gradients_of_biases_are_compared_with_the_first_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = a_case()
@@ -161,7 +161,7 @@ def test_gradients_of_what_is_added_to_scores_are_held_to_the_first_launch_too(
     ],
     ids=["before dq", "before dv", "before a workspace", "before dout", "lse"],
 )
-def test_what_is_written_elsewhere_is_named(
+def test_writes_to_other_buffers_are_reported(
     monkeypatch: pytest.MonkeyPatch, spoil: Spoil, expected: str
 ) -> None:
     def last(number: int, tensors: BackwardTensors, allocate: Callable[..., Tensor]) -> None:
@@ -171,7 +171,7 @@ def test_what_is_written_elsewhere_is_named(
     assert found(monkeypatch, a_case(), last) == {expected}
 
 
-def test_packed_keys_that_no_sequence_has_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_keys_outside_of_sequences_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=1)
     case = Case(
         problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (0, 0)), repeats=3
@@ -179,7 +179,7 @@ def test_packed_keys_that_no_sequence_has_have_no_gradient(monkeypatch: pytest.M
     assert found(monkeypatch, case, lambda *_: None) == set()
 
 
-def test_packed_rows_behind_the_last_sequence_are_given_and_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_rows_after_the_last_sequence_must_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=5)
     case = Case(
         problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (3, 5)), repeats=3

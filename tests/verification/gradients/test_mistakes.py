@@ -1,4 +1,4 @@
-"""The proof of the backward pass: right results pass every probe, and one mistake is refused."""
+"""Tests of the verification of the backward pass: correct results pass, and errors do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LN_2 = math.log(2.0)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16, Dtype.FP32])
 @pytest.mark.parametrize("causal", list(Causal))
-def test_right_gradients_pass(monkeypatch: pytest.MonkeyPatch, dtype: Dtype, causal: Causal) -> None:
+def test_correct_gradients_pass(monkeypatch: pytest.MonkeyPatch, dtype: Dtype, causal: Causal) -> None:
     problem, config = a_problem(dtype=dtype, causal=causal), TwoTiles(block_n=32, dq_block_m=32)
     for dlse in (False, True):
         assert refused(monkeypatch, problem, level=Level.FULL, config=config, dlse=dlse) == []
@@ -68,7 +68,7 @@ def one_head_left_out(name: str) -> Hooks:
 
 
 def not_written(name: str) -> Hooks:
-    """The last tile keeps what it held."""
+    """The last tile is not written."""
 
     def last_tile(right: Tensor) -> Tensor:
         right[:, (right.shape[1] - 1) // BLOCK * BLOCK :] = float("nan")
@@ -137,16 +137,16 @@ def fields_of(problem: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_one_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_single_error_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert refused(monkeypatch, a_problem(), MISTAKES[name])
 
 
-def test_weights_of_8_bits_are_refused_of_longer_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_probabilities_are_refused_for_wider_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (Dtype.FP16, Dtype.FP32):
         assert refused(monkeypatch, a_problem(dtype=dtype), of_scores(weights_of_bf16))
 
 
-def test_a_forgotten_gradient_of_the_log_sum_exp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gradient_of_lse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten = of_read(lambda tensors: {"dlse": None})
     assert refused(monkeypatch, a_problem(), forgotten) == []
     assert refused(monkeypatch, a_problem(), forgotten, dlse=True)

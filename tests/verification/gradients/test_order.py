@@ -1,4 +1,4 @@
-"""How far two launches may be apart whose sums have no order."""
+"""Tests of the tolerance between launches with unordered sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def beyond(first: Tensor, later: Tensor, allowed: float = 0.0) -> float:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("value", [0.0, 0.7, 1.0, -1.0, 2.0, 300.0, 2.0**-14, 2.0**-24])
-def test_the_number_beside_is_near_whatever_a_row_may_be_off_by(dtype: torch.dtype, value: float) -> None:
+def test_adjacent_float_is_within_any_tolerance(dtype: torch.dtype, value: float) -> None:
     row = torch.tensor([[value, 0.0]], dtype=dtype)
     assert beyond(row, row) <= 0
     for step in (-1, 1):
@@ -37,7 +37,7 @@ def test_the_number_beside_is_near_whatever_a_row_may_be_off_by(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_moves_by_a_small_share_of_what_it_may_be_off_by(dtype: torch.dtype) -> None:
+def test_launches_may_differ_by_a_fraction_of_the_tolerance(dtype: torch.dtype) -> None:
     row = torch.zeros(1, 2, dtype=dtype)
     moved = row.clone()
     moved[0, 1] = ALLOWED / 128
@@ -47,7 +47,7 @@ def test_a_row_moves_by_a_small_share_of_what_it_may_be_off_by(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_what_is_no_number_is_not_near(wrong: float) -> None:
+def test_nan_is_not_within_tolerance(wrong: float) -> None:
     row = torch.zeros(1, 2, dtype=torch.bfloat16)
     spoilt = torch.full_like(row, wrong)
     assert not beyond(row, spoilt, ALLOWED) <= 0

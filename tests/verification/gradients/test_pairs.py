@@ -1,4 +1,4 @@
-"""Pairs of sequences and KV heads: what is picked of tensors is the same with look-ups and without."""
+"""Tests of pairs of sequences and KV heads: selected tensors with and without lookup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pairs_of(number: torch.Tensor) -> Pairs:
 
 
 @pytest.mark.parametrize("rows", [(), (4,), (4, 7)], ids=str)
-def test_all_pairs_are_what_looking_each_up_gives(rows: tuple[int, ...]) -> None:
+def test_all_pairs_match_single_lookups(rows: tuple[int, ...]) -> None:
     every = pairs_of(EVERY)
     assert every.are_all(PROBLEM)
     queries, keys = torch.randn(3, 6, *rows), torch.randn(3, 2, *rows)
@@ -36,7 +36,7 @@ def test_all_pairs_are_what_looking_each_up_gives(rows: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("numbers", [(2, 3, 4), (0, 1), (0, 5), (1, 3, 4), (4, 3)], ids=str)
-def test_some_pairs_are_what_looking_each_up_gives(numbers: tuple[int, ...]) -> None:
+def test_some_pairs_match_single_lookups(numbers: tuple[int, ...]) -> None:
     some = pairs_of(torch.tensor(numbers))
     assert not some.are_all(PROBLEM)
     queries, keys = torch.randn(3, 6, 4, 7), torch.randn(3, 2, 5, 7)

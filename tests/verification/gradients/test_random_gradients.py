@@ -1,4 +1,4 @@
-"""Which random backward problems are drawn for the GPU."""
+"""Tests of drawing random backward problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUBJECTS = list(subjects(1, H200))
 SMALL = 2**18
 
 
-def test_all_features_and_pairs_that_go_together_are_drawn() -> None:
+def test_all_supported_features_and_pairs_are_drawn() -> None:
     drawn = {subject.problem.features for subject in SUBJECTS}
     absent = {asked for asked in feature_sets() if asked not in drawn}
     # No family lays a bias over packed sequences.
@@ -24,7 +24,7 @@ def test_all_features_and_pairs_that_go_together_are_drawn() -> None:
     assert "backward_split" in {subject.family for subject in SUBJECTS}
 
 
-def test_families_compute_what_they_are_given() -> None:
+def test_drawn_problems_are_supported() -> None:
     drawn = list(trials(2 * len(SUBJECTS), 1, H200))
     assert drawn[:20] == list(trials(20, 1, H200))
     assert len({trial.subject for trial in trials(60, 1, H200, 12)}) == 12
@@ -39,7 +39,7 @@ def test_families_compute_what_they_are_given() -> None:
 
 
 @pytest.mark.slow
-def test_right_gradients_pass_random_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_gradients_pass_on_random_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [
         case
         for _, case in trials(300, 2, H200)

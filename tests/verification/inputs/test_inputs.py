@@ -1,4 +1,4 @@
-"""Tensors have the alignment that they claim, and poison all around."""
+"""Tests of test inputs: alignment, poison and values."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def make_config(problem: Problem) -> Config:
 @pytest.mark.parametrize("alignment", list(Alignment))
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("dtype", list(Dtype))
-def test_alignment_is_exactly_the_class(alignment: Alignment, layout: Layout, dtype: Dtype) -> None:
+def test_tensors_have_exactly_the_alignment_class(alignment: Alignment, layout: Layout, dtype: Dtype) -> None:
     for head_dim, spare, heads in itertools.product((1, 8, 40, 64), (0, 1, 4), (1, 3, 4)):
         tensor = guarded((2, heads, 5, head_dim), dtype, alignment, layout, CPU, Role.INPUT, spare=spare)
         assert tensor.view.stride(3) == 1
         assert specialization_of((tensor.view,), lse=False).alignment is alignment
 
 
-def test_everything_is_poison_and_stray_writes_are_counted() -> None:
+def test_buffers_are_poisoned_and_stray_writes_are_counted() -> None:
     tensor = guarded((1, 2, 5, 8), Dtype.BF16, Alignment.EIGHT, Layout.BSHD, CPU, Role.OUTPUT)
     assert tensor.buffer.isnan().all()
     tensor.view.zero_()
@@ -75,21 +75,21 @@ def test_everything_is_poison_and_stray_writes_are_counted() -> None:
     assert stray_writes(tensor) == 0
 
 
-def test_a_nan_of_the_inputs_is_no_poison_of_the_output() -> None:
+def test_input_nan_differs_from_output_poison() -> None:
     inside = guarded_flat((4, 5), CPU, Role.INPUT)
     outside = guarded_flat((4, 5), CPU, Role.OUTPUT)
     outside.buffer[0] = inside.buffer[0]
     assert stray_writes(outside) == 1
 
 
-def test_large_tensors_are_looked_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_scanned_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded_tensors, "PART_ELEMENTS", 7)
     tensor = guarded_flat((4, 5), CPU, Role.OUTPUT)
     tensor.buffer[0] = tensor.buffer[-1] = 0.0
     assert stray_writes(tensor) == 2
 
 
-def test_seeds_decide_all_values() -> None:
+def test_seeds_determine_all_values() -> None:
     problem = make_problem()
     case = companions(problem, make_config(problem), Level.QUICK, reduced=True)[0]
     one, same, other = (prepare(case, Alignment.ANY, CPU, seed) for seed in (1, 1, 2))
@@ -99,7 +99,7 @@ def test_seeds_decide_all_values() -> None:
 
 
 @pytest.mark.parametrize("causal", list(Causal))
-def test_full_level_covers_borders_of_the_tile(causal: Causal) -> None:
+def test_full_level_covers_tile_bounds(causal: Causal) -> None:
     problem = make_problem(causal)
     config = make_config(problem)
     cases = companions(problem, config, Level.FULL, reduced=False)
@@ -119,7 +119,7 @@ def test_full_level_covers_borders_of_the_tile(causal: Causal) -> None:
 
 
 @pytest.mark.parametrize("level", [Level.QUICK, Level.FULL])
-def test_programs_are_given_several_tiles_whatever_shape_was_tuned(level: Level) -> None:
+def test_cases_give_programs_several_tiles_for_any_tuned_shape(level: Level) -> None:
     problem = msgspec.structs.replace(make_problem(), seqlen_q=16, seqlen_kv=16)
     config = make_config(problem)
     block_m, _ = tile_of(config)
@@ -133,7 +133,7 @@ def test_programs_are_given_several_tiles_whatever_shape_was_tuned(level: Level)
         assert any(2 < count < 3 for count in rounds)
 
 
-def test_heads_that_share_a_tile_fill_it_and_leave_some_over() -> None:
+def test_cases_have_full_and_partial_head_packs() -> None:
     problem = hopper.a_problem(kv_heads=1, seqlen_q=16)
     config = hopper.a_config(problem, pack=4)
     groups = {case.problem.group_size for case in companions(problem, config, Level.FULL, reduced=False)}
@@ -141,7 +141,7 @@ def test_heads_that_share_a_tile_fill_it_and_leave_some_over() -> None:
     assert any(group > 4 and group % 4 for group in groups)
 
 
-def test_steep_rows_stand_alone_and_climb_by_little_or_by_much() -> None:
+def test_steep_rows_are_isolated_and_have_small_or_large_slopes() -> None:
     problem = msgspec.structs.replace(make_problem(head_dim=64), seqlen_q=4096, seqlen_kv=512)
     values = make_values(Probe.STEEP, problem, 0.125, 64, torch.Generator().manual_seed(3))
     scores = 0.125 * values.q[:, :2] @ values.k[:, :1].mT
@@ -158,7 +158,7 @@ def test_steep_rows_stand_alone_and_climb_by_little_or_by_much() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_of_few_rows_one_is_steep_each_way(seed: int) -> None:
+def test_few_rows_include_both_signs_of_slope(seed: int) -> None:
     problem = msgspec.structs.replace(make_problem(head_dim=64), batch=1, heads=5, kv_heads=1, seqlen_q=2)
     problem = msgspec.structs.replace(problem, seqlen_kv=192)
     values = make_values(Probe.STEEP, problem, 0.125, 64, torch.Generator().manual_seed(seed))
@@ -168,7 +168,7 @@ def test_of_few_rows_one_is_steep_each_way(seed: int) -> None:
     assert climb.min() < -88.0
 
 
-def test_the_tuned_shape_is_checked_repeatedly_and_thinned_only_beyond_memory() -> None:
+def test_tuned_shape_is_repeated_and_reduced_only_for_memory() -> None:
     problem = make_problem()
     random, needle = main_cases(problem)
     assert random.problem == needle.problem == problem
@@ -189,12 +189,12 @@ def test_the_tuned_shape_is_checked_repeatedly_and_thinned_only_beyond_memory() 
     assert (thinned.seqlen_q, thinned.seqlen_kv) == (8192, 8192)
 
 
-def test_far_cases_span_each_tensor_in_turn() -> None:
+def test_far_cases_span_each_tensor() -> None:
     problem = make_problem()
     assert [case.far for case in far_cases(problem, make_config(problem))] == [0, 1, 2, 3]
 
 
-def test_quantized_cases_come_with_scales_that_are_watched_too() -> None:
+def test_quantized_cases_have_scales_in_the_checksum() -> None:
     problem = msgspec.structs.replace(make_problem(head_dim=64), dtype=Dtype.E4M3)
     case = companions(problem, make_config(make_problem()), Level.QUICK, reduced=True)[0]
     prepared = prepare(case, Alignment.SIXTEEN, CPU, 3)
@@ -212,7 +212,7 @@ def test_quantized_cases_come_with_scales_that_are_watched_too() -> None:
     assert (checksum(prepared.inputs) != before).tolist() == [False] * 4 + [True, False]
 
 
-def test_a_workspace_of_8_bit_floats_is_poison_too() -> None:
+def test_8_bit_workspaces_are_poisoned() -> None:
     workspace = guarded_flat((64,), CPU, Role.WORKSPACE)
     assert workspace.view.isnan().all()
     assert workspace.view.view(torch.float8_e4m3fn).isnan().all()
@@ -220,7 +220,7 @@ def test_a_workspace_of_8_bit_floats_is_poison_too() -> None:
     assert stray_writes(workspace) == 0
 
 
-def test_quantized_inputs_are_normal_with_outliers_in_unlike_heads() -> None:
+def test_quantized_inputs_are_normal_with_outliers_in_some_heads() -> None:
     problem = msgspec.structs.replace(make_problem(), dtype=Dtype.E4M3, heads=8, kv_heads=8, seqlen_kv=2048)
     values = make_values(Probe.RANDOM, problem, 0.1, 64, torch.Generator().manual_seed(1))
     spread = values.v.std((2, 3))
@@ -232,9 +232,7 @@ def test_quantized_inputs_are_normal_with_outliers_in_unlike_heads() -> None:
 
 
 @pytest.mark.parametrize("probe", [Probe.NEEDLE, Probe.FIRST, Probe.LAST])
-def test_needles_are_the_same_wherever_they_are_laid_out(
-    monkeypatch: pytest.MonkeyPatch, probe: Probe
-) -> None:
+def test_needles_do_not_depend_on_layout(monkeypatch: pytest.MonkeyPatch, probe: Probe) -> None:
     problem = msgspec.structs.replace(make_problem(), seqlen_q=7, seqlen_kv=150)
     small = make_values(probe, problem, 0.1, 64, torch.Generator().manual_seed(5))
     monkeypatch.setattr(probes, "FEW_ELEMENTS", 0)
@@ -244,7 +242,7 @@ def test_needles_are_the_same_wherever_they_are_laid_out(
 
 
 @pytest.mark.parametrize("probe", [Probe.RANDOM, Probe.FAINT])
-def test_quantized_inputs_fill_their_type(probe: Probe) -> None:
+def test_quantized_inputs_use_the_full_range(probe: Probe) -> None:
     problem = msgspec.structs.replace(make_problem(), dtype=Dtype.E4M3, seqlen_q=50, seqlen_kv=60)
     case = Case(problem=problem, probe=probe, block=64, scale=0.1)
     dense = dense_values(case, lengths_of(case), torch.Generator().manual_seed(5))

@@ -1,4 +1,4 @@
-"""Where values are put, what lies around them, and the lengths of tuned shapes."""
+"""Tests of the placement of values, their surroundings, and the lengths of tuned shapes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ready(alignment: Alignment = Alignment.EIGHT, layout: Layout = Layout.BSHD, 
 
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("kv_dtype", [None, KvDtype.E4M3, KvDtype.INT8])
-def test_what_no_sequence_uses_of_a_pool_is_poison(layout: Layout, kv_dtype: KvDtype | None) -> None:
+def test_unused_pages_are_poisoned(layout: Layout, kv_dtype: KvDtype | None) -> None:
     one = ready(layout=layout, page_size=16, kv_dtype=kv_dtype, kv_scale=KvScale.PAGE)
     table, pool = one.side.block_table, one.k.view
     assert table is not None
@@ -73,7 +73,7 @@ def test_what_no_sequence_uses_of_a_pool_is_poison(layout: Layout, kv_dtype: KvD
 
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("kv_scale", [KvScale.HEAD, KvScale.PAGE])
-def test_scales_of_keys_and_of_values_have_strides_of_their_own(page_size: int, kv_scale: KvScale) -> None:
+def test_scales_of_keys_and_values_have_different_strides(page_size: int, kv_scale: KvScale) -> None:
     side = ready(kv_dtype=KvDtype.INT8, kv_scale=kv_scale, page_size=page_size).side
     assert side.k_scale is not None
     assert side.v_scale is not None
@@ -83,7 +83,7 @@ def test_scales_of_keys_and_of_values_have_strides_of_their_own(page_size: int, 
     assert [one != other for one, other in strides] == [rows, True]
 
 
-def test_entries_without_a_page_name_poison_or_nothing_at_all() -> None:
+def test_unused_table_entries_are_poisoned_or_invalid_pages() -> None:
     table = ready(page_size=16).side.block_table
     pool = ready(page_size=16).k
     assert table is not None
@@ -100,13 +100,13 @@ def test_entries_without_a_page_name_poison_or_nothing_at_all() -> None:
 
 @pytest.mark.parametrize("fields", [{"packed": 10}, {"page_size": 16}, {"lengths": True}, {}])
 @pytest.mark.parametrize("alignment", list(Alignment))
-def test_tensors_have_the_alignment_that_is_asked_for(alignment: Alignment, fields: dict[str, Any]) -> None:
+def test_tensors_have_the_requested_alignment(alignment: Alignment, fields: dict[str, Any]) -> None:
     one = ready(alignment, **fields)
     views = tuple(tensor.view for tensor in (one.q, one.k, one.v, one.out))
     assert specialization_of(views, lse=True).alignment is alignment
 
 
-def test_packed_rows_lie_one_behind_the_other() -> None:
+def test_packed_rows_are_contiguous() -> None:
     one = ready(packed=10)
     assert one.q.view.shape == (1, 4, 10, 24)
     assert one.k.view.shape == (1, 2, 49, 24)
@@ -117,20 +117,20 @@ def test_packed_rows_lie_one_behind_the_other() -> None:
     assert around[0] == around[-1] > 10
 
 
-def test_keys_behind_a_length_are_poison() -> None:
+def test_keys_after_a_length_are_poisoned() -> None:
     one = ready(lengths=True)
     assert one.v.view[0, :, 33:].isnan().all()
     assert one.v.view[1].isnan().all()
     assert one.v.view[2, :, :16].isfinite().all()
 
 
-def test_latent_values_are_the_keys_first_columns() -> None:
+def test_latent_values_are_the_first_key_columns() -> None:
     one = ready(page_size=16, latent=True, kv_heads=1)
     assert one.v.view.data_ptr() == one.k.view.data_ptr()
     assert one.v.view.stride() == one.k.view.stride()
 
 
-def test_lengths_of_tuned_shapes_have_the_total_and_the_longest() -> None:
+def test_lengths_of_tuned_shapes_have_the_total_and_maximum() -> None:
     packed = a_problem(batch=64, seqlen_q=16384, seqlen_kv=16384, packed=2**18)
     lengths = usual_lengths(packed)
     assert lengths == usual_lengths(packed)
@@ -146,7 +146,7 @@ def test_lengths_of_tuned_shapes_have_the_total_and_the_longest() -> None:
     assert crowded.queries == (8, 1, 1, 1), "a sequence has a token at least, and the longest all of its own"
 
 
-def test_packed_rows_behind_the_last_sequence_are_given_and_nobodys() -> None:
+def test_packed_rows_after_the_last_sequence_are_guarded() -> None:
     one = ready(packed=10)
     assert one.q.view.shape[2] == one.out.view.shape[2] == one.lse.view.shape[2] == 10
     for tensor in (one.q, one.out, one.lse):
@@ -159,7 +159,7 @@ def test_packed_rows_behind_the_last_sequence_are_given_and_nobodys() -> None:
     assert int(stray_writes(one.out)) == 1
 
 
-def test_whatever_number_is_let_pass_where_a_sequence_has_no_row() -> None:
+def test_missing_rows_accept_any_finite_value() -> None:
     exact = torch.zeros(1, 4, 2, dtype=torch.float64)
     absent = torch.tensor([[False, True, True, False]])
     allowed = excused(torch.full((1, 4), 0.5, dtype=torch.float64), absent)
@@ -172,6 +172,6 @@ def test_whatever_number_is_let_pass_where_a_sequence_has_no_row() -> None:
     assert worst_ratio(written, exact, allowed).isnan()
 
 
-def test_nothing_is_let_pass_where_all_rows_are_there() -> None:
+def test_tolerances_are_unchanged_without_missing_rows() -> None:
     allowed = torch.full((1, 4), 0.5)
     assert excused(allowed, None) is allowed

@@ -1,4 +1,4 @@
-"""What holds accepted mutants against right kernels: on which problems, and how near they must be."""
+"""Tests of the comparison of accepted mutants with correct kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cases_of(subject: Subject, seed: int = 7) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", SUBJECTS)
-def test_problems_are_those_of_a_check_and_random_ones_that_the_family_computes(family: str) -> None:
+def test_problems_are_check_problems_and_supported_random_ones(family: str) -> None:
     subject = SUBJECTS[family]
     found = cases_of(subject)
     assert len(found) > 50
@@ -35,7 +35,7 @@ def test_problems_are_those_of_a_check_and_random_ones_that_the_family_computes(
     assert 0 < sum(one not in found for one in cases_of(subject, 8)) <= alike.RANDOM_PROBLEMS
 
 
-def test_a_launch_s_bits_decide_but_where_sums_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_compared_bitwise_unless_sums_are_unordered(monkeypatch: pytest.MonkeyPatch) -> None:
     right = {name: torch.tensor([[1.0, 0.5, 0.001]]).bfloat16() for name in ("dq", "dk", "dv")}
 
     def found(name: str, change: float, subject: Subject) -> str:
@@ -60,7 +60,7 @@ def test_a_launch_s_bits_decide_but_where_sums_have_no_order(monkeypatch: pytest
     assert found("dv", 0.0, ORDERED) == ""
 
 
-def test_what_nobody_writes_is_alike() -> None:
+def test_unwritten_elements_are_equal() -> None:
     unwritten = torch.tensor([float("nan"), 1.0])
     assert alike._near(unwritten, [unwritten, unwritten])
     assert not alike._near(unwritten.nan_to_num(), [unwritten, unwritten])

@@ -1,4 +1,4 @@
-"""Runs over mutants and right kernels are kept, counted and shown."""
+"""Tests of saving, counting and showing mutant runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def damage(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
-def test_runs_are_saved_and_read_again(name: str, tmp_path: Path) -> None:
+def test_runs_round_trip(name: str, tmp_path: Path) -> None:
     run = a_run()
     results.save(run, tmp_path / name)
     assert results.load(tmp_path / name) == run
@@ -44,7 +44,7 @@ def test_runs_are_saved_and_read_again(name: str, tmp_path: Path) -> None:
         results.load(tmp_path / "nowhere.json")
 
 
-def test_summaries_count() -> None:
+def test_summaries_have_counts() -> None:
     assert results.summary(a_run()).startswith("3 mutants: 1 refused, 1 hung, 1 survived.")
     lines = results.tally(a_run().found).splitlines()
     assert lines[1].split() == ["forward_q_outer", "1", "1", "1"]

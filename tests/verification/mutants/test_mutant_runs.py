@@ -1,4 +1,4 @@
-"""The script that runs mutants and right kernels judges them as it should."""
+"""Tests of the outcomes of mutant runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRONG = Verdict(False, 9.0, 70, "random q=1 kv=2 heads=1x1: row errors 9 of 1 al
 
 
 class FakePool:
-    """Runs jobs where they are scheduled; what raises is the job's end."""
+    """Runs jobs synchronously; an exception ends the job."""
 
     def schedule(self, function: Callable[..., Any], args: Any = (), timeout: float = 0.0) -> Future[Any]:
         done: Future[Any] = Future()
@@ -41,7 +41,7 @@ class FakePool:
 
 
 class Gpu:
-    """A GPU on which kernels behave as their sources say, or as they say where warps fall behind.
+    """A fake GPU on which kernels behave as given, with and without delays.
 
     Attributes:
         checks: What was verified, in order.
@@ -111,7 +111,7 @@ def of_kind(**kind: bool) -> Iterator[Mutant]:
     return (one for one in MUTANTS if all(getattr(one, name) == value for name, value in kind.items()))
 
 
-def test_fates(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcomes(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     steady = of_kind(racy=False, hangs=False)
     refused, equal, other, dying, hanging = (next(steady) for _ in range(5))
     racy = next(of_kind(racy=True))
@@ -147,7 +147,7 @@ def test_fates(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.M
     assert gpu.checks.count(digest(racy)) == 3
 
 
-def test_what_does_not_compile_is_no_mutant_and_what_comes_late_is_not_run(
+def test_uncompilable_mutants_and_those_after_the_deadline_are_not_run(
     install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (next(one) for one in (of_kind(racy=False, hangs=False), of_kind(hangs=True)))
@@ -163,7 +163,7 @@ def test_what_does_not_compile_is_no_mutant_and_what_comes_late_is_not_run(
     ("end", "fate"),
     [(refuse, Fate.DELAYED), (hang, Fate.DELAYED), (die, Fate.DELAYED), (run_out, Fate.NOT_RUN)],
 )
-def test_what_delays_alone_show_is_told_apart(
+def test_mutants_detected_only_with_delays_are_separate(
     end: Callable[[int], Checked],
     fate: Fate,
     install: Callable[[Gpu], None],
@@ -176,7 +176,7 @@ def test_what_delays_alone_show_is_told_apart(
     assert [one.fate for one in found] == [fate, Fate.EQUIVALENT]
 
 
-def test_delays_excuse_no_survivor(
+def test_survivors_are_reported_despite_delays(
     install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant = next(of_kind(racy=True))
@@ -187,7 +187,7 @@ def test_delays_excuse_no_survivor(
 
 
 @pytest.mark.parametrize("end", [refuse, hang, die, run_out])
-def test_a_right_kernel_that_delays_alone_refuse_is_refused_wrongly(
+def test_correct_kernel_refused_only_with_delays_is_refused_wrongly(
     end: Callable[[int], Checked],
     install: Callable[[Gpu], None],
     plan: Plan,
@@ -202,14 +202,14 @@ def test_a_right_kernel_that_delays_alone_refuse_is_refused_wrongly(
     assert controls[1].failed
 
 
-def test_a_check_that_fails_itself_catches_nothing(install: Callable[[Gpu], None], plan: Plan) -> None:
+def test_failing_check_detects_no_mutant(install: Callable[[Gpu], None], plan: Plan) -> None:
     mutants = tuple(next(of_kind(racy=racy, hangs=False)) for racy in (False, True))
     install(Gpu({digest(mutant): run_out for mutant in mutants}))
     _, found = runner.run_mutants(mutants, plan, lambda one: None)
     assert [(one.fate, one.caught_by) for one in found] == [(Fate.NOT_RUN, "MemoryError: out of memory")] * 2
 
 
-def test_right_kernels_that_are_refused_are_judged_again(
+def test_refused_correct_kernels_are_checked_again(
     install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subjects = right.sampled_subjects(6, 3, H200)
@@ -226,7 +226,7 @@ def test_right_kernels_that_are_refused_are_judged_again(
 
 
 @pytest.mark.parametrize(("end", "confirmed"), [(die, False), (hang, None), (run_out, None)])
-def test_a_strict_check_that_gives_no_verdict_is_told_apart(
+def test_strict_check_without_verdict_is_separate(
     end: Callable[[int], Checked],
     confirmed: bool | None,
     install: Callable[[Gpu], None],

@@ -1,4 +1,4 @@
-"""The catalogue of mutants fits the templates, and each mutant is another program."""
+"""Tests that the catalogue of mutants matches the templates, and each mutant differs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_mutant_is_another_program(mutant: Mutant) -> None:
 
 
 @pytest.mark.slow
-def test_mutants_are_many_and_told_apart() -> None:
+def test_mutants_have_unique_ids_and_descriptions() -> None:
     names = [mutant.id for mutant in MUTANTS]
     assert len(set(names)) == len(names)
     families = [mutant.subject.family for mutant in MUTANTS]
@@ -46,7 +46,7 @@ def test_mutants_are_many_and_told_apart() -> None:
         assert mutant.breaks.endswith(".")
 
 
-def test_patches_match_as_often_as_they_say() -> None:
+def test_patches_match_the_given_number_of_times() -> None:
     source = "a = 1\nif a:\n    b = 2\n    c = 3\nb = 2\n"
     assert (
         patched(source, Patch("b = 2\nc = 3", "d = 4\ne = 5"), "x")

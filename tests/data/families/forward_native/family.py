@@ -1,4 +1,4 @@
-"""A family for sm_90 alone, in Gluon, that addresses tensors by descriptors: what plumbing has to bear."""
+"""A Gluon family for sm_90 that addresses tensors by descriptors."""
 
 from __future__ import annotations
 
