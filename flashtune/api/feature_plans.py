@@ -7,7 +7,7 @@ from typing import Generic, TypeVar, cast
 import msgspec
 from torch import Tensor
 
-from flashtune.api.shared_prefix import attend_shared, shared_calls
+from flashtune.api.merge_states import attend_shared, shared_calls
 from flashtune.core.arguments import checked
 from flashtune.core.errors import ProblemError
 from flashtune.core.extra_inputs import ExtraInputs

@@ -7,7 +7,7 @@ from typing import Literal, Unpack, overload
 from torch import Tensor
 
 from flashtune.api.feature_plans import PagedPlan
-from flashtune.api.shared_prefix import attend_shared, read_shared
+from flashtune.api.merge_states import attend_shared, read_shared
 from flashtune.core.arguments import read_count, shown
 from flashtune.core.errors import ProblemError
 from flashtune.core.extra_inputs import ExtraInputs

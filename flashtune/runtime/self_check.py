@@ -137,7 +137,7 @@ def rehearsing(
     stream = torch.cuda.current_stream(device)
 
     def rehearsed() -> None:
-        from flashtune.verification.warmup import rehearse
+        from flashtune.verification.check import rehearse
 
         # Errors are ignored here, because the check reports them. A new thread's device is the first one.
         # After the stream's block alone, torch would return to it and start to use it.

@@ -2,6 +2,9 @@
 
 The figures stay on the device and are read once at the end. A check therefore takes little longer than its
 launches.
+
+The first check of a process imports modules and loads torch's CUDA kernels. This takes as long as the check
+itself and does not depend on the kernel. `rehearse` does it while the kernel compiles.
 """
 
 from __future__ import annotations
@@ -25,12 +28,15 @@ from flashtune.launch.forward import Binary, compile_binary
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.verification.cases import Case, Level, splits_of
+from flashtune.verification.comparison import Finding
 from flashtune.verification.inputs.prepared import next_seed
 from flashtune.verification.passes import case_findings, forget, planned_cases
+from flashtune.verification.probes import Probe
 
 if TYPE_CHECKING:
     from flashtune.core.config import Config
     from flashtune.core.kernel import Kernel
+    from flashtune.core.problem import Problem
     from flashtune.core.target import Target
     from flashtune.templates.family import Family
     from flashtune.verification.comparison import Finding
@@ -40,6 +46,9 @@ INTERPRETER = "interpreter"
 NOT_FINITE = 1e9
 
 Result = TypeVar("Result")
+
+# Seed of inputs that are discarded.
+SEED = 0
 
 
 def check_kernel(
@@ -263,3 +272,27 @@ def one_thread() -> Iterator[None]:
 def _in_a_new_thread(function: Callable[[], Result]) -> Result:
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()
+
+
+def rehearse(
+    kernel: Kernel,
+    problem: Problem,
+    config: Config,
+    target: Target,
+    device: torch.device,
+    enough: Callable[[], bool],
+) -> None:
+    """Runs one case of each probe as a self-check does, without launches, and discards the findings.
+
+    The kernel need not be compiled. `enough` is called before each case, and ends the run if it returns True.
+    """
+    found: list[Finding] = []
+    met: set[Probe] = set()
+    with one_thread():
+        for case, _ in planned_cases(kernel, problem, config, Level.QUICK, SEED):
+            if enough():
+                return
+            if case.probe not in met:
+                met.add(case.probe)
+                found += case_findings(kernel, None, case, SEED, target, device, keep=False, launched=False)
+        read_figures(found)

@@ -20,7 +20,7 @@ from flashtune.db.queries import now
 from flashtune.db.store import Store, open_store
 from flashtune.db.table import TunedTable, dump_table, parse_table, table_hash
 from flashtune.templates.family import Family
-from flashtune.tuner.tables.forget import next_best
+from flashtune.tuner.search.selection import next_best
 
 MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]

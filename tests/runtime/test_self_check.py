@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-import flashtune.verification.warmup
+import flashtune.verification.check
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel
 from flashtune.core.notices import FlashtuneWarning
@@ -202,7 +202,7 @@ def test_preload_runs_while_the_kernel_compiles(
     error: KernelError | None,
 ) -> None:
     rehearsal = Rehearsal()
-    monkeypatch.setattr(flashtune.verification.warmup, "rehearse", rehearsal)
+    monkeypatch.setattr(flashtune.verification.check, "rehearse", rehearsal)
     record = make_record(problem)
     assert record.config is not None
     raised = contextlib.nullcontext() if error is None else pytest.raises(KernelError)
@@ -218,7 +218,7 @@ def test_preload_runs_while_the_kernel_compiles(
 def test_preload_runs_once_for_kernels_of_a_kind(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
 ) -> None:
-    monkeypatch.setattr(flashtune.verification.warmup, "rehearse", lambda *_: None)
+    monkeypatch.setattr(flashtune.verification.check, "rehearse", lambda *_: None)
     record = make_record(problem)
     assert record.config is not None
     kinds = (
@@ -238,7 +238,7 @@ def test_errors_of_the_preload_are_ignored(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rehearsal = Rehearsal(fails=True)
-    monkeypatch.setattr(flashtune.verification.warmup, "rehearse", rehearsal)
+    monkeypatch.setattr(flashtune.verification.check, "rehearse", rehearsal)
     record = make_record(problem)
     assert record.config is not None
     with rehearsing(kernel_for(record), problem, record.config, TARGET, DEVICE):
@@ -249,7 +249,7 @@ def test_verified_kernel_needs_no_preload(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
 ) -> None:
     rehearsal = Rehearsal()
-    monkeypatch.setattr(flashtune.verification.warmup, "rehearse", rehearsal)
+    monkeypatch.setattr(flashtune.verification.check, "rehearse", rehearsal)
     monkeypatch.setattr(check, "check_rendered", Checker(True))
     record = make_record(problem)
     assert record.config is not None

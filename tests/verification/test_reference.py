@@ -8,8 +8,8 @@ from torch import Tensor
 
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.verification.reference.chunks import CHUNK_KEYS, CHUNK_SCORES, chunked
 from flashtune.verification.reference.forward import BORDER, LAST_ROWS, Expected, Sample, expect, sample
+from flashtune.verification.reference.scores import CHUNK_KEYS, CHUNK_SCORES, chunked
 
 
 def make_problem(**fields: object) -> Problem:

@@ -16,11 +16,11 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification import check, comparison, passes
 from flashtune.verification.cases import Case, Level
+from flashtune.verification.check import rehearse
 from flashtune.verification.gradients import comparison as gradient_findings
 from flashtune.verification.inputs import prepared
 from flashtune.verification.passes import planned_cases
-from flashtune.verification.reference import chunks
-from flashtune.verification.warmup import rehearse
+from flashtune.verification.reference import scores
 
 CPU = torch.device("cpu")
 H200 = find_target("h200")
@@ -75,8 +75,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_device_name", lambda _: "none")
     monkeypatch.setattr(comparison, "bind", lambda *_, **__: comparison.no_launch)
     monkeypatch.setattr(gradient_findings, "bind_backward", lambda *_, **__: comparison.no_launch)
-    monkeypatch.setitem(chunks.CHUNK_SCORES, "cpu", chunks.CHUNK_SCORES["cuda"])
-    monkeypatch.setitem(chunks.CHUNK_KEYS, "cpu", chunks.CHUNK_KEYS["cuda"])
+    monkeypatch.setitem(scores.CHUNK_SCORES, "cpu", scores.CHUNK_SCORES["cuda"])
+    monkeypatch.setitem(scores.CHUNK_KEYS, "cpu", scores.CHUNK_KEYS["cuda"])
 
 
 @pytest.mark.slow

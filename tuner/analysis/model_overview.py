@@ -18,8 +18,7 @@ from flashtune.tuner.analysis.explain import roofline
 from flashtune.tuner.execution.inputs import make_inputs
 from flashtune.tuner.tables.kernel_choice import Chosen, choose
 from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
-from flashtune.tuner.workloads.models import LayerCall, Layers, ModelAttention, model_calls
-from flashtune.tuner.workloads.passes import backward_of
+from flashtune.tuner.workloads.models import LayerCall, Layers, ModelAttention, backward_of, model_calls
 
 # `unfused_attention` stores scores, probabilities, and half as much in 16 bits at once.
 SCORE_COPIES = 2.5

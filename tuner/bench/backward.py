@@ -25,7 +25,7 @@ from flashtune.tuner.bench.peer_runs import FLASH_ATTN_4, FLEX, Contestant, Refu
 from flashtune.tuner.bench.results import OURS
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run
-from flashtune.tuner.workloads.passes import forward_of
+from flashtune.tuner.workloads.models import forward_of
 from flashtune.verification.gradients.head_sampling import sample_pairs
 from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase

@@ -201,8 +201,7 @@ def gather_problems(
     """
     if not (shapes or models or hf_configs or shapes_files or sizes.any_size):
         return ()
-    from flashtune.tuner.workloads.models import model_problems
-    from flashtune.tuner.workloads.passes import training_passes
+    from flashtune.tuner.workloads.models import model_problems, training_passes
     from flashtune.tuner.workloads.shapes import parse_shape
     from flashtune.tuner.workloads.shapes_file import read_shapes_file
 

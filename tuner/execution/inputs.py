@@ -20,7 +20,7 @@ from flashtune.launch.forward import Binary, bind, compile_binary
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.quantization import quantize
 from flashtune.runtime.unfused import unfused_features
-from flashtune.tuner.workloads.passes import forward_of
+from flashtune.tuner.workloads.models import forward_of
 from flashtune.verification.inputs.placement import capacities, make_table, starts
 from flashtune.verification.lengths import Lengths, usual_lengths
 

@@ -25,7 +25,7 @@ from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_r
 from flashtune.tuner.execution.noise import is_tied
 from flashtune.tuner.execution.sdpa import BACKENDS, LAID_OUT, sdpa_run
 from flashtune.tuner.execution.timing import Run, measure_interleaved
-from flashtune.tuner.workloads.passes import forward_of
+from flashtune.tuner.workloads.models import forward_of
 
 ROUNDS = 21
 # Candidates within this factor of the fastest are timed again among themselves, for up to MORE_ROUNDS times

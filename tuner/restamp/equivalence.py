@@ -27,7 +27,7 @@ from flashtune.launch.workspaces import allocate_workspace
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.tuner.execution.inputs import make_inputs
-from flashtune.tuner.workloads.passes import forward_of
+from flashtune.tuner.workloads.models import forward_of
 from flashtune.verification.cases import Level
 from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.passes import planned_cases

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from flashtune.core.record import Measurement, Outcome, Provenance, Record
+from flashtune.db.stored_rows import StoredRecord
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.noise import is_tied
 
@@ -57,3 +58,29 @@ def _preference(record: Record) -> tuple[float, float, tuple[str, tuple[object, 
     resources = record.resources
     sram, registers = (resources.sram_bytes, resources.registers) if resources else (math.inf, math.inf)
     return sram, registers, candidate_of(record).order()
+
+
+def next_best(rows: Sequence[StoredRecord]) -> StoredRecord | None:
+    """Returns the record to select among the remaining ones of a problem and target, or None.
+
+    Only the latest record of each candidate counts: it may be a failure. Measured records come before
+    predicted ones. Times are compared among records of the newest versions.
+    """
+    latest: dict[tuple[Candidate, Provenance], StoredRecord] = {
+        (candidate_of(row.record), row.record.provenance): row
+        for row in rows
+        if row.record.config is not None
+    }
+    eligible = sorted(
+        (row for row in latest.values() if may_be_selected(row.record)), key=lambda row: row.created_at
+    )
+    measured = [row for row in eligible if row.record.provenance is Provenance.MEASURED]
+    offered = measured or eligible
+    newest = [row for row in offered if _makers(row.record) == _makers(offered[-1].record)]
+    best = select(row.record for row in newest)
+    return next((row for row in newest if row.record is best), None)
+
+
+def _makers(record: Record) -> tuple[str, str, str]:
+    """Returns the versions that must be equal for times to be compared."""
+    return record.versions.triton, record.versions.ptxas, record.versions.driver

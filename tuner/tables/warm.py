@@ -20,7 +20,7 @@ from flashtune.launch.kernel_cache import kernel_of
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.execution.processes import usable_cores
-from flashtune.tuner.workloads.passes import saving_lse
+from flashtune.tuner.workloads.models import saving_lse
 
 # Called with a phase, the number of finished kernels, and the number of all kernels.
 Watch = Callable[[str, int, int], None]

@@ -23,8 +23,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.execution.processes import lacked_memory, start_pool, usable_cores
 from flashtune.tuner.tables.table_receipts import sibling
 from flashtune.tuner.verify import verify_jobs
-from flashtune.tuner.verify.job_runner import Runs
-from flashtune.tuner.verify.verify_jobs import Subject
+from flashtune.tuner.verify.verify_jobs import Runs, Subject
 from flashtune.verification.check import full_probes, joined
 from flashtune.verification.schedule_fuzzing import delayed
 

@@ -33,9 +33,8 @@ from flashtune.tuner.tables.admission import (
     why_refused,
 )
 from flashtune.tuner.verify import verify_jobs
-from flashtune.tuner.verify.job_runner import Runs
 from flashtune.tuner.verify.on_gpu import OnGpu, check_on_gpu
-from flashtune.tuner.verify.verify_jobs import Interpretable, Subject
+from flashtune.tuner.verify.verify_jobs import Interpretable, Runs, Subject
 
 # Fields of a config that the interpreter ignores. They get fixed values, so that fewer kernels differ.
 UNSEEN = {"num_warps": 4, "num_stages": 1, "max_registers": 0, "dq_warps": 4, "dq_stages": 1}

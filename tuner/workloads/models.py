@@ -1,14 +1,15 @@
-"""Models as lists of attention problems, so that a search can name a model."""
+"""Models as lists of attention problems, so that a search can name a model; the two passes of training."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 
 from flashtune.core.canonical import normal_form, rounded_up
 from flashtune.core.errors import UsageError
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.tuner.workloads.model_sizes import (
     DEFAULT_BATCH,
     DEFAULT_PAGE_SIZE,
@@ -16,7 +17,6 @@ from flashtune.tuner.workloads.model_sizes import (
     ModelSizes,
     Phase,
 )
-from flashtune.tuner.workloads.passes import training_passes
 from flashtune.tuner.workloads.shape_values import MAX_LENGTH, Value, parse_values
 from flashtune.tuner.workloads.shapes import expand
 
@@ -205,3 +205,29 @@ def _of_kind(problem: Problem, kind: Layers) -> Problem:
         sinks=kind.sinks,
     )
     return normal_form(posed)
+
+
+def forward_of(problem: Problem) -> Problem:
+    """Returns the forward pass of a backward problem. A forward problem is returned unchanged."""
+    if not problem.is_backward:
+        return problem
+    return normal_form(msgspec.structs.replace(problem, direction=Direction.FORWARD))
+
+
+def backward_of(problem: Problem) -> Problem:
+    """Returns the gradients of a forward problem, not deterministic. A backward problem is unchanged."""
+    return msgspec.structs.replace(problem, direction=Direction.BACKWARD)
+
+
+def training_passes(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Returns both passes of each problem, forward first, without duplicates."""
+    return tuple(
+        dict.fromkeys(one for problem in problems for one in (forward_of(problem), backward_of(problem)))
+    )
+
+
+def saving_lse(problems: Iterable[Problem]) -> frozenset[Problem]:
+    """Returns the forward problems with a backward problem among `problems`. These need the log-sum-exp."""
+    listed = tuple(problems)
+    trained = {forward_of(problem) for problem in listed if problem.is_backward}
+    return frozenset(problem for problem in listed if problem in trained)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flashtune.verification.inputs.placement import are_all_rows
-from flashtune.verification.reference.chunks import CHUNK_SCORES
+from flashtune.verification.reference.scores import CHUNK_SCORES
 
 if TYPE_CHECKING:
     from torch import Tensor

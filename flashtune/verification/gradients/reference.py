@@ -22,8 +22,7 @@ from flashtune.verification.gradients.tolerance import (
     allowed_query_error,
     allowed_slope_error,
 )
-from flashtune.verification.reference.chunks import together
-from flashtune.verification.reference.scores import distances
+from flashtune.verification.reference.scores import distances, together
 from flashtune.verification.tolerance import larger, squared
 
 if TYPE_CHECKING:

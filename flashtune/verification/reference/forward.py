@@ -26,9 +26,17 @@ from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Problem
 from flashtune.verification.lengths import Lengths, equal_lengths
-from flashtune.verification.reference.chunks import chunked, together, widened
 from flashtune.verification.reference.masks import Rows, factors
-from flashtune.verification.reference.scores import BiasedScores, RowMasks, laid_over, seen_by, sinks_of
+from flashtune.verification.reference.scores import (
+    BiasedScores,
+    RowMasks,
+    chunked,
+    laid_over,
+    seen_by,
+    sinks_of,
+    together,
+    widened,
+)
 from flashtune.verification.tolerance import (
     WEIGHT_RANGE,
     RowScale,

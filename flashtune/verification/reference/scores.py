@@ -1,12 +1,19 @@
-"""Reference scores before the softmax: masks, softcap, ALiBi and bias."""
+"""Reference scores before the softmax, in chunks of heads: masks, softcap, ALiBi and bias.
+
+Chunks bound the memory. Each head has its own scores, and a float64 copy of its keys and values. With latent
+keys, many query heads share a KV head. Copies for each of these heads would take most of the memory, so they
+share one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from flashtune.core.problem import Bias, Causal, Feature, Problem
+from flashtune.verification.inputs.placement import is_all
 from flashtune.verification.reference.masks import (
     COMPARISONS_OF_A_MASK,
     Rows,
@@ -22,12 +29,90 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.core.extra_inputs import ExtraInputs
+    from flashtune.core.problem import Problem
     from flashtune.verification.lengths import Lengths
+
+# Scores of a chunk, in elements. A few float64 copies of them exist at once.
+CHUNK_SCORES = {"cuda": 2**24, "cpu": 2**21}
+# Keys and values of a chunk, in elements. They exist in float64, with their squares.
+CHUNK_KEYS = {"cuda": 2**28, "cpu": 2**25}
 
 # Features that neither change scores nor hide keys, and all others. Without the others, the number of visible
 # keys of a row determines these keys.
 BESIDE_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT, Feature.DETERMINISTIC}
 OVER_SCORES = frozenset(Feature) - BESIDE_SCORES
+
+
+class Chunk(NamedTuple):
+    """Some heads of a reference.
+
+    Attributes:
+        heads: [heads], each `batch index · heads of a sequence + head`; int64.
+        copies: Number of float64 copies of KV heads: one for each head, or a single one that all heads share.
+    """
+
+    heads: Tensor
+    copies: int
+
+
+def chunked(problem: Problem, heads: Tensor, rows: int, device: str) -> list[Chunk]:
+    """Divides heads in ascending order into chunks of bounded scores, keys and values."""
+    by_scores = max(1, CHUNK_SCORES[device] // max(1, rows * problem.seqlen_kv))
+    elements = problem.seqlen_kv * (problem.head_dim + problem.value_head_dim)
+    by_keys = max(1, CHUNK_KEYS[device] // max(1, elements))
+    step = min(by_scores, by_keys)
+    if by_keys >= by_scores or by_keys >= min(problem.group_size, len(heads)):
+        return [Chunk(some, len(some)) for some in heads.split(step)]
+    _, counts = torch.unique_consecutive(heads // problem.group_size, return_counts=True)
+    sharing = heads.split(counts.tolist())
+    return [Chunk(some, 1) for group in sharing for some in group.split(by_scores)]
+
+
+def together(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Concatenates tensors. A single tensor is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), axis)
+
+
+def widened(
+    problem: Problem, chunk: Chunk, rows: Tensor, tensors: tuple[Tensor, Tensor, Tensor], side: ExtraInputs
+) -> list[Tensor]:
+    """Returns q, k and v of a chunk in float64, multiplied by their scales: [heads or copies, ..., width]."""
+    heads, copies = chunk
+    group = problem.group_size
+    factors = side.scales
+    if copies == len(heads) and is_all(problem, heads, rows):
+        return [
+            _all_widened(tensor, factor, times)
+            for tensor, factor, times in zip(tensors, factors, (1, group, group), strict=True)
+        ]
+    q, k, v = tensors
+    batch, head = heads // problem.heads, heads % problem.heads
+    of_keys = batch[:copies], head[:copies] // group
+    return [
+        _widened(q, factors[0], batch, head, rows),
+        _widened(k, factors[1], *of_keys),
+        _widened(v, factors[2], *of_keys),
+    ]
+
+
+def _all_widened(tensor: Tensor, factor: Tensor | None, times: int) -> Tensor:
+    """Returns all heads in float64, each `times` times. Copies only, so no indexing kernels are loaded."""
+
+    def widened(one: Tensor) -> Tensor:
+        repeated = one[:, :, None].expand(-1, -1, times, *one.shape[2:])
+        return repeated.to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 2)
+
+    wide = widened(tensor)
+    return wide if factor is None else wide.mul_(widened(factor).reshape(len(wide), -1, 1))
+
+
+def _widened(
+    tensor: Tensor, factor: Tensor | None, batch: Tensor, head: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """Returns some heads in float64, with the given rows or all."""
+    picked = tensor[batch, head]
+    wide = (picked if rows is None else picked[:, rows]).double()
+    return wide if factor is None else wide * factor[batch, head].double().reshape(len(batch), -1, 1)
 
 
 class RowMasks(NamedTuple):

@@ -23,9 +23,8 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.sram_audit.audit import Request, run_audit
 from flashtune.tuner.sram_audit.points import computes_anything
 from flashtune.tuner.verify import record_checks as verify_room
-from flashtune.tuner.verify.job_runner import Runs
 from flashtune.tuner.verify.record_checks import CheckMethod, verify_records
-from flashtune.tuner.verify.verify_jobs import Subject
+from flashtune.tuner.verify.verify_jobs import Runs, Subject
 from tests.tuner.sram_audit.audit_fakes import Scripted
 
 Run = Callable[..., Result]

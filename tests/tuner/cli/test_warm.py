@@ -23,7 +23,7 @@ from flashtune.recording.recorder import CallCount, add_counts
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.tables.warm import calls_of, needs_of
-from flashtune.tuner.workloads.passes import training_passes
+from flashtune.tuner.workloads.models import training_passes
 
 Run = Callable[..., Result]
 H100 = find_target("h100")

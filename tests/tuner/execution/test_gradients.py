@@ -17,7 +17,7 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution import sdpa, timed_runs
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
-from flashtune.tuner.workloads.passes import backward_of, forward_of, saving_lse, training_passes
+from flashtune.tuner.workloads.models import backward_of, forward_of, saving_lse, training_passes
 from flashtune.tuner.workloads.shapes import parse_shape
 from tests.problems.plain_masks import plain_attention
 

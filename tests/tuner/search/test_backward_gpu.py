@@ -19,7 +19,7 @@ from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.timed_runs import kernel_run, peer_runs
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest
-from flashtune.tuner.workloads.passes import backward_of, forward_of
+from flashtune.tuner.workloads.models import backward_of, forward_of
 from tests.tuner.search.fakes import a_problem
 
 pytestmark = pytest.mark.gpu

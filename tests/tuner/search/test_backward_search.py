@@ -21,7 +21,7 @@ from flashtune.tuner.perf_model.calibration import formula_ms
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
 from flashtune.tuner.search.summary import summary_lines
-from flashtune.tuner.workloads.passes import backward_of, forward_of
+from flashtune.tuner.workloads.models import backward_of, forward_of
 from tests.tuner.search.fakes import KERNEL, FakeCompiler, FakeMeasurer, a_problem, right
 
 H200 = find_target("h200")

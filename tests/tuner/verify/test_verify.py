@@ -24,8 +24,8 @@ from flashtune.tuner.cli import main
 from flashtune.tuner.tables.admission import Receipt
 from flashtune.tuner.tables.lookup import shipped_selections
 from flashtune.tuner.verify import record_checks, verify_jobs
-from flashtune.tuner.verify.job_runner import Runs
 from flashtune.tuner.verify.record_checks import CheckMethod, Report, Result, verify_records
+from flashtune.tuner.verify.verify_jobs import Runs
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("h200")

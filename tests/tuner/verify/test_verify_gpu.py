@@ -28,8 +28,8 @@ from flashtune.tuner.cli import main
 from flashtune.tuner.cli.commands import verify as command
 from flashtune.tuner.cli.output import progress_lines
 from flashtune.tuner.tables.table_receipts import sibling
-from flashtune.tuner.verify import job_runner, on_gpu, record_checks, verify_jobs
-from flashtune.tuner.verify.job_runner import Runs
+from flashtune.tuner.verify import on_gpu, record_checks, verify_jobs
+from flashtune.tuner.verify.verify_jobs import Runs
 from flashtune.verification import check, passes
 from flashtune.verification.cases import Level
 from flashtune.verification.check import full_probes
@@ -115,7 +115,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     made = Machine()
     for module in (record_checks, on_gpu):
         monkeypatch.setattr(module, "start_pool", lambda workers: made)
-    monkeypatch.setattr(job_runner, "stop_pool", lambda pool: None)
+    monkeypatch.setattr(verify_jobs, "stop_pool", lambda pool: None)
     monkeypatch.setattr(on_gpu, "_workers", lambda index: 1)
     monkeypatch.setattr(verify_jobs, "why_not_compiled", lambda kernel, target: "")
     monkeypatch.setattr(verify_jobs, "check_on_gpu", made.check)

@@ -20,7 +20,7 @@ from flashtune.tuner.analysis.recorded import WeightedProblem, read_weighed, sum
 from flashtune.tuner.cli import main
 from flashtune.tuner.cli.commands import search
 from flashtune.tuner.search.request import SearchRequest, SearchResult, Stop, Tally
-from flashtune.tuner.workloads.passes import backward_of
+from flashtune.tuner.workloads.models import backward_of
 from flashtune.tuner.workloads.shapes import parse_shape
 
 H200 = find_target("h200")

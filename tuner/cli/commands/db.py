@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.core.record import Record
     from flashtune.db import forgetting
+
+AGE = re.compile(r"(\d{1,6})([mhdw])")
+UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -159,7 +164,7 @@ def forget(
     from flashtune.db.forgetting import Forgettable
     from flashtune.db.location import database_url, describe, sqlite_path
     from flashtune.db.store import open_store
-    from flashtune.tuner.tables.forget import moment, next_best
+    from flashtune.tuner.search.selection import next_best
     from flashtune.tuner.tables.lookup import resolved_target
 
     address = database_url(db)
@@ -205,6 +210,22 @@ def _agreed(count: int, selections: int) -> bool:
         return click.confirm(question, err=True)
     except click.Abort:
         return False
+
+
+def moment(age: str, now: datetime | None = None) -> str:
+    """Returns the time before an age such as `30d`, in ISO 8601 and UTC as in records.
+
+    Raises:
+        UsageError: The text is not an age.
+    """
+    found = AGE.fullmatch(age)
+    if found is None:
+        raise UsageError(f"{age!r} is not an age: write a number and a unit, such as 90m, 12h, 30d or 8w")
+    try:
+        past = (now or datetime.now(UTC)) - timedelta(**{UNITS[found[2]]: int(found[1])})
+    except OverflowError as error:
+        raise UsageError(f"{age!r} reaches before year 1: write a smaller number") from error
+    return past.isoformat(timespec="microseconds")
 
 
 @command.command("restamp", examples=("flashtune db restamp", "flashtune db restamp --table h200.json"))

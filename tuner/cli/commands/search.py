@@ -133,7 +133,7 @@ def command(
     search.
     """
     from flashtune.tuner.search.request import Budget, SearchRequest
-    from flashtune.tuner.workloads.passes import saving_lse, training_passes
+    from flashtune.tuner.workloads.models import saving_lse, training_passes
 
     problems = _with_recorded(problems, recorded_file, top, target)
     if click.get_current_context().params["phase"] == Phase.TRAINING:

@@ -105,8 +105,8 @@ def command(
     """
     from flashtune.db.table import dump_table
     from flashtune.tuner.tables.table_receipts import stray_receipts, with_receipts
-    from flashtune.tuner.verify.job_runner import Runs, stopped_by_signals
     from flashtune.tuner.verify.record_checks import remember, sample, verify_records
+    from flashtune.tuner.verify.verify_jobs import Runs, stopped_by_signals
 
     if require_gpu and allow_unproven:
         raise UsageError("--require-gpu and --allow-unproven exclude each other: use one of them")

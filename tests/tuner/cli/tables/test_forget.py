@@ -16,7 +16,7 @@ from flashtune.core.errors import UsageError
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.store import open_store
 from flashtune.tuner.cli import main
-from flashtune.tuner.tables.forget import moment
+from flashtune.tuner.cli.commands.db import moment
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]
