@@ -16,9 +16,8 @@ from flashtune.core.problem import Bias, Causal, Feature, Problem
 def normal_form(problem: Problem) -> Problem:
     """Returns the canonical form of a problem: all problems with the same computation have the same one.
 
-    Args:
-        problem: The problem. Its lengths can be upper bounds of lengths on the device; a mask that hides no
-            key at these bounds hides none at shorter lengths.
+    Lengths can be upper bounds of lengths on the device: a mask that hides no key at these bounds hides none
+    at shorter lengths.
     """
     problem = _without_right(problem)
     replace = msgspec.structs.replace

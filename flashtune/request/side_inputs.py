@@ -80,13 +80,8 @@ def check_shapes(problem: Problem, side: ExtraInputs, batch: int) -> None:
 def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_heads: int) -> KvScale:
     """Returns the granularity of a quantised cache's scales, from their shapes.
 
-    Args:
-        k_scale: One number, one per head, or one per page (dense cache: sequence) and head. A tensor that is
-            expanded over pages has one scale for all pages.
-        v_scale: Likewise for v.
-        paged: Whether the cache has pages.
-        places: Number of pages or sequences.
-        kv_heads: Number of KV heads.
+    Scales are one number, one per head, or one per page (dense cache: sequence) and head. A tensor that is
+    expanded over pages has one scale for all pages.
 
     Raises:
         ProblemError: A shape is another one.

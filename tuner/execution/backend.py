@@ -71,9 +71,8 @@ class SearchWorkers(NamedTuple):
 def open_workers(device: int | None, jobs: int | None = None) -> Iterator[SearchWorkers]:
     """Starts the processes of a search, and stops them when the context ends.
 
-    Args:
-        device: Index of the GPU to measure on; None predicts times instead of measuring them.
-        jobs: Number of compiler processes; None for one per core, less one if a GPU is used.
+    Without a device, times are predicted. By default there is one compiler process per core, less one if a
+    GPU is used.
     """
     width = compilers_of(device, jobs)
     with contextlib.ExitStack() as stack:

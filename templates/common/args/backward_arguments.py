@@ -31,10 +31,7 @@ def backward_arguments(
 ) -> tuple[Argument, ...]:
     """Returns the arguments of a main kernel: tensors, side tensors, scale, numbers, strides, counts.
 
-    Args:
-        problem: Supplies type and features.
-        specialization: Assumptions about the planned tensors.
-        tensors: Names of tensors and workspaces, in order.
+    The problem supplies type and features. The names of tensors and workspaces are in order.
     """
     return (
         *plain_arguments(problem.dtype, specialization, tensors),

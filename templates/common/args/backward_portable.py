@@ -57,11 +57,8 @@ def portable_fields(
 ) -> dict[str, Any]:
     """Returns the fields of a `PortableContext`, by name.
 
-    Args:
-        problem: Supplies types, widths and features.
-        specialization: Assumptions about the tensors.
-        chunks: The tiles of queries' and keys' columns, and those of values' columns.
-        random_workspace: Index of the workspace with the random words of rows, for dropout.
+    `chunks` are the tiles of queries' and keys' columns, and those of values' columns. `random_workspace` is
+    the index of the workspace with the random words of rows, for dropout.
     """
     qk_chunks, v_chunks = chunks
     delta_chunk = head_chunks(problem.value_head_dim, False)[0]

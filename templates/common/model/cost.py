@@ -74,13 +74,8 @@ def traffic_us(
 ) -> float:
     """Returns the minimum time of HBM transfers.
 
-    Args:
-        problem: The problem.
-        streamed_keys: Keys that all tiles read, in total.
-        heads_at_once: Number of concurrent KV heads.
-        programs: Concurrent programs. Those of one KV head read its keys together.
-        target: The GPU.
-        beside: Neighbouring programs on heads of one KV head, at any tile.
+    `streamed_keys` counts the keys that all tiles read. The concurrent programs of one KV head read its keys
+    together. `beside` means that neighbouring programs are on heads of one KV head, at any tile.
     """
     both = (problem.head_dim + problem.value_head_dim) * problem.kv_itemsize
     once = problem.batch * problem.kv_heads * problem.seqlen_kv * both

@@ -42,15 +42,7 @@ def portable_span(
 ) -> float:
     """Returns the time of a launch by its schedule, in ms.
 
-    Args:
-        problem: The problem.
-        block_m: Queries of a tile.
-        block_n: Keys of a block.
-        target: The GPU.
-        longest_first: Whether the tiles with the most blocks start first.
-        heads_inner: Whether neighbouring programs compute different heads.
-        descriptors: Whether programs make TMA descriptors.
-        resident: Resident programs of an SM.
+    Neighbouring programs compute different heads if `heads_inner`, and make TMA descriptors if `descriptors`.
     """
     tiling = Tiling(problem, block_m, block_n, 1)
     if not tiling.total or not problem.seqlen_kv:
@@ -73,14 +65,7 @@ def resident_programs(
 ) -> int:
     """Returns the resident programs of an SM, from registers and shared memory of their tiles.
 
-    Args:
-        problem: The problem.
-        block_m: Queries of a tile.
-        block_n: Keys of a block.
-        warps: Warps of a program.
-        stages: Blocks of keys and values in flight.
-        max_registers: Limit of registers per thread, 0 for none.
-        target: The GPU.
+    `stages` are the blocks of keys and values in flight. A register limit of 0 means none.
     """
     threads = warps * target.warp_size
     wanted = block_m * (block_n + problem.value_head_dim) / threads + OTHER_REGISTERS

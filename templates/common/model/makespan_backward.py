@@ -41,13 +41,8 @@ def keys_span(
 ) -> float:
     """Returns the time of a kernel that loops over the queries of a group for each block of keys, in ms.
 
-    Args:
-        problem: The problem, a varlen batch as a batch.
-        block_m: Queries of a block.
-        block_n: Keys of a block.
-        target: The GPU.
-        heads_inner: Whether neighbouring programs compute different heads.
-        products: Products of a pair of blocks, over those of the forward pass.
+    A varlen problem counts as a batch. `products` is the number of products of a pair of blocks, over that of
+    the forward pass.
     """
     # The most queries see the first keys, and their programs start first.
     span = portable_span(

@@ -59,15 +59,7 @@ class Walk(msgspec.Struct, frozen=True, kw_only=True):
 def walk_items(
     walk: Walk, problem: Problem, target: Target, specialization: Specialization, names: tuple[str, str]
 ) -> tuple[BytesItem, ...]:
-    """Returns the items that are live at one point of the main loop; none for unknown architectures.
-
-    Args:
-        walk: The tiles.
-        problem: Supplies type and head dims.
-        target: The GPU.
-        specialization: Assumptions about the tensors.
-        names: Names of the fixed and the streamed items.
-    """
+    """Returns the items that are live at one point of the main loop; none for unknown architectures."""
     engine = engine_of(target, problem.dtype, walk.held, walk.warps, walk.ieee)
     # AMD's units read registers, and SRAM is only used during loads.
     if engine is None or engine is Engine.MFMA:

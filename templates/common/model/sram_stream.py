@@ -72,10 +72,7 @@ def stream_items(stream: Stream) -> tuple[BytesItem, ...]:
 def stream_columns(tiles: Tiles, stages: int, halves: bool) -> int:
     """Returns columns of tensor memory: of output and scores, and of operands that are stored there.
 
-    Args:
-        tiles: The tiles, warps and units.
-        stages: Stages of the software pipeline.
-        halves: Whether float32 operands are split into halves of tf32.
+    `halves` means that float32 operands are split into halves of tf32.
     """
     scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
     # In 16 bits, probabilities are half as wide as scores.

@@ -188,15 +188,8 @@ def coming_and_going(
 ) -> float:
     """Returns the end of the last program if each computes one tile, scheduled greedily.
 
-    Programs of one SM share its units. Costs are those of a program among others.
-
-    Args:
-        tiling: The tiles.
-        multiprocessors: Number of SMs.
-        longest_first: Whether the tiles with the most blocks start first.
-        cost: Cost of blocks and tiles.
-        lone: Time of a program that is alone on an SM, over its time at an equal share of the units.
-        resident: Resident programs of an SM.
+    Programs of one SM share its units. Costs are those of a program among others. `lone` is the time of a
+    program that is alone on an SM, over its time at an equal share of the units.
     """
     found = extremes(tiling)
     least, mean, most = (cost.block * one + cost.tile for one in (found.least, found.mean, found.most))

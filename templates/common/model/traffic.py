@@ -119,13 +119,8 @@ def one_tile_each(
 ) -> AtOnce:
     """Counts the concurrent programs of a launch in which each computes one tile.
 
-    Args:
-        heads: Heads of all sequences with tiles of rows.
-        extent: Rows of each of them.
-        block: Rows of a tile.
-        target: The GPU, with one program on each SM; None runs one program.
-        inner: Whether neighbouring programs compute different heads.
-        group: Heads that read the same head's rows.
+    `heads` are those of all sequences with tiles, and `group` those that read the same head's rows. Without a
+    target, one program runs. `inner` means that neighbouring programs compute different heads.
     """
     programs = min(target.sm_count if target else 1, heads * _tiles(extent, block))
     if inner:
@@ -143,9 +138,7 @@ def tiles_of_queries(problem: Problem, block_m: int, target: Target | None, *, i
 def missed(working_set: float, target: Target | None) -> float:
     """Returns the fraction of repeated reads that miss the last-level cache.
 
-    Args:
-        working_set: Bytes that concurrent programs read repeatedly.
-        target: The GPU; None means no cache.
+    Concurrent programs read the working set repeatedly. Without a target there is no cache.
     """
     return 1.0 if target is None else missed_at_random(working_set * CACHE_COPIES / target.l2_bytes)
 
@@ -154,10 +147,7 @@ def missed_at_random(ratio: float) -> float:
     """Returns the fraction of reads that miss a cache with random replacement, in a loop over all data.
 
     The fraction m solves m = 1 - exp(-m * ratio): a line is found again if none of the misses since replaced
-    it. It is 0 up to a ratio of 1, and continuous.
-
-    Args:
-        ratio: Size of the data over that of the cache.
+    it. It is 0 up to a ratio of 1, and continuous. `ratio` is the size of the data over that of the cache.
     """
     if ratio <= 1 + NEAR_ONE:
         return max(0.0, 2 * (ratio - 1))
@@ -188,12 +178,7 @@ def streamed_items(
 ) -> tuple[BytesItem, ...]:
     """Returns the forward traffic of K and V streamed past tiles of queries, in bytes.
 
-    Args:
-        problem: The problem.
-        block_m: Queries of a tile.
-        block_n: Keys of a block.
-        at_once: The concurrent programs, and their KV heads.
-        target: The GPU; None means no cache.
+    Without a target there is no cache.
     """
     rows = problem.batch * problem.heads * problem.seqlen_q
     return (
@@ -225,13 +210,8 @@ def cycled_rows(
 ) -> tuple[int, str]:
     """Returns the rows read from HBM in loops over queries for tiles of keys, and the number as text.
 
-    Args:
-        problem: The problem.
-        block_m: Queries of a block.
-        block_n: Keys of a tile.
-        row_bytes: Bytes of each row that are read or written repeatedly.
-        at_once: The concurrent programs, and their query heads.
-        target: The GPU; None means no cache.
+    `row_bytes` are the bytes of each row that are read or written repeatedly. Without a target there is no
+    cache.
     """
     all_heads = problem.batch * problem.heads
     share = missed(at_once.heads * problem.seqlen_q * row_bytes, target)
