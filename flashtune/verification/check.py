@@ -121,8 +121,7 @@ def check_rendered(
         except (RuntimeError, TritonError) as error:
             forget()
             raise KernelError(first_line(error)) from error
-    name = INTERPRETER if interpreting() else torch.cuda.get_device_name(device)
-    verdict = _verdict(findings, figures, name, seed)
+    verdict = _verdict(findings, figures, _device_name(device), seed)
     if not verdict.passed:
         forget()
         return verdict
@@ -240,6 +239,10 @@ def _verdict(findings: list[Finding], figures: list[float], device: str, seed: i
         if not failed and not figure <= finding.limit:
             failed = f"{finding.what} {figure:.4g} of {finding.limit:g} allowed, seed {seed}"
     return Verdict(not failed, min(worst, NOT_FINITE), len(findings), failed, device)
+
+
+def _device_name(device: torch.device) -> str:
+    return INTERPRETER if interpreting() else torch.cuda.get_device_name(device)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
