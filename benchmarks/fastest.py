@@ -247,7 +247,7 @@ def _row(case: Case, device: Any) -> Row:
         attend = functools.partial(flashtune.attention, tensors.q, tensors.k, tensors.v, **options)
         told = flashtune.explain(tensors.q, tensors.k, tensors.v, **options)
         served = (
-            told.selection.record.family if told.server == "generated" and told.selection else told.server
+            told.selection.record.family if told.backend == "generated" and told.selection else told.backend
         )
         out = attend()
         ours = capture(attend)

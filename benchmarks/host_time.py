@@ -155,7 +155,7 @@ def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
     ) -> None:
         """Stands where the launch would be."""
 
-    call_cache._servers[key] = executors.launcher(nothing, request, q)
+    call_cache._executors[key] = executors.launcher(nothing, request, q)
     call = {
         "generated_without_launch": lambda: flashtune.attention(
             q, k, v, causal=options.causal, prefer="generated"

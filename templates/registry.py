@@ -19,7 +19,7 @@ from flashtune.templates.family import Family
 
 SHARED = "common"
 
-ROOM = "flashtune.templates"
+PACKAGE = "flashtune.templates"
 TEMPLATE = "kernel.py.jinja"
 # Templates contain the names of imported or included files literally.
 IMPORT = re.compile(r'{%-? (?:from|import|include) "([\w/.-]+)"')
@@ -71,4 +71,4 @@ def _imported(name: str) -> set[str]:
 
 
 def _read(name: str) -> str:
-    return resources.files(ROOM).joinpath(*name.split("/")).read_text(encoding="utf-8")
+    return resources.files(PACKAGE).joinpath(*name.split("/")).read_text(encoding="utf-8")

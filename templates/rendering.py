@@ -15,7 +15,7 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.common.checks import checks_of
 from flashtune.templates.family import Context, Family, kernel_of_source
-from flashtune.templates.registry import ROOM, TEMPLATE, template_hash
+from flashtune.templates.registry import PACKAGE, TEMPLATE, template_hash
 
 # The checks of wrappers do not affect kernels, so template versions exclude them.
 CHECKS = "common/checks.jinja"
@@ -56,7 +56,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _read_template(name: str) -> str:
-    return resources.files(ROOM).joinpath(*name.split("/")).read_text(encoding="utf-8")
+    return resources.files(PACKAGE).joinpath(*name.split("/")).read_text(encoding="utf-8")
 
 
 def _checked(name: str, value: object) -> object:

@@ -185,9 +185,9 @@ class _Examiner:
     def _ended(self) -> Iterator[tuple[Finding, ...]]:
         for process in [process for process in self._processes if process.run.poll() is not None]:
             self._processes.remove(process)
-            yield tuple(self._told(process))
+            yield tuple(self._seen_messages(process))
 
-    def _told(self, process: _Process) -> Iterator[Finding]:
+    def _seen_messages(self, process: _Process) -> Iterator[Finding]:
         """What a process found, kernel by kernel; what it leaves open is offered again."""
         text = process.log.read_text(encoding="utf-8", errors="replace")
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")

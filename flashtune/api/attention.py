@@ -24,7 +24,7 @@ from flashtune.request.options import (
 )
 from flashtune.request.quantization import E4M3, given_scales
 from flashtune.request.request import Result, check_flags, require_tensors
-from flashtune.runtime.call_cache import check_serve, serve
+from flashtune.runtime.call_cache import check_arguments, serve
 from flashtune.runtime.torch_modes import runs_eagerly
 from flashtune.runtime.torch_ops import attend, call_op
 
@@ -176,9 +176,9 @@ def attention(
             return attend(call)
     options = causal, scale, layout, return_lse, prefer, scales, deterministic
     if runs_eagerly(q, k, v):
-        return checked(serve, check_serve, q, k, v, *options)
+        return checked(serve, check_arguments, q, k, v, *options)
     require_tensors(q, k, v)
-    return checked(call_op, check_serve, q, k, v, *options)
+    return checked(call_op, check_arguments, q, k, v, *options)
 
 
 def dense_call(

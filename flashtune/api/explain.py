@@ -34,7 +34,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         problem: The problem of the call.
         target: Name of the GPU, or an empty string if it does not matter.
-        server: The backend: `generated`, `interpreter`, `sdpa`, `standard` or `nobody`.
+        backend: The backend: `generated`, `interpreter`, `sdpa`, `standard` or `none`.
         reason: The reason for the backend.
         selection: The selected record, with its status and source. None if no record was looked up.
         specialization: Properties of the tensors that the kernel assumes. None without a generated kernel.
@@ -47,7 +47,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     problem: Problem
     target: str
-    server: Backend
+    backend: Backend
     reason: str
     selection: Selection | None = None
     specialization: Specialization | None = None
@@ -57,9 +57,14 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     backward: Explanation | None = None
 
+    @property
+    def server(self) -> Backend:
+        """Returns `backend`. Deprecated: version 0.2 removes this name."""
+        return self.backend
+
     def __str__(self) -> str:
         lines = [
-            f"{self.problem.key} on {self.target or 'any device'}: {self.server}",
+            f"{self.problem.key} on {self.target or 'any device'}: {self.backend}",
             f"  because {self.reason}",
         ]
         if self.selection is not None:
@@ -156,7 +161,7 @@ def _explained(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInp
     if request.needs_grad:
         return _of_both(request, q, k, v, side)
     decision = decide(request, q, k, v, side)
-    if decision.server is not Backend.GENERATED:
+    if decision.backend is not Backend.GENERATED:
         return _explanation(request.problem, decision)
     return _of_kernel(request.problem, request, decision, required_specialization(request, q, k, v, side))
 
@@ -168,16 +173,16 @@ def _of_both(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInput
         _explanation(request.problem, pair.forward),
         _explanation(request.backward, pair.backward),
     )
-    if pair.backward.server is Backend.GENERATED:
+    if pair.backward.backend is Backend.GENERATED:
         needed = required_specialization(request.forward, q, k, v, side)
         first = _of_kernel(request.problem, request, pair.forward, needed)
         needed = backward_specialization(request, q, k, v, side)
         last = _of_kernel(request.backward, request, pair.backward, needed)
-        failed = next((one for one in (first, last) if one.server is not Backend.GENERATED), None)
+        failed = next((one for one in (first, last) if one.backend is not Backend.GENERATED), None)
         if failed is None:
             forward, backward = first, last
         else:
-            why = {"server": failed.server, "reason": failed.reason}
+            why = {"server": failed.backend, "reason": failed.reason}
             forward, backward = (msgspec.structs.replace(one, **why) for one in (forward, backward))
     return msgspec.structs.replace(forward, backward=backward)
 
@@ -220,7 +225,7 @@ def _explanation(problem: Problem, decision: Decision) -> Explanation:
     return Explanation(
         problem=problem,
         target=decision.target.name if decision.target else "",
-        server=decision.server,
+        backend=decision.backend,
         reason=decision.reason,
         selection=decision.selection,
         command=search_command(problem),

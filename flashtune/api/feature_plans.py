@@ -16,7 +16,7 @@ from flashtune.request.feature_request import check_call, read_call
 from flashtune.request.options import Call, read_bias, seeded
 from flashtune.request.request import Request, Result, requires_grad
 from flashtune.runtime.autograd import go_back, leaves_like
-from flashtune.runtime.feature_call_cache import key_of_call, server_of_call, unsigned
+from flashtune.runtime.feature_call_cache import executor_of_call, key_of_call, unsigned
 
 Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 
@@ -74,7 +74,7 @@ class CallPlan(Generic[Planned_co]):
         else:
             # Negated queries can have other strides than those of the call: gaps of a view are not preserved.
             served = unsigned(call)
-            self._serve = server_of_call(key_of_call(served), served)
+            self._serve = executor_of_call(key_of_call(served), served)
         # Libraries and allocators create state in the first run, which is not possible during a capture.
         q, k, v = leaves_like(call.q, call.k, call.v)
         go_back(self._run(call._replace(q=q, k=k, v=v)), (q, k, v))

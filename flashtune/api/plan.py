@@ -22,7 +22,7 @@ from flashtune.request.options import (
 from flashtune.request.quantization import given_scales, negated
 from flashtune.request.request import Executor, Request, Result, read_request, require_tensors, requires_grad
 from flashtune.runtime.autograd import go_back, leaves_like
-from flashtune.runtime.call_cache import call_key, server_of
+from flashtune.runtime.call_cache import call_key, executor_of
 
 Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 
@@ -68,18 +68,18 @@ class Plan(Protocol[Planned_co]):
 class PlainPlan(Generic[Planned_co]):
     """The plan that `plan` returns for calls without masks, lengths or a quantized cache."""
 
-    __slots__ = ("_deterministic", "_key", "_negated", "_options", "_scale", "_serve", "_words")
+    __slots__ = ("_deterministic", "_executor", "_key", "_negated", "_options", "_scale", "_words")
 
     def __init__(
         self,
-        serve: Executor,
+        executor: Executor,
         key: tuple[object, ...],
         options: tuple[CausalOption, LayoutOption, bool, PreferOption],
         scale: float | None,
         request: Request,
         deterministic: bool = False,
     ) -> None:
-        self._serve = serve
+        self._executor = executor
         self._words = plan_words(request, scale)
         self._key = key
         self._options = options
@@ -111,10 +111,10 @@ class PlainPlan(Generic[Planned_co]):
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
                 "grad or which are given: call flashtune.plan(...) with these tensors"
             )
-        served = negated(q) if self._negated else q
+        query = negated(q) if self._negated else q
         if scales is NO_EXTRA_INPUTS:
-            return cast("Planned_co", self._serve(served, k, v, self._scale))
-        return cast("Planned_co", self._serve(served, k, v, self._scale, scales))
+            return cast("Planned_co", self._executor(query, k, v, self._scale))
+        return cast("Planned_co", self._executor(query, k, v, self._scale, scales))
 
 
 @overload
@@ -158,25 +158,29 @@ def plan(
     return planned
 
 
-def _plain_plan(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, asked: DenseOptions) -> Plan[Result]:
-    scale = read_scale(asked.get("scale"))
-    scales = given_scales(asked.get("q_scale"), asked.get("k_scale"), asked.get("v_scale"))
-    options = (
-        asked.get("causal", False),
-        asked.get("layout", "bhsd"),
-        return_lse,
-        asked.get("prefer", "fastest"),
+def _plain_plan(
+    q: Tensor, k: Tensor, v: Tensor, return_lse: bool, call_options: DenseOptions
+) -> Plan[Result]:
+    scale = read_scale(call_options.get("scale"))
+    scales = given_scales(
+        call_options.get("q_scale"), call_options.get("k_scale"), call_options.get("v_scale")
     )
-    deterministic = asked.get("deterministic", False)
+    options = (
+        call_options.get("causal", False),
+        call_options.get("layout", "bhsd"),
+        return_lse,
+        call_options.get("prefer", "fastest"),
+    )
+    deterministic = call_options.get("deterministic", False)
     # Check the call before its key is computed.
     request = read_request(q, k, v, *options, scales=scales, deterministic=deterministic)
     request = msgspec.structs.replace(request, needs_grad=requires_grad(q, k, v, scales))
     key = call_key(q, k, v, *options, scales, deterministic)
     # Negated queries can have other strides than those of the call: gaps of a view are not preserved.
-    served = negated(q) if scale is not None and scale < 0 else q
-    served_key = call_key(served, k, v, *options, scales, deterministic)
-    server = server_of(served_key, served, k, v, *options, scales, deterministic)
-    planned: PlainPlan[Result] = PlainPlan(server, key, options, scale, request, deterministic)
+    query = negated(q) if scale is not None and scale < 0 else q
+    executor_key = call_key(query, k, v, *options, scales, deterministic)
+    executor = executor_of(executor_key, query, k, v, *options, scales, deterministic)
+    planned: PlainPlan[Result] = PlainPlan(executor, key, options, scale, request, deterministic)
     # Libraries and allocators create state in the first run, which is not possible during a capture.
     fresh = leaves_like(q, k, v)
     result = planned(*fresh, q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)

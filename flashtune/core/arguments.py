@@ -20,14 +20,14 @@ MAX_TEXT = 60
 Answer = TypeVar("Answer")
 
 
-def checked(serve: Callable[..., Answer], check: Callable[..., object], *arguments: Any) -> Answer:
-    """Returns `serve(*arguments)`. If that fails, calls `check(*arguments)` for an error with a reason.
+def checked(compute: Callable[..., Answer], check: Callable[..., object], *arguments: Any) -> Answer:
+    """Returns `compute(*arguments)`. If that fails, calls `check(*arguments)` for an error with a reason.
 
     Raises:
         ProblemError: `check` rejects the arguments.
     """
     try:
-        return serve(*arguments)
+        return compute(*arguments)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         # The key of the call cache, or an operator, raises these for arguments of a wrong type.
         check(*arguments)

@@ -8,7 +8,7 @@ import warnings
 from flashtune.core.problem import Problem
 from flashtune.core.shape_format import shape_text
 
-_told: set[str] = set()
+_seen_messages: set[str] = set()
 _telling = threading.Lock()
 
 
@@ -19,16 +19,16 @@ class FlashtuneWarning(UserWarning):
 def warn_once(matter: str, message: str) -> None:
     """Emits a warning, unless this process has already warned about the subject."""
     with _telling:
-        if matter in _told:
+        if matter in _seen_messages:
             return
-        _told.add(matter)
+        _seen_messages.add(matter)
     warnings.warn(message, FlashtuneWarning, stacklevel=3)
 
 
 def forget_warnings() -> None:
     """Clears the record of emitted warnings."""
     with _telling:
-        _told.clear()
+        _seen_messages.clear()
 
 
 def search_command(problem: Problem) -> str:

@@ -81,8 +81,8 @@ def feature_words(problem: Problem) -> str:
         (Feature.DROPOUT, "dropout"),
         (Feature.DETERMINISTIC, "deterministic"),
     )
-    asked = problem.features
-    return "".join(f"_{text}" for feature, text in words if feature in asked)
+    has = problem.features
+    return "".join(f"_{text}" for feature, text in words if feature in has)
 
 
 MAX_HEAD_DIM = 256
@@ -231,7 +231,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def features(self) -> frozenset[Feature]:
         """The features that the problem needs and not every family supports."""
-        asked = {
+        has = {
             Feature.WINDOW: self.window_left is not None or self.window_right is not None,
             Feature.FIRST_TOKENS: self.first_tokens > 0,
             Feature.CHUNK: self.chunk > 0,
@@ -248,7 +248,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             Feature.DROPOUT: self.dropout,
             Feature.DETERMINISTIC: self.deterministic,
         }
-        return frozenset(feature for feature, given in asked.items() if given)
+        return frozenset(feature for feature, given in has.items() if given)
 
     @property
     def computation(self) -> Problem:

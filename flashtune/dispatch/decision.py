@@ -16,7 +16,7 @@ from flashtune.core.record import Selection
 from flashtune.core.target import Target, device_target, find_target
 from flashtune.dispatch.faster_peers import STANDARD, faster_peer, shared_time
 from flashtune.dispatch.lookup import default_selection, select
-from flashtune.dispatch.masked_sdpa import known_refusal, may_serve, sharing_of
+from flashtune.dispatch.masked_sdpa import known_refusal, sdpa_allowed, sharing_of
 from flashtune.dispatch.sdpa import default_backend
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
@@ -38,20 +38,20 @@ class Backend(enum.StrEnum):
     INTERPRETER = "interpreter"
     SDPA = "sdpa"
     STANDARD = "standard"
-    NOBODY = "nobody"
+    NONE = "none"
 
 
 class Decision(msgspec.Struct, frozen=True):
     """The backend of a request and the reason.
 
     Attributes:
-        server: The backend.
+        backend: The backend.
         reason: The reason as one clause.
         target: The GPU, or None if it does not matter.
         selection: The record that was found for the request, or None if none was looked up.
     """
 
-    server: Backend
+    backend: Backend
     reason: str
     target: Target | None = None
     selection: Selection | None = None
@@ -69,7 +69,7 @@ def decide(
     """
     check_device(request)
     if request.is_empty:
-        return Decision(Backend.NOBODY, "there is nothing to attend to")
+        return Decision(Backend.NONE, "there is nothing to attend to")
     if request.is_double:
         return Decision(Backend.STANDARD, DOUBLE)
     if interpreting():
@@ -140,14 +140,14 @@ def _of_selection(
         sharing = None if bias is None else sharing_of(request.problem, bias)
         peer = _faster_peer(request, selection, sharing, *given)
         if peer is not None:
-            server = Backend.STANDARD if peer == STANDARD else Backend.SDPA
-            timed = server is Backend.SDPA and shared_time(selection.measured, sharing) is not None
-            reason = why_a_peer_serves(peer, selection, sharing=sharing if timed else None)
-            return Decision(server, reason, target, selection)
-    return Decision(Backend.GENERATED, passed_over + where_found(selection), target, selection)
+            backend = Backend.STANDARD if peer == STANDARD else Backend.SDPA
+            timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
+            reason = peer_reason(peer, selection, sharing=sharing if timed else None)
+            return Decision(backend, reason, target, selection)
+    return Decision(Backend.GENERATED, passed_over + selection_source(selection), target, selection)
 
 
-def where_found(selection: Selection) -> str:
+def selection_source(selection: Selection) -> str:
     """Returns the reason for a generated kernel as one clause."""
     where = {
         "database": "it is selected in the user's database",
@@ -158,7 +158,7 @@ def where_found(selection: Selection) -> str:
     return where[selection.source]
 
 
-def why_a_peer_serves(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
+def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
     """Returns the reason for a baseline in one pass or both, as one clause.
 
     `sharing` is the way in which the mask is shared, if times with such a mask were compared.
@@ -188,7 +188,7 @@ def _faster_peer(
     usual = None
     if not problem.features:
         usual = default_backend(*request.views(q, k, v), problem)
-    elif may_serve(request) and side.bias is not None:
+    elif sdpa_allowed(request) and side.bias is not None:
         views = request.views(q, k, v)
         usual = default_backend(*views, problem, side.bias)
         if known_refusal(request, usual, *views, side.bias) is not None:

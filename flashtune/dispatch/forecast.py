@@ -25,7 +25,7 @@ from flashtune.core.record import PeerTime, Provenance, Record, TransferEstimate
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import (
     FEW_QUERIES,
-    PRIOR,
+    PRIOR_WEIGHT,
     distance,
     nearest_record,
     regression,
@@ -38,20 +38,20 @@ from flashtune.templates.common.model.traffic import unpacked
 from flashtune.templates.registry import find_family
 
 # Length scale of the penalties of configs, in steps of a factor of two.
-HELD_REACH = 1.0
+PENALTY_LENGTH_SCALE = 1.0
 # Number of near shapes that determine a penalty, and the largest penalty of a shape (a logarithm).
-ASKED = 4
-MAX_HELD = 0.3
-# Required margins as fractions of the time. STEP_DOUBT is per step of a factor of two by which the shape
-# where the config won is farther than the nearest winner's. PORTABLE_DOUBT is per step to the nearest winner
-# of a portable family, because times of such families are less certain. UNTIMED_DOUBT is for configs that
-# were never verified or timed, and BESIDE_DOUBT for those of them that differ from a winner on one axis only.
-STEP_DOUBT = 0.005
-PORTABLE_DOUBT = 0.04
-UNTIMED_DOUBT = 0.05
-BESIDE_DOUBT = 0.02
+MAX_NEIGHBOURS = 4
+MAX_PENALTY = 0.3
+# Required margins as fractions of the time. STEP_MARGIN is per step of a factor of two by which the shape
+# where the config won is farther than the nearest winner's. PORTABLE_MARGIN is per step to the nearest winner
+# of a portable family, because times of such families are less certain. UNTIMED_MARGIN is for configs that
+# were never verified or timed, and NEIGHBOUR_MARGIN for those that differ from a winner on one axis only.
+STEP_MARGIN = 0.005
+PORTABLE_MARGIN = 0.04
+UNTIMED_MARGIN = 0.05
+NEIGHBOUR_MARGIN = 0.02
 # Number of a family's best tuned configs from which untimed configs are derived.
-STARTS = 3
+NUM_SEEDS = 3
 
 # Prefix of the names of SDPA's backends in records.
 SDPA = "sdpa-"
@@ -122,24 +122,24 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
     span = functools.cache(lambda config: family.span(here, config, target))
 
     def expected(config: Config) -> float:
-        return span(config) * math.exp(longer + _held_up(config, known[:ASKED], target))
+        return span(config) * math.exp(longer + _held_up(config, known[:MAX_NEIGHBOURS], target))
 
-    doubt = PORTABLE_DOUBT * known[0].distance if family.interpreted else 0.0
+    doubt = PORTABLE_MARGIN * known[0].distance if family.interpreted else 0.0
     tuned: dict[Config, _Candidate] = {}
     for one in known:
         config = one.record.config
         assert config is not None
         if config not in tuned:
-            far = doubt + STEP_DOUBT * (one.distance - known[0].distance)
+            far = doubt + STEP_MARGIN * (one.distance - known[0].distance)
             tuned[config] = _Candidate(one.record, expected(config), far)
     yield from tuned.values()
-    slight = BESIDE_DOUBT if _is_plain_prompt(problem) else UNTIMED_DOUBT
-    best = sorted(tuned, key=lambda config: tuned[config].rank)[:STARTS]
+    slight = NEIGHBOUR_MARGIN if _is_plain_prompt(problem) else UNTIMED_MARGIN
+    best = sorted(tuned, key=lambda config: tuned[config].rank)[:NUM_SEEDS]
     # The default config has another tile if there are few queries.
     default = family.default(here, target)
     for start in dict.fromkeys((*best, anchor.config)):
         for config in (default, *family.schedule_variants(here, start, target)):
-            more = slight if _is_beside(config, start) else UNTIMED_DOUBT
+            more = slight if _are_neighbours(config, start) else UNTIMED_MARGIN
             # A penalty only raises the estimate, so configs with a longer schedule are skipped.
             if config not in tuned and span(config) * (1 + more) < span(start):
                 record = untimed(tuned[start].record, config)
@@ -175,11 +175,11 @@ def _held_up(config: Config, near: Sequence[_Known], target: Target) -> float:
     """Returns the penalty of a config: the logarithm of extra time that the schedule does not contain."""
     held = total = 0.0
     for one in near:
-        share = weight(one.distance, HELD_REACH)
+        share = weight(one.distance, PENALTY_LENGTH_SCALE)
         ahead = math.log(one.won / _span(one.record.family, one.record.problem, config, target))
-        held += share * min(MAX_HELD, max(0.0, ahead))
+        held += share * min(MAX_PENALTY, max(0.0, ahead))
         total += share
-    return held / (total + PRIOR)
+    return held / (total + PRIOR_WEIGHT)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -194,7 +194,7 @@ def _is_plain_prompt(problem: Problem) -> bool:
     return many and not problem.features and not problem.is_backward
 
 
-def _is_beside(config: Config, other: Config) -> bool:
+def _are_neighbours(config: Config, other: Config) -> bool:
     """Whether two configs differ on one axis only."""
     pairs = zip(config.items(), other.items(), strict=True)
     return [one == another for one, another in pairs].count(False) == 1

@@ -102,17 +102,19 @@ def default_selection(problem: Problem, target: Target, specialization: Speciali
     selection = next(default_selections(problem, target, specialization), None)
     if selection is not None:
         return selection
-    asked = [family for family in families() if family.direction is problem.direction]
-    reasons = [_why_not(family, problem, target, specialization) for family in asked]
+    candidates = [family for family in families() if family.direction is problem.direction]
+    reasons = [_why_not(family, problem, target, specialization) for family in candidates]
     if problem.features:
         # Only list the reasons of families with all features. The error names the features to leave out.
-        able = [problem.features <= family.features for family in asked]
-        told = "; ".join(reason for reason, knows in zip(reasons, able, strict=True) if reason and knows)
+        able = [problem.features <= family.features for family in candidates]
+        known_reasons = "; ".join(
+            reason for reason, knows in zip(reasons, able, strict=True) if reason and knows
+        )
         advice = _advice(problem, target, specialization)
         words = ", ".join(sorted(problem.features))
         raise ProblemError(
             f"no kernel family computes {problem.key} ({words}) on {target.name}"
-            f"{f' ({told})' if told else ''}: {advice}"
+            f"{f' ({known_reasons})' if known_reasons else ''}: {advice}"
         )
     raise ProblemError(
         f"no kernel family computes {problem.key} on {target.name}: {'; '.join(filter(None, reasons))}"
@@ -141,9 +143,9 @@ def default_selections(
 
 def _advice(problem: Problem, target: Target, specialization: Specialization) -> str:
     """Returns advice that names the fewest features to leave out so that some family computes the rest."""
-    asked = sorted(problem.features)
-    for count in range(1, len(asked) + 1):
-        for left_out in itertools.combinations(asked, count):
+    candidates = sorted(problem.features)
+    for count in range(1, len(candidates) + 1):
+        for left_out in itertools.combinations(candidates, count):
             rest = without(problem, left_out)
             if any(_why_not(family, rest, target, specialization) is None for family in families()):
                 return f"leave out {' and '.join(left_out)}"

@@ -56,7 +56,7 @@ def sharing_of(problem: Problem, bias: Tensor) -> MaskSharing | None:
     return nearest_way(problem, (place for place in range(3) if shape[place] == 1))
 
 
-def may_serve(request: Request) -> bool:
+def sdpa_allowed(request: Request) -> bool:
     """Whether SDPA may serve a request with features.
 
     SDPA returns no log-sum-exp. With a mask, gradients of its cuDNN backend are NaN at some lengths.

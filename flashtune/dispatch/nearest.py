@@ -11,9 +11,9 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record
 
 # Length scale of the corrections of launch times, in steps of a factor of two.
-REACH = 1.5
+LENGTH_SCALE = 1.5
 # Weight of the mean of all shapes, in units of one near shape.
-PRIOR = 0.3
+PRIOR_WEIGHT = 0.3
 # If an extent differs by more than a factor of four, the nearest config is a guess, and dispatch warns.
 FAR = 2.0
 # With at most this many queries, keys must be split among programs.
@@ -65,7 +65,7 @@ def distance(one: Problem, other: Problem) -> float:
     return math.dist(_extents(one), _extents(other))
 
 
-def regression(known: Sequence[tuple[float, float]], reach: float = REACH) -> float:
+def regression(known: Sequence[tuple[float, float]], reach: float = LENGTH_SCALE) -> float:
     """Returns the estimate at a shape: the mean of all known values, shifted towards those of near shapes.
 
     Args:
@@ -75,7 +75,7 @@ def regression(known: Sequence[tuple[float, float]], reach: float = REACH) -> fl
     mean = sum(value for value, _ in known) / len(known)
     weights = [weight(steps, reach) for _, steps in known]
     moved = sum(each * (value - mean) for each, (value, _) in zip(weights, known, strict=True))
-    return mean + moved / (sum(weights) + PRIOR)
+    return mean + moved / (sum(weights) + PRIOR_WEIGHT)
 
 
 def weight(steps: float, reach: float) -> float:

@@ -18,9 +18,9 @@ from flashtune.dispatch.decision import (
     Decision,
     baseline,
     check_device,
+    peer_reason,
     required_specialization,
-    where_found,
-    why_a_peer_serves,
+    selection_source,
 )
 from flashtune.dispatch.faster_peers import STANDARD, faster_peer_of_pair
 from flashtune.dispatch.lookup import default_selection, select
@@ -49,7 +49,7 @@ class PairDecision(NamedTuple):
     @property
     def generated(self) -> bool:
         """Whether generated kernels serve, on a GPU or under the interpreter."""
-        return self.backward.server in (Backend.GENERATED, Backend.INTERPRETER)
+        return self.backward.backend in (Backend.GENERATED, Backend.INTERPRETER)
 
 
 class Assumptions(NamedTuple):
@@ -186,14 +186,14 @@ def _generated(request: Request, assumed: Assumptions) -> PairDecision:
     backward = select(request.backward, target, tables, assumed.backward, generated=True)
     peer = _faster_peer(request, forward, backward, assumed.usual)
     if peer is not None:
-        server = Backend.STANDARD if peer == STANDARD else Backend.SDPA
-        reason = why_a_peer_serves(peer, forward, backward)
+        backend = Backend.STANDARD if peer == STANDARD else Backend.SDPA
+        reason = peer_reason(peer, forward, backward)
         return PairDecision(
-            Decision(server, reason, target, forward), Decision(server, reason, target, backward)
+            Decision(backend, reason, target, forward), Decision(backend, reason, target, backward)
         )
     return PairDecision(
-        Decision(Backend.GENERATED, where_found(forward), target, forward),
-        Decision(Backend.GENERATED, where_found(backward), target, backward),
+        Decision(Backend.GENERATED, selection_source(forward), target, forward),
+        Decision(Backend.GENERATED, selection_source(backward), target, backward),
     )
 
 
@@ -213,7 +213,7 @@ def _ungenerated(request: Request) -> PairDecision | None:
     """Returns the decision for empty and float64 calls, which need no generated kernel, else None."""
     check_differentiable(request)
     if request.is_empty:
-        return _both(Decision(Backend.NOBODY, "there is nothing to attend to"))
+        return _both(Decision(Backend.NONE, "there is nothing to attend to"))
     return _both(Decision(baseline(request), DOUBLE)) if request.is_double else None
 
 

@@ -114,13 +114,13 @@ def _grow(rows: Tensor, pool: Pool, slots: Tensor) -> None:
     numbers = rows.float().abs()
     # [tokens, kv_heads]. Non-finite elements do not affect the scale.
     magnitudes = numbers.where(numbers.isfinite(), 0.0).amax(-1)
-    asked = magnitudes.new_zeros(len(pages), rows.shape[1])
-    asked.scatter_reduce_(0, place[:, None].expand_as(magnitudes), magnitudes, "amax")
+    amax = magnitudes.new_zeros(len(pages), rows.shape[1])
+    amax.scatter_reduce_(0, place[:, None].expand_as(magnitudes), magnitudes, "amax")
     begins = torch.isin(pages, slots[slots % size == 0] // size)[:, None]
     # Doubling cannot raise a scale of zero.
-    before = torch.where(begins, asked / largest, pool.scale[pages]).clamp(min=MIN_SCALE)
+    before = torch.where(begins, amax / largest, pool.scale[pages]).clamp(min=MIN_SCALE)
     scale = before
-    while bool((short := ~begins & (asked > scale * largest)).any()):
+    while bool((short := ~begins & (amax > scale * largest)).any()):
         scale = torch.where(short, scale * 2, scale)
     shrink = before / scale
     if bool((shrink < 1).any()):

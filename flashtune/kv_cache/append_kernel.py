@@ -127,21 +127,21 @@ def append_run(
     pool += page * stride_p + head * stride_ph
     scales += page * stride_scale_p + head * stride_scale_h
     tile, columns = tl.arange(0, tile_rows), tl.arange(0, block_dim)
-    asked = tl.full((), 0.0, tl.float32)
+    amax = tl.full((), 0.0, tl.float32)
     for start in range(0, count, tile_rows):
         numbers = load_rows(rows, start + tile, start + tile < count, stride_t, head_dim, block_dim)
         magnitudes = tl.abs(numbers.to(tl.float32))
         # Non-finite elements do not affect the scale.
         finite = tl.where(magnitudes < float("inf"), magnitudes, 0.0)
-        asked = tl.maximum(asked, tl.max(tl.max(finite, 1), 0))
-    scale = tl.maximum(tl.div_rn(asked, largest), LEAST)
+        amax = tl.maximum(amax, tl.max(tl.max(finite, 1), 0))
+    scale = tl.maximum(tl.div_rn(amax, largest), LEAST)
     if row > 0:
         # Doubling cannot raise a scale of zero.
         before = tl.maximum(tl.load(scales), LEAST)
         # All threads must read the scale before one writes it.
         tl.debug_barrier()
         scale = before
-        while asked > scale * largest:
+        while amax > scale * largest:
             scale *= 2.0
         if scale > before:
             for old in range(0, row, tile_rows):

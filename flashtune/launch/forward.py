@@ -166,9 +166,9 @@ class InterpreterLaunch:
         """Runs all programs in turn."""
         workspaces = [self._allocate(shape, q.device) for shape in self._workspaces]
         row_lse = out if lse is None else lse
-        beside = [getattr(side, name) for name in self._names]
+        extra = [getattr(side, name) for name in self._names]
         numbers = [getattr(side, name) for name in self._numbers]
-        self._queue(q, k, v, out, row_lse, *beside, *workspaces, max(scale, MIN_SCALE), *numbers)
+        self._queue(q, k, v, out, row_lse, *extra, *workspaces, max(scale, MIN_SCALE), *numbers)
         if self._epilogue is not None:
             self._epilogue(out, row_lse, *workspaces)
 
@@ -254,13 +254,13 @@ class DescriptorLaunch:
         if self._is_plain:
             self._queue((row_lse, scale), tensors)
             return
-        beside = [getattr(side, name).data_ptr() for name in self._names]
+        extra = [getattr(side, name).data_ptr() for name in self._names]
         numbers = [getattr(side, name) for name in self._numbers]
         if self._epilogue is None:
-            self._queue((row_lse, *beside, scale, *numbers), tensors)
+            self._queue((row_lse, *extra, scale, *numbers), tensors)
             return
         _held, pointers = self._workspaces(q)
-        self._queue((row_lse, *beside, *pointers, scale, *numbers), tensors)
+        self._queue((row_lse, *extra, *pointers, scale, *numbers), tensors)
         self._epilogue((address, row_lse, *pointers))
 
 
@@ -295,13 +295,13 @@ class ExtraInputsLaunch:
     ) -> None:
         """Queues all kernels on their device's current stream."""
         _held, pointers = self._workspaces(q)
-        beside = [getattr(side, name).data_ptr() for name in self._names]
+        extra = [getattr(side, name).data_ptr() for name in self._names]
         address = out.data_ptr()
         row_lse = address if lse is None else lse.data_ptr()
         numbers = [getattr(side, name) for name in self._numbers]
         scale = scale if scale > MIN_SCALE else MIN_SCALE
         tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address, row_lse)
-        self._queue((*tensors, *beside, *pointers, scale, *numbers))
+        self._queue((*tensors, *extra, *pointers, scale, *numbers))
         if self._epilogue is not None:
             self._epilogue((address, row_lse, *pointers))
 

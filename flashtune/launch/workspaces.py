@@ -55,16 +55,16 @@ class Workspaces:
             self._size += -(-math.prod(shape) * FLOAT32 // BORDER) * BORDER
         self._like: Tensor | None = None
 
-    def __call__(self, beside: Tensor) -> tuple[Sequence[Tensor], list[int]]:
+    def __call__(self, tensor: Tensor) -> tuple[Sequence[Tensor], list[int]]:
         """Returns tensors that keep the memory alive until all kernels are queued, and all addresses."""
         if not self._shapes:
             return (), []
         if self._allocate is not None:
-            made = [self._allocate(shape, beside.device) for shape in self._shapes]
+            made = [self._allocate(shape, tensor.device) for shape in self._shapes]
             return made, [one.data_ptr() for one in made]
         like = self._like
         if like is None:
-            like = self._like = prototype((self._size // FLOAT32,), torch.float32, beside.device)
+            like = self._like = prototype((self._size // FLOAT32,), torch.float32, tensor.device)
         memory = empty_like(like)
         address = memory.data_ptr()
         return (memory,), [*map(address.__add__, self._offsets)]

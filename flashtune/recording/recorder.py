@@ -200,20 +200,20 @@ def recording() -> bool:
 
 
 def counted(
-    serve: Callable[Parameters, Result], problem: Problem, specialization: Specialization
+    executor: Callable[Parameters, Result], problem: Problem, specialization: Specialization
 ) -> Callable[Parameters, Result]:
-    """Returns an executor that counts its calls for all recordings, or `serve` itself without a recording."""
+    """Returns an executor that counts its calls for all recordings. Without one, returns `executor`."""
     tallies = tuple(each.tally(problem, specialization) for each in tuple(_recordings))
     if not tallies:
-        return serve
+        return executor
 
-    @functools.wraps(serve, updated=())
-    def count_and_serve(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    @functools.wraps(executor, updated=())
+    def counted_call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for tally in tallies:
             tally.count()
-        return serve(*args, **kwargs)
+        return executor(*args, **kwargs)
 
-    return count_and_serve
+    return counted_call
 
 
 def on_change(forget: Callable[[], None]) -> None:
@@ -248,16 +248,16 @@ def _begin(path: Path) -> Recording:
     known_counts(path)
     found = Recording(path)
     _recordings.append(found)
-    _forget_servers()
+    _forget_executors()
     return found
 
 
 def _end(found: Recording) -> None:
     _recordings.remove(found)
-    _forget_servers()
+    _forget_executors()
 
 
-def _forget_servers() -> None:
+def _forget_executors() -> None:
     for forget in _forget:
         forget()
 

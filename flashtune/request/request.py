@@ -121,11 +121,11 @@ class Request(msgspec.Struct, frozen=True):
 
     def views(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns views of q, k and v as [batch, heads, seqlen, head_dim]."""
-        beside = self.kv_layout or self.layout
-        values = beside.heads_first(v)
+        kv_layout = self.kv_layout or self.layout
+        values = kv_layout.heads_first(v)
         if self.problem.latent:
             values = values[..., : self.problem.value_head_dim]
-        return self.layout.heads_first(q), beside.heads_first(k), values
+        return self.layout.heads_first(q), kv_layout.heads_first(k), values
 
 
 def read_request(

@@ -80,7 +80,7 @@ def with_side(backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...
         wanted: Names of the side inputs that require grad.
     """
 
-    def serve(
+    def run(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -104,7 +104,7 @@ def with_side(backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...
             dslopes = found.dslopes.sum_to_size(side.slopes.shape)
         return AllGradients(found.dq, found.dk, found.dv, dsinks, dbias, dslopes)
 
-    return serve
+    return run
 
 
 def attend(
@@ -194,12 +194,12 @@ def _gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    *beside: Tensor | None,
+    *extra: Tensor | None,
 ) -> AllGradients:
     pair, scale, numbers = call
-    if not beside:
+    if not extra:
         return pair.backward(q, k, v, out, lse, dout, dlse, scale)
-    side = ExtraInputs(*beside, *numbers)  # type: ignore[arg-type]
+    side = ExtraInputs(*extra, *numbers)  # type: ignore[arg-type]
     return pair.backward(q, k, v, out, lse, dout, dlse, scale, side)
 
 

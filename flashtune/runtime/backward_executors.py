@@ -72,7 +72,7 @@ class BackwardExecutor(Protocol):
         ...
 
 
-class BackwardServer:
+class BoundBackward:
     """A verified backward kernel, which is bound once to each set of strides."""
 
     __slots__ = ("_choice", "_default_scale", "_launches", "_request")
@@ -158,8 +158,8 @@ class BackwardServer:
         kernel, target, binary = self._choice
         needed = specialization_of_pass(self._request, tensors, side)
         if _has_rows(dout) and _covers(kernel.specialization, needed):
-            beside = _beside(self._request, side, tensors)
-            return bind_backward(kernel, target, tensors, beside, compiled=binary)
+            extra = _extra_views(self._request, side, tensors)
+            return bind_backward(kernel, target, tensors, extra, compiled=binary)
         if dout.stride() == torch.empty(dout.shape, device="meta").stride():
             raise KernelError(
                 "tensors that were saved for the backward pass came back with strides that its kernel cannot "
@@ -203,7 +203,7 @@ def _has_rows(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
-def _beside(request: Request, side: ExtraInputs, tensors: BackwardTensors) -> ExtraInputs:
+def _extra_views(request: Request, side: ExtraInputs, tensors: BackwardTensors) -> ExtraInputs:
     if side is NO_EXTRA_INPUTS:
         return side
     return side_views(request.problem, side, tensors.k.shape[0])
@@ -242,9 +242,9 @@ def interpreted_backward(
     needed = specialization_of_pass(request, tensors, side)
     problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
     kernel = kernel_of(default_selection(problem, decision.target, needed).record, needed)
-    beside = _beside(request, side, tensors)
-    launch = bind_backward(kernel, decision.target, tensors, beside)
-    launch(tensors, request.default_scale if scale is None else scale, beside)
+    extra = _extra_views(request, side, tensors)
+    launch = bind_backward(kernel, decision.target, tensors, extra)
+    launch(tensors, request.default_scale if scale is None else scale, extra)
     dbias, dslopes = more
     return Gradients(
         dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias if dbias is None else dbias.to(q.dtype), dslopes

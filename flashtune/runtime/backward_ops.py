@@ -32,7 +32,7 @@ from flashtune.request.feature_request import read_call
 from flashtune.request.options import Call
 from flashtune.request.request import Request, Result
 from flashtune.runtime.autograd import AllGradients, Pair, ServeAll, attend, only_once, with_side
-from flashtune.runtime.call_cache import known_server, remembered
+from flashtune.runtime.call_cache import known_executor, remembered
 from flashtune.runtime.feature_call_cache import key_of_call, unsigned
 from flashtune.runtime.op_library import CALL_ARGUMENTS, TAGS, call_of, library, operands
 from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
@@ -141,8 +141,8 @@ def _backward_operator(
     call = call._replace(q=q, k=k, v=v, scale=scale, side=side)
     gradients = torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call))
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
-    beside = zip((side.sinks, bias, side.slopes), gradients[3:], strict=True)
-    return AllGradients(*gradients[:3], *(None if one is None else gradient for one, gradient in beside))
+    extra = zip((side.sinks, bias, side.slopes), gradients[3:], strict=True)
+    return AllGradients(*gradients[:3], *(None if one is None else gradient for one, gradient in extra))
 
 
 def _compute(
@@ -150,8 +150,8 @@ def _compute(
 ) -> tuple[Tensor, ...]:
     call = call_of(*rest)  # type: ignore[arg-type]
     key = NAME, call.options.deterministic, *key_of_call(call)
-    server = known_server(key)
-    if server is None:
+    executor = known_executor(key)
+    if executor is None:
 
         def make(request: Request) -> ServeAll:
             served = prepare_alone(request, call.q, call.k, call.v, call.side)
@@ -160,9 +160,9 @@ def _compute(
                 served = counted(served, request.backward, needed)
             return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
 
-        server = remembered(key, call.q, lambda: read_call(call, True), make)
+        executor = remembered(key, call.q, lambda: read_call(call, True), make)
     served = unsigned(call)
-    gradients: AllGradients = server(*served[:3], out, lse, dout, dlse, served.scale, served.side)
+    gradients: AllGradients = executor(*served[:3], out, lse, dout, dlse, served.scale, served.side)
     if served.q is not call.q:
         gradients = gradients._replace(dq=-gradients.dq)
     return tuple(lse.new_empty(0) if one is None else one for one in gradients)
@@ -173,8 +173,8 @@ def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: 
     call = call_of(*rest)  # type: ignore[arg-type]
     side = call.side
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
-    beside = (lse.new_empty(0 if one is None else one.shape) for one in (side.sinks, side.slopes))
-    dsinks, dslopes = beside
+    extra = (lse.new_empty(0 if one is None else one.shape) for one in (side.sinks, side.slopes))
+    dsinks, dslopes = extra
     dbias = lse.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return (
         torch.empty_like(call.q),

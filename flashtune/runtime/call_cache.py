@@ -29,13 +29,13 @@ from flashtune.runtime.value_checks import with_checks
 # The cache is cleared at this size. Kernels stay loaded.
 MEMO_LIMIT = 4096
 
-Made = TypeVar("Made", bound=Callable[..., Any])
+AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
 
-_servers: dict[tuple[object, ...], Any] = {}
+_executors: dict[tuple[object, ...], Any] = {}
 _preparing = threading.RLock()
 
 
-def check_serve(
+def check_arguments(
     q: Tensor, k: Tensor, v: Tensor, causal: bool | str, scale: float | None, *options: Any
 ) -> None:
     """Checks the arguments of `serve`.
@@ -83,11 +83,11 @@ def call_key(
         scales is not NO_EXTRA_INPUTS and (scales.presence, requires_grad(q, k, v, scales)),
         torch.is_grad_enabled()
         and (q.requires_grad or k.requires_grad or v.requires_grad)
-        and asked_gradients(deterministic),
+        and gradient_key(deterministic),
     )
 
 
-def asked_gradients(deterministic: bool) -> str:
+def gradient_key(deterministic: bool) -> str:
     """Returns the kind of gradients of a call, the part of a key that only calls with gradients have."""
     return "same bits" if deterministic or torch.are_deterministic_algorithms_enabled() else "gradients"
 
@@ -114,13 +114,13 @@ def serve(
     if scale is not None and not (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
         q, scale = with_positive_scale(q, scale)
     key = call_key(q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
-    server = _servers.get(key)
-    if server is None:
-        server = server_of(key, q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
-    return server(q, k, v, scale) if scales is NO_EXTRA_INPUTS else server(q, k, v, scale, scales)
+    executor = _executors.get(key)
+    if executor is None:
+        executor = executor_of(key, q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
+    return executor(q, k, v, scale) if scales is NO_EXTRA_INPUTS else executor(q, k, v, scale, scales)
 
 
-def server_of(
+def executor_of(
     key: tuple[object, ...],
     q: Tensor,
     k: Tensor,
@@ -159,52 +159,52 @@ def prepared(
     """
 
     def make(request: Request) -> Executor:
-        server = (prepare_pair if request.needs_grad else prepare)(request, q, k, v, side)
-        server = with_checks(server, request)
+        executor = (prepare_pair if request.needs_grad else prepare)(request, q, k, v, side)
+        executor = with_checks(executor, request)
         if not recording() or request.is_empty or request.is_double:
-            return server
+            return executor
         if request.needs_grad:
             # Such a call also has a backward pass.
-            server = counted(server, request.backward, backward_specialization(request, q, k, v, side))
+            executor = counted(executor, request.backward, backward_specialization(request, q, k, v, side))
             request = request.forward
-        return counted(server, request.problem, required_specialization(request, q, k, v, side))
+        return counted(executor, request.problem, required_specialization(request, q, k, v, side))
 
     return remembered(key, q, read, make)
 
 
 def remembered(
-    key: tuple[object, ...], q: Tensor, read: Callable[[], Request], make: Callable[[Request], Made]
-) -> Made:
+    key: tuple[object, ...], q: Tensor, read: Callable[[], Request], make: Callable[[Request], AnyExecutor]
+) -> AnyExecutor:
     """Returns the cached entry of a key, or a new one: `make` of the request that `read` returns.
 
     Raises:
         KernelError: A CUDA graph is being captured. Errors of `read` and `make` are passed on.
     """
     with _preparing:
-        server: Made | None = _servers.get(key)
-        if server is None:
+        executor: AnyExecutor | None = _executors.get(key)
+        if executor is None:
             request = read()
             _refuse_capture(q)
-            server = make(request)
-            if len(_servers) >= MEMO_LIMIT:
-                _servers.clear()
-            _servers[key] = server
-        return server
+            executor = make(request)
+            if len(_executors) >= MEMO_LIMIT:
+                _executors.clear()
+            _executors[key] = executor
+        return executor
 
 
-def known_server(key: tuple[object, ...]) -> Any:
+def known_executor(key: tuple[object, ...]) -> Any:
     """Returns the cached executor of a key, or None."""
-    return _servers.get(key)
+    return _executors.get(key)
 
 
-def forget_servers() -> None:
+def forget_executors() -> None:
     """Clears the cache."""
     with _preparing:
-        _servers.clear()
+        _executors.clear()
         forget_choices()
 
 
-on_change(forget_servers)
+on_change(forget_executors)
 
 
 def _refuse_capture(q: Tensor) -> None:

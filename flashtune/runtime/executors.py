@@ -43,23 +43,23 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
     if request.return_lse:
         lse_like = prototype(request.lse_shape, torch.float32, q.device)
 
-        def serve_with_lse(
+        def run_with_lse(
             q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
         ) -> Result:
             out, lse = empty_like(out_like), empty_like(lse_like)
             launch(q, k, v, out, lse, default_scale if scale is None else scale)
             return out, lse
 
-        return serve_with_lse
+        return run_with_lse
 
-    def serve_plain(
+    def run_plain(
         q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
     ) -> Result:
         out = empty_like(out_like)
         launch(q, k, v, out, None, default_scale if scale is None else scale)
         return out
 
-    return serve_plain
+    return run_plain
 
 
 def _with_side(launch: Launch, request: Request, q: Tensor) -> Executor:
@@ -68,13 +68,13 @@ def _with_side(launch: Launch, request: Request, q: Tensor) -> Executor:
     out_like = prototype(request.out_shape, q.dtype, q.device)
     lse_like = prototype(request.lse_shape, torch.float32, q.device) if request.return_lse else None
 
-    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> Result:
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> Result:
         out = empty_like(out_like)
         lse = None if lse_like is None else empty_like(lse_like)
         launch(q, k, v, out, lse, default_scale if scale is None else scale, side)
         return out if lse is None else (out, lse)
 
-    return serve
+    return run
 
 
 def _quantized(
@@ -120,38 +120,38 @@ def interpreted(
     record = default_selection(problem, decision.target, needed).record
     out_view = request.layout.heads_first(out)
     tensors = *request.views(*wide), out_view
-    beside = side_views(problem, side, tensors[1].shape[0])
-    launch = bind(kernel_of(record, needed), decision.target, *tensors, beside)
-    launch(*tensors, lse, request.default_scale if scale is None else scale, beside)
+    extra = side_views(problem, side, tensors[1].shape[0])
+    launch = bind(kernel_of(record, needed), decision.target, *tensors, extra)
+    launch(*tensors, lse, request.default_scale if scale is None else scale, extra)
     return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
 
 
-def in_words(server: Backend) -> str:
+def in_words(backend: Backend) -> str:
     """Returns the name of a baseline for use in messages."""
-    return "torch's SDPA" if server is Backend.SDPA else "the unfused computation"
+    return "torch's SDPA" if backend is Backend.SDPA else "the unfused computation"
 
 
-def baseline_server(server: Backend, request: Request) -> Executor:
+def baseline_executor(backend: Backend, request: Request) -> Executor:
     """Returns an executor by SDPA or by the unfused computation."""
     problem = request.problem
     default_scale, layout = request.default_scale, request.layout
 
-    def serve_sdpa(
+    def run_sdpa(
         q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
     ) -> Result:
         factor = default_scale if scale is None else scale
         with types_as_given(q):
             return layout.as_given(sdpa_attention(*request.views(q, k, v), factor, problem.causal))
 
-    def serve_standard(
+    def run_unfused(
         q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs = NO_EXTRA_INPUTS
     ) -> Result:
         views, factor = request.views(q, k, v), default_scale if scale is None else scale
         with types_as_given(q):
             if problem.features:
-                beside = side_views(problem, side, views[1].shape[0])
+                extra = side_views(problem, side, views[1].shape[0])
                 out, lse = unfused_features(
-                    problem, *views, beside, scale=factor, return_lse=request.return_lse
+                    problem, *views, extra, scale=factor, return_lse=request.return_lse
                 )
             else:
                 out, lse = unfused_attention(
@@ -159,15 +159,15 @@ def baseline_server(server: Backend, request: Request) -> Executor:
                 )
         return layout.as_given(out) if lse is None else (layout.as_given(out), lse.view(request.lse_shape))
 
-    return serve_standard if server is Backend.STANDARD else serve_sdpa
+    return run_unfused if backend is Backend.STANDARD else run_sdpa
 
 
-def masked_server(request: Request, backend: str | None) -> Executor:
+def masked_executor(request: Request, backend: str | None) -> Executor:
     """Returns an executor by SDPA with a mask, or unfused if SDPA selects another backend at the call."""
     default_scale, layout, problem = request.default_scale, request.layout, request.problem
-    standard = baseline_server(Backend.STANDARD, request)
+    standard = baseline_executor(Backend.STANDARD, request)
 
-    def serve(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> Result:
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> Result:
         assert side.bias is not None
         views = request.views(q, k, v)
         # torch's settings may have changed since the executor was made.
@@ -177,7 +177,7 @@ def masked_server(request: Request, backend: str | None) -> Executor:
             factor = default_scale if scale is None else scale
             return layout.as_given(masked_attention(*views, side.bias, factor, problem.causal))
 
-    return serve
+    return run
 
 
 def types_as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from flashtune.dispatch.pair_decision import side_gradients
 from flashtune.request.feature_request import read_call
 from flashtune.request.quantization import with_positive_scale
 from flashtune.request.request import Executor, Result, requires_grad
-from flashtune.runtime.call_cache import asked_gradients, known_server, prepared
+from flashtune.runtime.call_cache import gradient_key, known_executor, prepared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ def key_of_call(call: Call) -> tuple[object, ...]:
     if side.dropout is not None:
         # Seeds of all calls have the same properties, and plans are made before there is a seed.
         side = side._replace(seed=None)
-    beside = tuple(None if tensor is None else _kind(tensor) for tensor in side.optional_tensors)
+    extra = tuple(None if tensor is None else _kind(tensor) for tensor in side.optional_tensors)
     return (
         q.shape,
         k.shape,
@@ -56,13 +56,13 @@ def key_of_call(call: Call) -> tuple[object, ...]:
         k.device,
         v.device,
         options,
-        *beside,
+        *extra,
         side.bias is None or side.bias.data_ptr() & 15 == 0,
         side.softcap is None,
         side.dropout is None,
         torch.is_grad_enabled()
         and requires_grad(q, k, v, side)
-        and (asked_gradients(options.deterministic), side_gradients(side)),
+        and (gradient_key(options.deterministic), side_gradients(side)),
     )
 
 
@@ -70,7 +70,7 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def serve_call(call: Call) -> Result:
+def run_call(call: Call) -> Result:
     """Returns attention of tensors with memory, by the executor of their kind of call.
 
     Raises:
@@ -80,10 +80,10 @@ def serve_call(call: Call) -> Result:
     """
     call = unsigned(call)
     key = key_of_call(call)
-    server = known_server(key)
-    if server is None:
-        server = server_of_call(key, call)
-    result: Result = server(call.q, call.k, call.v, call.scale, call.side)
+    executor = known_executor(key)
+    if executor is None:
+        executor = executor_of_call(key, call)
+    result: Result = executor(call.q, call.k, call.v, call.scale, call.side)
     return result
 
 
@@ -100,7 +100,7 @@ def unsigned(call: Call) -> Call:
     return call._replace(q=q, scale=scale)
 
 
-def server_of_call(key: tuple[object, ...], call: Call) -> Executor:
+def executor_of_call(key: tuple[object, ...], call: Call) -> Executor:
     """Returns the executor of a kind of call. It is prepared if the cache does not contain it.
 
     Raises:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flashtune.dispatch.decision import Decision
     from flashtune.launch.forward import Binary
 
-Served = TypeVar("Served")
+Usable = TypeVar("Usable")
 
 # Maximum number of cached kernels of calls with features, which are a few for each kind of model and batch.
 CHOICES_LIMIT = 1024
@@ -50,18 +50,18 @@ class KernelKey(NamedTuple):
     device: torch.device
 
 
-def known_choice(asked: KernelKey) -> LoadedKernel | None:
+def known_choice(key: KernelKey) -> LoadedKernel | None:
     """Returns the cached kernel of a call with features. Numbers of packed tokens are often new."""
-    return _choices.get(asked) if asked.problem.features else None
+    return _choices.get(key) if key.problem.features else None
 
 
-def remember_choice(asked: KernelKey, choice: LoadedKernel) -> None:
+def remember_choice(key: KernelKey, choice: LoadedKernel) -> None:
     """Caches a kernel for later calls with the same key."""
-    if not asked.problem.features:
+    if not key.problem.features:
         return
     if len(_choices) >= CHOICES_LIMIT:
         _choices.clear()
-    _choices[asked] = choice
+    _choices[key] = choice
 
 
 def forget_choices() -> None:
@@ -69,7 +69,7 @@ def forget_choices() -> None:
     _choices.clear()
 
 
-def chosen(selection: Selection, target: Target, asked: KernelKey) -> LoadedKernel:
+def chosen(selection: Selection, target: Target, key: KernelKey) -> LoadedKernel:
     """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it.
 
     Raises:
@@ -78,22 +78,22 @@ def chosen(selection: Selection, target: Target, asked: KernelKey) -> LoadedKern
     """
     record = selection.record
     assert record.config is not None
-    kernel = kernel_of(record, asked.specialization)
+    kernel = kernel_of(record, key.specialization)
     if proven_by(selection, kernel.digest):
-        return LoadedKernel(kernel, target, binary_of(kernel, target, asked.device))
-    problem = msgspec.structs.replace(asked.problem, causal=record.problem.causal)
-    with rehearsing(kernel, problem, record.config, target, asked.device):
-        binary = binary_of(kernel, target, asked.device)
-    if not passes_self_check(kernel, problem, record.config, target, asked.device, binary):
+        return LoadedKernel(kernel, target, binary_of(kernel, target, key.device))
+    problem = msgspec.structs.replace(key.problem, causal=record.problem.causal)
+    with rehearsing(kernel, problem, record.config, target, key.device):
+        binary = binary_of(kernel, target, key.device)
+    if not passes_self_check(kernel, problem, record.config, target, key.device, binary):
         raise VerificationError(
-            f"the {record.family} kernel for {asked.problem.key} failed its self-check on {target.name}"
+            f"the {record.family} kernel for {key.problem.key} failed its self-check on {target.name}"
         )
     return LoadedKernel(kernel, target, binary)
 
 
-def first_that_serves(
-    decision: Decision, asked: KernelKey, attempt: Callable[[Selection, Target], Served]
-) -> Served:
+def first_usable(
+    decision: Decision, key: KernelKey, attempt: Callable[[Selection, Target], Usable]
+) -> Usable:
     """Returns the result of `attempt` for the first selection with which it succeeds, and warns of fallbacks.
 
     Raises:
@@ -104,20 +104,20 @@ def first_that_serves(
     assert decision.target is not None
     failure: KernelError | VerificationError
     try:
-        served = attempt(decision.selection, decision.target)
+        result = attempt(decision.selection, decision.target)
     except (KernelError, VerificationError) as error:
         failure = error
     else:
-        _tell_of_fallback(decision.selection, asked.problem)
-        return served
-    for other, name in _instead(decision.selection, decision.target, asked):
+        _warn_of_fallback(decision.selection, key.problem)
+        return result
+    for other, name in _instead(decision.selection, decision.target, key):
         try:
-            served = attempt(other, decision.target)
+            result = attempt(other, decision.target)
         except (KernelError, VerificationError):
             # Report the first failure only. Another kernel may still work.
             continue
-        warn_of_failure(failure, name, asked.problem)
-        return served
+        warn_of_failure(failure, name, key.problem)
+        return result
     raise failure
 
 
@@ -127,18 +127,18 @@ def warn_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
     warn_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")
 
 
-def _instead(selection: Selection, target: Target, asked: KernelKey) -> Iterator[tuple[Selection, str]]:
+def _instead(selection: Selection, target: Target, key: KernelKey) -> Iterator[tuple[Selection, str]]:
     """Yields fallbacks for the kernel of a decision, each with a name for the warning."""
     tuned = nearest_selection(selection)
     if tuned is not None:
         yield tuned, "the config of the nearest tuned shape"
-    if asked.prefer is Prefer.GENERATED:
-        for default in default_selections(asked.problem, target, asked.specialization):
+    if key.prefer is Prefer.GENERATED:
+        for default in default_selections(key.problem, target, key.specialization):
             if default != selection:
                 yield default, "a default config"
 
 
-def _tell_of_fallback(selection: Selection, problem: Problem) -> None:
+def _warn_of_fallback(selection: Selection, problem: Problem) -> None:
     near = selection.measured.problem
     if selection.source == "default":
         what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"

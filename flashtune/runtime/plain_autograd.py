@@ -45,13 +45,11 @@ def plainly_differentiable(passes: Passes) -> Executor:
     """Returns a differentiable executor."""
     apply = PlainAttend.apply
 
-    def serve(
-        q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
-    ) -> Result:
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS) -> Result:
         result: Result = apply(q, k, v, passes, scale)  # type: ignore[no-untyped-call]
         return result
 
-    return serve
+    return run
 
 
 class PlainAttend(Function):

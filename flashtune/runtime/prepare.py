@@ -11,17 +11,17 @@ from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.notices import warn_once
 from flashtune.dispatch.decision import Backend, baseline, decide, output_like, required_specialization
-from flashtune.dispatch.masked_sdpa import may_serve, refusal
+from flashtune.dispatch.masked_sdpa import refusal, sdpa_allowed
 from flashtune.dispatch.sdpa import default_backend
 from flashtune.launch.forward import bind
 from flashtune.request.request import Executor, Prefer, Request
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.executors import (
-    baseline_server,
+    baseline_executor,
     in_words,
     interpreted,
     launcher,
-    masked_server,
+    masked_executor,
     nothing,
     types_as_given,
 )
@@ -29,7 +29,7 @@ from flashtune.runtime.kernel_fallback import (
     KernelKey,
     LoadedKernel,
     chosen,
-    first_that_serves,
+    first_usable,
     known_choice,
     remember_choice,
     warn_of_failure,
@@ -55,26 +55,26 @@ def prepare(
     """
     choice = None
     if request.problem.features and not request.is_empty:
-        choice = known_choice(asked_forward(request, q, k, v, side))
-    if choice is not None and not may_serve(request):
+        choice = known_choice(forward_kernel_key(request, q, k, v, side))
+    if choice is not None and not sdpa_allowed(request):
         return bound_forward(choice, request, q, k, v, side)
     # Whether SDPA supports a mask also depends on strides, which are not part of the key of a kernel.
     decision = decide(request, q, k, v, side)
-    if decision.server is Backend.SDPA and request.problem.features:
-        served = _masked(request, q, k, v, side)
-        if served is not None:
-            return served
+    if decision.backend is Backend.SDPA and request.problem.features:
+        executor = _masked(request, q, k, v, side)
+        if executor is not None:
+            return executor
         decision = decide(request, q, k, v, side)
-        if decision.server is Backend.SDPA:
+        if decision.backend is Backend.SDPA:
             # A trial of SDPA that ran out of memory is not cached.
-            decision = msgspec.structs.replace(decision, server=Backend.GENERATED)
-    if choice is not None and decision.server is Backend.GENERATED:
+            decision = msgspec.structs.replace(decision, backend=Backend.GENERATED)
+    if choice is not None and decision.backend is Backend.GENERATED:
         return bound_forward(choice, request, q, k, v, side)
-    if decision.server in (Backend.GENERATED, Backend.INTERPRETER):
+    if decision.backend in (Backend.GENERATED, Backend.INTERPRETER):
         return _generated_or_baseline(decision, request, q, k, v, side)
-    if decision.server is Backend.NOBODY:
+    if decision.backend is Backend.NONE:
         return functools.partial(nothing, request)
-    return baseline_server(decision.server, request)
+    return baseline_executor(decision.backend, request)
 
 
 def _masked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Executor | None:
@@ -85,7 +85,7 @@ def _masked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs
         backend = default_backend(*views, request.problem, side.bias)
         unsupported_reason = refusal(request, backend, *views, side.bias)
     if unsupported_reason is None:
-        return masked_server(request, backend)
+        return masked_executor(request, backend)
     warn_once(
         "masked SDPA", f"torch's SDPA {unsupported_reason}, so another kernel serves {request.problem.key}"
     )
@@ -101,20 +101,20 @@ def prepare_generated(
         KernelError: No kernel compiles or loads.
         VerificationError: The kernels are wrong on this GPU.
     """
-    if decision.server is Backend.INTERPRETER:
+    if decision.backend is Backend.INTERPRETER:
         return functools.partial(interpreted, decision, request)
-    asked = asked_forward(request, q, k, v, side)
+    key = forward_kernel_key(request, q, k, v, side)
 
     def attempt(selection: Selection, target: Target) -> Executor:
-        choice = chosen(selection, target, asked)
-        served = bound_forward(choice, request, q, k, v, side)
-        remember_choice(asked, choice)
-        return served
+        choice = chosen(selection, target, key)
+        executor = bound_forward(choice, request, q, k, v, side)
+        remember_choice(key, choice)
+        return executor
 
-    return first_that_serves(decision, asked, attempt)
+    return first_usable(decision, key, attempt)
 
 
-def asked_forward(
+def forward_kernel_key(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> KernelKey:
     """Returns the cache key of a request's forward kernel."""
@@ -132,7 +132,7 @@ def _generated_or_baseline(
             raise
         instead = baseline(request)
         warn_of_failure(failure, in_words(instead), request.problem)
-        return baseline_server(instead, request)
+        return baseline_executor(instead, request)
 
 
 def bound_forward(
@@ -151,5 +151,5 @@ def bound_forward(
     tensors = *request.views(q, k, v), output_like(request)
     if not request.problem.features:
         return launcher(bind(choice.kernel, choice.target, *tensors, compiled=choice.binary), request, q)
-    beside = side_views(request.problem, side, tensors[1].shape[0])
-    return launcher(bind(choice.kernel, choice.target, *tensors, beside, compiled=choice.binary), request, q)
+    extra = side_views(request.problem, side, tensors[1].shape[0])
+    return launcher(bind(choice.kernel, choice.target, *tensors, extra, compiled=choice.binary), request, q)

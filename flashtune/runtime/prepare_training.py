@@ -30,22 +30,22 @@ from flashtune.request.side_inputs import side_views
 from flashtune.runtime.autograd import Pair, differentiable, with_side
 from flashtune.runtime.backward_executors import (
     BackwardExecutor,
-    BackwardServer,
+    BoundBackward,
     Gradients,
     interpreted_backward,
 )
-from flashtune.runtime.executors import baseline_server, in_words, nothing
+from flashtune.runtime.executors import baseline_executor, in_words, nothing
 from flashtune.runtime.kernel_fallback import (
     KernelKey,
     LoadedKernel,
     chosen,
-    first_that_serves,
+    first_usable,
     known_choice,
     remember_choice,
     warn_of_failure,
 )
 from flashtune.runtime.plain_autograd import Passes, plainly_differentiable
-from flashtune.runtime.prepare import asked_forward, bound_forward, prepare_generated
+from flashtune.runtime.prepare import bound_forward, forward_kernel_key, prepare_generated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,14 +80,14 @@ def prepare_pair(
             raise
         instead = baseline(request)
         warn_of_failure(failure, f"{in_words(instead)} (in both passes)", request.backward)
-        return baseline_server(instead, request)
+        return baseline_executor(instead, request)
     return _paired(forward, backward, request, side)
 
 
 def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Executor | None:
     """Returns an executor of cached kernels bound to these lengths, or None if one is not cached."""
-    first = known_choice(asked_forward(request.forward, q, k, v, side))
-    last = known_choice(asked_backward(request, q, k, v, side))
+    first = known_choice(forward_kernel_key(request.forward, q, k, v, side))
+    last = known_choice(backward_kernel_key(request, q, k, v, side))
     if first is None or last is None:
         return None
     forward = bound_forward(first, request.forward, q, k, v, side)
@@ -96,7 +96,7 @@ def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraIn
 
 def _paired(forward: Executor, backward: BackwardExecutor, request: Request, side: ExtraInputs) -> Executor:
     if not request.problem.features and not request.return_lse:
-        plainly = backward.plainly if isinstance(backward, BackwardServer) else backward
+        plainly = backward.plainly if isinstance(backward, BoundBackward) else backward
         return plainly_differentiable(Passes(forward, plainly))
     wanted = side_gradients(side)
     return differentiable(Pair(forward, with_side(backward, request.layout, wanted), request.return_lse))
@@ -112,7 +112,7 @@ def prepare_alone(
         KernelError: `prefer` is "generated" and no kernel compiles or loads.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    known = None if request.is_empty else known_choice(asked_backward(request, q, k, v, side))
+    known = None if request.is_empty else known_choice(backward_kernel_key(request, q, k, v, side))
     if known is not None:
         return bound_backward(known, request, q, k, v, side)
     decision = decide_pair(msgspec.structs.replace(request, prefer=Prefer.GENERATED), q, k, v, side)
@@ -129,11 +129,11 @@ def prepare_alone(
 
 def recomputed(request: Request) -> BackwardExecutor:
     """Returns an executor that computes the forward pass again, unfused, and differentiates it."""
-    standard = baseline_server(Backend.STANDARD, request)
+    standard = baseline_executor(Backend.STANDARD, request)
     written = {"bias": request.problem.bias is Bias.ADDITIVE, "slopes": request.problem.alibi}
     names = [name for name, given in written.items() if given]
 
-    def serve(
+    def run(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -150,19 +150,19 @@ def recomputed(request: Request) -> BackwardExecutor:
         views = side_views(request.problem, side, request.views(q, k, v)[1].shape[0])
         with _autograd_inside_operator():
             inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-            beside = {name: getattr(views, name).detach().clone().requires_grad_() for name in names}
-            result = standard(*inputs, scale, side._replace(**beside))
+            extra = {name: getattr(views, name).detach().clone().requires_grad_() for name in names}
+            result = standard(*inputs, scale, side._replace(**extra))
             found = torch.autograd.grad(
-                result, (*inputs, *beside.values()), dout if dlse is None else (dout, dlse)
+                result, (*inputs, *extra.values()), dout if dlse is None else (dout, dlse)
             )
         # Return the strides that the fake implementation declares to compilers.
-        gradients = Gradients(*map(_laid_out_like, (q, k, v), found))
+        gradients = Gradients(*map(_with_layout_of, (q, k, v), found))
         return gradients._replace(**{f"d{name}": one for name, one in zip(names, found[3:], strict=True)})
 
-    return serve
+    return run
 
 
-def _laid_out_like(tensor: Tensor, values: Tensor) -> Tensor:
+def _with_layout_of(tensor: Tensor, values: Tensor) -> Tensor:
     return torch.empty_like(tensor).copy_(values)
 
 
@@ -178,12 +178,12 @@ def _autograd_inside_operator() -> Iterator[None]:
 
 def baseline_of_pair(decision: PairDecision, request: Request) -> Executor:
     """Returns the baseline's executor for both passes, and warns if no family computes them."""
-    server: Backend = decision.backward.server
-    if server is Backend.NOBODY:
+    backend: Backend = decision.backward.backend
+    if backend is Backend.NONE:
         return functools.partial(nothing, request)
     if decision.backward.selection is None and not request.is_double:
-        warn_once("gradients", f"{decision.backward.reason}, so {in_words(server)} serves both passes")
-    return baseline_server(server, request)
+        warn_once("gradients", f"{decision.backward.reason}, so {in_words(backend)} serves both passes")
+    return baseline_executor(backend, request)
 
 
 def prepare_backward(
@@ -195,20 +195,20 @@ def prepare_backward(
         KernelError: No kernel compiles and loads.
         VerificationError: The kernels are wrong on this GPU.
     """
-    if decision.server is Backend.INTERPRETER:
+    if decision.backend is Backend.INTERPRETER:
         return functools.partial(interpreted_backward, decision, request)
-    asked = asked_backward(request, q, k, v, side)
+    key = backward_kernel_key(request, q, k, v, side)
 
     def attempt(selection: Selection, target: Target) -> BackwardExecutor:
-        choice = chosen(selection, target, asked)
-        server = bound_backward(choice, request, q, k, v, side)
-        remember_choice(asked, choice)
-        return server
+        choice = chosen(selection, target, key)
+        executor = bound_backward(choice, request, q, k, v, side)
+        remember_choice(key, choice)
+        return executor
 
-    return first_that_serves(decision, asked, attempt)
+    return first_usable(decision, key, attempt)
 
 
-def asked_backward(
+def backward_kernel_key(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> KernelKey:
     """Returns the cache key of a request's backward kernel."""
@@ -229,6 +229,6 @@ def bound_backward(
     Raises:
         KernelError: The kernel does not load.
     """
-    server = BackwardServer(choice, request)
-    server.bind_usual(q, k, v, side)
-    return server
+    executor = BoundBackward(choice, request)
+    executor.bind_usual(q, k, v, side)
+    return executor

@@ -163,7 +163,7 @@ def _remembered(kernel: Kernel, target: Target) -> bool | None:
     try:
         return known_verdict(kernel, target)
     except StoreError as error:
-        _tell_of_database(error)
+        _warn_of_database(error)
         return None
 
 
@@ -210,8 +210,8 @@ def _remember(kernel: Kernel, target: Target, verdict: Verdict, seconds: float) 
     try:
         remember_check(check)
     except StoreError as error:
-        _tell_of_database(error)
+        _warn_of_database(error)
 
 
-def _tell_of_database(error: StoreError) -> None:
+def _warn_of_database(error: StoreError) -> None:
     warn_once("database", f"{error} (until then kernels are checked again in every process)")

@@ -21,7 +21,7 @@ from flashtune.request.quantization import given_scales, negated
 from flashtune.request.request import Result, read_request, require_tensors, requires_grad
 from flashtune.runtime.backward_ops import differentiated
 from flashtune.runtime.call_cache import serve
-from flashtune.runtime.feature_call_cache import serve_call, unsigned
+from flashtune.runtime.feature_call_cache import run_call, unsigned
 from flashtune.runtime.op_library import CALL_ARGUMENTS, TAGS, call_of, contiguous, library, operands
 from flashtune.runtime.torch_modes import refuse_tangents, runs_eagerly
 
@@ -143,7 +143,7 @@ def attend(call: Call) -> Result:
         VerificationError: The call is new, `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     if runs_eagerly(call.q, call.k, call.v):
-        return checked(serve_call, check_call, seeded(call))
+        return checked(run_call, check_call, seeded(call))
     require_tensors(call.q, call.k, call.v)
     return checked(_by_operator, check_call, seeded(call))
 
@@ -160,7 +160,7 @@ def _both(result: Result, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compute(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return _both(serve_call(call_of(q, *rest)), q)  # type: ignore[arg-type]
+    return _both(run_call(call_of(q, *rest)), q)  # type: ignore[arg-type]
 
 
 def _shapes(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:

@@ -30,13 +30,13 @@ def values_are_checked(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-def with_checks(serve: Executor, request: Request) -> Executor:
-    """Returns an executor that checks the values of each call's lengths, or `serve` if there is no need."""
+def with_checks(executor: Executor, request: Request) -> Executor:
+    """Returns an executor that checks the values of each call's lengths, or `executor` without checks."""
     problem = request.problem
     has_values = problem.packed or problem.page_size or problem.lengths or problem.prefix
     if not has_values or not values_are_checked(request.device):
-        return serve
-    return functools.partial(_checked, serve, request)
+        return executor
+    return functools.partial(_checked, executor, request)
 
 
 def check_slot_values(slots: Tensor, rows: int) -> None:
@@ -127,11 +127,17 @@ def is_capturing(tensor: Tensor) -> bool:
 
 
 def _checked(
-    serve: Executor, request: Request, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs
+    executor: Executor,
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    side: ExtraInputs,
 ) -> Result:
     if not is_capturing(q):
         check_values(request, q, k, side)
-    return serve(q, k, v, scale, side)
+    return executor(q, k, v, scale, side)
 
 
 def _check_starts(name: str, starts: Tensor, tensor: str, tokens: int, longest: int) -> None:

@@ -17,7 +17,7 @@ from flashtune.core.problem import Problem
 from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.lengths import Lengths, equal_lengths, is_ragged, usual_lengths
 from flashtune.verification.probes import Probe
-from flashtune.verification.serving_shapes import ServingCase, posed
+from flashtune.verification.serving_shapes import ServingCase, serving_cases
 from flashtune.verification.shapes import MAX_BLOCKS, ROUNDS, Shape, Tile, rounds_of, shapes_of, third_tiles
 
 TENSORS = ("q", "k", "v", "out")
@@ -110,7 +110,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     tile = Tile(block_m, block_n, 1 if reduced else min(config.num_stages, MAX_BLOCKS - 2))
     splits = splits_of(config)
     if splits or problem.features:
-        problems = posed(tile, splits, problem, quick=level is Level.QUICK, reduced=reduced)
+        problems = serving_cases(tile, splits, problem, quick=level is Level.QUICK, reduced=reduced)
         served = tuple(_served(problem, problems, block_n))
         return tuple(msgspec.structs.replace(case, repeats=1) for case in served) if reduced else served
     shapes = shapes_of(tile, problem, quick=level is Level.QUICK)

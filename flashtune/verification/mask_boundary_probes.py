@@ -49,14 +49,14 @@ def at_edges(
     if problem.packed and not problem.page_size:
         for sequence in range(problem.batch - 1):
             words[sequence, :, lengths.keys[sequence]] = words[_next(lengths, sequence), :, 0]
-    asked_for = _neighbours(problem, lengths, side, generator)
+    neighbours = _neighbours(problem, lengths, side, generator)
     batch = torch.arange(problem.batch)[:, None, None]
     head = (torch.arange(problem.heads) // problem.group_size)[None, :, None]
     # Indexing on the CPU loads no CUDA kernels. Signs are copied to the device as bytes.
     signs = words.to(torch.int8).cpu()
-    last_visible, first_hidden = (signs[batch, head, key].to(device) for key in asked_for)
-    asked = LAST_VISIBLE * last_visible + FIRST_HIDDEN * first_hidden
-    return asked * (1 / (scale * width)), words[:, :, :keys].clone()
+    last_visible, first_hidden = (signs[batch, head, key].to(device) for key in neighbours)
+    words_of_keys = LAST_VISIBLE * last_visible + FIRST_HIDDEN * first_hidden
+    return words_of_keys * (1 / (scale * width)), words[:, :, :keys].clone()
 
 
 def _next(lengths: Lengths, sequence: int) -> int:

@@ -237,8 +237,8 @@ def _diagonal(values: Values, problem: Problem, scale: float, generator: torch.G
     shape = (problem.batch, problem.kv_heads, problem.seqlen_kv + 1, width)
     words = torch.randint(2, shape, generator=generator) * 2.0 - 1.0
     last = torch.arange(problem.seqlen_q) + problem.diagonal
-    asked = LAST_VISIBLE * words[:, :, last.clamp(0, problem.seqlen_kv - 1)]
-    asked = asked + FIRST_HIDDEN * words[:, :, (last + 1).clamp(0, problem.seqlen_kv)]
-    q = asked.repeat_interleave(problem.group_size, dim=1) * (1 / (scale * width))
+    words_of_keys = LAST_VISIBLE * words[:, :, last.clamp(0, problem.seqlen_kv - 1)]
+    words_of_keys = words_of_keys + FIRST_HIDDEN * words[:, :, (last + 1).clamp(0, problem.seqlen_kv)]
+    q = words_of_keys.repeat_interleave(problem.group_size, dim=1) * (1 / (scale * width))
     q, k = (made.to(values.v.device) for made in (q, words[:, :, : problem.seqlen_kv].clone()))
     return Values(q, k, values.v)

@@ -53,18 +53,20 @@ class ServingCase(NamedTuple):
     ragged: bool
 
 
-def posed(tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bool) -> Iterator[ServingCase]:
+def serving_cases(
+    tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bool
+) -> Iterator[ServingCase]:
     """Yields the problems of a check in a fixed order.
 
     In decoding, the tile's queries are rows: queries times heads that share a KV head. `splits` is 0 for a
     kernel that does not decode. An interpreter needs `reduced` problems.
     """
     shapes = _decoding(tile, splits, quick) if splits else _plain(tile, problem, quick)
-    beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)
+    borders = border_shapes(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)
     usual, decoding = (FEW_HEADS, FEW_DECODE_HEADS) if reduced else (HEADS, DECODE_HEADS)
     turns = LATENT_HEADS if problem.latent else decoding if splits else usual
     batches = FEW_BATCHES if reduced else BATCHES
-    for turn, shape in enumerate((*shapes, *beside)):
+    for turn, shape in enumerate((*shapes, *borders)):
         heads = turns[turn % len(turns)]
         few = _few_queries(shape, heads, problem) if splits else shape
         yield with_lengths(problem, few, heads, turn, batches[turn % len(batches)], quick=quick)
@@ -137,7 +139,7 @@ def _decoding(tile: Tile, splits: int, quick: bool) -> Iterator[Shape]:
             yield Shape(probe, queries, length)
 
 
-def beside_plain(
+def border_shapes(
     tile: Tile, problem: Problem, *, quick: bool, reduced: bool, decoding: bool
 ) -> Iterator[Shape]:
     """Yields the additional shapes for borders of masks and pages, and for sinks."""

@@ -102,7 +102,7 @@ class RowScale(NamedTuple):
 
 def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     """Returns the tolerance of each row's output, [heads, rows] in float64."""
-    steps = FUNCTION_STEPS + _score_steps(problem) * scale.score + scale.keys.sqrt() + _laid_steps(scale)
+    steps = FUNCTION_STEPS + _score_steps(problem) * scale.score + scale.keys.sqrt() + _addition_steps(scale)
     typical = scale.spread * (_weight_roundoff(scale, problem) + FLOAT32_ROUNDOFF * steps)
     # The sum of the weights is in float32 too, and its error affects the whole row.
     summing = FLOAT32_ROUNDOFF * (4.0 + scale.keys.sqrt())
@@ -120,7 +120,7 @@ def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
 def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     """Returns the tolerance of each row's float32 log-sum-exp, [heads, rows] in float64."""
     steps = FUNCTION_STEPS + _score_steps(problem) * scale.score + scale.keys.sqrt() + 4.0 * scale.lse
-    allowed = 2.0 * plain + FLOAT32_ROUNDOFF * (steps + _laid_steps(scale))
+    allowed = 2.0 * plain + FLOAT32_ROUNDOFF * (steps + _addition_steps(scale))
     if scale.products is not None and scale.focus is not None:
         allowed += 2.0 * UNIT_ROUNDOFF[problem.dtype] * scale.products * scale.focus
     if problem.dtype.is_quantized:
@@ -133,7 +133,7 @@ def _score_steps(problem: Problem) -> float:
     return max(MIN_SCORE_STEPS, problem.head_dim / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
 
 
-def _laid_steps(scale: RowScale) -> Tensor | float:
+def _addition_steps(scale: RowScale) -> Tensor | float:
     """Returns the error of a score from bias, ALiBi and softcap, in roundoffs."""
     added = 0.0 if scale.added is None else ADDING_STEPS * scale.added
     return added + FUNCTION_STEPS * scale.softcap

@@ -35,7 +35,7 @@ from flashtune.templates.common.args.backward_portable import (
 )
 from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.model.sram import Chunk, head_chunks
-from flashtune.templates.common.model.traffic import cycled_rows, keys_kept, unpacked
+from flashtune.templates.common.model.traffic import cycled_rows, programs_by_key_block, unpacked
 from flashtune.templates.family import BytesItem
 
 FLOAT32 = 4
@@ -171,7 +171,7 @@ class BackwardFused:
         heads = problem.batch * problem.heads
         rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
         sums = problem.head_dim * FLOAT32
-        at_once = keys_kept(problem, config.block_n, target, inner=config.heads_inner)
+        at_once = programs_by_key_block(problem, config.block_n, target, inner=config.heads_inner)
         row_bytes = both + 2 * FLOAT32 + sums
         walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, at_once, target)
         return (

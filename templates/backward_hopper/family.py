@@ -32,7 +32,7 @@ from flashtune.templates.backward_hopper.space import (
 from flashtune.templates.backward_hopper.span import hopper_backward_span
 from flashtune.templates.backward_hopper.sram import hopper_backward_items
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
-from flashtune.templates.common.model.traffic import cycled_rows, keys_kept
+from flashtune.templates.common.model.traffic import cycled_rows, programs_by_key_block
 from flashtune.templates.family import BytesItem, Context
 
 HOPPER = 90
@@ -166,7 +166,7 @@ class BackwardHopper:
         rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
         sums = width_of(problem) * FLOAT32
         row_bytes = both + 2 * FLOAT32 + sums
-        at_once = keys_kept(problem, config.block_n, target)
+        at_once = programs_by_key_block(problem, config.block_n, target)
         walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, at_once, target)
         return (
             BytesItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),

@@ -11,7 +11,12 @@ from flashtune.templates.common.model.makespan_backward import (
     keys_span,
     queries_span,
 )
-from flashtune.templates.common.model.traffic import cycled_rows, keys_kept, streamed_item, tiles_of_queries
+from flashtune.templates.common.model.traffic import (
+    cycled_rows,
+    programs_by_key_block,
+    streamed_item,
+    tiles_of_queries,
+)
 from flashtune.templates.family import BytesItem
 
 FLOAT32 = 4
@@ -44,7 +49,7 @@ def split_traffic(problem: Problem, config: SplitConfig, target: Target | None) 
     both = (problem.head_dim + problem.value_head_dim) * size
     heads = problem.batch * problem.heads
     rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
-    kept = keys_kept(problem, config.block_n, target, inner=config.heads_inner)
+    kept = programs_by_key_block(problem, config.block_n, target, inner=config.heads_inner)
     row_bytes = both + 2 * FLOAT32
     walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, kept, target)
     at_once = tiles_of_queries(problem, config.dq_block_m, target, inner=config.heads_inner)

@@ -56,7 +56,7 @@ def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float
     streamed = extremes(tiling).mean * tiling.total * config.block_n
     section = min(config.section or tiling.heads, tiling.heads)
     moving = traffic_us(
-        problem, streamed, section / tiling.packs, workers, target, beside=min(section, tiling.packs)
+        problem, streamed, section / tiling.packs, workers, target, neighbours=min(section, tiling.packs)
     )
     lost = OUT_OF_STEP if _falls_out(tiling, workers, section, target) else 0.0
     return (1 + lost) * (pace.launch + together_us(busy, moving)) / 1e3

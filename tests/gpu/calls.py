@@ -12,7 +12,7 @@ from flashtune.core.notices import forget_warnings
 from flashtune.dispatch.tables import tuned_records
 from flashtune.request.options import CausalOption
 from flashtune.request.request import read_request
-from flashtune.runtime.call_cache import forget_servers
+from flashtune.runtime.call_cache import forget_executors
 from flashtune.runtime.self_check import forget_verdicts
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -21,7 +21,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 def forget() -> None:
     """Clears all caches of the process: executors, warnings and the database."""
-    forget_servers()
+    forget_executors()
     forget_warnings()
     forget_verdicts()
     tuned_records.cache_clear()

@@ -68,7 +68,7 @@ def test_timed_kernel_serves_without_check(monkeypatch: pytest.MonkeyPatch) -> N
         near = tensors(500, 500)
         close(flashtune.attention(*near, causal=True), reference(*near, True)[0])
     told = flashtune.explain(q, k, v, causal=True)
-    assert (told.server, told.standing) == ("generated", "timed")
+    assert (told.backend, told.standing) == ("generated", "timed")
 
 
 @pytest.mark.usefixtures("own_tables")
@@ -76,9 +76,9 @@ def test_fastest_measured_backend_is_selected() -> None:
     q, k, v = tensors(512, 512)
     pin(timed_record(q, k, v, dict.fromkeys(PEERS.values(), 0.5)))
     assert default_backend(q, k, v, request_of(q, k, v).problem) in PEERS.values()
-    assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
+    assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
     close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
-    assert flashtune.explain(q, k, v, causal=True, prefer="generated").server == "generated"
+    assert flashtune.explain(q, k, v, causal=True, prefer="generated").backend == "generated"
 
 
 @pytest.mark.usefixtures("own_tables")

@@ -43,7 +43,7 @@ def test_kernel_that_fails_its_self_check_does_not_serve(monkeypatch: pytest.Mon
     q, k, v = tensors()
     with pytest.warns(FlashtuneWarning, match="failed its self-check"):
         close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
-    assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
+    assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
     out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True)
     close(out, reference(q, k, v, True)[0])
     assert lse.isfinite().all()

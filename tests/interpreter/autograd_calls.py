@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.notices import forget_warnings
-from flashtune.runtime.call_cache import forget_servers
+from flashtune.runtime.call_cache import forget_executors
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HEADS, KV_HEADS = 4, 2
@@ -19,11 +19,11 @@ HEADS, KV_HEADS = 4, 2
 
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
-    forget_servers()
+    forget_executors()
     forget_warnings()
     torch._dynamo.reset()
     yield
-    forget_servers()
+    forget_executors()
 
 
 def tensors(seqlen_q: int = 20, seqlen_kv: int = 28, head_dim: int = 32, value_head_dim: int = 16) -> Triple:

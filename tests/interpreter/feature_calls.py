@@ -15,7 +15,7 @@ from flashtune.api.paged import paged_call
 from flashtune.api.varlen import varlen_call
 from flashtune.core.notices import forget_warnings
 from flashtune.launch.compilation import interpreting
-from flashtune.runtime.call_cache import forget_servers
+from flashtune.runtime.call_cache import forget_executors
 from tests.problems.features import KEYS, QUERIES, agrees, starts
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
@@ -24,11 +24,11 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 32
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
     assert interpreting()
-    forget_servers()
+    forget_executors()
     forget_warnings()
     torch.manual_seed(0)
     yield
-    forget_servers()
+    forget_executors()
 
 
 def dense(batch: int = 2, seqlen_q: int = 20, seqlen_kv: int = 28) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ import flashtune
 from flashtune.api.attention import dense_call
 from flashtune.api.paged import paged_call
 from flashtune.core.errors import ProblemError
-from flashtune.runtime.call_cache import forget_servers
+from flashtune.runtime.call_cache import forget_executors
 from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import HEADS, WIDTH, dense, packed
 from tests.problems.features import KEYS, agrees, expected, paged, starts
@@ -61,7 +61,7 @@ def test_plan_with_a_shared_prefix_caches_its_executors(monkeypatch: pytest.Monk
     plan = flashtune.plan_paged(q, *cache, shared_prefix=16, scale=-0.2, return_lse=True)
     out, lse = plan(q, *cache)
     agrees(paged_call(q, *cache, scale=-0.2, return_lse=True), (out, lse))
-    forget_servers()
+    forget_executors()
     monkeypatch.delattr("flashtune.runtime.feature_call_cache.prepared")
     assert torch.equal(plan(q, *cache)[0], out)
 

@@ -15,7 +15,7 @@ import flashtune
 from flashtune.core.notices import forget_warnings
 from flashtune.launch.compilation import interpreting
 from flashtune.request.options import CausalOption, LayoutOption
-from flashtune.runtime.call_cache import forget_servers
+from flashtune.runtime.call_cache import forget_executors
 
 # What separates float32 from float64 here, and 16-bit rounding of the result.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -24,10 +24,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
     assert interpreting()
-    forget_servers()
+    forget_executors()
     forget_warnings()
     yield
-    forget_servers()
+    forget_executors()
 
 
 def reference(
@@ -172,7 +172,7 @@ def test_plan_and_explain() -> None:
     planned = flashtune.plan(q, k, v, causal=True, scale=-0.2)
     assert torch.equal(planned(q, k, v), flashtune.attention(q, k, v, causal=True, scale=-0.2))
     told = flashtune.explain(q, k, v, causal=True)
-    assert told.server == "interpreter"
+    assert told.backend == "interpreter"
     assert "TRITON_INTERPRET=1" in str(told)
 
 

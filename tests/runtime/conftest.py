@@ -20,7 +20,7 @@ from flashtune.dispatch.masked_sdpa import forget_refusals
 from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
 from flashtune.runtime import backward_executors, kernel_fallback, prepare
-from flashtune.runtime.call_cache import forget_servers
+from flashtune.runtime.call_cache import forget_executors
 from flashtune.runtime.self_check import forget_verdicts
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -35,7 +35,7 @@ def fresh_runtime() -> Iterator[None]:
     """Every test meets shapes, kernels and matters for the first time."""
 
     def forget() -> None:
-        forget_servers()
+        forget_executors()
         forget_warnings()
         forget_verdicts()
         forget_refusals()

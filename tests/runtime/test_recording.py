@@ -64,11 +64,11 @@ def test_executors_are_not_wrapped_without_recording(problem: Problem, file: Pat
     assert recorder.counted(serve, problem, Specialization()) is serve
     with flashtune.record_calls(file):
         flashtune.attention(*inputs(problem), causal=True)
-        assert {server.__name__ for server in call_cache._servers.values()} == {"serve_plain"}
-        assert all(hasattr(server, "__wrapped__") for server in call_cache._servers.values())
-    assert not call_cache._servers
+        assert {server.__name__ for server in call_cache._executors.values()} == {"run_plain"}
+        assert all(hasattr(server, "__wrapped__") for server in call_cache._executors.values())
+    assert not call_cache._executors
     flashtune.attention(*inputs(problem), causal=True)
-    assert not any(hasattr(server, "__wrapped__") for server in call_cache._servers.values())
+    assert not any(hasattr(server, "__wrapped__") for server in call_cache._executors.values())
 
 
 def test_plan_created_while_recording_is_counted(problem: Problem, file: Path) -> None:

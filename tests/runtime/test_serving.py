@@ -85,7 +85,7 @@ def test_fastest_backend_serves_unless_generated_is_preferred(
     flashtune.attention(q, k, v, causal=True, prefer="generated")
     flashtune.attention(q, k, v, causal=True, return_lse=True)
     assert machine.launches == 2
-    assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
+    assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
 
 
 def test_baseline_does_not_serve_calls_that_return_lse(
@@ -93,8 +93,8 @@ def test_baseline_does_not_serve_calls_that_return_lse(
 ) -> None:
     tuned(machine, make_record(problem, family="sdpa", config=None, kernel=None, measurement=None))
     q, k, v = inputs(problem)
-    assert flashtune.explain(q, k, v, causal=True).server == "sdpa"
-    assert flashtune.explain(q, k, v, causal=True, return_lse=True).server == "generated"
+    assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
+    assert flashtune.explain(q, k, v, causal=True, return_lse=True).backend == "generated"
 
 
 def test_unfused_attention_may_serve_short_sequences(
@@ -103,7 +103,7 @@ def test_unfused_attention_may_serve_short_sequences(
     machine.usual = None
     tuned(machine, make_record(problem, ms=1.0, peers={"standard": 0.5}))
     q, k, v = inputs(problem)
-    assert flashtune.explain(q, k, v, causal=True).server == "standard"
+    assert flashtune.explain(q, k, v, causal=True).backend == "standard"
     torch.testing.assert_close(flashtune.attention(q, k, v, causal=True), expected(q, k, v))
     assert machine.launches == 0
 
@@ -172,7 +172,7 @@ def test_call_cache_is_bounded(machine: Machine, problem: Problem, monkeypatch: 
         warnings.simplefilter("ignore")
         for length in range(1, 12):
             flashtune.attention(q[:, :, :length], k, v, causal=True)
-    assert len(call_cache._servers) <= 4
+    assert len(call_cache._executors) <= 4
 
 
 def test_explain_names_the_backend_without_a_launch(
@@ -182,7 +182,7 @@ def test_explain_names_the_backend_without_a_launch(
     tuned(machine, record)
     q, k, v = inputs(problem)
     told = flashtune.explain(q, k, v, causal=True)
-    assert (told.server, told.standing, told.kernel) == ("generated", "timed", record.kernel)
+    assert (told.backend, told.standing, told.kernel) == ("generated", "timed", record.kernel)
     text = str(told)
     assert problem.key in text
     assert "sdpa-cudnn 1.2 ms" in text

@@ -16,7 +16,7 @@ from flashtune.core.errors import ProblemError
 from flashtune.dispatch.decision import Backend
 from flashtune.request.feature_request import read_call
 from flashtune.request.options import Call
-from flashtune.runtime.executors import baseline_server
+from flashtune.runtime.executors import baseline_executor
 from tests.problems.features import KEYS, QUERIES, agrees, paged, starts
 
 HEADS = 4
@@ -35,7 +35,7 @@ MASKS: list[dict[str, Any]] = [
 def check(call: Call) -> None:
     request = read_call(call, False)
     assert request.problem.features
-    serve = baseline_server(Backend.STANDARD, request)
+    serve = baseline_executor(Backend.STANDARD, request)
     agrees(call, serve(call.q, call.k, call.v, call.scale, call.side))
 
 

@@ -50,7 +50,7 @@ def test_backend_with_the_faster_sum_serves_both_passes(
     q, k, v = leaves(problem, torch.bfloat16)
 
     def server(forward: float, backward: float) -> tuple[str, str]:
-        call_cache.forget_servers()
+        call_cache.forget_executors()
         tuned(
             machine,
             make_record(problem, ms=1.0, peers={"sdpa-cudnn": forward}),
@@ -58,9 +58,9 @@ def test_backend_with_the_faster_sum_serves_both_passes(
         )
         told = flashtune.explain(q, k, v, causal=True)
         assert told.backward is not None
-        assert flashtune.explain(q, k, v, causal=True, prefer="generated").server == "generated"
-        assert flashtune.explain(q, k, v, causal=True, return_lse=True).server == "generated"
-        return told.server, told.backward.server
+        assert flashtune.explain(q, k, v, causal=True, prefer="generated").backend == "generated"
+        assert flashtune.explain(q, k, v, causal=True, return_lse=True).backend == "generated"
+        return told.backend, told.backward.backend
 
     assert server(0.5, 3.4) == ("sdpa", "sdpa")
     assert server(0.5, 3.6) == ("generated", "generated"), "the slower pass outweighs the faster one"
@@ -128,11 +128,11 @@ def test_deterministic_gradients_are_a_separate_problem(machine: Machine, proble
         close(gradients(problem, q, k, v), right(q, k, v))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(call_cache._servers) == 2
+    assert len(call_cache._executors) == 2
     with torch.no_grad():
         flashtune.attention(q, k, v, deterministic=True)
         flashtune.attention(q, k, v)
-    assert len(call_cache._servers) == 3, "of no meaning where nobody goes back"
+    assert len(call_cache._executors) == 3, "of no meaning where nobody goes back"
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_float64_uses_unfused_attention(options: dict[str, Any]) -> None:
         return flashtune.attention(*tensors, causal=True, **options)
 
     told = flashtune.explain(q, k, v, causal=True, **options)
-    assert (told.server, told.reason) == ("standard", "no kernel takes float64")
+    assert (told.backend, told.reason) == ("standard", "no kernel takes float64")
     result = attend(q, k, v)
     results = result if isinstance(result, tuple) else (result,)
     assert {one.dtype for one in results} == {torch.float64}

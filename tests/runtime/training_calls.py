@@ -52,8 +52,8 @@ def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def server_of(out: Tensor) -> backward_executors.BackwardServer:
+def executor_of(out: Tensor) -> backward_executors.BoundBackward:
     """What goes back from an output."""
     server = out.grad_fn.call[0].backward.__self__  # type: ignore[union-attr]
-    assert isinstance(server, backward_executors.BackwardServer)
+    assert isinstance(server, backward_executors.BoundBackward)
     return server

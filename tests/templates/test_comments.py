@@ -12,14 +12,14 @@ import pytest
 
 from flashtune.core.kernel import _TEMPLATE, Kernel, canonical_template
 from flashtune.templates import registry, rendering
-from flashtune.templates.registry import ROOM, TEMPLATE, family_names, template_hash
+from flashtune.templates.registry import PACKAGE, TEMPLATE, family_names, template_hash
 from tests.support.golden_kernels import COMBINATIONS, kernel_of
 
 Read = Callable[[str], str]
 
 
 def read(name: str) -> str:
-    return resources.files(ROOM).joinpath(*name.split("/")).read_text(encoding="utf-8")
+    return resources.files(PACKAGE).joinpath(*name.split("/")).read_text(encoding="utf-8")
 
 
 def all_templates() -> list[str]:

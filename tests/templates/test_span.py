@@ -173,10 +173,12 @@ def test_heads_of_one_kv_head_read_its_keys_together() -> None:
         heads=96, kv_heads=24, batch=10, seqlen_q=1186, seqlen_kv=1186, causal=Causal.BOTTOM_RIGHT
     )
     streamed = 960 * 10 * 700
-    alone, beside = (traffic_us(problem, streamed, 240.0, 132, H200, beside=count) for count in (1, 4))
-    assert beside < alone < 4 * beside
+    alone, neighbours = (
+        traffic_us(problem, streamed, 240.0, 132, H200, neighbours=count) for count in (1, 4)
+    )
+    assert neighbours < alone < 4 * neighbours
     # A program for each head at a time shares nothing that more heads at a time would not.
-    few = (traffic_us(problem, streamed, 16.0, 132, H200, beside=count) for count in (1, 4))
+    few = (traffic_us(problem, streamed, 16.0, 132, H200, neighbours=count) for count in (1, 4))
     assert len(set(few)) == 1
 
 

@@ -72,7 +72,7 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, mistake: Mistake) -> list
     def bind(*_: object, **__: object) -> Callable[..., None]:
         def launch(*tensors: Any) -> None:
             *given, side = tensors
-            attend(*_told(mistake, case.problem, side, given))
+            attend(*_seen_messages(mistake, case.problem, side, given))
 
         return launch
 
@@ -84,9 +84,11 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, mistake: Mistake) -> list
     ]
 
 
-def _told(mistake: Mistake, problem: Problem, side: ExtraInputs, given: list[Any]) -> tuple[Any, ...]:
-    mistaken, beside = mistake(problem, side)
-    return (mistaken, *given, beside)
+def _seen_messages(
+    mistake: Mistake, problem: Problem, side: ExtraInputs, given: list[Any]
+) -> tuple[Any, ...]:
+    mistaken, extra_inputs = mistake(problem, side)
+    return (mistaken, *given, extra_inputs)
 
 
 MASKS: dict[str, dict[str, Any]] = {

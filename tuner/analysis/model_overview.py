@@ -215,15 +215,15 @@ def _kind(kind: Layers) -> str:
         "softcap" if kind.softcap else "",
         "sinks" if kind.sinks else "",
     )
-    asked = ", ".join(word for word in words if word)
-    return f"{kind.count} with {asked}" if asked else str(kind.count)
+    features = ", ".join(word for word in words if word)
+    return f"{kind.count} with {features}" if features else str(kind.count)
 
 
 def workspace_bytes(kernel: Kernel, problem: Problem) -> int:
     """Returns the bytes of a backward kernel's workspaces, for contiguous tensors of a problem."""
     given = make_inputs(problem, torch.device("meta"))
     q, k, v, out, side = given.q, given.k, given.v, given.out, given.side
-    beside = (getattr(side, name) for name in kernel.all_side if name not in NUMBERS)
+    extra = (getattr(side, name) for name in kernel.all_side if name not in NUMBERS)
     workspaces: tuple[tuple[int, ...], ...]
-    _, workspaces, _ = load_module(kernel).launch_plan(q, k, v, out, out, q, k, v, *beside)
+    _, workspaces, _ = load_module(kernel).launch_plan(q, k, v, out, out, q, k, v, *extra)
     return FLOAT32_BYTES * sum(math.prod(shape) for shape in workspaces)

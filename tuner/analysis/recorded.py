@@ -37,11 +37,11 @@ def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[WeightedProble
     calls: dict[Problem, int] = {}
     for count in counts:
         calls[count.problem] = calls.get(count.problem, 0) + count.calls
-    weighed = [
+    weighted = [
         WeightedProblem(problem, number, number * _least_ms(problem, target))
         for problem, number in calls.items()
     ]
-    return tuple(sorted(weighed, key=lambda found: -found.least_ms))
+    return tuple(sorted(weighted, key=lambda found: -found.least_ms))
 
 
 def _least_ms(problem: Problem, target: Target) -> float:
@@ -52,27 +52,27 @@ def _least_ms(problem: Problem, target: Target) -> float:
     return roofline(problem, target).bound_ms
 
 
-def read_weighed(path: Path, target: Target) -> tuple[WeightedProblem, ...]:
+def read_weighted(path: Path, target: Target) -> tuple[WeightedProblem, ...]:
     """Returns the problems of a file that `flashtune.record_calls` wrote, ranked as by `weigh`.
 
     Raises:
         UsageError: The file is not such a file, or holds nothing.
     """
-    weighed = weigh(read_counts(path), target)
-    if not weighed:
+    weighted = weigh(read_counts(path), target)
+    if not weighted:
         raise UsageError(
             f"{path} holds no recorded calls: run a program with FLASHTUNE_RECORD set to a file, or call "
             "flashtune.attention within flashtune.record_calls"
         )
-    return weighed
+    return weighted
 
 
-def summary(weighed: tuple[WeightedProblem, ...], top: int) -> str:
+def summary(weighted: tuple[WeightedProblem, ...], top: int) -> str:
     """Returns the fraction of the recorded time that the first problems cover, in one sentence."""
-    taken = weighed[:top]
-    whole = sum(found.least_ms for found in weighed)
+    taken = weighted[:top]
+    whole = sum(found.least_ms for found in weighted)
     share = sum(found.least_ms for found in taken) / whole if whole else 1.0
     return (
-        f"{len(taken)} of {len(weighed)} recorded problems are searched, {share:.0%} of the time that all "
+        f"{len(taken)} of {len(weighted)} recorded problems are searched, {share:.0%} of the time that all "
         "recorded calls take by peak rates"
     )

@@ -103,8 +103,10 @@ def require_work(problem: Problem) -> None:
     benched = {Feature.DETERMINISTIC} if problem.is_backward else {Feature.BIAS}
     further = problem.features - benched
     if further:
-        asked = ", ".join(sorted(further))
-        raise UsageError(f"bench times no {asked} so far: leave {problem.key} out, or search it for its time")
+        features = ", ".join(sorted(further))
+        raise UsageError(
+            f"bench times no {features} so far: leave {problem.key} out, or search it for its time"
+        )
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
         raise UsageError(f"{problem.key} has nothing to compute: give it a batch and lengths above zero")
 
@@ -131,11 +133,11 @@ def _admit_gradients(
 
 def _selected(problem: Problem, tensors: Tensors) -> tuple[str, str]:
     """Returns the family and description of the kernel that dispatch selects, never a baseline."""
-    told = flashtune.explain(tensors.q, tensors.k, tensors.v, **_options(problem, tensors))
-    assert told.selection is not None
-    record = told.selection.record
+    explanation = flashtune.explain(tensors.q, tensors.k, tensors.v, **_options(problem, tensors))
+    assert explanation.selection is not None
+    record = explanation.selection.record
     label = record.config.label() if record.config else ""
-    return record.family, f"{record.family} {label} ({told.selection.source})"
+    return record.family, f"{record.family} {label} ({explanation.selection.source})"
 
 
 def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:

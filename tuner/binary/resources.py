@@ -161,8 +161,8 @@ def overflow(resources: Resources, target: Target) -> str | None:
     if resources.sram_bytes > target.sram_per_block:
         return f"asks for {resources.sram_bytes} B of SRAM, and {target.name} has {target.sram_per_block}"
     if resources.tensor_memory_columns > target.tensor_memory_columns:
-        asked, available = resources.tensor_memory_columns, target.tensor_memory_columns
-        return f"asks for {asked} columns of tensor memory, and {target.name} has {available}"
+        required, available = resources.tensor_memory_columns, target.tensor_memory_columns
+        return f"asks for {required} columns of tensor memory, and {target.name} has {available}"
     return None
 
 

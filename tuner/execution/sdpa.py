@@ -24,7 +24,7 @@ BACKENDS = {
 }
 MAX_MASK_ELEMENTS = 2**28
 # Layouts and storage formats that no baseline supports.
-LAID_OUT = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.LATENT})
+OTHER_LAYOUTS = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.LATENT})
 
 
 def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:
@@ -47,7 +47,7 @@ def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None
     biases are passed as a mask. Each call adds a causal mask to a bias; other masks are made once, here.
     SDPA uses the same dropout rate with its own random numbers.
     """
-    if problem.features & (LAID_OUT | {Feature.SOFTCAP, Feature.SINKS}):
+    if problem.features & (OTHER_LAYOUTS | {Feature.SOFTCAP, Feature.SINKS}):
         return None
     if is_masked(problem):
         # The same call as dispatch makes: its time includes the preparation of the mask.

@@ -23,7 +23,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run, make_tensors
 from flashtune.tuner.execution.noise import is_tied
-from flashtune.tuner.execution.sdpa import BACKENDS, LAID_OUT, sdpa_run
+from flashtune.tuner.execution.sdpa import BACKENDS, OTHER_LAYOUTS, sdpa_run
 from flashtune.tuner.execution.timing import Run, measure_interleaved
 from flashtune.tuner.workloads.models import forward_of
 
@@ -68,23 +68,23 @@ def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
     None of them supports quantised inputs, varlen or a paged KV cache. For a backward problem only the
     backward pass is timed. SDPA's gradients need not be deterministic, even if the problem requires that.
     """
-    posed = forward_of(problem)
-    if posed.dtype.is_quantized or posed.features & LAID_OUT:
+    forward = forward_of(problem)
+    if forward.dtype.is_quantized or forward.features & OTHER_LAYOUTS:
         return
     given = differentiable(tensors) if problem.is_backward else tensors
-    yield from sdpa_runs(posed, given)
+    yield from sdpa_runs(forward, given)
     free, _ = torch.cuda.mem_get_info(tensors.q.device)
     copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
-    if copies * score_bytes(posed) < MEMORY_SHARE * free:
-        timed = _timed(standard_run(posed, given), given)
+    if copies * score_bytes(forward) < MEMORY_SHARE * free:
+        timed = _timed(standard_run(forward, given), given)
         if timed is not None:
             yield "standard", timed
 
 
-def sdpa_runs(posed: Problem, given: Tensors) -> Iterator[tuple[str, Run]]:
+def sdpa_runs(forward: Problem, given: Tensors) -> Iterator[tuple[str, Run]]:
     """Yields the SDPA backends that compute a forward problem, or its gradients if `given` has them."""
     for name, backend in BACKENDS.items():
-        run = sdpa_run(posed, given, backend)
+        run = sdpa_run(forward, given, backend)
         timed = None if run is None else _timed(run, given)
         if timed is not None:
             yield name, timed
@@ -145,7 +145,7 @@ def run_finals(
         tensors = make_tensors(problem, device, lse=specialization.lse)
         runs = [kernel_run(problem, candidate, specialization, target, tensors) for candidate in candidates]
         measured, peers = _with_peers(runs, list(peer_runs(problem, tensors)), device, rounds)
-        own = _told_apart(runs, measured, device, rounds)
+        own = _time_closest(runs, measured, device, rounds)
         found = [msgspec.structs.replace(one, peers=peers) for one in own]
         if found and timed_ways(problem):
             fastest = min(own, key=lambda one: one.ms)
@@ -192,7 +192,7 @@ def _with_peers(
     return measured[: len(runs)], tuple(PeerTime(name, one.ms) for (name, _), one in times)
 
 
-def _told_apart(
+def _time_closest(
     runs: Sequence[Run], measured: Sequence[Measurement], device: torch.device, rounds: int
 ) -> tuple[Measurement, ...]:
     """Times the fastest candidates with more samples, and scales their times to the clock of `measured`."""

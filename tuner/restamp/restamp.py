@@ -32,7 +32,7 @@ from flashtune.tuner.tables.admission import facts_of
 MAX_SOURCE_BYTES = 4 * 1024 * 1024
 FILE_NAME = re.compile(r"_([0-9a-f]{8,32})\.py")
 # Size of the caches. It is small, because digests are looked up one after another.
-KEPT_SOURCES = 16
+MAX_CACHED_SOURCES = 16
 
 # Time limit of a comparison: two kernels compile, each with its prologue and epilogue.
 SECONDS = 600.0
@@ -45,7 +45,7 @@ class EarlierSources:
 
     def __init__(self, folders: Iterable[Path]) -> None:
         """Lists the files by the first eight digits of the digest in their names."""
-        self._text = functools.lru_cache(maxsize=KEPT_SOURCES)(_text)
+        self._text = functools.lru_cache(maxsize=MAX_CACHED_SOURCES)(_text)
         self._paths: dict[str, list[Path]] = {}
         for folder in folders:
             for path in sorted(folder.glob("*.py")) if folder.is_dir() else ():
@@ -90,7 +90,7 @@ def _candidates(like: Kernel, source: str) -> Iterator[Kernel]:
     yield msgspec.structs.replace(kernel, arguments=arguments, **renamed)
 
 
-@functools.lru_cache(maxsize=KEPT_SOURCES)
+@functools.lru_cache(maxsize=MAX_CACHED_SOURCES)
 def _parameters(source: str) -> dict[str, tuple[str, ...]]:
     """Returns the parameters of each top-level function of a source."""
     try:

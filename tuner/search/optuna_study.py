@@ -62,9 +62,9 @@ class Study:
     def add(self, candidate: Candidate, answer: TrialResult) -> None:
         """Adds the result of a candidate. Candidates outside of all spaces are ignored."""
         if self._scope.contains(candidate):
-            self._study.add_trial(self._told(candidate, answer))
+            self._study.add_trial(self._frozen_trial(candidate, answer))
 
-    def _told(self, candidate: Candidate, answer: TrialResult) -> optuna.trial.FrozenTrial:
+    def _frozen_trial(self, candidate: Candidate, answer: TrialResult) -> optuna.trial.FrozenTrial:
         parameters = self._parameters(candidate)
         return optuna.trial.create_trial(
             params=parameters,

@@ -21,7 +21,7 @@ ON_DEVICE = 2
 # Compiled candidates that wait for the GPU. A longer queue would be proposed without the latest results.
 READY = 6
 # Proposals between two checks of the budget: the model may prune many in a row.
-MAX_ASKED = 64
+PROPOSALS_PER_CHECK = 64
 # Timing stops after a few samples if a launch takes this many times the best time.
 DROP_FACTOR = 2.0
 
@@ -106,7 +106,7 @@ class Pipeline:
         room = self._width + READY + ON_DEVICE
         if budget.trials is not None:
             room = min(room, budget.trials - self._journal.tally().tried)
-        for _ in range(MAX_ASKED):
+        for _ in range(PROPOSALS_PER_CHECK):
             if self._exhausted or self._in_flight() >= room or len(self._compiling) >= self._width:
                 return
             candidate = self._proposer.ask()

@@ -59,7 +59,7 @@ class DefaultStrategy:
             self.tell(candidate, answer)
 
     def _sources(self) -> tuple[Callable[[], Candidate | None], ...]:
-        return self._most_expected, self._beside_the_best, self._most_expected, self._suggested
+        return self._most_expected, self._neighbour_of_best, self._most_expected, self._suggested
 
     def ask(self) -> Candidate | None:
         """Returns the next candidate, None if no new one is left. It is open until `tell` is called."""
@@ -106,7 +106,7 @@ class DefaultStrategy:
             dtype=bool,
         )
 
-    def _beside_the_best(self) -> Candidate | None:
+    def _neighbour_of_best(self) -> Candidate | None:
         """Returns a new neighbour of one of the fastest candidates, the fastest first."""
         timed = {candidate: answer.ms for candidate, answer in self._answers.items() if answer.ms is not None}
         for centre in sorted(timed, key=timed.__getitem__)[:CENTRES]:
@@ -144,13 +144,13 @@ def neighbours(space: Space, config: Config) -> Iterator[Config]:
     gets its first value. An axis that becomes active keeps its value.
     """
     for axis in space.axes:
-        for value in _beside(axis, getattr(config, axis.name)):
+        for value in _neighbour_values(axis, getattr(config, axis.name)):
             moved = _moved(space, config, axis, value)
             if moved != config and space.contains(moved):
                 yield moved
 
 
-def _beside(axis: Axis, value: AxisValue) -> tuple[AxisValue, ...]:
+def _neighbour_values(axis: Axis, value: AxisValue) -> tuple[AxisValue, ...]:
     if value not in axis.values or not axis.ordered:
         return axis.values
     position = axis.values.index(value)

@@ -208,14 +208,14 @@ def observe(point: Point, target: Target, compiled: Compiled) -> Observed | None
     resources = compiled.resources
     if resources is None:
         return None
-    asked = demand(_scope(point, target), point.candidate)
+    modelled = demand(_scope(point, target), point.candidate)
     return Observed(
         point=point,
-        modelled=asked.sram_bytes,
+        modelled=modelled.sram_bytes,
         sram_bytes=resources.sram_bytes,
         capacity=target.sram_per_block,
         fits=overflow(resources, target) is None,
-        pruned=asked.excess > 0,
+        pruned=modelled.excess > 0,
     )
 
 

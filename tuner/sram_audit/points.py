@@ -26,7 +26,7 @@ LENGTHS = (64, 512, 4096)
 MAX_UNROLLED = 4096
 DTYPES = (Dtype.BF16, Dtype.BF16, Dtype.FP16, Dtype.FP16, Dtype.FP32)
 # Features for families without plain attention.
-ASKED: tuple[dict[str, Any], ...] = (
+FEATURES: tuple[dict[str, Any], ...] = (
     {"window_left": 256},
     {"window_left": 256, "first_tokens": 4, "sinks": True},
     {"chunk": 256},
@@ -86,10 +86,10 @@ class Point(msgspec.Struct, frozen=True):
 def computes_anything(family: Family, target: Target) -> bool:
     """Returns whether a family supports a target. Some support one architecture only."""
     return any(
-        _computes(family, msgspec.structs.replace(problem, **asked), target)
+        _computes(family, msgspec.structs.replace(problem, **features), target)
         for dtype in dict.fromkeys(DTYPES)
         for problem in (_problem(family, dtype, width, width, LENGTHS[-1]) for width in HEAD_DIMS)
-        for asked in ({}, *ASKED, *DECODED)
+        for features in ({}, *FEATURES, *DECODED)
     )
 
 
@@ -116,9 +116,9 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     problem = _draw_problem(draw, family)
     if _takes_queries(family, target):
         if not _is_plain(family, target):
-            problem = msgspec.structs.replace(problem, **draw.choice(ASKED))
+            problem = msgspec.structs.replace(problem, **draw.choice(FEATURES))
     else:
-        problem = msgspec.structs.replace(problem, **draw.choice(({}, *ASKED)))
+        problem = msgspec.structs.replace(problem, **draw.choice(({}, *FEATURES)))
         problem = msgspec.structs.replace(problem, **draw.choice(DECODED))
     assumed = _draw_specialization(draw)
     if unsupported_reason(family, problem, target, assumed):
@@ -140,7 +140,10 @@ def _is_plain(family: Family, target: Target) -> bool:
 def _takes_queries(family: Family, target: Target) -> bool:
     """Returns whether a family computes attention of more than a few queries, of any kind."""
     problem = _problem(family, DTYPES[0], 64, 64, LENGTHS[0])
-    return any(_computes(family, msgspec.structs.replace(problem, **asked), target) for asked in ({}, *ASKED))
+    return any(
+        _computes(family, msgspec.structs.replace(problem, **features), target)
+        for features in ({}, *FEATURES)
+    )
 
 
 def _draw_problem(draw: random.Random, family: Family) -> Problem:

@@ -36,7 +36,7 @@ from flashtune.verification.lengths import is_ragged, usual_lengths
 MAX_SEQUENCES = 2**13
 MAX_THREADS = 1024
 # Size of the cache of digests. A key takes about 1 KiB.
-KEPT_DIGESTS = 2**14
+MAX_CACHED_DIGESTS = 2**14
 
 # The device of verdicts by the interpreter, which are not receipts.
 INTERPRETER = "interpreter"
@@ -108,7 +108,7 @@ def digest_of(record: Record) -> str:
     return _digest(record.family, record.problem.computation, record.config, record.specialization)
 
 
-@functools.lru_cache(maxsize=KEPT_DIGESTS)
+@functools.lru_cache(maxsize=MAX_CACHED_DIGESTS)
 def _digest(family: str, computation: Problem, config: Config, specialization: Specialization) -> str:
     return render(find_family(family), computation, config, specialization).digest
 

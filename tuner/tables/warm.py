@@ -169,9 +169,9 @@ def _why_not_loaded(need: Need, target: Target, device: int) -> str:
     from flashtune.runtime.kernel_fallback import KernelKey, chosen
 
     place = torch.device("cuda", device)
-    asked = KernelKey(need.problem, need.kernel.specialization, Prefer.GENERATED, place)
+    key = KernelKey(need.problem, need.kernel.specialization, Prefer.GENERATED, place)
     try:
-        chosen(need.selection, target, asked)
+        chosen(need.selection, target, key)
     except (KernelError, VerificationError) as error:
         return str(error)
     return ""

@@ -110,15 +110,16 @@ def check_on_gpu(
     right = [one for one in subjects if own.get(id(one.record), "") == ""]
     wanted = [one for one in right if timed and _wants_time(one, known)]
     times, resources = _time(wanted, index, runs)
-    told: dict[int, list[str | None]] = {id(one.record): [] for one in subjects}
+    outcomes: dict[int, list[str | None]] = {id(one.record): [] for one in subjects}
     for one in done:
-        told[id(one.task.subject.record)].append(one.failed)
+        outcomes[id(one.task.subject.record)].append(one.failed)
     for subject in wanted:
         lost, _ = times.get(id(subject.record), (None, None))
-        told[id(subject.record)].append(lost and f"cannot be timed: {lost}")
+        outcomes[id(subject.record)].append(lost and f"cannot be timed: {lost}")
     return OnGpu(
         outcomes={
-            key: Outcome(next(filter(None, said), ""), None in said, key in own) for key, said in told.items()
+            key: Outcome(next(filter(None, said), ""), None in said, key in own)
+            for key, said in outcomes.items()
         },
         checks=tuple(one.check for one in done if one.check is not None),
         passed=tuple(

@@ -39,7 +39,7 @@ GPU_SECONDS = 900.0
 INTERPRETER_SECONDS = 1800.0
 BROKEN_CONTEXT = 70
 # A process that holds more GPU memory than this frees the cached tensors of earlier checks.
-MAX_KEPT_BYTES = 6 * 2**30
+MAX_RESERVED_BYTES = 6 * 2**30
 
 # Interval of checks for the time limit and for signals.
 POLL_SECONDS = 0.2
@@ -149,7 +149,7 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
     assert record.config is not None
     target, device = device_target(index), torch.device("cuda", index)
     with _whole_context(device):
-        if torch.cuda.memory_reserved(device) > MAX_KEPT_BYTES:
+        if torch.cuda.memory_reserved(device) > MAX_RESERVED_BYTES:
             # Other processes check kernels on the same GPU.
             forget()
             torch.cuda.empty_cache()

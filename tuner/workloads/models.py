@@ -105,10 +105,10 @@ def model_calls(attention: ModelAttention, sizes: ModelSizes) -> tuple[tuple[Lay
     Raises:
         UsageError: A size that no shape can have, a decoding encoder, or a size that is not of this phase.
     """
-    posed = _decode if sizes.phase is Phase.DECODE else _prefill
+    problems_of = _decode if sizes.phase is Phase.DECODE else _prefill
     return tuple(
         tuple(LayerCall(_of_kind(problem, kind), kind.count) for kind in attention.kinds)
-        for problem in posed(attention, sizes)
+        for problem in problems_of(attention, sizes)
     )
 
 
@@ -194,7 +194,7 @@ def _sizes(
 
 
 def _of_kind(problem: Problem, kind: Layers) -> Problem:
-    posed = msgspec.structs.replace(
+    problem = msgspec.structs.replace(
         problem,
         # A layer's window counts the token itself, a problem's only the tokens before it.
         window_left=kind.window - 1 if kind.window else None,
@@ -204,7 +204,7 @@ def _of_kind(problem: Problem, kind: Layers) -> Problem:
         softcap=kind.softcap,
         sinks=kind.sinks,
     )
-    return normal_form(posed)
+    return normal_form(problem)
 
 
 def forward_of(problem: Problem) -> Problem:

@@ -76,7 +76,7 @@ def _build(given: dict[str, Value]) -> Problem:
     window, kv_dtype = _window(given), given.get("kv_dtype")
     if "kv_scale" in given and "kv_dtype" not in given:
         raise UsageError("kv_scale says what shares a scale in a quantised cache: add kv_dtype=e4m3 or int8")
-    posed = Problem(
+    problem = Problem(
         dtype=_word(given.get("dtype"), Dtype.BF16),
         head_dim=numbers["head_dim"],
         value_head_dim=numbers.get("value_head_dim", numbers["head_dim"]),
@@ -107,7 +107,7 @@ def _build(given: dict[str, Value]) -> Problem:
         deterministic=given.get("deterministic") is True,
     )
     # Use the form that dispatch uses: a record under another form would never be found.
-    return normal_form(posed)
+    return normal_form(problem)
 
 
 def _word(value: Value, default: Word) -> Word:

@@ -24,7 +24,7 @@ from flashtune.verification.serving_shapes import (
     FARTHEST_REDUCED,
     FARTHEST_SQUARE,
     ServingCase,
-    beside_plain,
+    border_shapes,
     even_lengths,
     with_lengths,
 )
@@ -98,9 +98,9 @@ def _with_features(
     reduced: bool,
 ) -> Iterator[ServingCase]:
     """Yields the plain problems with sequences of different lengths, and problems at the borders of masks."""
-    beside = beside_plain(tile, problem, quick=quick, reduced=reduced, decoding=False)
+    borders = border_shapes(tile, problem, quick=quick, reduced=reduced, decoding=False)
     square = mask_squares(tile, problem, quick=quick, reduced=reduced)
-    for turn, shape in enumerate((*shapes, Shape(Probe.EDGE, *tile[:2]), *beside, *square)):
+    for turn, shape in enumerate((*shapes, Shape(Probe.EDGE, *tile[:2]), *borders, *square)):
         # The probe `edge` replaces `diagonal`.
         edge = shape.probe is Probe.DIAGONAL
         one = msgspec.structs.replace(shape, probe=Probe.EDGE) if edge else shape

@@ -38,7 +38,7 @@ from flashtune.verification.inputs.placement import (
     put,
     query_places,
 )
-from flashtune.verification.inputs.prepared import ROWS_BEHIND, CaseCache
+from flashtune.verification.inputs.prepared import ROWS_AFTER, CaseCache
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.probes import NEEDLE, Probe, make_values, replaced
 from flashtune.verification.reference.forward import sample
@@ -95,11 +95,11 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
         for name, one in expected.gradients.items()
     }
     expected = expected._replace(gradients=gradients)
-    frame = MemoryFrame(alignment, case.layout, case.far, behind=ROWS_BEHIND)
+    frame = MemoryFrame(alignment, case.layout, case.far, behind=ROWS_AFTER)
     memory = placed(problem, Dense(*given[:3], given.side), lengths, frame, aside(generator))
     came = came_back(problem, given, _results(problem, given, chosen, expected), memory, frame)
     written = written_to(problem, memory, frame)
-    read = (memory.q, memory.k, memory.v, *came.values(), *memory.beside)
+    read = (memory.q, memory.k, memory.v, *came.values(), *memory.extra_inputs)
     taken = {name: one.given for name, one in (*came.items(), *written.items())}
     tensors = BackwardTensors(memory.q.given, memory.k.given, memory.v.given, **taken)
     return Prepared(read, written, tensors, memory.side, lengths, chosen, expected, checksum(read))

@@ -66,10 +66,10 @@ def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
         part = split if len(here) == len(work.rows) else split[:, :, here]
         return part if part.dim() > 3 else part[..., None]
 
-    exact, weights = picked(work.exact.laid), picked(work.exact.weights)
+    exact, weights = picked(work.exact.biased), picked(work.exact.weights)
     typical = picked(errors.delta + errors.product) * weights + picked(errors.weight).sqrt() * exact.abs()
     typical += picked(errors.least)
-    plain = (once(picked(work.plain.laid), problem) - exact).abs()
+    plain = (once(picked(work.plain.biased), problem) - exact).abs()
     seen = weights.bool().double()
     figures = RowFigures(plain, typical, exact.abs(), seen, picked(errors.steps).expand(seen.shape))
     return Gradient(exact[..., None], allowed_query_error(figures, problem))
@@ -80,11 +80,11 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
     group = problem.group_size
     batch = pairs.batch.repeat_interleave(group)
     distance = distances(problem, lengths, batch, work.rows, work.keys.device)
-    distance = distance.expand(len(batch), -1, -1).reshape(work.exact.laid.shape)
-    errors, laid = work.errors, work.exact.laid
+    distance = distance.expand(len(batch), -1, -1).reshape(work.exact.biased.shape)
+    errors, biased = work.errors, work.exact.biased
     # All keys of a row share the error of its delta.
     alike = (errors.delta + errors.product) * (work.exact.weights * distance).sum(-1)
-    spread = errors.weight * squared(laid * distance).sum(-1) + squared(alike)
+    spread = errors.weight * squared(biased * distance).sum(-1) + squared(alike)
     spread += squared(errors.least) * squared(distance).sum(-1)
 
     def of_heads(rows: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
         return total
 
     return OfSlopes(
-        exact=-of_heads((laid * distance).sum(-1)),
-        plain=-of_heads((work.plain.laid * distance).sum(-1)),
+        exact=-of_heads((biased * distance).sum(-1)),
+        plain=-of_heads((work.plain.biased * distance).sum(-1)),
         spread=of_heads(spread),
         terms=of_heads(work.keys),
         steps=errors.steps.unflatten(1, (group, -1)).amax(-1),

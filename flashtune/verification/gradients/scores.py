@@ -10,7 +10,7 @@ from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.verification.gradients.tolerance import QueryErrors, Sizes, query_errors
 from flashtune.verification.reference.forward import HIDDEN, softmax
 from flashtune.verification.reference.masks import Rows, factors
-from flashtune.verification.reference.scores import laid_over, seen_by, sinks_of
+from flashtune.verification.reference.scores import biased_scores, seen_by, sinks_of
 from flashtune.verification.tolerance import heaviest, norm, squared
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ def weights_of(
     slope = None if side.softcap is None else 1.0 - squared((scores / side.softcap).tanh_())
     by_head = scores.view(len(some.head), len(rows), -1)
     seen = seen_by(problem, given.lengths, side, some, device)
-    laid = laid_over(problem, by_head, given.lengths, side, some)
-    by_head = laid.scores.add_(seen.hidden.double().mul_(HIDDEN))
+    biased = biased_scores(problem, by_head, given.lengths, side, some)
+    by_head = biased.scores.add_(seen.hidden.double().mul_(HIDDEN))
     scores = by_head.view_as(scores)
     sinks = sinks_of(side, some, device)
     lse = softmax(by_head, sinks)[2]
@@ -122,7 +122,7 @@ def weights_of(
         lse.add_(seen.keys.bool().double().log())
     lse = lse.view(scores.shape[:2])
     exact = (scores - finite(lse)[..., None]).exp_()
-    added = None if laid.added is None else heaviest(laid.added, exact.view_as(by_head)).view_as(lse)
+    added = None if biased.added is None else heaviest(biased.added, exact.view_as(by_head)).view_as(lse)
     visible = (~seen.hidden).expand(by_head.shape)
     queries = visible.unflatten(0, (-1, group)).sum((1, 2)).double()
     keys = seen.keys.expand(by_head.shape[:2]).reshape(lse.shape)
@@ -149,13 +149,13 @@ class Scores(NamedTuple):
         weights: P.
         kept: P after dropout. P itself without dropout.
         slopes: dS of the scores before the softcap. Includes the derivative of the softcap.
-        laid: dS of the scores after the softcap and all additions. Equal to `slopes` without softcap.
+        biased: dS of the scores after the softcap and all additions. Equal to `slopes` without softcap.
     """
 
     weights: Tensor
     kept: Tensor
     slopes: Tensor
-    laid: Tensor
+    biased: Tensor
 
 
 class Work(NamedTuple):
@@ -203,9 +203,9 @@ def work_on(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -
 def _scores(
     weights: Tensor, products: Tensor, delta: Tensor, slope: Tensor | None, kept: Tensor | None
 ) -> Scores:
-    laid = (products - delta[..., None]).mul_(weights)
+    biased = (products - delta[..., None]).mul_(weights)
     dropped = weights if kept is None else weights * kept
-    return Scores(weights, dropped, laid if slope is None else laid * slope, laid)
+    return Scores(weights, dropped, biased if slope is None else biased * slope, biased)
 
 
 def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, delta: Tensor) -> Scores:
@@ -214,10 +214,10 @@ def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, de
     p = (weights.scores.float() - finite(lse)[..., None]).exp_()
     scores = _scores(p, products, delta, None if weights.slope is None else weights.slope.float(), None)
     slopes = scores.slopes.to(low).double()
-    laid = slopes if weights.slope is None else scores.laid.to(low).double()
+    biased = slopes if weights.slope is None else scores.biased.to(low).double()
     rounded_p = p.to(low).double()
     kept = rounded_p if weights.kept is None else rounded_p * weights.kept
-    return Scores(rounded_p, kept, slopes, laid)
+    return Scores(rounded_p, kept, slopes, biased)
 
 
 def _sizes(given: BackwardCase, wide: Float64Rows, weights: Weights, delta: Tensor) -> Sizes:

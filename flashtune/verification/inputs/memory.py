@@ -84,7 +84,7 @@ class Memory(NamedTuple):
         q, k, v: Inputs, each in poisoned surroundings.
         out: The output.
         lse: The log-sum-exp.
-        beside: All extra inputs in poisoned or hostile surroundings.
+        extra_inputs: All extra inputs in poisoned or hostile surroundings.
         side: The extra inputs as a launch takes them.
     """
 
@@ -93,7 +93,7 @@ class Memory(NamedTuple):
     v: Guarded
     out: Guarded
     lse: Guarded
-    beside: tuple[Guarded, ...]
+    extra_inputs: tuple[Guarded, ...]
     side: ExtraInputs
 
 
@@ -136,8 +136,10 @@ def placed(
     for one, values, places in ((q, dense.q, there), (k, dense.k, found), (v, dense.v, found)):
         _fill(one.view, values, places, whole=one.view.shape == values.shape and problem.page_size == 0)
     lse = guarded_flat(rows, dense.q.device, Role.OUTPUT).without(behind)
-    beside, side = _beside(problem, dense.side, lengths, table, frame.layout, dense.q.device)
-    return Memory(q, k, v, out, lse, beside, side)
+    extra_inputs, side = _place_extra_inputs(
+        problem, dense.side, lengths, table, frame.layout, dense.q.device
+    )
+    return Memory(q, k, v, out, lse, extra_inputs, side)
 
 
 def _fill(view: Tensor, values: Tensor, places: Places, *, whole: bool) -> None:
@@ -163,7 +165,7 @@ def _table(problem: Problem, lengths: Lengths, frame: MemoryFrame, generator: to
     return make_table(problem, lengths, generator.set_state(state), beyond)
 
 
-def _beside(
+def _place_extra_inputs(
     problem: Problem,
     side: ExtraInputs,
     lengths: Lengths,

@@ -37,7 +37,7 @@ STEPS_PER_SEED = 10
 CHECKS_PER_SEED = 32
 
 # Unused rows after the last sequence of varlen queries, as in a batch that is smaller than its tensors.
-ROWS_BEHIND = 3
+ROWS_AFTER = 3
 
 _RUN_SEED = secrets.randbits(30)
 _CHECKS = itertools.count()
@@ -85,7 +85,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         q, k, v: Inputs, each in poisoned surroundings.
-        beside: Extra input tensors, each in poisoned or hostile surroundings.
+        extra_inputs: Extra input tensors, each in poisoned or hostile surroundings.
         side: The extra inputs as a launch takes them.
         out: The output.
         lse: The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
@@ -98,7 +98,7 @@ class Prepared(NamedTuple):
     q: Guarded
     k: Guarded
     v: Guarded
-    beside: tuple[Guarded, ...]
+    extra_inputs: tuple[Guarded, ...]
     side: ExtraInputs
     out: Guarded
     lse: Guarded
@@ -110,7 +110,7 @@ class Prepared(NamedTuple):
     @property
     def inputs(self) -> tuple[Guarded, ...]:
         """All tensors that the kernel reads."""
-        return self.q, self.k, self.v, *self.beside
+        return self.q, self.k, self.v, *self.extra_inputs
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
@@ -124,7 +124,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
     lengths = lengths_of(case)
     dense = dense_values(case, lengths, generator)
-    frame = MemoryFrame(alignment, case.layout, case.far, case.faulty is True, ROWS_BEHIND)
+    frame = MemoryFrame(alignment, case.layout, case.far, case.faulty is True, ROWS_AFTER)
     memory = placed(problem, dense, lengths, frame, aside(generator))
     chosen = sample(problem, generator)
     q, k, v, side = dense
@@ -133,8 +133,8 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     expected = expected._replace(
         allowed=excused(expected.allowed, absent), lse_allowed=excused(expected.lse_allowed, absent)
     )
-    lies = (memory.q, memory.k, memory.v, memory.beside, memory.side, memory.out, memory.lse)
-    inputs = checksum((memory.q, memory.k, memory.v, *memory.beside))
+    lies = (memory.q, memory.k, memory.v, memory.extra_inputs, memory.side, memory.out, memory.lse)
+    inputs = checksum((memory.q, memory.k, memory.v, *memory.extra_inputs))
     return Prepared(*lies, lengths, chosen, expected, inputs)
 
 

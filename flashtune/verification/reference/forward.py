@@ -30,8 +30,8 @@ from flashtune.verification.reference.masks import Rows, factors
 from flashtune.verification.reference.scores import (
     BiasedScores,
     RowMasks,
+    biased_scores,
     chunked,
-    laid_over,
     seen_by,
     sinks_of,
     together,
@@ -157,7 +157,7 @@ def expect(
         some = Rows(chunk.heads // problem.heads, chunk.heads % problem.heads, chosen.rows)
         wide_q, wide_k, wide_v = widened(problem, chunk, chosen.rows, (q, k, v), side)
         seen = seen_by(problem, lengths, side, some, q.device)
-        laid = laid_over(problem, _product(wide_q, wide_k.mT).mul_(scale), lengths, side, some)
+        laid = biased_scores(problem, _product(wide_q, wide_k.mT).mul_(scale), lengths, side, some)
         sinks = sinks_of(side, some, q.device)
         softcap = side.softcap or 0.0
         kept = factors(problem, lengths, side, some, q.device)

@@ -39,8 +39,8 @@ CHUNK_KEYS = {"cuda": 2**28, "cpu": 2**25}
 
 # Features that neither change scores nor hide keys, and all others. Without the others, the number of visible
 # keys of a row determines these keys.
-BESIDE_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT, Feature.DETERMINISTIC}
-OVER_SCORES = frozenset(Feature) - BESIDE_SCORES
+NOT_ON_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT, Feature.DETERMINISTIC}
+ON_SCORES = frozenset(Feature) - NOT_ON_SCORES
 
 
 class Chunk(NamedTuple):
@@ -144,7 +144,7 @@ def seen_by(
 ) -> RowMasks:
     """Returns the hidden keys, and the number of visible keys, of some rows."""
     pairs = len(some.rows) * problem.seqlen_kv
-    if not problem.features & OVER_SCORES:
+    if not problem.features & ON_SCORES:
         where = compared_on(pairs, device)
         visible = _visible_counts(problem, some.rows)
         hidden = torch.arange(problem.seqlen_kv, device=where) >= visible[:, None].to(where)
@@ -178,7 +178,7 @@ def sinks_of(side: ExtraInputs, some: Rows, device: torch.device) -> Tensor | No
     return None if side.sinks is None else side.sinks.cpu()[some.head].double()[:, None].to(device)
 
 
-def laid_over(
+def biased_scores(
     problem: Problem, scores: Tensor, lengths: Lengths, side: ExtraInputs, some: Rows
 ) -> BiasedScores:
     """Applies softcap, ALiBi and bias to scores. May change them in place.

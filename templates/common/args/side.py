@@ -18,21 +18,21 @@ SIDE_STRIDES = {
 
 def side_tensors(problem: Problem) -> tuple[Argument, ...]:
     """Returns pointers to the side tensors, in the order of `ExtraInputs`."""
-    asked = problem.features
-    paged = Feature.PAGES in asked
+    features = problem.features
+    paged = Feature.PAGES in features
     bias = "*i1" if problem.bias is Bias.BOOLEAN else pointer_type(problem.dtype)
     given = (
-        ("k_scale", "*fp32", Feature.QUANTIZED_KV in asked),
-        ("v_scale", "*fp32", Feature.QUANTIZED_KV in asked),
-        ("slopes", "*fp32", Feature.ALIBI in asked),
-        ("bias", bias, Feature.BIAS in asked),
-        ("sinks", "*fp32", Feature.SINKS in asked),
-        ("prefix", "*i32", Feature.PREFIX in asked),
-        ("cu_seqlens_q", "*i32", Feature.PACKED in asked),
-        ("cu_seqlens_kv", "*i32", Feature.PACKED in asked and not paged),
-        ("seqlens_kv", "*i32", paged or Feature.LENGTHS in asked),
+        ("k_scale", "*fp32", Feature.QUANTIZED_KV in features),
+        ("v_scale", "*fp32", Feature.QUANTIZED_KV in features),
+        ("slopes", "*fp32", Feature.ALIBI in features),
+        ("bias", bias, Feature.BIAS in features),
+        ("sinks", "*fp32", Feature.SINKS in features),
+        ("prefix", "*i32", Feature.PREFIX in features),
+        ("cu_seqlens_q", "*i32", Feature.PACKED in features),
+        ("cu_seqlens_kv", "*i32", Feature.PACKED in features and not paged),
+        ("seqlens_kv", "*i32", paged or Feature.LENGTHS in features),
         ("block_table", "*i32", paged),
-        ("seed", "*i64", Feature.DROPOUT in asked),
+        ("seed", "*i64", Feature.DROPOUT in features),
     )
     return tuple(Argument(name, kind) for name, kind, present in given if present)
 

@@ -70,17 +70,17 @@ def traffic_us(
     programs: int,
     target: Target,
     *,
-    beside: int = 1,
+    neighbours: int = 1,
 ) -> float:
     """Returns the minimum time of HBM transfers.
 
     `streamed_keys` counts the keys that all tiles read. The concurrent programs of one KV head read its keys
-    together. `beside` means that neighbouring programs are on heads of one KV head, at any tile.
+    together. `neighbours` means that neighbouring programs are on heads of one KV head, at any tile.
     """
     both = (problem.head_dim + problem.value_head_dim) * problem.kv_itemsize
     once = problem.batch * problem.kv_heads * problem.seqlen_kv * both
     if heads_at_once * keys_at_once(problem, 1) * both > CACHE_SHARE * target.l2_bytes:
-        together = max(1.0, programs / max(1.0, min(heads_at_once, programs / beside)))
+        together = max(1.0, programs / max(1.0, min(heads_at_once, programs / neighbours)))
         once = max(once, round(streamed_keys * both / together))
     rows = problem.batch * problem.heads * problem.seqlen_q * _row_bytes(problem)
     return (once + rows) / (target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE)

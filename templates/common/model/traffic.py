@@ -101,17 +101,17 @@ class AtOnce(msgspec.Struct, frozen=True):
     Attributes:
         programs: Concurrent programs.
         heads: Heads between two reads of the same row.
-        beside: Neighbouring programs that read the same head at the same time.
+        neighbours: Neighbouring programs that read the same head at the same time.
     """
 
     programs: float
     heads: float
-    beside: float = 1
+    neighbours: float = 1
 
     @property
     def readers(self) -> float:
         """Concurrent programs that read the same head together, at least one."""
-        return max(1.0, self.programs / max(1.0, min(self.heads, self.programs / self.beside)))
+        return max(1.0, self.programs / max(1.0, min(self.heads, self.programs / self.neighbours)))
 
 
 def one_tile_each(
@@ -222,7 +222,9 @@ def cycled_rows(
     return moved(walked, once, share), how_often(share, EVERY_BLOCK)
 
 
-def keys_kept(problem: Problem, block_n: int, target: Target | None, *, inner: bool = False) -> AtOnce:
+def programs_by_key_block(
+    problem: Problem, block_n: int, target: Target | None, *, inner: bool = False
+) -> AtOnce:
     """Counts concurrent programs and their query heads if each has a block of keys of a KV head."""
     kept = one_tile_each(problem.batch * problem.kv_heads, problem.seqlen_kv, block_n, target, inner=inner)
     # A program iterates over all query heads of its KV head before it reads one of them again.

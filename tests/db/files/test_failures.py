@@ -21,7 +21,7 @@ from flashtune.db.migrate import upgrade
 from flashtune.db.store import Store, open_store
 
 MakeRecord = Callable[..., Record]
-NOBODY = 65534
+NONE = 65534
 
 
 def digest(path: Path) -> str:
@@ -147,7 +147,7 @@ def unprivileged() -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
-    os.seteuid(NOBODY)
+    os.seteuid(NONE)
     try:
         yield
     finally:
@@ -185,7 +185,7 @@ def test_a_read_only_database_is_read_and_merged(
 
 
 def test_folder_without_write_permission(folder: Path, unprivileged: None) -> None:
-    if os.geteuid() != NOBODY:
+    if os.geteuid() != NONE:
         folder.chmod(0o555)
     with pytest.raises(StoreError, match="cannot write in the folder of the database"):
         open_store(str(folder / "records.sqlite"))

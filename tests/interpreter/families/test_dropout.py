@@ -19,7 +19,7 @@ from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.forward import bind
 from flashtune.request.dropout import kept_weights
-from flashtune.runtime.call_cache import forget_servers
+from flashtune.runtime.call_cache import forget_executors
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -33,11 +33,11 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
-    forget_servers()
+    forget_executors()
     forget_warnings()
     torch._dynamo.reset()
     yield
-    forget_servers()
+    forget_executors()
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> Triple:

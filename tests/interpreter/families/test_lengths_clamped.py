@@ -24,7 +24,7 @@ from tests.problems.features import QUERIES, starts
 fresh_runtime = feature_calls.fresh_runtime
 
 PAGE, COLUMNS = 16, 3
-ROOM = PAGE * COLUMNS
+PACKAGE = PAGE * COLUMNS
 INT = torch.int32
 
 
@@ -50,14 +50,20 @@ def pages(q: torch.Tensor, lengths: list[int], **options: Any) -> Call:
 )
 def test_decoding_does_not_read_past_the_block_table(options: dict[str, Any]) -> None:
     q = torch.randn(4, HEADS, WIDTH)
-    check_pages(q, [ROOM + 1, ROOM + 70, 20, -5], [ROOM, ROOM, 20, 0], **options)
+    check_pages(q, [PACKAGE + 1, PACKAGE + 70, 20, -5], [PACKAGE, PACKAGE, 20, 0], **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (7, 0)}, {"softcap": 2.0}])
 def test_chunked_prefill_does_not_read_past_the_block_table(options: dict[str, Any]) -> None:
     q = torch.randn(sum(QUERIES), HEADS, WIDTH)
     packed = {"cu_seqlens_q": starts(QUERIES), "max_seqlen_q": max(QUERIES)}
-    check_pages(q, [ROOM + 5, 17, ROOM + 90, ROOM + 1, 30], [ROOM, 17, ROOM, ROOM, 30], **packed, **options)
+    check_pages(
+        q,
+        [PACKAGE + 5, 17, PACKAGE + 90, PACKAGE + 1, 30],
+        [PACKAGE, 17, PACKAGE, PACKAGE, 30],
+        **packed,
+        **options,
+    )
 
 
 def check_pages(q: torch.Tensor, beyond: list[int], within: list[int], **options: Any) -> None:

@@ -38,7 +38,7 @@ def test_unmeasured_configs_have_larger_margins(
 ) -> None:
     other, plain = shape(batch=3, **changes), shape(batch=3)
     found = {problem: forecast(problem, records, TARGET, anyone) for problem in (other, plain)}
-    monkeypatch.setattr(forecasts, "BESIDE_DOUBT", -0.9)
+    monkeypatch.setattr(forecasts, "NEIGHBOUR_MARGIN", -0.9)
     again = {problem: forecast(problem, records, TARGET, anyone) for problem in found}
     assert found[other] is not None
     assert again[other] == found[other]

@@ -273,7 +273,7 @@ def test_calls_and_plans_select_for_each_sharing(
         flashtune.plan(*call, attn_mask=mask)(*call, attn_mask=mask)
         assert (launches == []) == by_sdpa, name
         told = flashtune.explain(*call, attn_mask=mask)
-        assert (told.server == "sdpa") == by_sdpa, name
+        assert (told.backend == "sdpa") == by_sdpa, name
 
 
 def test_plan_refuses_masks_with_other_sharing(

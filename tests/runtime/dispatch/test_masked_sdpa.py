@@ -165,7 +165,7 @@ def test_sdpa_serves_masks_where_it_is_faster(
     tuned(machine, masked_record(make_record, problem, sdpa_cudnn=0.3, sdpa_efficient=0.7))
     given, options = call_of(problem, causal=causal)
     told = flashtune.explain(*given, **options)
-    assert (told.server, told.reason) == ("sdpa", "sdpa-cudnn was measured as fast or faster")
+    assert (told.backend, told.reason) == ("sdpa", "sdpa-cudnn was measured as fast or faster")
     assert "sdpa-cudnn 0.3 ms" in str(told)
     out = flashtune.attention(*given, **options)
     assert launches == []
@@ -202,7 +202,7 @@ def test_generated_kernels_serve_masks_with_features_sdpa_lacks(
 ) -> None:
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased, **asked)
-    assert flashtune.explain(*given, **options).server == "generated"
+    assert flashtune.explain(*given, **options).backend == "generated"
     flashtune.attention(*given, **options)
     assert launches == ["forward_masked"]
 
@@ -212,12 +212,12 @@ def test_sdpa_does_not_serve_gradients_of_a_mask(
 ) -> None:
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     (q, k, v), options = call_of(biased)
-    assert flashtune.explain(q.requires_grad_(), k, v, **options).server == "generated"
+    assert flashtune.explain(q.requires_grad_(), k, v, **options).backend == "generated"
     additive = msgspec.structs.replace(biased, bias=Bias.ADDITIVE)
     tuned(machine, masked_record(make_record, additive, sdpa_cudnn=0.3))
     given, options = call_of(additive)
     options["attn_bias"].requires_grad_()
-    assert flashtune.explain(*given, **options).server == "generated"
+    assert flashtune.explain(*given, **options).backend == "generated"
 
 
 @pytest.mark.parametrize(("usual", "peers"), [(None, 0.3), ("sdpa-efficient", 0.3), ("sdpa-cudnn", 1.02)])
@@ -232,7 +232,7 @@ def test_only_the_sdpa_backend_in_use_is_compared(
     machine.usual = usual
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=peers, sdpa_efficient=1.5))
     given, options = call_of(biased)
-    assert flashtune.explain(*given, **options).server == "generated"
+    assert flashtune.explain(*given, **options).backend == "generated"
 
 
 @pytest.mark.parametrize(("peer", "server"), [(0.5, "sdpa"), (1.2, "generated")])
@@ -250,7 +250,7 @@ def test_untuned_masks_are_served_by_estimated_times(
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=peer))
     given, options = call_of(msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700, dtype=dtype))
     told = flashtune.explain(*given, **options)
-    assert told.server == server
+    assert told.backend == server
     assert ("is expected to be faster" in told.reason) == (server == "sdpa")
     flashtune.attention(*given, **options)
     assert launches == [] if server == "sdpa" else ["forward_masked"]
@@ -291,14 +291,14 @@ def test_sdpa_is_checked_before_it_serves_a_mask(
     monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", backend)
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
-    assert flashtune.explain(*given, **options).server == "sdpa", "nothing was tried so far"
+    assert flashtune.explain(*given, **options).backend == "sdpa", "nothing was tried so far"
     with pytest.warns(FlashtuneWarning) as warned:
         flashtune.attention(*given, **options)
     assert [str(one.message) for one in warned] == [
         f"torch's SDPA {why}, so another kernel serves {biased.key}"
     ]
     assert launches == ["forward_masked"]
-    assert flashtune.explain(*given, **options).server == "generated"
+    assert flashtune.explain(*given, **options).backend == "generated"
     flashtune.attention(*given, **options)
     assert launches == ["forward_masked"] * 2
 
@@ -321,7 +321,7 @@ def test_generated_kernel_serves_tensors_that_sdpa_refuses(
     with pytest.warns(FlashtuneWarning, match="refuses its mask .RuntimeError: misaligned strides"):
         flashtune.attention(*given, **options)
     assert launches == ["forward_masked"]
-    assert flashtune.explain(*given, **options).server == "generated"
+    assert flashtune.explain(*given, **options).backend == "generated"
 
 
 def test_generated_kernel_serves_if_sdpa_runs_out_of_memory(
@@ -360,7 +360,7 @@ def test_unaligned_biases_never_reach_sdpa(
         before = len(launches)
         flashtune.attention(*given, **{name: both[index]})
         served[index] = "generated" if len(launches) > before else "sdpa"
-        assert flashtune.explain(*given, **{name: both[index]}).server == served[index]
+        assert flashtune.explain(*given, **{name: both[index]}).backend == served[index]
     # A boolean mask is made additive in memory of its own.
     assert served == {0: "sdpa", 1: "sdpa" if kind is Bias.BOOLEAN else "generated"}
 

@@ -175,7 +175,7 @@ def test_failed_kernel_is_replaced_by_another_family(
     monkeypatch.setattr(prepare, "bound_forward", lambda *_: "served")
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
     request, decided_for = decided(monkeypatch, tuned, misaligned=False)
-    assert decided_for.server is Backend.GENERATED
+    assert decided_for.backend is Backend.GENERATED
     with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
         served: object = prepare._generated_or_baseline(decided_for, request, *tensors(512, False))
     assert served == "served"

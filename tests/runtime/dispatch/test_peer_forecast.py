@@ -26,7 +26,7 @@ from flashtune.dispatch.nearest import tuned_alike
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
-from flashtune.runtime.kernel_fallback import KernelKey, first_that_serves
+from flashtune.runtime.kernel_fallback import KernelKey, first_usable
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
 from tests.runtime.training_calls import backward_record
@@ -117,7 +117,7 @@ def test_other_head_dims_and_far_shapes_warn_with_search_command(
     asked = KernelKey(problem, Specialization(), Prefer.FASTEST, torch.device("cpu"))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert first_that_serves(decision, asked, lambda selection, _: selection.source) == "nearest"
+        assert first_usable(decision, asked, lambda selection, _: selection.source) == "nearest"
     assert len(told) == len(said)
     for warning, words in zip(told, said, strict=True):
         assert words in str(warning.message)
@@ -190,7 +190,7 @@ def test_untuned_shapes_are_served_by_estimated_times(
     tuned(machine, make_record(problem, peers={CUDNN: peer}))
     q, k, v = inputs(msgspec.structs.replace(problem, seqlen_q=700, seqlen_kv=700))
     told = flashtune.explain(q, k, v, causal=True)
-    assert told.server == server
+    assert told.backend == server
     assert told.selection is not None
     assert told.selection.forecast is not None
     if server == "sdpa":
@@ -210,5 +210,5 @@ def test_both_passes_of_untuned_shapes_are_served_by_estimated_times(
     q, k, v = inputs(msgspec.structs.replace(problem, seqlen_q=700, seqlen_kv=700))
     told = flashtune.explain(q.requires_grad_(), k, v, causal=True)
     assert told.backward is not None
-    assert (told.server, told.backward.server) == (server, server)
+    assert (told.backend, told.backward.backend) == (server, server)
     assert ("both passes together" in told.reason) == (server == "sdpa")

@@ -19,7 +19,7 @@ from flashtune.kv_cache.cache import PagedKVCache
 from flashtune.request.feature_request import read_call
 from flashtune.request.options import Call
 from flashtune.runtime import value_checks
-from flashtune.runtime.feature_call_cache import serve_call
+from flashtune.runtime.feature_call_cache import run_call
 from flashtune.runtime.value_checks import values_are_checked, with_checks
 from tests.problems.features import KEYS, QUERIES, paged, starts
 
@@ -123,7 +123,7 @@ def server(*_: object) -> Tensor:
 
 
 def serve(call: Call) -> Tensor:
-    result = serve_call(call)
+    result = run_call(call)
     assert isinstance(result, Tensor)
     return result
 

@@ -16,7 +16,7 @@ from flashtune.core.record import Provenance
 from flashtune.core.target import find_target
 from flashtune.recording.recorder import CallCount, add_counts
 from flashtune.tuner.analysis.explain import roofline
-from flashtune.tuner.analysis.recorded import WeightedProblem, read_weighed, summary, weigh
+from flashtune.tuner.analysis.recorded import WeightedProblem, read_weighted, summary, weigh
 from flashtune.tuner.cli import main
 from flashtune.tuner.cli.commands import search
 from flashtune.tuner.search.request import SearchRequest, SearchResult, Stop, Tally
@@ -67,7 +67,7 @@ def test_file_without_calls_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "recorded.jsonl"
     path.write_bytes(b"")
     with pytest.raises(UsageError, match="holds no recorded calls"):
-        read_weighed(path, H200)
+        read_weighted(path, H200)
 
 
 extents = st.integers(0, 2**31 - 1) | st.integers(0, 4096)

@@ -37,7 +37,7 @@ class Scores(NamedTuple):
 
     weights: Tensor
     slopes: Tensor
-    laid: Tensor
+    biased: Tensor
 
 
 class Hooks(NamedTuple):
@@ -97,8 +97,8 @@ def _one(
         delta = delta - tensors.dlse[block, :, rows]
     made = _scores(problem, scale, side, hooks, sequence, (q, k[head]), lse)
     weights, steepness, distance = made
-    laid = weights * (dout @ v[head].mT - hooks.delta(delta)[..., None])
-    scores = Scores(weights, laid * steepness, laid)
+    biased = weights * (dout @ v[head].mT - hooks.delta(delta)[..., None])
+    scores = Scores(weights, biased * steepness, biased)
     of = {name: hooks.scores(name, scores) for name in ("dq", "dk", "dv", "dbias", "dslopes")}
     dq = hooks.scale("dq", scale) * (of["dq"].slopes.to(low).float() @ k[head])
     dk = hooks.scale("dk", scale) * (of["dk"].slopes.to(low).float().mT @ q)
@@ -112,9 +112,9 @@ def _one(
         written[block, :, keys] = shared.to(low)
     if tensors.dbias is not None:
         tensors.dbias[sequence] = 0.0
-        tensors.dbias[sequence, :, : q.shape[1], :count] = hooks.gradient("dbias", of["dbias"].laid).to(low)
+        tensors.dbias[sequence, :, : q.shape[1], :count] = hooks.gradient("dbias", of["dbias"].biased).to(low)
     if tensors.dslopes is not None:
-        dslopes = -(of["dslopes"].laid * distance).sum((-1, -2))
+        dslopes = -(of["dslopes"].biased * distance).sum((-1, -2))
         tensors.dslopes[sequence] = hooks.gradient("dslopes", dslopes[:, None])[:, 0]
 
 

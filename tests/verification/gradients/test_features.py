@@ -143,11 +143,11 @@ def of_side(name: str, change: Callable[[Any], Any]) -> Hooks:
 
 
 def without_the_cap_s_slope(_: str, right: Scores) -> Scores:
-    return right._replace(slopes=right.laid)
+    return right._replace(slopes=right.biased)
 
 
 def capped_bias(name: str, right: Scores) -> Scores:
-    return right._replace(laid=right.slopes) if name == "dbias" else right
+    return right._replace(biased=right.slopes) if name == "dbias" else right
 
 
 def of_gradient(name: str, change: Callable[[Tensor], Tensor]) -> Hooks:

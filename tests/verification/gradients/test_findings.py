@@ -19,7 +19,7 @@ from flashtune.verification.cases import Case
 from flashtune.verification.gradients import comparison
 from flashtune.verification.gradients.inputs import prepare
 from flashtune.verification.inputs.guarded_tensors import bits_of
-from flashtune.verification.inputs.prepared import ROWS_BEHIND
+from flashtune.verification.inputs.prepared import ROWS_AFTER
 from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import Probe
 from tests.verification.gradients.checking import CPU, H200, a_kernel, a_problem, failures
@@ -187,7 +187,7 @@ def test_packed_rows_after_the_last_sequence_must_not_be_written(monkeypatch: py
 
     def spoil(_: int, tensors: BackwardTensors, __: object) -> None:
         for tensor in (tensors.q, tensors.dout, tensors.lse, tensors.dq):
-            assert tensor.shape[2] == 9 + ROWS_BEHIND
+            assert tensor.shape[2] == 9 + ROWS_AFTER
         tensors.dq[0, 0, 9, 0] = 0.0
 
     assert found(monkeypatch, case, lambda *_: None) == set()

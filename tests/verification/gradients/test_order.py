@@ -26,14 +26,14 @@ def test_adjacent_float_is_within_any_tolerance(dtype: torch.dtype, value: float
     row = torch.tensor([[value, 0.0]], dtype=dtype)
     assert beyond(row, row) <= 0
     for step in (-1, 1):
-        beside = row.clone()
-        bits_of(beside)[0, 0] += step
-        if beside[0, 0].isfinite():
-            assert beyond(row, beside) <= 0
-            assert beyond(beside, row) <= 0
-    beside = row.clone()
-    bits_of(beside)[0, 0] += 3
-    assert beyond(row, beside) > 0
+        extra_inputs = row.clone()
+        bits_of(extra_inputs)[0, 0] += step
+        if extra_inputs[0, 0].isfinite():
+            assert beyond(row, extra_inputs) <= 0
+            assert beyond(extra_inputs, row) <= 0
+    extra_inputs = row.clone()
+    bits_of(extra_inputs)[0, 0] += 3
+    assert beyond(row, extra_inputs) > 0
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -200,15 +200,15 @@ def test_quantized_cases_have_scales_in_the_checksum() -> None:
     prepared = prepare(case, Alignment.SIXTEEN, CPU, 3)
     types = [tensor.view.dtype for tensor in (prepared.q, prepared.k, prepared.v, prepared.out)]
     assert types == [torch.float8_e4m3fn] * 3 + [torch.bfloat16]
-    posed = case.problem
-    assert [tuple(factor.view.shape) for factor in prepared.beside] == [
-        (posed.batch, posed.heads),
-        (posed.batch, posed.kv_heads),
-        (posed.batch, posed.kv_heads),
+    serving_cases = case.problem
+    assert [tuple(factor.view.shape) for factor in prepared.extra_inputs] == [
+        (serving_cases.batch, serving_cases.heads),
+        (serving_cases.batch, serving_cases.kv_heads),
+        (serving_cases.batch, serving_cases.kv_heads),
     ]
     assert all(scale is not None and (scale > 0).all() for scale in prepared.side.scales)
     before = checksum(prepared.inputs)
-    prepared.beside[1].buffer[0] = 0.0
+    prepared.extra_inputs[1].buffer[0] = 0.0
     assert (checksum(prepared.inputs) != before).tolist() == [False] * 4 + [True, False]
 
 

@@ -12,7 +12,7 @@ from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.verification.cases import Case
 from flashtune.verification.inputs.guarded_tensors import Layout, stray_writes
 from flashtune.verification.inputs.placement import FAULTY_ENTRIES, excused, starts
-from flashtune.verification.inputs.prepared import ROWS_BEHIND, Prepared, prepare
+from flashtune.verification.inputs.prepared import ROWS_AFTER, Prepared, prepare
 from flashtune.verification.lengths import Lengths, usual_lengths
 from flashtune.verification.probes import Probe
 from flashtune.verification.tolerance import worst_ratio
@@ -150,7 +150,7 @@ def test_packed_rows_after_the_last_sequence_are_guarded() -> None:
     one = ready(packed=10)
     assert one.q.view.shape[2] == one.out.view.shape[2] == one.lse.view.shape[2] == 10
     for tensor in (one.q, one.out, one.lse):
-        assert tensor.given.shape[2] == 10 + ROWS_BEHIND
+        assert tensor.given.shape[2] == 10 + ROWS_AFTER
         assert tensor.given.stride() == tensor.view.stride()
         assert (tensor.given[:, :, 10:].view(tensor.bits.dtype) == tensor.poison).all()
     assert one.lse.given.is_contiguous()

@@ -114,16 +114,16 @@ def _explain_models(
 
     if plot_file is not None:
         require_plotly()
-    told = [
+    explained = [
         overview
         for attention in models.attentions
         for overview in overviews(attention, models.sizes, target, db)
     ]
     if plot_file is not None:
-        write_file(plot_file, overview_page(told).encode())
+        write_file(plot_file, overview_page(explained).encode())
     if as_json:
-        print_json(told)
+        print_json(explained)
         return
     out = console()
-    for overview in told:
+    for overview in explained:
         print_overview(out, overview)

@@ -211,20 +211,22 @@ def _with_recorded(
         if not problems:
             raise UsageError(f"{NO_SHAPE}, or a file of recorded calls by --from")
         return problems
-    from flashtune.tuner.analysis.recorded import read_weighed, summary
+    from flashtune.tuner.analysis.recorded import read_weighted, summary
 
-    recorded = read_weighed(path, target)
+    recorded = read_weighted(path, target)
     # torch served the calls that no family computes.
-    weighed = tuple(found for found in recorded if _is_computed(found.problem, target))
-    if not weighed:
+    weighted = tuple(found for found in recorded if _is_computed(found.problem, target))
+    if not weighted:
         raise UsageError(
             f"no kernel family computes any problem of {path} on {target.name}: record other calls"
         )
-    if len(weighed) < len(recorded):
-        note(f"{len(recorded) - len(weighed)} recorded problems are left out: no kernel family computes them")
+    if len(weighted) < len(recorded):
+        note(
+            f"{len(recorded) - len(weighted)} recorded problems are left out: no kernel family computes them"
+        )
     top = top or DEFAULT_TOP
-    note(summary(weighed, top))
-    return tuple(dict.fromkeys((*problems, *(found.problem for found in weighed[:top]))))
+    note(summary(weighted, top))
+    return tuple(dict.fromkeys((*problems, *(found.problem for found in weighted[:top]))))
 
 
 def _is_computed(problem: Problem, target: Target) -> bool:

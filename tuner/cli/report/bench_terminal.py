@@ -85,8 +85,8 @@ def title_of(problem: Problem) -> str:
     if problem.kv_heads != problem.heads:
         heads += f" on {problem.kv_heads}"
     what = "decode, " if is_decode(problem) else "backward, " if problem.is_backward else ""
-    asked = feature_words(problem).replace("_", ", ")
-    return f"{what}{problem.dtype}, {width}, {heads}, {_mask(problem)}{asked}"
+    features = feature_words(problem).replace("_", ", ")
+    return f"{what}{problem.dtype}, {width}, {heads}, {_mask(problem)}{features}"
 
 
 def _mask(problem: Problem) -> str:

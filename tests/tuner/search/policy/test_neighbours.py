@@ -61,4 +61,4 @@ def test_failed_candidates_have_no_proposed_neighbours(scope: SearchTask) -> Non
     proposer = DefaultStrategy(scope, (failed,), alike(scope), {}, seed=0)
     assert proposer.ask() == failed
     proposer.tell(failed, TrialResult(None))
-    assert proposer._beside_the_best() is None
+    assert proposer._neighbour_of_best() is None
