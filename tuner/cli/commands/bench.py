@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +14,7 @@ from flashtune.core.errors import UsageError, VerificationError
 from flashtune.core.file_lock import read_bounded
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import AnyCommand, database_option, json_option, optional_problem_options
-from flashtune.tuner.cli.output import note, print_json
+from flashtune.tuner.cli.output import command_line, note, print_json
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
@@ -110,8 +108,13 @@ def command(
     The upper limit is the speed of a large matrix product in the same run. Decoding is limited by memory, so
     its speed is in GB/s, and its limit is a copy of device memory.
     """
+    from flashtune.tuner.bench.driver import BenchRequest, report_of
+    from flashtune.tuner.cli.report.bench_plot import require_plotly
+
+    if plot_file is not None:
+        # Fail before the measurements if the plot could not be written after them.
+        require_plotly()
     files = Files(save_file, markdown_file, plot_file)
-    files.check()
     figures = _figures(against_file)
     if load_file is not None:
         if problems or grids:
@@ -121,9 +124,10 @@ def command(
         if db is not None:
             # Bench the kernels that a program gets. Programs name their database by this variable.
             os.environ["FLASHTUNE_DB"] = db
-        request = _request(_all_problems(problems, grids), device, _chosen_peers(peers, no_peers), rounds)
+        listed, chosen = _all_problems(problems, grids), _chosen_peers(peers, no_peers)
+        request = BenchRequest(listed, device, chosen, rounds, command_line())
         run = _timed(request, figures, files, as_json)
-    report = _report(run, figures)
+    report = report_of(run, figures)
     if figures is not None and report.against is None:
         note(f"no shape of this run can be compared with {against_file}: --grid paper has its cases")
     _finish(report, files, as_json)
@@ -135,17 +139,6 @@ class Files(NamedTuple):
     save: Path | None
     markdown: Path | None
     plot: Path | None
-
-    def check(self) -> None:
-        """Fails before the measurements if a result could not be written after them.
-
-        Raises:
-            UsageError: A plot is wanted and plotly is not installed.
-        """
-        from flashtune.tuner.cli.report.bench_plot import require_plotly
-
-        if self.plot is not None:
-            require_plotly()
 
 
 def _figures(path: Path | None) -> PeerFile | None:
@@ -180,22 +173,16 @@ def _chosen_peers(peers: tuple[str, ...], no_peers: bool) -> tuple[str, ...]:
     return check_peers(peers) if peers else installed_peers()
 
 
-def _request(problems: tuple[Problem, ...], device: int, peers: tuple[str, ...], rounds: int) -> BenchRequest:
-    from flashtune.tuner.bench.driver import BenchRequest
-
-    return BenchRequest(problems, device, peers, rounds, shlex.join(["flashtune", *sys.argv[1:]]))
-
-
 def _timed(request: BenchRequest, figures: PeerFile | None, files: Files, as_json: bool) -> BenchRun:
     """Runs the request. Shows and saves each result as it arrives."""
-    from flashtune.tuner.bench.driver import run_benches
+    from flashtune.tuner.bench.driver import report_of, run_benches
     from flashtune.tuner.cli.report.bench_terminal import show_bench
 
     def watch(run: BenchRun) -> None:
         if not as_json:
             show_bench(run.benches[-1], len(request.problems))
         if files.save is not None:
-            _save(files.save, _report(run, figures))
+            _save(files.save, report_of(run, figures))
 
     return run_benches(request, watch)
 
@@ -208,12 +195,6 @@ def _loaded(path: Path, as_json: bool) -> BenchRun:
     for bench in () if as_json else run.benches:
         show_bench(bench, len(run.benches))
     return run
-
-
-def _report(run: BenchRun, figures: PeerFile | None) -> Report:
-    from flashtune.tuner.bench.driver import report_of
-
-    return report_of(run, figures)
 
 
 def _save(path: Path, report: Report) -> None:
