@@ -35,7 +35,8 @@ from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.target import Target, device_target
 from flashtune.launch.kernel_cache import binary_of, kernel_of
-from flashtune.runtime.self_check import forget_verdicts, passes_self_check, rehearsing
+from flashtune.runtime import self_check
+from flashtune.runtime.self_check import passes_self_check, rehearsing
 from flashtune.tuner.cli.output import table
 
 ROOT = Path(__file__).parents[1]
@@ -161,7 +162,7 @@ def _compile(cases: Sequence[Case], target: Target) -> None:
 def _first_use(case: Case, database: Path, *, rehearsed: bool = True) -> First:
     """Compiles or finds, loads and checks a kernel on a machine that knows of none."""
     os.environ["FLASHTUNE_DB"] = str(database)
-    forget_verdicts()
+    self_check._known.clear()
     device = torch.device("cuda", torch.cuda.current_device())
     target = device_target(device.index)
     record = case.record(target)

@@ -20,14 +20,13 @@ import msgspec
 from benchmarks.exhaustive.truth_table import TruthTable
 from flashtune.core.config import Config, Space
 from flashtune.core.errors import TableError
-from flashtune.core.record import Measurement, Outcome, Provenance, Verdict
+from flashtune.core.record import ERROR_OF_MEDIAN, Measurement, Outcome, Provenance, Verdict
 from flashtune.core.target import Target, find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, FamilySpace, SearchTask, contiguous_specialization
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
-from flashtune.tuner.execution.noise import ERROR_OF_MEDIAN
 
 # Seconds of the GPU's process for one candidate, beside the launches that are timed: loading it and
 # proving it in full, or on small problems alone where it is far behind. A search of an H200 took 44 s for

@@ -25,12 +25,6 @@ def warn_once(matter: str, message: str) -> None:
     warnings.warn(message, FlashtuneWarning, stacklevel=3)
 
 
-def forget_warnings() -> None:
-    """Clears the record of emitted warnings."""
-    with _telling:
-        _seen_messages.clear()
-
-
 def search_command(problem: Problem) -> str:
     """Returns the command that tunes a problem."""
     return f'flashtune search --shape "{shape_text(problem)}"'

@@ -1,8 +1,9 @@
-"""`Record`: the resources, verdict and measurement of a candidate; and `Selection`."""
+"""`Record`: the resources, verdict and measurement of a candidate; `Selection`; ties of measurements."""
 
 from __future__ import annotations
 
 import enum
+import math
 from typing import Annotated
 
 import msgspec
@@ -20,6 +21,14 @@ Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
 # `$` would allow a line break at the end.
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 ShortText = Annotated[str, msgspec.Meta(max_length=400)]
+
+# In a normal distribution the 20th and 80th percentiles differ by 1.683 standard deviations. The standard
+# error of a median is 1.253 standard deviations over the root of the number of samples.
+ERROR_OF_MEDIAN = 1.253 / 1.683
+# Two medians count as different if they differ by this many standard errors of their difference.
+CONFIDENCE = 2.0
+# Resolution of the GPU's event timer, in ms.
+TIMER_STEP = 0.0005
 
 
 class Outcome(enum.StrEnum):
@@ -244,3 +253,17 @@ class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def measured(self) -> Record:
         """The measured record: for an untuned shape, that of the nearest tuned one."""
         return self.forecast.nearest if self.forecast else self.record
+
+
+def is_tied(time: Measurement, fastest: Measurement) -> bool:
+    """Returns whether a time differs from the fastest one by no more than noise."""
+    noise = math.hypot(standard_error(time), standard_error(fastest))
+    margin = TIMER_STEP + CONFIDENCE * noise if fastest.samples else 0.0
+    return time.ms - fastest.ms <= margin
+
+
+def standard_error(measurement: Measurement) -> float:
+    """Returns the standard error of a measurement's median, in ms."""
+    if measurement.samples == 0:
+        return 0.0
+    return ERROR_OF_MEDIAN * (measurement.p80 - measurement.p20) / math.sqrt(measurement.samples)

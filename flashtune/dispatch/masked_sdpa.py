@@ -174,12 +174,6 @@ def refusal(
     return known_refusal(request, backend, q, k, v, bias)
 
 
-def forget_refusals() -> None:
-    """Clears the results of all trials of SDPA."""
-    _refusals.clear()
-    _meanings.clear()
-
-
 def _kind(request: Request, backend: str | None) -> tuple[object, ...]:
     """Returns the key of a trial with a small problem."""
     problem = request.problem

@@ -153,11 +153,6 @@ def rehearsing(
         thread.join()
 
 
-def forget_verdicts() -> None:
-    """Clears the verdicts of this process, so that the database is read again."""
-    _known.clear()
-
-
 def _remembered(kernel: Kernel, target: Target) -> bool | None:
     """Returns `known_verdict`, or None with a warning if the database cannot be read."""
     try:

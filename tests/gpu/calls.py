@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.notices import forget_warnings
 from flashtune.dispatch.tables import tuned_records
 from flashtune.request.options import CausalOption
 from flashtune.request.request import read_request
 from flashtune.runtime.call_cache import forget_executors
-from flashtune.runtime.self_check import forget_verdicts
+from tests.support.process_state import forget_verdicts, forget_warnings
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 Triple = tuple[Tensor, Tensor, Tensor]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.notices import forget_warnings
 from flashtune.runtime.call_cache import forget_executors
+from tests.support.process_state import forget_warnings
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HEADS, KV_HEADS = 4, 2

@@ -13,10 +13,10 @@ import flashtune
 from flashtune.api.attention import dense_call
 from flashtune.api.paged import paged_call
 from flashtune.api.varlen import varlen_call
-from flashtune.core.notices import forget_warnings
 from flashtune.launch.compilation import interpreting
 from flashtune.runtime.call_cache import forget_executors
 from tests.problems.features import KEYS, QUERIES, agrees, starts
+from tests.support.process_state import forget_warnings
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.notices import forget_warnings
 from flashtune.launch.compilation import interpreting
 from flashtune.request.options import CausalOption, LayoutOption
 from flashtune.runtime.call_cache import forget_executors
+from tests.support.process_state import forget_warnings
 
 # What separates float32 from float64 here, and 16-bit rounding of the result.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

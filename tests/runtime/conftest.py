@@ -11,21 +11,19 @@ import torch
 from triton.runtime import driver
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.notices import forget_warnings
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
 from flashtune.core.target import find_target
 from flashtune.dispatch import decision, masked_sdpa, pair_decision, sdpa
-from flashtune.dispatch.masked_sdpa import forget_refusals
 from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
 from flashtune.runtime import backward_executors, kernel_fallback, prepare
 from flashtune.runtime.call_cache import forget_executors
-from flashtune.runtime.self_check import forget_verdicts
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.emulator.tensor_maps import Driver
 from tests.support.machine import Machine
+from tests.support.process_state import forget_refusals, forget_verdicts, forget_warnings
 
 TARGET = find_target("h200")
 

@@ -28,13 +28,13 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.runtime import self_check
 from flashtune.runtime.self_check import (
-    forget_verdicts,
     known_seconds,
     known_verdict,
     passes_self_check,
     rehearsing,
 )
 from flashtune.verification import check
+from tests.support.process_state import forget_verdicts
 
 Make = Callable[..., Record]
 TARGET = find_target("h200")

@@ -12,7 +12,7 @@ import torch
 from flashtune.core.kernel import Specialization
 from flashtune.core.mask_sharing import narrowed
 from flashtune.core.problem import Problem, score_bytes
-from flashtune.core.record import Measurement, PeerTime, SharedTime
+from flashtune.core.record import Measurement, PeerTime, SharedTime, is_tied
 from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import timed_ways
 from flashtune.launch.backward import bind_backward
@@ -22,7 +22,6 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run, make_tensors
-from flashtune.tuner.execution.noise import is_tied
 from flashtune.tuner.execution.sdpa import BACKENDS, OTHER_LAYOUTS, sdpa_run
 from flashtune.tuner.execution.timing import Run, measure_interleaved
 from flashtune.tuner.workloads.models import forward_of

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from flashtune.core.record import Measurement, Outcome, Provenance, Record
+from flashtune.core.record import Measurement, Outcome, Provenance, Record, is_tied
 from flashtune.db.stored_rows import StoredRecord
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.execution.noise import is_tied
 
 
 def may_be_selected(record: Record) -> bool:

@@ -14,7 +14,6 @@ import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import specialization_of
-from flashtune.core.notices import forget_warnings
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.forward import bind
@@ -23,6 +22,7 @@ from flashtune.runtime.call_cache import forget_executors
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from tests.support.process_state import forget_warnings
 
 TARGET = find_target("h200")
 FAMILY = find_family("forward_masked")

@@ -5,8 +5,16 @@ import math
 import pytest
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict, Versions
-from flashtune.tuner.execution.noise import standard_error
+from flashtune.core.record import (
+    Measurement,
+    Outcome,
+    Provenance,
+    Record,
+    Resources,
+    Verdict,
+    Versions,
+    standard_error,
+)
 from flashtune.tuner.execution.timing import Sampling, summarize
 from flashtune.tuner.search.selection import finalists, select
 from tests.tuner.search.fakes import FAMILY, KERNEL, PASSED, a_config, a_problem
