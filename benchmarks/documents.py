@@ -15,28 +15,19 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import (
-    axes,
-    fastest,
-    first_use,
-    fp8_error,
-    policies_report,
-    prediction,
-    random_report,
-    regret,
-    saved,
-    search_report,
-    serving,
-    sram_audit,
-    tables,
-    training_report,
-    tritons,
-)
+from benchmarks import saved, tables
+from benchmarks.dispatch_regret import regret
+from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
+from benchmarks.host import first_use
+from benchmarks.kernels import fastest, fp8_error, random_report, serving, sram_audit, tritons
 from benchmarks.numbers import pages
 from benchmarks.reports import read_report
 from benchmarks.sanitizer.report import SanitizerReport, report_lines
 from benchmarks.saved import RESULTS, ROOT
+from benchmarks.search import report as search_report
+from benchmarks.search_replay import policies_report
+from benchmarks.training import report as training_report
 from flashtune.core.errors import FlashtuneError, UsageError
 from tests.mutants import pages as mutants
 

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks import policies_report
 from benchmarks.exhaustive.truth_table import read_tables
 from benchmarks.saved import RESULTS, ROOT, document
+from benchmarks.search_replay import policies_report
 from flashtune.core.errors import UsageError
 
 MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)

@@ -24,10 +24,10 @@ named() {
 }
 
 name=nvidia-h200
-measure $name-fp8-error.json python -m benchmarks.fp8_error --save $results/$name-fp8-error.json
-measure $name-serving.json python -m benchmarks.serving --save $results/$name-serving.json
+measure $name-fp8-error.json python -m benchmarks.kernels.fp8_error --save $results/$name-fp8-error.json
+measure $name-serving.json python -m benchmarks.kernels.serving --save $results/$name-serving.json
 named $name-decode.json flashtune bench --grid decode --save $results/$name-decode.json
-measure $name-first-use.json python -m benchmarks.first_use --save $results/$name-first-use.json
+measure $name-first-use.json python -m benchmarks.host.first_use --save $results/$name-first-use.json
 measure $name-random-problems.json \
     python -m tests.gpu.random.random_problems 2000 --save $results/$name-random-problems.json
 measure $name-random-gradients.json \

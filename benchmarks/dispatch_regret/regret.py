@@ -1,249 +1,193 @@
-"""Regret of dispatch at untuned shapes: shapes, tables and figures.
+"""Regret of dispatch at untuned shapes, with all, half and a quarter of the table.
 
-`regret_run` measures. This module needs no GPU, so the same measurements can judge other selection rules.
+    python -m benchmarks.dispatch_regret.regret --seconds 400  # measures, prints and writes
+    python -m benchmarks.dispatch_regret.regret --load FILE    # prints what was measured; needs no GPU
+
+Shapes are drawn at random (batch, heads, lengths, head dims, masks), and none is in the table. At each shape
+several configs are timed in one interleaved run: the winners of all the table's shapes of that head dim, and
+the families' defaults. The run also has the neighbours of these. The selected config is compared with the
+fastest. An interrupted run has saved its results, and the same command continues it. `python -m
+benchmarks.documents --write` puts the tables of the saved runs into docs/dispatch.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import hashlib
-import math
-import random
-import statistics
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-import msgspec
+from benchmarks.dispatch_regret.analysis import (
+    SHARES,
+    Figures,
+    Point,
+    RegretReport,
+    dispatched,
+    draw_problems,
+    figures,
+    regret,
+)
+from benchmarks.reports import read_report, write_report
+from flashtune.core.errors import FlashtuneError, UsageError
+from flashtune.core.problem import Causal
+from flashtune.core.record import Record
+from flashtune.core.target import Target, device_target, find_target
+from flashtune.db.table import shipped_table
+from flashtune.dispatch.versions import current_versions
+from flashtune.tuner.cli.output import table
 
-from benchmarks.reports import names
-from flashtune.core.config import Config, Space
-from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.core.record import Record, ShortText, Versions
-from flashtune.db.eligibility import by_problem
-from flashtune.dispatch.lookup import select
-from flashtune.dispatch.tables import Tables
-from flashtune.templates.family import unsupported_reason
-from flashtune.templates.registry import families, find_family
-from flashtune.tuner.candidates import Candidate
-
-if TYPE_CHECKING:
-    from flashtune.core.target import Target
-
-HEAD_DIMS = (64, 128, 256)
-KV_HEADS = (1, 2, 4, 8, 12, 16, 24, 32)
-GROUPS = (1, 1, 1, 2, 4, 5, 8)
-MAX_HEADS = 128
-SHORTEST, LONGEST = 64, 32768
-LARGEST_BATCH = 128
-# Shorter ones are of a launch's own size, longer ones cost more of the GPU's time than they tell.
-MIN_FLOPS, MAX_FLOPS = 3e9, 1.5e12
-MAX_BYTES = 2**31
-# Shares of the table's anchors that dispatch is given.
-SHARES = (1.0, 0.5, 0.25)
-# Configs of families that take any tensors which are measured beside the others.
-PORTABLE = 4
+RESULTS = Path("benchmarks/results")
+FAMILY = "forward_hopper"
+WORST = 10
+SCRIPT = "benchmarks/dispatch_regret/regret.py"
+# Seeds of the kept runs that the rule was not made by, and the one of which the page has all tables.
+JUDGED_SEEDS, HELD_OUT = (2, 3, 4, 5, 6, 7), 7
 
 
-class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One config at one shape: the median and the 20th and 80th percentiles, in ms."""
-
-    family: ShortText
-    config: ShortText
-    ms: float
-    p20: float
-    p80: float
-    samples: int
-
-
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A held-out shape and everything that was timed there in one run."""
-
-    problem: Problem
-    timed: tuple[Timed, ...]
-
-    @property
-    def best(self) -> Timed:
-        """The fastest."""
-        return min(self.timed, key=lambda timed: timed.ms)
+def main() -> None:
+    """Measures or loads, and prints."""
+    options = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        report = read_report(options.load, RegretReport) if options.load else _measured(options)
+        text = "\n".join(_lines(report, _records(find_target(report.target))))
+    except FlashtuneError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: what was measured is written")
+    print(text)
 
 
-class RegretReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured, where, and with what."""
+def texts(folder: Path) -> dict[str, str]:
+    """The text of each place in the page, by name, of the runs that a folder keeps.
 
-    target: ShortText
-    seed: int
-    versions: Versions
-    points: tuple[Point, ...]
-
-
-class Figures(msgspec.Struct, frozen=True):
-    """Regrets over many points: how much longer dispatch's choice takes than the best, as a share.
-
-    Attributes:
-        share: Of the table's anchors that dispatch was given.
-        anchors: How many those are.
-        points: How many shapes.
-        median, p95, worst: Of the regrets.
-        unknown: Shapes at which dispatch's choice was not timed; they count nowhere else.
+    Raises:
+        TableError: A run is missing, or is none.
     """
-
-    share: float
-    anchors: int
-    points: int
-    median: float
-    p95: float
-    worst: float
-    unknown: int
-
-
-def draw_problems(count: int, seed: int, anchors: Iterable[Problem]) -> tuple[Problem, ...]:
-    """Random shapes in bf16, none of them an anchor and none twice; the same seed gives the same."""
-    chance = random.Random(seed)  # noqa: S311 - shapes, no secrets
-    taken = {problem.key for problem in anchors}
-    drawn: dict[str, Problem] = {}
-    while len(drawn) < count:
-        problem = _draw(chance)
-        fits = MIN_FLOPS <= problem.nominal_flops() <= MAX_FLOPS and problem.minimal_bytes() <= MAX_BYTES
-        if fits and problem.key not in taken:
-            drawn[problem.key] = problem
-    return tuple(drawn.values())
-
-
-def _draw(chance: random.Random) -> Problem:
-    kv_heads = chance.choice(KV_HEADS)
-    heads = min(kv_heads * chance.choice(GROUPS), MAX_HEADS // kv_heads * kv_heads)
-    seqlen_q = _extent(chance, SHORTEST, LONGEST)
-    # Most calls attend from a sequence to itself, some to more keys than queries.
-    seqlen_kv = seqlen_q if chance.random() < 0.75 else _extent(chance, seqlen_q, 2 * LONGEST)
-    head_dim = chance.choice(HEAD_DIMS)
-    return Problem(
-        dtype=Dtype.BF16,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        batch=round(2 ** chance.uniform(0, math.log2(LARGEST_BATCH))),
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        causal=chance.choice((Causal.NONE, Causal.BOTTOM_RIGHT)),
-    )
-
-
-def _extent(chance: random.Random, least: int, most: int) -> int:
-    """A length, evenly in its logarithm; half of them are multiples of 64."""
-    length = round(2 ** chance.uniform(math.log2(least), math.log2(most)))
-    return max(least, length // 64 * 64) if chance.random() < 0.5 else length
-
-
-def thinned(records: Iterable[Record], share: float) -> tuple[Record, ...]:
-    """The records of a share of the anchors, of all types, head dims and masks alike; smaller shares nest."""
-    groups: dict[Problem, dict[str, list[Record]]] = {}
-    for record in records:
-        problem = record.problem
-        groups.setdefault(problem.computation, {}).setdefault(problem.key, []).append(record)
-    kept: list[Record] = []
-    for anchors in groups.values():
-        order = sorted(anchors, key=lambda key: hashlib.sha256(key.encode()).digest())
-        for key in order[: max(1, math.ceil(share * len(order)))]:
-            kept += anchors[key]
-    return tuple(kept)
-
-
-def finalists(problem: Problem, target: Target, records: Iterable[Record]) -> tuple[Candidate, ...]:
-    """What is timed at a shape.
-
-    The winners of all anchors of the same type and head dims, under whatever mask, as far as they are
-    configs for this problem, the families' defaults, and what lies one step beside those; of
-    families that take any tensors only the winners of the nearest anchors under the same mask.
-    """
-    found: dict[Candidate, None] = {}
-    portable: dict[Candidate, None] = {}
-    able = {
-        family.name: family
-        for family in families()
-        if not unsupported_reason(family, problem, target, Specialization())
+    kept = {
+        seed: read_report(folder / f"nvidia-h200-regret-{seed}.json.gz", RegretReport)
+        for seed in JUDGED_SEEDS
     }
-    spaces = {name: family.space(problem, target) for name, family in able.items()}
-    for record in sorted(records, key=lambda record: _unlike(record.problem, problem)):
-        if record.config is None or record.family not in able or not _alike(record.problem, problem):
-            continue
-        if _is_portable(record.family):
-            if record.problem.causal is problem.causal and len(portable) < PORTABLE:
-                portable[Candidate(record.family, record.config)] = None
-        elif spaces[record.family].contains(record.config):
-            found[Candidate(record.family, record.config)] = None
-    for name, family in able.items():
-        default = Candidate(name, family.default(problem, target))
-        if _is_portable(name):
-            portable[default] = None
-        else:
-            found[default] = None
-            found |= dict.fromkeys(Candidate(name, one) for one in _beside(default.config, spaces[name]))
-    return (*found, *portable)
+    records = _records(find_target(kept[HELD_OUT].target))
+    return {
+        "regret": "\n".join(_lines(kept[HELD_OUT], records)),
+        "regret-seeds": "\n".join(_by_seed(list(kept.values()), records)),
+    }
 
 
-def _alike(one: Problem, other: Problem) -> bool:
-    masks = {"causal": Causal.NONE}
-    return msgspec.structs.replace(one.computation, **masks) == msgspec.structs.replace(
-        other.computation, **masks
+def _by_seed(reports: Sequence[RegretReport], records: tuple[Record, ...]) -> Iterator[str]:
+    """What dispatch chooses with the shipped table, at the shapes of each seed and of all."""
+    choose = functools.partial(dispatched, find_target(reports[0].target))
+    everything = tuple(point for report in reports for point in report.points)
+    groups = [(str(report.seed), report.points) for report in reports] + [("all", everything)]
+    rows = []
+    for name, points in groups:
+        found = figures(points, records, 1.0, choose)
+        judged = (f"{share:.1%}" for share in (found.median, found.p95, found.worst))
+        rows.append((name, str(found.points), str(found.unknown), *judged))
+    yield from table(("seed", "shapes", "not timed", "median", "95th percentile", "worst"), rows)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Regret of dispatch at shapes that nobody tuned.")
+    parser.add_argument("--shapes", type=int, default=120, help="how many to draw")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--seconds", type=float, default=400.0, help="limit of the run, compiling included")
+    parser.add_argument("--device", type=int, default=0, help="index of the GPU")
+    parser.add_argument("--out", type=Path, help="where to write; a name in benchmarks/results if left out")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="print what was measured before")
+    return parser.parse_args()
+
+
+def _measured(options: argparse.Namespace) -> RegretReport:
+    from benchmarks.dispatch_regret.timing import measure_regret
+
+    until = time.monotonic() + options.seconds
+    target = device_target(options.device)
+    records = _records(target)
+    path = options.out or RESULTS / f"{target.name}-regret.json.gz"
+    empty = RegretReport(target.name, options.seed, current_versions(FAMILY), ())
+    report = read_report(path, RegretReport) if path.exists() else empty
+    if (report.target, report.seed) != (empty.target, empty.seed):
+        raise UsageError(f"{path} is of another GPU or seed: name another file by --out")
+    problems = draw_problems(options.shapes, options.seed, (record.problem for record in records))
+    tell = functools.partial(print, flush=True)
+    report = measure_regret(report, problems, records, options.device, until, path, tell)
+    write_report(report, path)
+    return report
+
+
+def _records(target: Target) -> tuple[Record, ...]:
+    table = shipped_table(target.name)
+    if table is None:
+        raise UsageError(f"no table ships for {target.name}: there is no choice to judge")
+    return table.records
+
+
+def _lines(report: RegretReport, records: tuple[Record, ...]) -> Iterator[str]:
+    """Everything in Markdown."""
+    choose = functools.partial(dispatched, find_target(report.target))
+    versions = report.versions
+    yield (
+        f"At {len(report.points)} shapes on an {report.target} (torch {versions.torch}, "
+        f"Triton {versions.triton}, seed {report.seed}):"
     )
-
-
-def _unlike(one: Problem, other: Problem) -> tuple[bool, float, str]:
-    apart = abs(math.log2(one.flops() / max(1, other.flops())))
-    return one.causal is not other.causal, apart, one.key
-
-
-def _is_portable(name: str) -> bool:
-    return find_family(name).interpreted
-
-
-def _beside(config: Config, space: Space) -> Iterator[Config]:
-    """The configs of a space that differ from one on one axis."""
-    for axis in space.axes:
-        for value in axis.values:
-            other = msgspec.structs.replace(config, **{axis.name: value})
-            if other != config and space.contains(other):
-                yield other
-
-
-Choose = Callable[[Problem, tuple[Record, ...]], Candidate]
-
-
-# Reports ask for the same shapes and records several times.
-@functools.cache
-def dispatched(target: Target, problem: Problem, records: tuple[Record, ...]) -> Candidate:
-    """What dispatch would launch on contiguous tensors if these records were the table."""
-    selection = select(problem, target, _tables(records), Specialization(), generated=True)
-    assert selection.record.config is not None
-    return Candidate(selection.record.family, selection.record.config)
-
-
-@functools.lru_cache(maxsize=len(SHARES))
-def _tables(records: tuple[Record, ...]) -> Tables:
-    return Tables({}, by_problem(records))
-
-
-def regret(point: Point, candidate: Candidate) -> float | None:
-    """How much longer a candidate takes than the best, as a share; None where it was not timed."""
-    for timed in point.timed:
-        if timed.family == candidate.family and names(timed.config, candidate.config):
-            return timed.ms / point.best.ms - 1
-    return None
-
-
-def figures(points: Iterable[Point], records: tuple[Record, ...], share: float, choose: Choose) -> Figures:
-    """The regrets of a rule of choosing with a share of a table's anchors."""
-    kept = thinned(records, share)
-    found = [regret(point, choose(point.problem, kept)) for point in points]
-    known = sorted(value for value in found if value is not None)
-    return Figures(
-        share=share,
-        anchors=len({record.problem.key for record in kept}),
-        points=len(known),
-        median=statistics.median(known) if known else math.nan,
-        p95=known[math.ceil(0.95 * len(known)) - 1] if known else math.nan,
-        worst=known[-1] if known else math.nan,
-        unknown=len(found) - len(known),
+    yield ""
+    yield "| anchors | median | 95th percentile | worst |"
+    yield "| --- | ---: | ---: | ---: |"
+    for share in SHARES:
+        yield _row(f"{share:.0%}", figures(report.points, records, share, choose))
+    yield ""
+    yield "With all anchors:"
+    yield ""
+    yield "| shapes | median | 95th percentile | worst |"
+    yield "| --- | ---: | ---: | ---: |"
+    for name, points in _groups(report.points):
+        yield _row(name, figures(points, records, 1.0, choose), shapes=True)
+    yield ""
+    yield f"The {WORST} worst:"
+    yield ""
+    yield "| shape | regret | chosen | best |"
+    yield "| --- | ---: | --- | --- |"
+    worst = sorted(
+        ((regret(point, choose(point.problem, records)) or 0.0, point) for point in report.points),
+        key=lambda pair: -pair[0],
     )
+    for value, point in worst[:WORST]:
+        chosen, best = choose(point.problem, records), point.best
+        label = chosen.config.label()
+        ours = f"{chosen.family} {_differs(label, best.config)}"
+        fastest = f"{best.family} {_differs(best.config, label)}"
+        yield f"| {point.problem.key} | {value:.1%} | {ours} | {fastest} |"
+
+
+def _row(name: str, found: Figures, *, shapes: bool = False) -> str:
+    count = f" ({found.points})" if shapes else f" ({found.anchors})"
+    unknown = f"; {found.unknown} not timed" if found.unknown else ""
+    return f"| {name}{count}{unknown} | {found.median:.1%} | {found.p95:.1%} | {found.worst:.1%} |"
+
+
+def _groups(points: Iterable[Point]) -> Iterator[tuple[str, list[Point]]]:
+    """Parts of all points that may differ in kind."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        problem = point.problem
+        mask = "full" if problem.causal is Causal.NONE else "causal"
+        groups.setdefault(f"D{problem.head_dim} {mask}", []).append(point)
+    for point in points:
+        fast = point.best.ms < 0.1
+        groups.setdefault("under 0.1 ms" if fast else "0.1 ms and longer", []).append(point)
+    yield from sorted(groups.items())
+
+
+def _differs(label: str, other: str) -> str:
+    """The words of a config that another one's label does not have."""
+    words = set(other.split())
+    return " ".join(word for word in label.split() if word not in words) or "the same"
+
+
+if __name__ == "__main__":
+    main()

@@ -206,7 +206,7 @@ def read_table(path: Path) -> TruthTable:
         raise TableError(f"cannot read the truth table {path}: {error.strerror}") from error
     except (lzma.LZMAError, msgspec.DecodeError, RecursionError) as error:
         raise TableError(
-            f"{path.name} is no truth table: {error}; make it anew with benchmarks/truth.py"
+            f"{path.name} is no truth table: {error}; make it anew with benchmarks/exhaustive/truth.py"
         ) from error
     for row in table.rows:
         table.candidate(row)

@@ -209,7 +209,7 @@ def replay_space(table: TruthTable) -> Space:
     if strange := sum(not space.contains(config) for config in known):
         raise TableError(
             f"{strange} configs of the truth table of {table.problem.key} are no points of "
-            f"{table.family}'s space: make it anew with benchmarks/truth.py"
+            f"{table.family}'s space: make it anew with benchmarks/exhaustive/truth.py"
         )
     return msgspec.structs.replace(space, admits=known.__contains__)
 

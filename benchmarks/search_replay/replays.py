@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from benchmarks.exhaustive.fitting import fit_tables
 from benchmarks.exhaustive.truth_table import TruthTable, fastest
-from benchmarks.fitting import fit_tables
 from benchmarks.search_replay.baselines import POLICIES
 from benchmarks.search_replay.replay import Replay, best_after, replay_scope, target_of
 from flashtune.db.store import open_store

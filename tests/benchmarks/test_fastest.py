@@ -9,8 +9,20 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks import fastest
-from benchmarks.fastest import MASKS, TUNED, UNTUNED, Case, Report, Row, cases, drawn, faults, judged, lines
+from benchmarks.kernels import fastest
+from benchmarks.kernels.fastest import (
+    MASKS,
+    TUNED,
+    UNTUNED,
+    Case,
+    Report,
+    Row,
+    cases,
+    drawn,
+    faults,
+    judged,
+    lines,
+)
 from benchmarks.saved import ROOT, save
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
@@ -180,7 +192,7 @@ def test_missing_gpu_is_reported(argv: list[str]) -> None:
 
 
 def test_shapes_file_contains_many_kinds_of_masks() -> None:
-    problems = read_shapes_file(ROOT / "benchmarks/masked_shapes.txt")
+    problems = read_shapes_file(ROOT / "benchmarks/kernels/masked_shapes.txt")
     assert len(problems) >= 12
     assert all(problem.features == {Feature.BIAS} for problem in problems)
     for kind in (Bias.ADDITIVE, Bias.BOOLEAN):

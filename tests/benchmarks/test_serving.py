@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.dispatch_regret.regret import dispatched
-from benchmarks.serving import GROUPS
+from benchmarks.dispatch_regret.analysis import dispatched
+from benchmarks.kernels.serving import GROUPS
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
 from flashtune.templates.family import unsupported_reason

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import sram_audit
+from benchmarks.kernels import sram_audit
 from flashtune.core.errors import TableError
 from flashtune.templates.registry import families
 from flashtune.tuner.sram_audit.audit import Audit, Row

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import training_report
-from benchmarks.training_memory import STANDARD
-from benchmarks.training_pictures import memory_picture
+from benchmarks.saved import RESULTS
+from benchmarks.training import report as training_report
+from benchmarks.training.charts import memory_picture
+from benchmarks.training.memory import STANDARD
 from flashtune.core.errors import TableError
 
 
 def test_backend_that_never_fits_has_no_line() -> None:
-    document = training_report.measured(training_report.RESULTS).memory
+    document = training_report.measured(RESULTS).memory
     rows = tuple(
         replace(
             row,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from benchmarks.tritons import GRIDS, compare, lines
+from benchmarks.kernels.tritons import GRIDS, compare, lines
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Problem
 from flashtune.core.record import Versions

@@ -1,7 +1,7 @@
 """Calibration of predictions by constants that were fitted to measured times.
 
-The constants are in `fitted.json`, which `benchmarks/prediction.py` makes from tabular benchmarks. They hold
-for the measured architecture. Its terms are features of a config that hold for every shape.
+The constants are in `fitted.json`, which `benchmarks.exhaustive.prediction` makes from tabular benchmarks.
+They hold for the measured architecture. Its terms are features of a config that hold for every shape.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from flashtune.templates.common.model.traffic import keys_at_once
 # Exponentials that one SM finishes per clock, with the arithmetic around them.
 EXPONENTIALS_PER_CLOCK = 10.1
 # Fraction of the last-level cache in which repeated reads of keys and values hit. A step: with the continuous
-# fraction of `traffic.missed`, dispatch was no better at the shapes of benchmarks/regret.py.
+# fraction of `traffic.missed`, dispatch was no better at the shapes of benchmarks/dispatch_regret/regret.py.
 CACHE_SHARE = 0.98
 # Fraction of HBM's bandwidth that a launch reaches without other limits: that of a plain copy.
 BANDWIDTH_SHARE = 0.9

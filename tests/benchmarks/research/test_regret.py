@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.dispatch_regret import regret_run
-from benchmarks.dispatch_regret.regret import (
+from benchmarks.dispatch_regret import timing
+from benchmarks.dispatch_regret.analysis import (
     SHARES,
     Point,
     RegretReport,
@@ -95,7 +95,7 @@ def test_finalists_include_the_tuned_configs_and_can_be_rendered(
         if chosen.family == "forward_hopper" and (chosen.family, chosen.config) in tuned:
             assert chosen in entrants
         assert {entrant.family for entrant in entrants} >= {"forward_hopper", "forward_q_outer"}
-    static = regret_run._static(problems[0])
+    static = timing._static(problems[0])
     for entrant in finalists(problems[0], TARGET, records):
         family = find_family(entrant.family)
         kernels = (render(family, one, entrant.config, Specialization()) for one in (static, problems[0]))
@@ -157,9 +157,9 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
         measured.append(problem)
         return Point(problem, tuple(timed(one, 1.0 + 0.001 * index) for index, one in enumerate(candidates)))
 
-    monkeypatch.setattr(regret_run, "device_target", lambda index: TARGET)
-    monkeypatch.setattr(regret_run, "compile_all", lambda *_: frozenset())
-    monkeypatch.setattr(regret_run, "_measure", measure)
+    monkeypatch.setattr(timing, "device_target", lambda index: TARGET)
+    monkeypatch.setattr(timing, "compile_all", lambda *_: frozenset())
+    monkeypatch.setattr(timing, "_measure", measure)
     return measured
 
 
@@ -172,7 +172,7 @@ def test_interrupted_run_resumes(
     path = tmp_path / "deep" / "regret.json.gz"
     said: list[str] = []
     report = RegretReport(TARGET.name, 3, current_versions("forward_hopper"), ())
-    run = functools.partial(regret_run.measure_regret, records=records, device=0, path=path, tell=said.append)
+    run = functools.partial(timing.measure_regret, records=records, device=0, path=path, tell=said.append)
     late = time.monotonic() + 60
     report = run(report, problems[:3], until=late)
     assert without_gpu == list(problems[:3])
@@ -195,11 +195,11 @@ def test_kernels_that_do_not_compile_are_not_timed(
 ) -> None:
     problem = problems[0]
     unfit = finalists(problem, TARGET, records)[0]
-    broken = frozenset({(regret_run._static(problem), unfit)})
-    monkeypatch.setattr(regret_run, "compile_all", lambda *_: broken)
+    broken = frozenset({(timing._static(problem), unfit)})
+    monkeypatch.setattr(timing, "compile_all", lambda *_: broken)
     report = RegretReport(TARGET.name, 3, current_versions("forward_hopper"), ())
     path = tmp_path / "regret.json.gz"
-    report = regret_run.measure_regret(report, [problem], records, 0, math.inf, path, lambda _: None)
+    report = timing.measure_regret(report, [problem], records, 0, math.inf, path, lambda _: None)
     labels = [(one.family, one.config) for one in report.points[0].timed]
     assert (unfit.family, unfit.config.label()) not in labels
 
@@ -213,7 +213,7 @@ def test_point_is_measured(records: tuple[Record, ...], tmp_path: Path) -> None:
     torch.cuda.synchronize()
     report = RegretReport(TARGET.name, 3, current_versions("forward_hopper"), ())
     path = tmp_path / "regret.json.gz"
-    report = regret_run.measure_regret(report, [problem], records, 0, math.inf, path, lambda _: None)
+    report = timing.measure_regret(report, [problem], records, 0, math.inf, path, lambda _: None)
     assert 0 < report.points[0].best.ms < 10
     assert len(report.points[0].timed) >= 2
 

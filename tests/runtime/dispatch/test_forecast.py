@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import flashtune
-from benchmarks.dispatch_regret.regret import _tables, draw_problems
+from benchmarks.dispatch_regret.analysis import _tables, draw_problems
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Dtype

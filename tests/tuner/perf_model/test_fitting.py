@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.exhaustive.fitting import fit_tables
 from benchmarks.exhaustive.truth_table import TruthTable, read_tables
-from benchmarks.fitting import fit_tables
 from benchmarks.search_replay.replay import replay_scope
 from flashtune.core.record import Resources
 from flashtune.core.target import find_target

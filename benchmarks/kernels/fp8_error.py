@@ -1,7 +1,7 @@
 """Errors of attention in 8 bits and in 16, as root mean squares against float64.
 
-    python -m benchmarks.fp8_error                        # prints the table, in Markdown
-    python -m benchmarks.fp8_error --save benchmarks/results/nvidia-h200-fp8-error.json
+    python -m benchmarks.kernels.fp8_error  # prints the table, in Markdown
+    python -m benchmarks.kernels.fp8_error --save benchmarks/results/nvidia-h200-fp8-error.json
 
 Inputs are FlashAttention-3's (Shah et al., 2024): normal numbers, of which one in a thousand is ten times as
 large. They are rounded to bfloat16 before use. So the error of the 16-bit kernel is that of its arithmetic
@@ -34,7 +34,7 @@ QUERY_HEADS, KV_HEADS = 16, 4
 # Head dim and sequence length.
 SHAPES = ((64, 4096), (128, 1024), (128, 4096), (128, 16384), (256, 4096))
 COLUMNS = ("bf16 kernel", "fp8 kernel", "plain fp8", "plain fp8, a scale for each tensor")
-SCRIPT = "benchmarks/fp8_error.py"
+SCRIPT = "benchmarks/kernels/fp8_error.py"
 SAVED = RESULTS / "nvidia-h200-fp8-error.json"
 
 Attend = Callable[[int], Tensor]

@@ -1,6 +1,6 @@
 """Time of the self-check of an unverified kernel at its first use, without compilation and loading.
 
-    python -m benchmarks.first_use --save benchmarks/results/nvidia-h200-first-use.json
+    python -m benchmarks.host.first_use --save benchmarks/results/nvidia-h200-first-use.json
 
 Kernels are compiled on all cores first. Each is then loaded and checked with an empty database, in this
 process (`at work`). Some are also checked in new processes, which load torch's kernels and the check's
@@ -29,8 +29,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.first_use_cases import CASES, Case
-from benchmarks.saved import RESULTS, Source, load, save, this_run
+from benchmarks.host.first_use_cases import CASES, Case
+from benchmarks.saved import RESULTS, ROOT, Source, load, save, this_run
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.target import Target, device_target
@@ -39,11 +39,10 @@ from flashtune.runtime import self_check
 from flashtune.runtime.self_check import passes_self_check, rehearsing
 from flashtune.tuner.cli.output import table
 
-ROOT = Path(__file__).parents[1]
 LIMIT_MS = 300.0
 # Processes of a kernel's own, each with an empty database.
 FRESH_TRIES = 2
-SCRIPT = "benchmarks/first_use.py"
+SCRIPT = "benchmarks/host/first_use.py"
 SAVED = RESULTS / "nvidia-h200-first-use.json"
 
 
@@ -216,7 +215,7 @@ def _fresh(number: int, folder: Path) -> Fresh:
 
 def _in_a_process(number: int, way: Way, folder: Path) -> tuple[float, ...]:
     """The first product of matrices, compiling and loading, and the check, in ms."""
-    command = [sys.executable, "-m", "benchmarks.first_use", "--one", str(number), "--way", way]
+    command = [sys.executable, "-m", "benchmarks.host.first_use", "--one", str(number), "--way", way]
     with tempfile.TemporaryDirectory(dir=folder) as own:
         # An installation has the modules' bytecode.
         environment = {**os.environ, "FLASHTUNE_DB": f"{own}/none.sqlite", "PYTHONDONTWRITEBYTECODE": ""}

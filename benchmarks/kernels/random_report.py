@@ -15,7 +15,7 @@ from benchmarks.saved import RESULTS, Saved, load
 from flashtune.tuner.cli.output import table
 from tests.gpu.random.random_checks import Summary
 
-SCRIPT = "benchmarks/random_report.py"
+SCRIPT = "benchmarks/kernels/random_report.py"
 KEPT = ("random-problems", "random-gradients")
 
 

@@ -1,7 +1,7 @@
 """Compares `flashtune search` with Helion on plain attention: time to a result, and its speed.
 
-    python benchmarks/against_helion.py                       # Helion's quick autotuning
-    python benchmarks/against_helion.py --effort full --seconds 300 --save helion.json
+    python -m benchmarks.search.against_helion  # Helion's quick autotuning
+    python -m benchmarks.search.against_helion --effort full --seconds 300 --save helion.json
 
 Helion (PyTorch project, 2025) compiles a kernel in torch syntax to Triton. It searches block sizes, loop
 orders, loads, warps and stages itself. Both begin with empty caches. The two results are then timed in one

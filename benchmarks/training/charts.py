@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Points, Style
-from benchmarks.training_memory import GIB, OURS, STANDARD, Document
+from benchmarks.training.memory import GIB, OURS, STANDARD, Document
 from examples.training.report import Document as Training
 from examples.training.report import median_ms
 from examples.training.trainer import Run, left_out

@@ -1,7 +1,7 @@
 """Compares `flashtune search` with `triton.autotune` on the same kernels: time to a result, and its speed.
 
-    python benchmarks/autotune.py --save autotune.json              # one shape, at most six minutes
-    python benchmarks/autotune.py --shape heads=32,seqlen=4096,head_dim=64,tokens=16384 --limit 200
+    python -m benchmarks.search.autotune --save autotune.json  # one shape, at most six minutes
+    python -m benchmarks.search.autotune --shape heads=32,seqlen=4096,head_dim=64,tokens=16384 --limit 200
 
 Both choose among all configs of a portable family that fit by the SRAM model, with empty caches. Triton
 compiles configs in sequence, and times each with its own defaults. At the limit, its time for the whole list

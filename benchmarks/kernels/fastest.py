@@ -1,13 +1,13 @@
 """Compares `flashtune.attention` with the fastest backend of torch's SDPA at every tuned forward shape.
 
-    python -m benchmarks.fastest                        # all tuned shapes that SDPA computes
-    python -m benchmarks.fastest --only bias            # those whose keys hold a text
-    python -m benchmarks.fastest --limit 20             # the first 20, calls with a bias or a mask first
-    python -m benchmarks.fastest --untuned 24           # and so many random shapes that no table holds
-    python -m benchmarks.fastest --load FILE            # prints what was measured; needs no GPU
+    python -m benchmarks.kernels.fastest               # all tuned shapes that SDPA computes
+    python -m benchmarks.kernels.fastest --only bias   # those whose keys hold a text
+    python -m benchmarks.kernels.fastest --limit 20    # the first 20, calls with a bias or a mask first
+    python -m benchmarks.kernels.fastest --untuned 24  # and so many random shapes that no table holds
+    python -m benchmarks.kernels.fastest --load FILE   # prints what was measured; needs no GPU
 
 Tuned are the shapes of the shipped table and of the user's database (`FLASHTUNE_DB`). `flashtune search
---shapes-file benchmarks/masked_shapes.txt` tunes calls with a bias or a mask.
+--shapes-file benchmarks/kernels/masked_shapes.txt` tunes calls with a bias or a mask.
 
 Times are medians of the GPU time of CUDA-graph replays with a cold L2. All contestants of a shape are
 interleaved in one run. flashtune is called as in a program with `prefer="fastest"`: a generated kernel or
@@ -42,7 +42,7 @@ from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import first_line
 from flashtune.tuner.cli.output import table
 
-SCRIPT = "benchmarks/fastest.py"
+SCRIPT = "benchmarks/kernels/fastest.py"
 SAVED = RESULTS / "nvidia-h200-fastest.json"
 # Below this a pair is timed again, and fails if it stays there.
 LEAST = 0.98
@@ -211,8 +211,8 @@ def _records(target: Target) -> tuple[Record, ...]:
 
 def _compile(listed: Sequence[Case], target: Target, records: tuple[Record, ...]) -> None:
     """Leaves the generated kernels in Triton's cache, compiled on all cores: a first call compiles alone."""
-    from benchmarks.dispatch_regret.regret import dispatched
-    from benchmarks.dispatch_regret.regret_run import Jobs, compile_all
+    from benchmarks.dispatch_regret.analysis import dispatched
+    from benchmarks.dispatch_regret.timing import Jobs, compile_all
 
     jobs: Jobs = {case.problem: (dispatched(target, case.problem, records),) for case in listed}
     compile_all(jobs, target, functools.partial(print, flush=True))

@@ -1,7 +1,7 @@
 """Times of attention with pages, 8-bit caches, latent keys and windows, and without them.
 
-    python -m benchmarks.serving                                                     # prints the table
-    python -m benchmarks.serving --save benchmarks/results/nvidia-h200-serving.json
+    python -m benchmarks.kernels.serving  # prints the table
+    python -m benchmarks.kernels.serving --save benchmarks/results/nvidia-h200-serving.json
 
 Each group of shapes is timed in one interleaved run, with a cold L2. Kernels are those that dispatch selects
 from the shipped table for contiguous tensors. Sequences have the same lengths as in a search. The first shape
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.dispatch_regret.regret import dispatched
+from benchmarks.dispatch_regret.analysis import dispatched
 from benchmarks.saved import RESULTS, Source, load, save, this_run
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.problem import Problem
@@ -32,7 +32,7 @@ from flashtune.tuner.execution.timed_runs import kernel_run
 from flashtune.tuner.execution.timing import measure_interleaved
 from flashtune.tuner.workloads.shapes import parse_shape
 
-SCRIPT = "benchmarks/serving.py"
+SCRIPT = "benchmarks/kernels/serving.py"
 SAVED = RESULTS / "nvidia-h200-serving.json"
 ROUNDS = 61
 DECODE = "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1"

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.dispatch_regret.regret import (
+from benchmarks.dispatch_regret.analysis import (
     SHARES,
     Point,
     RegretReport,

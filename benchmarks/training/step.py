@@ -1,11 +1,11 @@
 """Host time of attention in a training step, forward and backward, with flashtune and with SDPA.
 
-    python benchmarks/training_step.py
-    python benchmarks/training_step.py --seqlen 128 --head-dim 128 --save step.json
+    python -m benchmarks.training.step
+    python -m benchmarks.training.step --seqlen 128 --head-dim 128 --save step.json
 
 Tensors are so small that launches only queue and the host never waits for the GPU. Every figure is a median
-of interleaved rounds. `benchmarks/dropout.py` measures GPU time with dropout, and `benchmarks/host_time.py`
-the forward pass of calls without gradients. Needs a GPU.
+of interleaved rounds. `benchmarks.kernels.dropout` measures GPU time with dropout, and
+`benchmarks.host.host_time` the forward pass of calls without gradients. Needs a GPU.
 """
 
 from __future__ import annotations

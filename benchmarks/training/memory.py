@@ -1,7 +1,7 @@
 """Memory of attention in training, forward and backward, over sequence length.
 
-    python benchmarks/training_memory.py --save memory.json      # training_report.py draws it
-    python benchmarks/training_memory.py --heads 32 --head-dim 64 --full --lengths 1024 16384
+    python -m benchmarks.training.memory --save memory.json  # benchmarks.training.report draws it
+    python -m benchmarks.training.memory --heads 32 --head-dim 64 --full --lengths 1024 16384
 
 The shape is one sequence of each length, 16 heads of 128 columns in bf16, causal. The result is the peak of
 torch's allocator during one forward and one backward pass, inputs included. It is measured for flashtune,
@@ -96,7 +96,7 @@ def main() -> None:
     """Measures, prints, and writes what is asked for."""
     options = _options()
     if not torch.cuda.is_available():
-        raise SystemExit("training_memory.py measures a GPU's memory, and no GPU is visible here")
+        raise SystemExit("this benchmark measures a GPU's memory, and no GPU is visible here")
     device = torch.device("cuda", 0)
     target = device_target(0)
     posed = [_problem(options, seqlen) for seqlen in options.lengths]

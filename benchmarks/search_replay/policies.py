@@ -1,13 +1,13 @@
 """Compares search strategies on tabular benchmarks: regret, and number of trials.
 
-    python benchmarks/policies.py --save policies.json                # all policies, all tables: minutes
-    python benchmarks/policies.py --policy default --policy random --seeds 5
+    python -m benchmarks.search_replay.policies --save policies.json  # all policies, all tables: minutes
+    python -m benchmarks.search_replay.policies --policy default --policy random --seeds 5
 
 No GPU is needed: the search's own driver runs on tests/data/truth with a simulated clock. The default
 strategy knows the winners of the shipped table except those of the current problem. Its calibration of
 predictions is fitted to the other tables. `cold` is the same strategy without either, simulated only up to
-the judged budget. Optuna's Gaussian process needs scipy. `benchmarks/policies_report.py` makes tables and
-charts of saved results.
+the judged budget. Optuna's Gaussian process needs scipy. `benchmarks.search_replay.policies_report` makes
+tables and charts of saved results.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def main() -> None:
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
     if not tables:
-        sys.exit(f"error: {options.tables} holds no truth tables: make some with benchmarks/truth.py")
+        sys.exit(
+            f"error: {options.tables} has no tabular benchmarks: make some with benchmarks.exhaustive.truth"
+        )
     found = summaries(tables, tuple(options.policy or (*POLICIES, COLD)), options.seeds, options.jobs)
     if options.save is not None:
         options.save.write_bytes(msgspec.json.encode(found))

@@ -1,7 +1,7 @@
 """Measures every config of a family's space for a problem, or a uniform sample, and saves all results.
 
-    python benchmarks/truth.py --preset --out tests/data/truth              # ten problems
-    python benchmarks/truth.py --family forward_hopper --shape heads=16,seqlen=2048,head_dim=128,tokens=16384
+    python -m benchmarks.exhaustive.truth --preset --out tests/data/truth  # ten problems
+    python -m benchmarks.exhaustive.truth --family forward_hopper --shape heads=16,seqlen=2048,head_dim=128
 
 Configs are compiled on all cores. Meanwhile, finished ones are compared with a float64 reference on small
 problems and timed in batches, interleaved with the family's default. The best of all batches are then timed

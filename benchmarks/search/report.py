@@ -1,6 +1,6 @@
 """Tables of searches on the GPU: their stability, and the times of other tuners.
 
-    python -m benchmarks.search_report          # prints them, from benchmarks/results
+    python -m benchmarks.search.report  # prints them, from benchmarks/results
 
 `python -m benchmarks.documents --write` puts them into docs/search.md.
 """
@@ -13,20 +13,20 @@ from typing import TypeVar
 
 import msgspec
 
-from benchmarks import autotune
-from benchmarks.policies_report import problem_title
 from benchmarks.saved import RESULTS
-from benchmarks.stability import Stability
+from benchmarks.search import autotune
+from benchmarks.search.stability import Stability
+from benchmarks.search_replay.policies_report import problem_title
 from flashtune.core.errors import TableError
 from flashtune.tuner.cli.output import table
 
-SCRIPT = "benchmarks/search_report.py"
+SCRIPT = "benchmarks/search/report.py"
 
 Read = TypeVar("Read")
 
 
 class Helion(msgspec.Struct, frozen=True):
-    """What `benchmarks/against_helion.py` saves, which cannot be imported where Helion is missing."""
+    """What `benchmarks/search/against_helion.py` saves, which cannot be imported where Helion is missing."""
 
     problem: str
     effort: str

@@ -1,7 +1,7 @@
 """GPU time of attention with dropout in training: flashtune and SDPA's flash backend (FlashAttention-2).
 
-    python benchmarks/dropout.py
-    python benchmarks/dropout.py --dropout 0.1 --save dropout.json
+    python -m benchmarks.kernels.dropout
+    python -m benchmarks.kernels.dropout --dropout 0.1 --save dropout.json
 
 Each time is that of the forward and backward pass together, as autograd queues them. Runs are interleaved,
 with a cold L2 before each, and times are medians. The defaults are 16k tokens in bf16 and 2048 columns over

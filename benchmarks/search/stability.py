@@ -1,7 +1,7 @@
 """How often repeated searches select different configs, and the resulting loss.
 
-    python benchmarks/stability.py --save stability.json            # six shapes, three searches each
-    python benchmarks/stability.py --shape heads=16,seqlen=512,head_dim=128,tokens=16384 --searches 1
+    python -m benchmarks.search.stability --save stability.json  # six shapes, three searches each
+    python -m benchmarks.search.stability --shape heads=16,seqlen=512,head_dim=128,tokens=16384 --searches 1
 
 Each search has an empty database, its own seed, the default budget, and warm starts from the shipped table's
 other shapes. Searches share binaries, so later ones hardly wait for the compiler. The finalists of the first

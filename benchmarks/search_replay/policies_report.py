@@ -1,7 +1,7 @@
-"""Tables and charts of results of `benchmarks/policies.py --save`.
+"""Tables and charts of results of `benchmarks/search_replay/policies.py --save`.
 
-    python -m benchmarks.policies_report                            # prints the tables, in Markdown
-    python -m benchmarks.policies_report policies.json
+    python -m benchmarks.search_replay.policies_report  # prints the tables, in Markdown
+    python -m benchmarks.search_replay.policies_report policies.json
 
 `python -m benchmarks.documents --write` puts the tables and the charts of benchmarks/results into docs/.
 """
@@ -19,13 +19,13 @@ import msgspec
 
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Style
-from benchmarks.policies import COLD
+from benchmarks.saved import RESULTS
+from benchmarks.search_replay.policies import COLD
 from benchmarks.search_replay.replays import JUDGED_SHARE, NEAR, Summary
 from flashtune.core.errors import TableError
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = "benchmarks/policies_report.py"
-SAVED = tuple(ROOT / f"benchmarks/results/nvidia-h200-policies{part}.json" for part in ("", "-samplers"))
+SCRIPT = "benchmarks/search_replay/policies_report.py"
+SAVED = tuple(RESULTS / f"nvidia-h200-policies{part}.json" for part in ("", "-samplers"))
 # Told apart by those who see no colours too; the default stands out.
 COLORS = {
     "default": "#d55e00",
@@ -47,7 +47,11 @@ def main() -> None:
     """Reads and prints."""
     parser = argparse.ArgumentParser(description="Tables of compared policies.")
     parser.add_argument(
-        "saved", nargs="*", type=Path, default=SAVED, help="what benchmarks/policies.py --save has written"
+        "saved",
+        nargs="*",
+        type=Path,
+        default=SAVED,
+        help="what benchmarks/search_replay/policies.py --save has written",
     )
     options = parser.parse_args()
     try:
@@ -112,7 +116,7 @@ def summary_of(found: Sequence[Summary], policy: str, problem: tuple[str, str]) 
         if (summary.policy, summary.family, summary.problem) == (policy, *problem):
             return summary
     raise TableError(
-        f"{policy} was not replayed on {problem[1]}: run benchmarks/policies.py for all policies"
+        f"{policy} was not simulated on {problem[1]}: run benchmarks.search_replay.policies for all"
     )
 
 

@@ -1,6 +1,6 @@
 """Tables of a saved audit of the SRAM models.
 
-    python -m benchmarks.sram_audit          # prints them, in Markdown
+    python -m benchmarks.kernels.sram_audit  # prints them, in Markdown
 
 No GPU is needed. benchmarks/results/sram-audit.json holds the output of `flashtune sram-audit --json`.
 `python -m benchmarks.documents --write` puts the sums into docs/sram-audit.md and the rows into
@@ -18,7 +18,7 @@ from flashtune.core.errors import TableError
 from flashtune.tuner.cli.commands.sram_audit import markdown_parts
 from flashtune.tuner.sram_audit.audit import Audit
 
-SCRIPT = "benchmarks/sram_audit.py"
+SCRIPT = "benchmarks/kernels/sram_audit.py"
 SAVED = RESULTS / "sram-audit.json"
 
 

@@ -1,6 +1,6 @@
 """Tables of the effect of each axis of a family, from the tabular benchmarks in tests/data/truth.
 
-    python -m benchmarks.axes          # prints them, in Markdown
+    python -m benchmarks.exhaustive.axes  # prints them, in Markdown
 
 No GPU is needed. A cell is the time of the fastest config with that value over the time of the fastest
 config. Both are from the tabular benchmark. `python -m benchmarks.documents --write` puts the tables into
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.exhaustive.prediction import TABLES
 from benchmarks.exhaustive.truth_table import TruthTable, fastest, read_tables
-from benchmarks.prediction import TABLES
 from flashtune.core.problem import Causal
 from flashtune.tuner.cli.output import table
 
-SCRIPT = "benchmarks/axes.py"
+SCRIPT = "benchmarks/exhaustive/axes.py"
 
 Value = int | bool | str
 

@@ -1,7 +1,7 @@
 """Speeds of the shipped kernels under other Triton versions, from runs of `flashtune bench`.
 
-    flashtune bench --grid paper --grid backward --grid decode --peer sdpa-cudnn --save FILE    # under each
-    python -m benchmarks.tritons FILE_3.6.0 FILE_3.7.1 FILE_3.9.0                       # prints the table
+    flashtune bench --grid paper --grid backward --grid decode --peer sdpa-cudnn --save FILE  # under each
+    python -m benchmarks.kernels.tritons FILE_3.6.0 FILE_3.7.1 FILE_3.9.0  # prints the table
 
 Runs of two Triton versions are in two processes, between which clocks differ. Each time is therefore relative
 to cuDNN's in its own run. If cuDNN has no row, the reference is a copy of device memory.
@@ -26,7 +26,7 @@ from flashtune.tuner.bench.peer_runs import CUDNN
 from flashtune.tuner.bench.results import OURS, BenchRun
 from flashtune.tuner.cli.output import table
 
-SCRIPT = "benchmarks/tritons.py"
+SCRIPT = "benchmarks/kernels/tritons.py"
 SAVED = tuple(RESULTS / f"nvidia-h200-triton-{version}.json" for version in ("3.6.0", "3.7.1", "3.9.0"))
 COPY = "copy"
 # In the order of preference.

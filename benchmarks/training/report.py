@@ -1,9 +1,9 @@
 """Tables and charts of measurements of training, from benchmarks/results.
 
-    python -m benchmarks.training_report              # prints the tables, in Markdown
+    python -m benchmarks.training.report  # prints the tables, in Markdown
 
 `python -m benchmarks.documents --write` puts them into docs/. The input files are those that
-benchmarks/training_memory.py, `python -m examples.training` and benchmarks/dropout.py write with `--save`.
+`benchmarks.training.memory`, `examples.training` and `benchmarks.kernels.dropout` write with `--save`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import TypeVar
 
 import msgspec
 
-from benchmarks import dropout, training_memory
-from benchmarks.training_memory import GIB, OURS, Peak
-from benchmarks.training_pictures import losses_picture, memory_picture
+from benchmarks.kernels import dropout
+from benchmarks.saved import RESULTS
+from benchmarks.training import memory as training_memory
+from benchmarks.training.charts import losses_picture, memory_picture
+from benchmarks.training.memory import GIB, OURS, Peak
 from examples.training import report as example
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Causal
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.workloads.shapes import parse_shape
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results"
-SCRIPT = "benchmarks/training_report.py"
+SCRIPT = "benchmarks/training/report.py"
 MIB = 2**20
 
 Read = TypeVar("Read")
@@ -43,7 +43,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Steps(msgspec.Struct, frozen=True):
-    """What `benchmarks/training_step.py` found."""
+    """What `benchmarks/training/step.py` found."""
 
     gpu: str
     torch: str

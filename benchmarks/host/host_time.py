@@ -1,7 +1,7 @@
 """Host time of flashtune: a call, the import, and the first call of a process.
 
-    python benchmarks/host_time.py                                    # prints a JSON document
-    python benchmarks/host_time.py --heads 16 --seqlen 512 --batch 32 --head-dim 128 --causal
+    python -m benchmarks.host.host_time  # prints a JSON document
+    python -m benchmarks.host.host_time --heads 16 --seqlen 512 --batch 32 --head-dim 128 --causal
 
 Every figure is a median. Calls are timed while their launches only queue, so GPU time has no effect. Without
 a GPU, the launch does nothing, and first calls are left out. The whole takes half a minute, most of it the

@@ -1,7 +1,7 @@
 """Accuracy of predicted times on tabular benchmarks outside of the calibration.
 
-    python -m benchmarks.prediction                    # prints the table, in Markdown
-    python -m benchmarks.prediction --fit              # and fits the constants that ship to all tables
+    python -m benchmarks.exhaustive.prediction        # prints the table, in Markdown
+    python -m benchmarks.exhaustive.prediction --fit  # and fits the constants that ship to all tables
 
 Each problem is judged with constants fitted to the other tables. No GPU is needed. `python -m
 benchmarks.documents --write` puts the table into docs/prediction.md.
@@ -13,24 +13,23 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.exhaustive.fitting import fit_tables
 from benchmarks.exhaustive.truth_table import TruthTable, read_tables
-from benchmarks.fitting import fit_tables
+from benchmarks.saved import ROOT
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.perf_model.calibration import FILE, NOTHING, Calibration, expected_ms
 
-ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests/data/truth"
 FITTED = ROOT / "tuner" / FILE
-SCRIPT = "benchmarks/prediction.py"
+SCRIPT = "benchmarks/exhaustive/prediction.py"
 TOP = 10
 
 Floats = NDArray[np.float64]

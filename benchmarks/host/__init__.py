@@ -1,0 +1,1 @@
+"""Host time of calls and of first uses."""

@@ -1,0 +1,1 @@
+"""Times and errors of kernels, and their memory models."""

@@ -1,0 +1,1 @@
+"""Searches on a GPU: other tuners, and repeated searches."""

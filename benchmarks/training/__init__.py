@@ -1,0 +1,1 @@
+"""Memory, host time and losses of attention in training."""
