@@ -81,25 +81,20 @@ __all__ = [
     "table_hash",
 ]
 
-_HOMES = {
-    "attention": "flashtune.api.attention",
-    "attention_paged": "flashtune.api.paged",
-    "attention_varlen": "flashtune.api.varlen",
-    "explain": "flashtune.api.explain",
-    "explain_paged": "flashtune.api.explain",
-    "explain_varlen": "flashtune.api.explain",
-    "Explanation": "flashtune.api.explain",
-    "FlashtuneWarning": "flashtune.core.notices",
-    "PagedKVCache": "flashtune.kv_cache.cache",
-    "merge_attention": "flashtune.api.merge_states",
-    "plan": "flashtune.api.plan",
-    "plan_paged": "flashtune.api.paged",
-    "plan_varlen": "flashtune.api.varlen",
-    "Plan": "flashtune.api.plan",
-    "quantize": "flashtune.request.quantization",
-    "record_calls": "flashtune.recording.recorder",
-    "table_hash": "flashtune.dispatch.tables",
+_MODULES = {
+    "flashtune.api.attention": ("attention",),
+    "flashtune.api.explain": ("Explanation", "explain", "explain_paged", "explain_varlen"),
+    "flashtune.api.merge_states": ("merge_attention",),
+    "flashtune.api.paged": ("attention_paged", "plan_paged"),
+    "flashtune.api.plan": ("Plan", "plan"),
+    "flashtune.api.varlen": ("attention_varlen", "plan_varlen"),
+    "flashtune.core.notices": ("FlashtuneWarning",),
+    "flashtune.dispatch.tables": ("table_hash",),
+    "flashtune.kv_cache.cache": ("PagedKVCache",),
+    "flashtune.recording.recorder": ("record_calls",),
+    "flashtune.request.quantization": ("quantize",),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 if not TYPE_CHECKING:  # with __getattr__, type checkers accept misspelled names
