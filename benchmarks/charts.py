@@ -16,13 +16,13 @@ Points = Sequence[tuple[float, float]]
 
 
 class Style(msgspec.Struct, frozen=True):
-    """How a line looks, and what it is called.
+    """The style and name of a line.
 
     Attributes:
-        name: As the legend has it.
+        name: In the legend.
         color: Such as `#d55e00`.
         width: In pixels.
-        dash: As SVG has it, `6 4` for example; empty for a line without gaps.
+        dash: An SVG dash pattern such as `6 4`; empty for a solid line.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Style(msgspec.Struct, frozen=True):
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """What one side of a panel spans.
+    """The range of one side of a panel.
 
     Attributes:
         lowest: Where it begins.
         highest: Where it ends.
-        ticks: Values, and what is written there.
-        log: Whether equal ratios are equally long.
+        ticks: Values and their labels.
+        log: Whether the scale is logarithmic.
     """
 
     lowest: float
@@ -53,7 +53,7 @@ class Axis(msgspec.Struct, frozen=True):
     log: bool = False
 
     def share(self, value: float) -> float:
-        """How far along the axis a value lies, from 0 to 1; what is outside is at its end."""
+        """The position of a value along the axis, from 0 to 1; values outside are clamped."""
         low, high = self.lowest, self.highest
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
@@ -67,7 +67,7 @@ class Panel(msgspec.Struct, frozen=True):
         title: Written at its lower left.
         across: The horizontal axis.
         up: The vertical one.
-        lines: Style and points of each line; the first lies above the others.
+        lines: Style and points of each line; the first is on top.
         notes: Texts in the panel, each at a point of it.
     """
 
@@ -91,9 +91,9 @@ def picture(
 
     Args:
         title: Of the picture.
-        styles: What the legend explains, in order.
+        styles: The entries of the legend, in order.
         panels: Row by row.
-        columns: Panels beside one another.
+        columns: Number of panels per row.
         size: Width and height of each, in pixels.
         legend_step: From one entry of the legend to the next, in pixels.
     """
@@ -144,7 +144,7 @@ def _panel(panel: Panel, left: int, top: int, width: int, height: int) -> Iterat
 
 
 def _corners(points: Points) -> list[tuple[float, float]]:
-    """The points of a line without those that lie on a level stretch."""
+    """The points of a line without the inner points of horizontal segments."""
     inner = zip(points, points[1:], points[2:], strict=False)
     bends = [point for before, point, after in inner if not before[1] == point[1] == after[1]]
     return [points[0], *bends, points[-1]]

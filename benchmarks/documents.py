@@ -1,6 +1,6 @@
 """Writes the tables, figures and charts of the documentation from saved results.
 
-    python -m benchmarks.documents             # says which pages differ from what the results give
+    python -m benchmarks.documents             # lists the pages that differ from the results
     python -m benchmarks.documents --write     # writes them
 
 A table is between `<!-- table NAME: written by SCRIPT -->` and `<!-- end of table NAME -->`. A number within

@@ -77,7 +77,7 @@ def _truth_rows() -> str:
 
 @functools.cache
 def _mutants() -> Counter[str]:
-    """How many mutants of each family the kept runs on the GPU hold."""
+    """The number of mutants of each family in the saved GPU runs."""
     counts: Counter[str] = Counter()
     for path in sorted((ROOT / "tests/data/mutants").glob("nvidia-h200-mutants*")):
         counts.update(found["family"] for found in document(path)["found"])

@@ -1,11 +1,11 @@
 """Finds measured numbers in the documentation without a saved result.
 
-    python -m benchmarks.numbers              # prints what is exempt, and every number without a source
+    python -m benchmarks.numbers              # prints the exemptions, and every number without a source
 
-A number counts as measured if it has a decimal point, a unit, a multiplication sign or a percent sign, or is
-a count of a run ("525 of 548", "862 mutants"). Such a number must come from a saved result, through a table
-or a figure that `benchmarks/documents.py` writes. Otherwise it must be in the list of exemptions, with a
-reason. Code, links and comments are not checked.
+A number counts as measured if it has a decimal point, a unit, a multiplication sign or a percent sign.
+Counts of runs ("525 of 548", "862 mutants") are measured too. Such a number must come from a saved result,
+through a table or a figure that `benchmarks/documents.py` writes. Otherwise it must be in the list of
+exemptions, with a reason. Code, links and comments are not checked.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class Kind(enum.StrEnum):
 
 
 class Exemption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Numbers of one page that no run gave.
+    """Exempt numbers of one page.
 
     Attributes:
         page: The page's path, relative to the repository.
-        kind: What they are.
-        reason: Where they come from.
-        texts: Words of the page that hold them, whatever the line breaks; the whole page where empty.
+        kind: Their kind.
+        reason: Their source.
+        texts: Words of the page that contain them, with any line breaks; empty for the whole page.
     """
 
     page: str
@@ -112,7 +112,7 @@ class Unbacked(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Prints the exemptions and what has no source; exits with 1 where there is any."""
+    """Prints the exemptions and the numbers without a source; exits with 1 if there are any."""
     found: list[Unbacked] = []
     exemptions = read_exemptions(EXEMPTIONS)
     for exemption in exemptions:

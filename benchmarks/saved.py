@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks/results"
 SOURCES = RESULTS / "sources.json"
 # Digests of the kernels that some runs were measured with, by benchmarks/headline.py.
 KERNELS = RESULTS / "kernels.json"
-# Data of runs, beside those in benchmarks/results, that pages have numbers of.
+# Further data of runs with numbers on the pages, outside of benchmarks/results.
 ELSEWHERE = ("tests/data/mutants", "tests/data/truth")
 SUFFIXES = (".json", ".json.gz", ".json.xz")
 
@@ -36,14 +36,14 @@ Kind = TypeVar("Kind")
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What gave a result.
+    """The source of a result.
 
     Attributes:
         command: The command line.
         date: The day of the run, or, where the run did not record it, of the commit that added the file.
         gpu: The GPU's name; `none` where no GPU was used.
-        torch, triton, driver: Versions; `none` where it took no part.
-        note: What else a reader must know, such as an edit by hand.
+        torch, triton, driver: Versions; `none` if not used.
+        note: Remarks, such as an edit by hand.
     """
 
     command: str
@@ -56,7 +56,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Saved(msgspec.Struct, Generic[Kind], frozen=True, forbid_unknown_fields=True):
-    """A result and what gave it."""
+    """A result and its source."""
 
     source: Source
     rows: Kind
@@ -81,10 +81,10 @@ def save(path: Path, rows: object) -> None:
 
 
 def load(path: Path, kind: type[Kind]) -> Saved[Kind]:
-    """What `save` wrote.
+    """Reads a file of `save`.
 
     Raises:
-        TableError: The file is missing, or holds rows of another kind.
+        TableError: The file is missing, or has rows of another kind.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Saved[kind])  # type: ignore[valid-type]
@@ -137,7 +137,7 @@ def result_files() -> tuple[str, ...]:
 
 
 def sources() -> dict[str, Source]:
-    """What gave each file of results, by its path.
+    """The source of each file of results, by its path.
 
     Raises:
         TableError: A file has no source, or a source has no file.

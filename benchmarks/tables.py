@@ -188,7 +188,7 @@ TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
 
 
 def _standing(results: Results, grid: str) -> dict[str, AgainstPoint]:
-    """Where the benches of a grid stand among figures measured elsewhere, by the case's name."""
+    """The benches of a grid with published figures, by case."""
     path = ROOT / "benchmarks/peers" / PEERS[grid]
     found = against(results[grid], read_figures(path.read_bytes(), path.name))
     return {point.case: point for point in found.points} if found else {}

@@ -41,7 +41,7 @@ MIN_FLOPS, MAX_FLOPS = 3e9, 1.5e12
 MAX_BYTES = 2**31
 # Shares of the table's anchors that dispatch is given.
 SHARES = (1.0, 0.5, 0.25)
-# Configs of families that take any tensors which are measured beside the others.
+# Additional configs of portable families.
 PORTABLE = 4
 
 
@@ -69,7 +69,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RegretReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured, where, and with what."""
+    """Measured points, their GPU and versions."""
 
     target: ShortText
     seed: int
@@ -137,7 +137,7 @@ def _extent(chance: random.Random, least: int, most: int) -> int:
 
 
 def thinned(records: Iterable[Record], share: float) -> tuple[Record, ...]:
-    """The records of a share of the anchors, of all types, head dims and masks alike; smaller shares nest."""
+    """The records of a share of the anchors of each type, head dim and mask; shares are nested."""
     groups: dict[Problem, dict[str, list[Record]]] = {}
     for record in records:
         problem = record.problem
@@ -151,11 +151,10 @@ def thinned(records: Iterable[Record], share: float) -> tuple[Record, ...]:
 
 
 def finalists(problem: Problem, target: Target, records: Iterable[Record]) -> tuple[Candidate, ...]:
-    """What is timed at a shape.
+    """The candidates that are timed at a shape.
 
-    The winners of all anchors of the same type and head dims, under whatever mask, as far as they are
-    configs for this problem, the families' defaults, and what lies one step beside those; of
-    families that take any tensors only the winners of the nearest anchors under the same mask.
+    These are the valid winners of all anchors of the same type and head dims, the families' defaults, and the
+    neighbours of both. Portable families have only the winners of the nearest anchors with the same mask.
     """
     found: dict[Candidate, None] = {}
     portable: dict[Candidate, None] = {}
@@ -214,7 +213,7 @@ Choose = Callable[[Problem, tuple[Record, ...]], Candidate]
 # Reports ask for the same shapes and records several times.
 @functools.cache
 def dispatched(target: Target, problem: Problem, records: tuple[Record, ...]) -> Candidate:
-    """What dispatch would launch on contiguous tensors if these records were the table."""
+    """The candidate that dispatch would launch on contiguous tensors with a table of these records."""
     selection = select(problem, target, _tables(records), Specialization(), generated=True)
     assert selection.record.config is not None
     return Candidate(selection.record.family, selection.record.config)

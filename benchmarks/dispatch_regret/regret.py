@@ -43,7 +43,7 @@ RESULTS = Path("benchmarks/results")
 FAMILY = "forward_hopper"
 WORST = 10
 SCRIPT = "benchmarks/dispatch_regret/regret.py"
-# Seeds of the kept runs that the rule was not made by, and the one of which the page has all tables.
+# Seeds of the saved runs that did not fit the rule, and the seed with all tables on the page.
 JUDGED_SEEDS, HELD_OUT = (2, 3, 4, 5, 6, 7), 7
 
 
@@ -79,7 +79,7 @@ def texts(folder: Path) -> dict[str, str]:
 
 
 def _by_seed(reports: Sequence[RegretReport], records: tuple[Record, ...]) -> Iterator[str]:
-    """What dispatch chooses with the shipped table, at the shapes of each seed and of all."""
+    """The regret of dispatch with the shipped table, at the shapes of each seed and of all."""
     choose = functools.partial(dispatched, find_target(reports[0].target))
     everything = tuple(point for report in reports for point in report.points)
     groups = [(str(report.seed), report.points) for report in reports] + [("all", everything)]
@@ -92,7 +92,7 @@ def _by_seed(reports: Sequence[RegretReport], records: tuple[Record, ...]) -> It
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Regret of dispatch at shapes that nobody tuned.")
+    parser = argparse.ArgumentParser(description="Regret of dispatch at untuned shapes.")
     parser.add_argument("--shapes", type=int, default=120, help="how many to draw")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--seconds", type=float, default=400.0, help="limit of the run, compiling included")

@@ -58,17 +58,17 @@ def measure_regret(
     """Adds points to a report until all problems are measured or time is up; each is written at once.
 
     Args:
-        report: What was measured before; its problems are left out.
-        problems: What to measure, in this order.
+        report: Earlier measurements; their problems are left out.
+        problems: The problems to measure, in order.
         records: The table's.
         device: Index of the GPU.
         until: When to stop, by `time.monotonic`.
         path: Where to write.
-        tell: Told how it goes.
+        tell: Receives progress messages.
 
     Raises:
         TargetError: There is no such GPU.
-        DeviceLostError: A launch broke the GPU's context; what was measured is written.
+        DeviceLostError: A launch broke the GPU's context; finished points are written.
     """
     target = device_target(device)
     known = {point.problem for point in report.points}
@@ -96,10 +96,10 @@ def _choices(problem: Problem, target: Target, records: tuple[Record, ...]) -> t
 
 
 def compile_all(jobs: Jobs, target: Target, tell: Told) -> frozenset[tuple[Problem, Candidate]]:
-    """Leaves all kernels in Triton's cache, compiled on all cores.
+    """Compiles all kernels on all cores, into Triton's cache.
 
     Returns:
-        What cannot run there, by what it is rendered for.
+        The kernels that cannot run, by their problem without lengths.
     """
     distinct = dict.fromkeys(
         (_static(problem), candidate) for problem, candidates in jobs.items() for candidate in candidates
@@ -115,7 +115,7 @@ def compile_all(jobs: Jobs, target: Target, tell: Told) -> frozenset[tuple[Probl
 
 
 def _static(problem: Problem) -> Problem:
-    """What a kernel is rendered for: lengths, heads and batch do not change it."""
+    """The problem of a kernel's source, without lengths, heads and batch."""
     return msgspec.structs.replace(problem, heads=1, kv_heads=1, batch=1, seqlen_q=1024, seqlen_kv=1024)
 
 

@@ -30,14 +30,14 @@ ROUNDS = 9
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What compiling a candidate gave, and the inner loop of what came out."""
+    """The result of compiling a candidate, and the inner loop of the kernel."""
 
     compiled: Compiled
     loop: Loop | None = None
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Candidates that were timed in turn: what each came to, and the anchor's time, in ms."""
+    """Interleaved candidates: the result of each, and the time of the anchor in ms."""
 
     evaluations: tuple[Evaluation, ...]
     anchor_ms: float
@@ -67,10 +67,10 @@ def measure_batch(
     target: Target,
     index: int,
 ) -> Batch:
-    """Holds candidates against the reference on small problems, and times in turn those that are right.
+    """Verifies candidates on small problems, and times the correct ones interleaved.
 
-    The anchor is timed along with them, so that batches can be compared. Leaves the process if the
-    GPU's context broke; who broke it shows when they come one by one.
+    The anchor is timed with them, so that batches can be compared. The process exits if the GPU's context is
+    broken; the caller then retries the candidates one by one.
 
     Raises:
         DeviceLostError: The GPU cannot be used.

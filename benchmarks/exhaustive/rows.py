@@ -16,14 +16,14 @@ MAX_MESSAGE = 100
 
 
 class Ready(NamedTuple):
-    """A candidate, and what compiling it gave."""
+    """A candidate, and the result of its compilation."""
 
     candidate: Candidate
     described: Described
 
 
 def row_of(ready: Ready, evaluation: Evaluation | None, batch: int) -> Row:
-    """What became of a candidate; `evaluation` is None where it did not compile or does not fit."""
+    """The outcome of a candidate; `evaluation` is None if it did not compile or does not fit."""
     compiled = ready.described.compiled
     return Row(
         values=values_of(ready.candidate.config),

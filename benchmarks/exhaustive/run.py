@@ -137,7 +137,7 @@ class TableRun:
         return self._workers.on_gpu(measure_batch, (*arguments, self._workers.device), seconds)
 
     def _keep(self, batch: list[Ready], job: Future[Batch]) -> None:
-        """Keeps what a batch came to; one that lost its process is tried again, candidate by candidate."""
+        """Adds the results of a batch; if its process died, each candidate is tried again alone."""
         wait([job])
         failure = failure_of(job)
         if failure is None:
@@ -193,7 +193,7 @@ class Drawing(msgspec.Struct, frozen=True):
 def make_table(
     workers: Workers, problem: Problem, family: str, target: Target, drawing: Drawing, path: Path
 ) -> TruthTable:
-    """Makes one table and writes it, now and then too; what is there is written whatever ends it.
+    """Makes one table and writes it, at intervals and at the end, also after an error.
 
     Raises:
         FlashtuneError: The family does not compute the problem, or the machine cannot compile or run.

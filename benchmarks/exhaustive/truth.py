@@ -42,7 +42,7 @@ PRESET = (
 
 
 def main() -> None:
-    """Measures what the command line asks for."""
+    """Measures the problems of the command line."""
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     drawing = Drawing(options.configs or None, options.seed, options.seconds)

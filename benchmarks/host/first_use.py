@@ -47,7 +47,7 @@ SAVED = RESULTS / "nvidia-h200-first-use.json"
 
 
 class Way(enum.StrEnum):
-    """What a process of a kernel's own is for."""
+    """The purpose of a kernel's own process."""
 
     COMPILED = "compiled"
     CACHED = "cached"
@@ -55,14 +55,14 @@ class Way(enum.StrEnum):
 
 
 class Fresh(msgspec.Struct, frozen=True):
-    """What a first use takes in processes of its own, in ms.
+    """The time of a first use in separate processes, in ms.
 
     Attributes:
-        compiled_ms: From where the kernel is compiled there and loaded to where it is proven.
-        cached_ms: Likewise where it was compiled before.
-        cublas_ms: The first product of matrices, left out of the latter.
-        compiling_ms: Compiling and loading it.
-        alone_ms: Compiling and loading it where nothing else goes on.
+        compiled_ms: From compilation and loading in the process to the end of the self-check.
+        cached_ms: Likewise with a kernel that was compiled before.
+        cublas_ms: The first matrix product, not included in the latter.
+        compiling_ms: Compilation and loading.
+        alone_ms: Compilation and loading without other work.
     """
 
     compiled_ms: float
@@ -73,14 +73,14 @@ class Fresh(msgspec.Struct, frozen=True):
 
 
 class First(msgspec.Struct, frozen=True):
-    """One try: compiling and loading a kernel, and what came then until it was proven, in ms."""
+    """One sample: compilation and loading of a kernel, and the rest until it was verified, in ms."""
 
     compiling_ms: float
     check_ms: float
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What the check of one kernel took, in ms; `fresh` None where that was not measured."""
+    """The time of the self-check of one kernel, in ms; `fresh` is None if not measured."""
 
     problem: str
     family: str
@@ -90,7 +90,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def check_ms(self) -> float:
-        """What the check takes where it takes longest, beyond compiling and, where that is over, loading."""
+        """The longest time of the check beyond compilation and, if that is over, loading."""
         if self.fresh is None:
             return self.at_work_ms
         return max(self.at_work_ms, self.fresh.compiled_ms, self.fresh.cached_ms)
@@ -159,7 +159,7 @@ def _compile(cases: Sequence[Case], target: Target) -> None:
 
 
 def _first_use(case: Case, database: Path, *, rehearsed: bool = True) -> First:
-    """Compiles or finds, loads and checks a kernel on a machine that knows of none."""
+    """Compiles or finds, loads and checks a kernel with an empty database."""
     os.environ["FLASHTUNE_DB"] = str(database)
     self_check._known.clear()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -185,7 +185,7 @@ def _first_use(case: Case, database: Path, *, rehearsed: bool = True) -> First:
 
 
 def _first_product() -> float:
-    """What this process's first product of matrices takes, in ms: cuBLAS makes its handle."""
+    """The time of the first matrix product in ms: cuBLAS creates its handle."""
     matrix = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -195,14 +195,14 @@ def _first_product() -> float:
 
 
 def _one(case: Case, way: Way) -> None:
-    """In a process of its own: prints what its first product of matrices and its first use take."""
+    """Prints the times of the first matrix product and the first use; runs in a separate process."""
     product_ms = _first_product() if way is Way.CACHED else 0.0
     first = _first_use(case, Path(os.environ["FLASHTUNE_DB"]), rehearsed=way is not Way.ALONE)
     print(product_ms, first.compiling_ms, first.check_ms)
 
 
 def _fresh(number: int, folder: Path) -> Fresh:
-    """What a first use takes in processes that do nothing else, the shortest of some."""
+    """The shortest time of a first use over several separate processes."""
 
     def tries(way: Way, count: int) -> list[tuple[float, ...]]:
         return list(zip(*(_in_a_process(number, way, folder) for _ in range(count)), strict=True))
@@ -226,10 +226,10 @@ def _in_a_process(number: int, way: Way, folder: Path) -> tuple[float, ...]:
 
 
 def texts() -> dict[str, str]:
-    """The text of each place in the page, by name, of the kept run.
+    """The tables of the saved run, by name.
 
     Raises:
-        TableError: No run is kept.
+        TableError: There is no saved run.
     """
     found = load(SAVED, list[Row])
     return {"first-use": "\n".join(_lines(found.source, found.rows))}

@@ -17,9 +17,9 @@ class Case(msgspec.Struct, frozen=True):
     """A kernel.
 
     Attributes:
-        shape: As for `flashtune search`.
-        alignment: Of the strides: 1 is what no copy engine addresses.
-        fresh: Whether it is measured in processes of its own as well.
+        shape: In the syntax of `flashtune search`.
+        alignment: Of the strides; TMA cannot address 1.
+        fresh: Whether it is also measured in separate processes.
     """
 
     shape: str
@@ -28,16 +28,16 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """The problem."""
         return parse_shape(self.shape)[0]
 
     @property
     def assumed(self) -> Specialization:
-        """Of the tensors, and that the log-sum-exp is asked for, or has a gradient."""
+        """Of the tensors, with a log-sum-exp or its gradient."""
         return Specialization(alignment=self.alignment, lse=True)
 
     def record(self, target: Target) -> Record:
-        """What serves it, of generated kernels."""
+        """The generated kernel that serves it."""
         tables = tuned_records(target.name)
         return select(self.problem, target, tables, self.assumed, generated=True).record
 

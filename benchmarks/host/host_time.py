@@ -153,7 +153,7 @@ def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
         scale: float,
         side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> None:
-        """Stands where the launch would be."""
+        """Replaces the launch."""
 
     call_cache._executors[key] = executors.launcher(nothing, request, q)
     call = {
@@ -180,7 +180,7 @@ def _host_times(calls_by_name: Mapping[str, Callable[[], object]]) -> dict[str, 
 
 
 def _processes(program: str) -> float:
-    """What a program prints, in the median of fresh processes; this one has warmed all caches on disk."""
+    """The median output of a program over new processes; this one has filled all caches on disk."""
     times: list[float] = []
     for _ in range(PROCESSES):
         answer = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

@@ -54,7 +54,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Measures, prints, and writes what is asked for."""
+    """Measures, prints, and writes the requested files."""
     options = _options()
     if not torch.cuda.is_available():
         raise SystemExit("dropout.py measures GPU time, and no GPU is visible here")

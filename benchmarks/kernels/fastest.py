@@ -1,9 +1,9 @@
 """Compares `flashtune.attention` with the fastest backend of torch's SDPA at every tuned forward shape.
 
     python -m benchmarks.kernels.fastest               # all tuned shapes that SDPA computes
-    python -m benchmarks.kernels.fastest --only bias   # those whose keys hold a text
+    python -m benchmarks.kernels.fastest --only bias   # those with a text in their keys
     python -m benchmarks.kernels.fastest --limit 20    # the first 20, calls with a bias or a mask first
-    python -m benchmarks.kernels.fastest --untuned 24  # and so many random shapes that no table holds
+    python -m benchmarks.kernels.fastest --untuned 24  # with 24 random shapes outside of the table
     python -m benchmarks.kernels.fastest --load FILE   # prints what was measured; needs no GPU
 
 Tuned are the shapes of the shipped table and of the user's database (`FLASHTUNE_DB`). `flashtune search
@@ -72,12 +72,12 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     Attributes:
         group: `tuned`, `shared masks` or `untuned`.
         problem: Its key.
-        mask: By what its mask is shared; `own` where each head and sequence has its own, or there is none.
-        server: Who served: a kernel's family, or `sdpa`.
+        mask: The sharing of its mask; `own` if each head and sequence has its own, or there is none.
+        server: The backend: a kernel's family, or `sdpa`.
         ms: flashtune's time.
         peers: Times of SDPA's backends in the same run.
         ratio: The fastest of these over flashtune's time; of retimed pairs the median.
-        again: The ratios of the further runs, where there were any.
+        again: The ratios of further runs, if any.
         difference: Largest difference from the output of the fastest backend.
         failed: Why there are no times; empty where there are.
     """
@@ -123,10 +123,10 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Default attention beside SDPA's fastest backend.")
-    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose keys hold this")
+    parser = argparse.ArgumentParser(description="Default attention and SDPA's fastest backend.")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only shapes with this text in their keys")
     parser.add_argument("--limit", type=int, help="the first so many")
-    parser.add_argument("--untuned", type=int, default=0, metavar="N", help="random shapes beside them")
+    parser.add_argument("--untuned", type=int, default=0, metavar="N", help="additional random shapes")
     parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
     parser.add_argument("--seconds", type=float, default=440.0, help="limit of the run, compiling included")
     parser.add_argument("--device", type=int, default=0, help="index of the GPU")
@@ -136,7 +136,7 @@ def _options() -> argparse.Namespace:
 
 
 def cases(records: Iterable[Record], untuned: int, seed: int) -> list[Case]:
-    """What is timed, calls with a bias or a mask first, then the long ones, which decide less per second."""
+    """The cases: tuned shapes with a bias or a mask first, and the others by increasing FLOPs."""
     tuned = list(dict.fromkeys(record.problem for record in records if _by_sdpa(record.problem)))
     masked = [problem for problem in tuned if problem.bias is not Bias.NONE]
     plain = [problem for problem in tuned if problem.bias is Bias.NONE]
@@ -202,7 +202,7 @@ def _measured(options: argparse.Namespace) -> Report:
 
 
 def _records(target: Target) -> tuple[Record, ...]:
-    """What dispatch chooses from, kernels alone."""
+    """The kernels that dispatch selects from."""
     found = tuple(record for record in tuned_records(target.name).effective() if record.config)
     if not found:
         raise UsageError(f"nothing is tuned for {target.name}: there is nothing to compare")
@@ -219,7 +219,7 @@ def _compile(listed: Sequence[Case], target: Target, records: tuple[Record, ...]
 
 
 def _attempted(case: Case, device: Any) -> Row:
-    """A row of a case, whatever comes of it."""
+    """The row of a case, also for an error."""
     import torch
 
     try:

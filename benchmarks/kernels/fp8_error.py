@@ -155,10 +155,10 @@ def rms(tensor: Tensor) -> float:
 
 
 def texts() -> dict[str, str]:
-    """The text of each place in the page, by name, of the kept run.
+    """The tables of the saved run, by name.
 
     Raises:
-        TableError: No run is kept.
+        TableError: There is no saved run.
     """
     found = load(SAVED, list[Row])
     return {"errors": "\n".join(_lines(found.source, found.rows))}

@@ -20,10 +20,10 @@ KEPT = ("random-problems", "random-gradients")
 
 
 def texts() -> dict[str, str]:
-    """The text of each place in the pages, by name, of the runs that are kept.
+    """The tables of the saved runs, by name.
 
     Raises:
-        TableError: A file holds something else.
+        TableError: A file has other contents.
     """
     paths = {name: RESULTS / f"nvidia-h200-{name}.json" for name in KEPT}
     return {name: "\n".join(_lines(load(path, Summary))) for name, path in paths.items() if path.exists()}

@@ -55,9 +55,9 @@ class Row(msgspec.Struct, frozen=True):
 
     Attributes:
         problem: The problem's key.
-        family: Whose kernel dispatch chose.
+        family: The family that dispatch selected.
         ms, p20, p80: Its time.
-        over_first: That over the first shape's of its group.
+        over_first: `ms` over that of the first shape in its group.
     """
 
     problem: str
@@ -108,10 +108,10 @@ def measure(
 
 
 def texts() -> dict[str, str]:
-    """The text of each place in the page, by name, of the kept run.
+    """The tables of the saved run, by name.
 
     Raises:
-        TableError: No run is kept.
+        TableError: There is no saved run.
     """
     found = load(SAVED, list[Row])
     return {"serving": "\n".join(_lines(found.source, found.rows))}

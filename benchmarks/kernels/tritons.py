@@ -49,7 +49,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Prints the table of the files; the first one is what the others are compared with."""
+    """Prints the table of the files; the first one is the reference."""
     parser = argparse.ArgumentParser(description="Speeds under other Triton versions.")
     parser.add_argument("first", type=Path, help="what --save wrote under the version to compare with")
     parser.add_argument("others", type=Path, nargs="+", help="what it wrote under other versions")

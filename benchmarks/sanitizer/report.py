@@ -13,19 +13,19 @@ MAX_TOLD = 10
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one tool said of one kernel.
+    """The finding of one tool for one kernel.
 
     Attributes:
-        tool: Which tool.
+        tool: The tool.
         digest: The kernel's.
         family: Its family.
-        label: The kernel in words.
+        label: A description of the kernel.
         shipped: Whether it ships.
         errors: Errors, of hazards those that the tool counts as errors.
         warnings: Hazards of a lower level.
-        failed: Why the tool said nothing, empty where it did.
+        failed: The reason for a missing result, or empty.
         first: The first report, empty without one.
-        refused: Why there was nothing to run, empty where there was: what the compiler said.
+        refused: The compiler's error, or empty.
     """
 
     tool: ShortText
@@ -62,7 +62,7 @@ class SanitizerRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SanitizerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All findings, what was asked for, and what made them."""
+    """All findings, the requests, and the versions."""
 
     target: ShortText
     sanitizer: ShortText
@@ -71,9 +71,9 @@ class SanitizerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     asked: tuple[SanitizerRequest, ...] = ()
 
     def asking(self, tool: str, listed: Sequence[Subject]) -> tuple[SanitizerReport, tuple[Subject, ...]]:
-        """The report with what a tool is asked for now, and what of it is still to be run.
+        """Updates the requests of a tool; returns the new report, and the remaining subjects.
 
-        What was found of kernels that are not listed any more is dropped.
+        Findings of kernels that are no longer listed are dropped.
         """
         digests = {subject.digest for subject in listed}
         kept = tuple(one for one in self.findings if one.tool != tool or one.digest in digests)
@@ -101,7 +101,7 @@ def _asked(tool: str, sanitizer: str, listed: Sequence[Subject]) -> tuple[Saniti
 
 
 def _unasked(report: SanitizerReport) -> Iterator[SanitizerRequest]:
-    """What reports hold that were made before they said what was asked for: all of it was run."""
+    """The requests of a report without requests: all of them were run."""
     asked = {(one.tool, one.family) for one in report.asked}
     found: dict[tuple[str, str], list[bool]] = {}
     for one in report.findings:
@@ -111,7 +111,7 @@ def _unasked(report: SanitizerReport) -> Iterator[SanitizerRequest]:
 
 
 def report_lines(report: SanitizerReport) -> Iterator[str]:
-    """The report in Markdown: a table, what was left out, what was found first."""
+    """The report in Markdown: a table, omitted families, and the first findings."""
     yield f"On an {report.target}, Triton {report.triton}, compute-sanitizer {report.sanitizer}:"
     yield ""
     yield (

@@ -31,7 +31,7 @@ from flashtune.tuner.execution.compile_pool import Compiled, CompilePool, Compil
 
 # Compiled kernels that wait to be launched, for each process: more would only wait.
 AHEAD = 3
-# A process is replaced after this long, since what it found is told when it ends.
+# A process is replaced after this long, since its findings are read when it ends.
 STINT_SECONDS = 90.0
 # One that would have less than this is not begun.
 MIN_SECONDS = 12.0
@@ -51,13 +51,13 @@ class Examination(msgspec.Struct, frozen=True):
 
     Attributes:
         sanitizer: The compute-sanitizer.
-        tool: Which of its tools.
-        program: What it runs.
-        until: When to begin no more, by `time.time`.
+        tool: One of its tools.
+        program: The command that it runs.
+        until: Time after which no kernel starts, by `time.time`.
         jobs: Processes at a time.
         compilers: Processes that compile.
         target: The GPU.
-        stopped: Whether to end before that.
+        stopped: Whether to end early.
     """
 
     sanitizer: Path
@@ -80,10 +80,10 @@ class _Process(NamedTuple):
 
 
 def examine(how: Examination, listed: Sequence[Subject]) -> Generator[tuple[Finding, ...]]:
-    """What a tool says of kernels, as its processes end. What time ran out for is left out.
+    """Yields the findings of kernels as processes end, without kernels after the time limit.
 
     Raises:
-        FlashtuneError: Process after process ends and tells nothing.
+        FlashtuneError: Repeated processes end without a result.
     """
     with tempfile.TemporaryDirectory() as folder, CompilePool(how.compilers) as pool:
         yield from _Examiner(how, listed, WorkQueue(Path(folder)), pool).findings()
@@ -101,7 +101,7 @@ class _Examiner:
         self._waiting = iter(self._known.items())
         self._compiling: dict[str, Future[Compiled]] = {}
         self._processes: list[_Process] = []
-        # A process's log does not tell whose its reports are: each of its kernels runs in one of its own.
+        # The log has no kernel names: each kernel runs again in its own process.
         self._unclear: list[str] = []
         self._started = self._mute = 0
 
@@ -128,7 +128,7 @@ class _Examiner:
         return self._how.stopped() or time.time() >= self._how.until
 
     def _is_busy(self) -> bool:
-        """Whether anything compiles, runs or is still to run; compiles what the processes will want next."""
+        """Whether anything compiles, runs or is still to run; submits the next compilations."""
         while len(self._compiling) + len(self._desk.offered()) < AHEAD * self._how.jobs:
             digest, subject = next(self._waiting, (None, None))
             if digest is None or subject is None:
@@ -166,7 +166,7 @@ class _Examiner:
         name = str(self._started)
         until = min(self._how.until, time.time() + STINT_SECONDS)
         line = command(self._how.sanitizer, self._how.tool, self._how.program(name, until, desk.folder))
-        # Every tensor is then an allocation of its own, whose borders the tool knows.
+        # Every tensor is then a separate allocation, with bounds that the tool checks.
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
         # `benchmarks` is not installed.
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -188,7 +188,7 @@ class _Examiner:
             yield tuple(self._seen_messages(process))
 
     def _seen_messages(self, process: _Process) -> Iterator[Finding]:
-        """What a process found, kernel by kernel; what it leaves open is offered again."""
+        """The findings of a process by kernel; unfinished kernels are queued again."""
         text = process.log.read_text(encoding="utf-8", errors="replace")
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
         died = f"exit code {process.run.returncode}: {last.strip()}"[:MAX_WORDS]

@@ -48,9 +48,9 @@ class Subject(msgspec.Struct, frozen=True):
     """One kernel to run.
 
     Attributes:
-        problem: What it computes, of whatever size.
+        problem: The problem, of any size.
         candidate: The config.
-        specialization: What the kernel assumes of its tensors.
+        specialization: The kernel's assumptions about its tensors.
         shipped: Whether it is a kernel of a shipped table.
     """
 
@@ -86,7 +86,7 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 class Log(msgspec.Struct, frozen=True):
-    """What a process's log says.
+    """The contents of a process's log.
 
     Attributes:
         counted: Errors and hazards by the tool's own count.
@@ -120,12 +120,12 @@ def find_sanitizer() -> Path:
 
 
 def why_left_out(tool: str, family: str, version: str) -> str:
-    """Why a tool is not asked about a family's kernels; empty where it is.
+    """The reason to skip a family's kernels with a tool, or empty.
 
     Args:
-        tool: Which tool.
+        tool: The tool.
         family: The family's name.
-        version: What the sanitizer says of itself, such as `Version 2025.3.1.0 (build ...)`.
+        version: Output of the sanitizer, such as `Version 2025.3.1.0 (build ...)`.
     """
     found = _VERSION.search(version)
     follows = found is not None and (int(found[1]), int(found[2])) >= FOLLOWS_PARTIAL_BARRIERS
@@ -150,7 +150,7 @@ def command(sanitizer: Path, tool: str, program: Iterable[str]) -> list[str]:
 
 
 def read_log(log: str) -> Log | None:
-    """What a tool's output comes to; None where it came to no end."""
+    """The log of a tool, or None if it is incomplete."""
     summary = _SUMMARY.search(log)
     if summary is None:
         return None

@@ -28,7 +28,7 @@ BORDER_BYTES = 16
 def launch_once(kernel: Kernel, case: Case, target: Target, device: torch.device) -> None:
     """Launches a kernel on a case, each tensor in an allocation of its own, and waits for its end.
 
-    Entries of block tables that nobody may look up are numbers that no memory has.
+    Unused entries of block tables are invalid page numbers.
 
     Raises:
         KernelError: It does not compile or load.

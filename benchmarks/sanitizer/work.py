@@ -25,7 +25,7 @@ LOST = 3
 
 
 class Note(NamedTuple):
-    """What became of one kernel in a process: nothing known yet while it runs."""
+    """The outcome of one kernel in a process; empty while it runs."""
 
     digest: str
     ended: bool = False
@@ -59,7 +59,7 @@ class WorkQueue(NamedTuple):
         (self.folder / "ready" / digest).touch()
 
     def offered(self) -> set[str]:
-        """What nobody has taken."""
+        """The kernels that no worker has taken."""
         taken = {path.name for path in (self.folder / "taken").iterdir()}
         return {path.name for path in (self.folder / "ready").iterdir()} - taken
 
@@ -95,12 +95,12 @@ class WorkQueue(NamedTuple):
 
 
 def work(desk: WorkQueue, worker: str, until: float, launch: Callable[[Subject], None]) -> int:
-    """Runs kernels in the list's order as they are offered, and returns an exit code.
+    """Runs queued kernels in the order of the list, and returns an exit code.
 
     Args:
-        desk: Where they are offered.
-        worker: Whose notes these are.
-        until: When to begin no more, by `time.time`.
+        desk: The queue.
+        worker: The number of this worker.
+        until: Time after which no kernel starts, by `time.time`.
         launch: Runs a kernel on all of its cases.
     """
     known = desk.listed()

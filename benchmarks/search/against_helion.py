@@ -59,11 +59,11 @@ class Comparison(msgspec.Struct, frozen=True):
 
     Attributes:
         problem: The problem's key.
-        effort: What Helion was told to spend.
-        budget: Seconds after which it had to answer; None for no limit.
+        effort: Helion's effort level.
+        budget: Its time limit in seconds; None for no limit.
         helion: Its version.
-        search_seconds, helion_seconds: Wall clock until the answer.
-        search_ms, helion_ms: The answers, timed in turn.
+        search_seconds, helion_seconds: Wall clock until the result.
+        search_ms, helion_ms: Interleaved times of the results.
     """
 
     problem: str
@@ -113,7 +113,7 @@ def by_helion(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) ->
 
 
 def by_search(problem: Problem, target: Target, device: int) -> tuple[Candidate, float]:
-    """The search's answer, which knows no other shape's, and the wall clock that it took."""
+    """The result of a search without other shapes' winners, and its wall clock."""
     request = SearchRequest(problem=problem, target=target, device=device, experience=WarmStart((), NOTHING))
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
@@ -166,7 +166,9 @@ def main() -> None:
     try:
         (problem,) = parse_shape(options.shape)
         if problem.causal is not Causal.NONE or problem.features or problem.heads != problem.kv_heads:
-            raise UsageError("Helion's kernel here knows neither masks nor shared KV heads: leave them out")
+            raise UsageError(
+                "Helion's kernel here supports neither masks nor shared KV heads: leave them out"
+            )
         with tempfile.TemporaryDirectory() as folder:
             # Neither finds what an earlier run has compiled.
             os.environ["TRITON_CACHE_DIR"] = os.environ["HELION_CACHE_DIR"] = folder

@@ -57,12 +57,12 @@ class Comparison(msgspec.Struct, frozen=True):
 
     Attributes:
         problem: The problem's key.
-        configs: How many there were to choose among.
-        search_seconds: Wall clock of the search, its finals included.
-        search_ms: Its answer, timed in turn with the other's.
+        configs: Number of configs.
+        search_seconds: Wall clock of the search with its final measurement.
+        search_ms: Time of its result, interleaved with the other's.
         autotune_seconds: Wall clock of `triton.autotune`.
-        autotune_tried: How many configs it had timed by then.
-        autotune_ms: Its answer, of those that it tried.
+        autotune_tried: Number of configs that it timed.
+        autotune_ms: Time of its result.
     """
 
     problem: str
@@ -75,7 +75,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def whole_seconds(self) -> float:
-        """What `triton.autotune` takes for all configs: measured, or as if the rest took as long."""
+        """The time of `triton.autotune` for all configs: measured, or extrapolated."""
         return self.autotune_seconds * self.configs / max(1, self.autotune_tried)
 
 
@@ -88,10 +88,10 @@ class AllConfigs:
 
     @staticmethod
     def fn() -> None:
-        """What Triton asks for its name."""
+        """A kernel function whose name Triton reads."""
 
     def run(self, *pointers: Any, number: int, **options: Any) -> None:
-        """Launches one config; Triton's own just-in-time compiler works when it comes first."""
+        """Launches one config; its first launch compiles it."""
         kernel, tensors = self._kernels[number], self._tensors
         module = load_module(kernel)
         grid, _, integers = module.launch_plan(tensors.q, tensors.k, tensors.v, tensors.out)
@@ -100,7 +100,7 @@ class AllConfigs:
 
 
 class LimitedAutotuner(Autotuner):  # type: ignore[misc]
-    """Triton's autotuner, which remembers what it timed and stops when time is up."""
+    """Triton's autotuner, with a record of its times and a time limit."""
 
     def __init__(self, kernels: Sequence[Kernel], tensors: Tensors, is_over: Callable[[], bool]) -> None:
         configs = [
@@ -155,9 +155,9 @@ def compare(
 
 
 def by_search(scope: SearchTask, options: argparse.Namespace) -> tuple[Candidate, float]:
-    """The search's answer and the wall clock that it took, its processes' start included."""
+    """The result of the search, and its wall clock with the start of its processes."""
     budget = Budget(options.trials, None, None) if options.trials else Budget()
-    # Without the winners of near shapes: Triton's autotuner knows none either.
+    # Without the winners of near shapes, like Triton's autotuner.
     experience = WarmStart((), shipped_fit() if options.predictions else NOTHING)
     request = SearchRequest(
         problem=scope.problem,
@@ -181,7 +181,7 @@ def by_search(scope: SearchTask, options: argparse.Namespace) -> tuple[Candidate
 def by_autotune(
     scope: SearchTask, candidates: Sequence[Candidate], device: torch.device, limit: float
 ) -> tuple[Candidate, int, float]:
-    """The answer of `triton.autotune`, how many configs it tried, and the wall clock that it took."""
+    """The result of `triton.autotune`, its number of tried configs, and its wall clock."""
     family = scope.spaces[0].family
     kernels = [
         render(family, scope.problem, candidate.config, scope.specialization) for candidate in candidates
@@ -200,7 +200,7 @@ def by_autotune(
 
 
 def _use_caches(folder: Path) -> None:
-    """Lets this process and those that it starts keep binaries and sources in an empty folder."""
+    """Sets an empty cache folder for this process and its children."""
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     os.environ["FLASHTUNE_CACHE_DIR"] = str(folder / "flashtune")
 

@@ -26,7 +26,7 @@ Read = TypeVar("Read")
 
 
 class Helion(msgspec.Struct, frozen=True):
-    """What `benchmarks/search/against_helion.py` saves, which cannot be imported where Helion is missing."""
+    """A row of `benchmarks.search.against_helion`, which needs Helion to be imported."""
 
     problem: str
     effort: str

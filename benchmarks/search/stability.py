@@ -72,7 +72,7 @@ class Stability(msgspec.Struct, frozen=True):
     seconds: tuple[float, ...]
 
     def cost(self, numbers: Sequence[int]) -> float:
-        """What the slowest of some picks costs over the fastest of them, as a share."""
+        """The loss of the slowest of some selections against the fastest, as a share."""
         times = [self.ms[number] for number in numbers]
         return max(times) / min(times) - 1
 
@@ -90,10 +90,10 @@ def stability(
     budget: Budget,
     searches: int,
 ) -> Stability:
-    """Searches a shape several times and compares what was chosen.
+    """Searches a shape several times and compares the selections.
 
     Raises:
-        FlashtuneError: A search found nothing, or the GPU is lost.
+        FlashtuneError: A search selected nothing, or the GPU is lost.
     """
     specialization = contiguous_specialization(problem)
     scope = promising(
@@ -124,7 +124,7 @@ def stability(
 def _searched(
     scope: SearchTask, others: Sequence[Record], seed: int, equipment: SearchWorkers, budget: Budget
 ) -> tuple[Record, list[Record], float]:
-    """What a search chose that knows other shapes' winners, all that it tried, and its wall clock."""
+    """The selection of a search that knows other shapes' winners, its trials, and its wall clock."""
     request = SearchRequest(
         problem=scope.problem,
         target=scope.target,
@@ -145,7 +145,7 @@ def _searched(
 
 
 def _selected_again(records: Sequence[Record], scope: SearchTask, device: torch.device) -> Record:
-    """What is selected among finalists when they are timed once more, with fewer samples."""
+    """The selection among finalists after another timing, with fewer samples."""
     unique = {candidate_of(record): record for record in records}
     measured = run_finals(
         scope.problem, tuple(unique), scope.specialization, scope.target, device, rounds=HALF_ROUNDS

@@ -30,7 +30,7 @@ class InOrder:
 
 
 class Sampled:
-    """Proposes what one of Optuna's samplers suggests, or the nearest to it that is new."""
+    """Proposes the suggestion of an Optuna sampler, or the nearest new candidate."""
 
     def __init__(self, scope: SearchTask, study: Study) -> None:
         self._study = study
@@ -38,7 +38,7 @@ class Sampled:
         self._free = np.ones(len(self._pool.candidates), dtype=bool)
 
     def ask(self) -> Candidate | None:
-        """The nearest candidate to what is suggested."""
+        """The nearest candidate to a suggestion."""
         candidate = self._pool.nearest(self._study.suggest(), self._free) if self._free.any() else None
         if candidate is not None:
             self._free[self._pool.places[candidate]] = False

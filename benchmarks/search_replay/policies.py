@@ -45,7 +45,7 @@ COLD = "cold"
 
 
 def main() -> None:
-    """Replays what the command line asks for."""
+    """Simulates the searches of the command line."""
     options = _options()
     try:
         tables = read_tables(options.tables)
@@ -63,7 +63,7 @@ def main() -> None:
 def summaries(
     tables: Sequence[TruthTable], policies: Sequence[str], seeds: int, workers: int
 ) -> list[Summary]:
-    """Every policy on every table with every seed; prints each as it comes."""
+    """Simulates every strategy on every table with every seed; prints each result."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder, "empty.sqlite")

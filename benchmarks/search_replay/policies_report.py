@@ -26,7 +26,7 @@ from flashtune.core.errors import TableError
 
 SCRIPT = "benchmarks/search_replay/policies_report.py"
 SAVED = tuple(RESULTS / f"nvidia-h200-policies{part}.json" for part in ("", "-samplers"))
-# Told apart by those who see no colours too; the default stands out.
+# The styles also differ without colours; the default is emphasised.
 COLORS = {
     "default": "#d55e00",
     COLD: "#e69f00",
@@ -121,7 +121,7 @@ def summary_of(found: Sequence[Summary], policy: str, problem: tuple[str, str]) 
 
 
 def mean_trials(summary: Summary) -> float:
-    """Trials until the answer was near the best; where it never was, as many as were made."""
+    """Trials until the result was near the best, or all trials."""
     return statistics.mean(trials or len(summary.median) for trials in summary.trials)
 
 
@@ -173,7 +173,7 @@ def _after_trials(summary: Summary) -> tuple[float, float]:
 
 
 def _after_seconds(summary: Summary) -> tuple[float, float]:
-    """Whoever had tried all that it was given keeps its last answer."""
+    """Extends shorter results by their last value."""
     last = min(SECONDS, len(summary.by_second)) - 1
     return summary.by_second[last], summary.worst_by_second[last]
 

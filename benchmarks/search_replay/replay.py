@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class SimulatedClock:
-    """A clock that stands still until somebody waits, and then jumps to what happens next."""
+    """A simulated clock that advances to the next event on each wait."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -58,20 +58,20 @@ class SimulatedClock:
         heapq.heappush(self._due, (moment, next(self._numbers), happen))
 
     def wait_for_any(self, pending: Collection[Future[Any]]) -> None:
-        """Goes on to the moment when one of these is done."""
+        """Advances until one of these jobs is done."""
         while not any(job.done() for job in pending):
             self._step()
 
     def wait_for_all(self, pending: Collection[Future[Any]]) -> None:
-        """Goes on to the moment when all of these are done."""
+        """Advances until all of these jobs are done."""
         while not all(job.done() for job in pending):
             self._step()
 
     def _step(self) -> None:
-        """Goes on to the next moment.
+        """Advances to the next event.
 
         Raises:
-            IndexError: Nothing will ever happen: somebody waits for what nobody works on.
+            IndexError: There is no event.
         """
         moment, _, happen = heapq.heappop(self._due)
         self._now = max(self._now, moment)
@@ -79,7 +79,7 @@ class SimulatedClock:
 
 
 class Servers:
-    """Some servers that each do one job after the other; a job goes to the first that is free."""
+    """Simulated workers with one job at a time; a job goes to the first free one."""
 
     def __init__(self, clock: SimulatedClock, count: int) -> None:
         self._clock = clock
@@ -95,13 +95,13 @@ class Servers:
 
 
 class SimulatedTrial(msgspec.Struct, frozen=True):
-    """A candidate that a replay was asked about: when it was answered, and what with.
+    """A simulated trial.
 
     Attributes:
-        candidate: Who.
-        seconds: Simulated seconds since the start, when the search heard.
-        seen_ms: The time that the search was told; None where the candidate failed.
-        true_ms: The best knowledge of its time.
+        candidate: The candidate.
+        seconds: Simulated seconds from the start to the result.
+        seen_ms: The time that the search received; None if the candidate failed.
+        true_ms: The best estimate of its time.
     """
 
     candidate: Candidate
@@ -111,11 +111,11 @@ class SimulatedTrial(msgspec.Struct, frozen=True):
 
 
 class Replay:
-    """A `Compiler` and a `Measurer` that answer from one table.
+    """A `Compiler` and a `Measurer` that read results from one table.
 
     Attributes:
         provenance: Times were measured, though not now.
-        tried: All candidates that were answered so far, in order.
+        tried: All finished candidates, in order.
     """
 
     provenance = Provenance.MEASURED
@@ -133,7 +133,7 @@ class Replay:
         self._jobs = jobs
 
     def equipment(self) -> SearchWorkers:
-        """What a search runs on."""
+        """The compiler, measurer and clock of a search."""
         return SearchWorkers(self, self, self._jobs, self.clock)
 
     def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
@@ -182,7 +182,7 @@ class Replay:
         return self._gpu.submit(FINAL_SAMPLES * sum(times) / 1e3, measured)
 
     def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
-        """No table knows."""
+        """Returns no result: tables contain no verification with delays."""
         del scope, candidate
         return self._gpu.submit(0.0, None)
 
@@ -198,10 +198,10 @@ def _digest(candidate: Candidate) -> str:
 
 
 def replay_space(table: TruthTable) -> Space:
-    """The family's space for the table's problem, cut down to the configs that the table knows.
+    """The family's space for the table's problem, restricted to the configs of the table.
 
     Raises:
-        TableError: Configs of the table are no points of the family's space any more.
+        TableError: Configs of the table are no longer in the family's space.
     """
     family, target = find_family(table.family), target_of(table)
     known: frozenset[Config] = frozenset(table.candidate(row).config for row in table.rows)
@@ -226,14 +226,14 @@ def target_of(table: TruthTable) -> Target:
 
 
 def best_after(tried: Sequence[SimulatedTrial], finalists: int) -> list[float]:
-    """What a search would answer after each trial: the truly fastest among those that looked fastest.
+    """The result of a search after each trial: the best true time among the measured finalists.
 
     Args:
         tried: The trials, in order.
-        finalists: How many of them the finals would compare.
+        finalists: The number of finalists.
 
     Returns:
-        The true time after each trial, in ms; infinite while nothing works.
+        The true time after each trial, in ms; infinite while no candidate is valid.
     """
     answers: list[float] = []
     leading: list[tuple[float, float]] = []

@@ -37,12 +37,12 @@ NEAR = 0.98
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One replayed search.
+    """One simulated search.
 
     Attributes:
-        policy: Who proposed.
-        seed: Of whatever was random.
-        shares: Share of the true best that the search would answer with, after each trial.
+        policy: The strategy.
+        seed: The random seed.
+        shares: The result as a share of the true best, after each trial.
         seconds: Simulated seconds until each trial was over.
     """
 
@@ -53,15 +53,15 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def experience_without(table: TruthTable, tables: Sequence[TruthTable]) -> WarmStart:
-    """What a search of a table's problem may know: everything but what was measured of that problem."""
+    """The experience of a search: all measurements except those of its problem."""
     others = [other for other in tables if other.problem != table.problem]
     return WarmStart(portfolio(table), fit_tables(others))
 
 
 def portfolio(table: TruthTable) -> tuple[Candidate, ...]:
-    """Winners of other problems, near ones first; what was not drawn is replaced by the nearest that was.
+    """Winners of other problems, near ones first, each replaced by the nearest measured config.
 
-    Whatever is known of the judged problem itself is left out.
+    Winners of the evaluated problem are left out.
     """
     shipped = shipped_table(table.target)
     winners = [] if shipped is None else [r for r in shipped.records if r.problem != table.problem]
@@ -83,15 +83,15 @@ def portfolio(table: TruthTable) -> tuple[Candidate, ...]:
 def replayed(
     table: TruthTable, experience: WarmStart, policy: str, seed: int, empty: Path, share: float = TRIED_SHARE
 ) -> Run:
-    """One search by one policy.
+    """Simulates one search.
 
     Args:
         table: The truth.
-        experience: What the search begins with.
-        policy: Who proposes.
-        seed: Of whatever is random.
-        empty: A database in which nothing is, to begin with a copy of it.
-        share: Of the table, how much is tried.
+        experience: The warm start.
+        policy: The strategy.
+        seed: The random seed.
+        empty: An empty database; the search uses a copy.
+        share: The share of the table that is tried.
     """
     scope = replay_scope(table)
     replay = Replay(table, JOBS, seed)
@@ -115,13 +115,13 @@ def replayed(
 
 
 class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one policy came to on one table, over all seeds.
+    """The results of one strategy on one table, over all seeds.
 
     Attributes:
-        policy: Who proposed.
+        policy: The strategy.
         problem: The problem's key.
-        family: Whose configs were searched.
-        candidates: How many there were.
+        family: The searched family.
+        candidates: Number of candidates.
         median: Median share of the true best after each trial.
         worst: The worst seed's.
         by_second: Median share of the true best after each simulated second, from the first on.

@@ -57,7 +57,7 @@ def memory_picture(document: Document) -> str:
 
 
 def _peaks(document: Document, name: str) -> Points:
-    """Length and GiB of what fitted."""
+    """Length and GiB of the rows that fit."""
     return [
         (row.seqlen, peak.bytes / GIB)
         for row in document.rows
@@ -67,7 +67,7 @@ def _peaks(document: Document, name: str) -> Points:
 
 
 def losses_picture(document: Training) -> str:
-    """Losses of all runs over one another, and the time of each step beside."""
+    """A chart of the losses of all runs, and of the time of each step."""
     steps = document.setting.steps
     across = Axis(0, steps, tuple((part * steps // 3, f"{part * steps // 3}") for part in range(4)))
     runs = sorted(document.runs, key=lambda run: list(RUN_STYLES).index(run.name))

@@ -51,13 +51,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Peak(msgspec.Struct, frozen=True):
-    """What one way takes at one length.
+    """The memory of one implementation at one length.
 
     Attributes:
         name: The implementation, or a kernel family.
-        bytes: The peak; None where it does not fit, or does not compute this.
-        over_held: The peak over what stays in any case.
-        message: Why there is none.
+        bytes: The peak; None if it does not fit, or is unsupported.
+        over_held: The peak over the memory of inputs, output and gradients.
+        message: The reason for None.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Peak(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One length: what stays in any case, in bytes, and what each way takes."""
+    """One length: bytes of inputs, output and gradients, and of each implementation."""
 
     seqlen: int
     held: int
@@ -75,11 +75,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """What was measured, and where.
+    """Measurements, their GPU and versions.
 
     Attributes:
         gpu: The GPU.
-        versions: What ran.
+        versions: Of the software.
         problem: Key of the backward problem at the first length.
         rows: One for each length.
         families: Each family of the backward pass by itself, at one length.
@@ -93,7 +93,7 @@ class Document(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Measures, prints, and writes what is asked for."""
+    """Measures, prints, and writes the requested files."""
     options = _options()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark measures a GPU's memory, and no GPU is visible here")

@@ -34,7 +34,7 @@ Read = TypeVar("Read")
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What one way takes of the host, in us: the forward pass, both, and both over SDPA's alike."""
+    """Host time of one implementation, in us: forward, both passes, and both over SDPA's."""
 
     name: str
     forward_us: float
@@ -43,7 +43,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Steps(msgspec.Struct, frozen=True):
-    """What `benchmarks/training/step.py` found."""
+    """Results of `benchmarks.training.step`."""
 
     gpu: str
     torch: str
@@ -52,7 +52,7 @@ class Steps(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """All that is told."""
+    """All measurements of the report."""
 
     memory: training_memory.Document
     training: example.Document
@@ -72,10 +72,10 @@ def main() -> None:
 
 
 def measured(folder: Path) -> Measured:
-    """What a folder of results holds.
+    """Reads the results of a folder.
 
     Raises:
-        TableError: A file is not there, or holds something else.
+        TableError: A file is missing, or has other contents.
     """
     return Measured(
         _read(folder / "nvidia-h200-training-memory.json", training_memory.Document),

@@ -39,11 +39,11 @@ class Row(msgspec.Struct, frozen=True):
     """One way.
 
     Attributes:
-        name: What is called.
+        name: The implementation.
         forward_us: Host time of the forward pass of a call that autograd records.
         both_us: That of forward and backward pass.
         over_sdpa: The latter over SDPA's, of calls with dropout over SDPA's with dropout.
-        gpu_us: GPU time of both, as the device takes it when all launches are queued.
+        gpu_us: GPU time of both passes with queued launches.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """What was measured, and where."""
+    """Measurements, their GPU and versions."""
 
     gpu: str
     torch: str
@@ -65,7 +65,7 @@ class Document(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Measures, prints, and writes what is asked for."""
+    """Measures, prints, and writes the requested files."""
     options = _options()
     if not torch.cuda.is_available():
         raise SystemExit("training_step.py measures launches, and no GPU is visible here")
@@ -106,7 +106,7 @@ def measure(batch: int, heads: int, seqlen: int, head_dim: int) -> Document:
 
 
 def ways() -> dict[str, Attend]:
-    """What is called, by name."""
+    """The implementations, by name."""
     ours = functools.partial(flashtune.attention, causal=True, prefer="generated")
     return {
         SDPA: functools.partial(scaled_dot_product_attention, is_causal=True),
