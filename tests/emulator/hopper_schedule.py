@@ -1,4 +1,4 @@
-"""Functions of a Hopper kernel's source that say who works on what, as Python computes them."""
+"""Executes the tile scheduler functions of a Hopper kernel's source in Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def kernel_of(problem: Problem, **changes: Any) -> Kernel:
 
 
 def in_python(kernel: Kernel, name: str) -> Callable[..., Any]:
-    """A function of the kernel's source that only counts, as Python computes it."""
+    """An integer function of the kernel's source, as a Python function."""
     (function,) = (node for node in ast.parse(kernel.source).body if getattr(node, "name", "") == name)
     assert isinstance(function, ast.FunctionDef)
     function.decorator_list = []
@@ -43,7 +43,7 @@ def in_python(kernel: Kernel, name: str) -> Callable[..., Any]:
 
 
 class Place(NamedTuple):
-    """A pointer as `gl.load` of such a function takes it."""
+    """A pointer for `gl.load` of such a function."""
 
     values: list[int]
     offset: int = 0

@@ -1,4 +1,4 @@
-"""Arguments of kernels: those of quantised inputs have scales, and are of their own types."""
+"""Tests of the arguments of kernels, with the scales of quantised inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_scales_and_workspaces_follow_the_log_sum_exp() -> None:
     assert named(arguments)["values"].divisibility == 16
 
 
-def test_other_inputs_have_no_scales() -> None:
+def test_other_dtypes_have_no_scales() -> None:
     for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32):
         arguments = forward_arguments(dtype, PLAIN, ("state",))
         names = [argument.name for argument in arguments]
@@ -38,7 +38,7 @@ def test_other_inputs_have_no_scales() -> None:
         assert named(arguments)["state"].type == "*fp32"
 
 
-def test_a_prologue_is_told_what_its_kernel_is_told_of_v() -> None:
+def test_prologue_and_kernel_have_equal_arguments_of_v() -> None:
     for specialization in (PLAIN, Specialization(Alignment.ANY, 64)):
         kernel = named(forward_arguments(Dtype.E4M3, specialization, ("values",)))
         prologue = transpose_arguments(Dtype.E4M3, specialization, "values")
@@ -55,6 +55,6 @@ def test_both_kernels_of_a_source_compile_for_hopper() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), MISTAKES)
-def test_what_a_mistake_replaces_stands_in_the_plain_kernel_once(old: str, new: str) -> None:
+def test_text_replaced_by_mutants_occurs_once(old: str, new: str) -> None:
     # Without a GPU it is never launched, and its source may have moved on.
     assert plain_e4m3().source.count(old) == 1, new

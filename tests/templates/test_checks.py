@@ -1,4 +1,4 @@
-"""The checks of rendered wrappers: tensors that a kernel would misread are refused before its launch."""
+"""Tests of the argument checks in rendered wrappers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ ALIGNED = [one for one in LARGE if COMBINATIONS[one[0]][5].alignment is not Alig
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), TENSORS)
-def test_another_dtype_is_refused(name: str, tensor: str) -> None:
+def test_other_dtype_is_refused(name: str, tensor: str) -> None:
     expected = call_of(name)[tensor].dtype
     refused(
         name,
@@ -137,7 +137,7 @@ def test_another_dtype_is_refused(name: str, tensor: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), TENSORS)
-def test_another_device_is_refused(name: str, tensor: str) -> None:
+def test_other_device_is_refused(name: str, tensor: str) -> None:
     if tensor == "q":
         refused(
             name, put(tensor, lambda one: one.to("meta")), r"^k is on cpu, expected meta, the device of q$"
@@ -148,7 +148,7 @@ def test_another_device_is_refused(name: str, tensor: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), TENSORS)
-def test_another_last_size_is_refused(name: str, tensor: str) -> None:
+def test_other_last_size_is_refused(name: str, tensor: str) -> None:
     """Head dims among them. The first of `cu_seqlens_q` decides how many sequences others must describe."""
     if tensor == "block_table":
         refused(
@@ -217,7 +217,7 @@ def test_strides_that_break_the_assumed_alignment_are_refused(name: str, tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), ALIGNED)
-def test_addresses_off_16_byte_borders_are_refused(name: str, tensor: str) -> None:
+def test_addresses_not_aligned_to_16_bytes_are_refused(name: str, tensor: str) -> None:
     if FEATURES.get(name, {}).get("latent") and tensor != "q":
 
         def change(call: Call) -> None:
@@ -263,7 +263,7 @@ def test_a_bias_beyond_32_bits_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor"), [one for one in TENSORS if one[1] in ("lse", "dlse") or "e4m3_d128" in one[0]]
 )
-def test_side_tensors_that_are_read_as_contiguous_must_be(name: str, tensor: str) -> None:
+def test_non_contiguous_extra_inputs_are_refused(name: str, tensor: str) -> None:
     if tensor in ("q", "k", "v") or FEATURES.get(name, {}).get("kv_dtype"):
         pytest.skip("this tensor may have strides")
 
@@ -274,7 +274,7 @@ def test_side_tensors_that_are_read_as_contiguous_must_be(name: str, tensor: str
 
 
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if FEATURES.get(name, {}).get("latent")])
-def test_values_that_are_not_columns_of_keys_are_refused(name: str) -> None:
+def test_separate_values_of_latent_keys_are_refused(name: str) -> None:
     refused(name, put("v", torch.clone), r"^v is a tensor of its own, expected the first 512 columns of k$")
 
 
@@ -286,12 +286,12 @@ def test_values_that_are_not_columns_of_keys_are_refused(name: str) -> None:
         if not COMBINATIONS[name][0].endswith(("outer", "masked", "kv", "split", "fused"))
     ],
 )
-def test_kernels_in_gluon_refuse_tensors_of_the_cpu(name: str) -> None:
+def test_gluon_kernels_refuse_cpu_tensors(name: str) -> None:
     refused(name, lambda call: None, r"^q is on cpu, expected a GPU$")
 
 
 @pytest.mark.slow
-def test_changed_checks_change_no_version_and_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_do_not_affect_versions_and_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: kernel_of(name) for name in COMBINATIONS}
     versions = {name: template_hash(name) for name in family_names()}
     read = registry._read

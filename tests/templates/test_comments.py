@@ -1,4 +1,4 @@
-"""Comments, docstrings and wrappers in templates are free to change: digests and versions stay."""
+"""Tests that comments, docstrings and wrappers do not affect digests and versions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def kernels() -> dict[str, Kernel]:
 
 
 @pytest.mark.slow
-def test_changed_comments_change_no_version_and_no_digest(install: Callable[[Read], None]) -> None:
+def test_comments_do_not_affect_versions_and_digests(install: Callable[[Read], None]) -> None:
     versions = {name: template_hash(name) for name in family_names()}
     before = kernels()
     install(lambda name: reworded(read(name)))
@@ -76,7 +76,7 @@ def test_changed_comments_change_no_version_and_no_digest(install: Callable[[Rea
 
 
 @pytest.mark.parametrize("name", all_templates())
-def test_every_template_has_a_comment_that_the_test_changes(name: str) -> None:
+def test_every_template_has_a_comment_to_change(name: str) -> None:
     text = read(name)
     assert reworded(text) != text
     assert canonical_template(reworded(text)) == canonical_template(text)
@@ -114,7 +114,7 @@ def _is_free(text: str, position: int) -> bool:
 
 
 @pytest.mark.parametrize("name", all_templates())
-def test_the_references_that_jinja_finds_are_hashed(name: str) -> None:
+def test_hash_covers_every_template_reference(name: str) -> None:
     environment = jinja2.Environment()
     found = set(jinja2.meta.find_referenced_templates(environment.parse(read(name))))
     assert found == set(registry.IMPORT.findall(read(name)))

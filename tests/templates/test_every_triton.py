@@ -1,4 +1,4 @@
-"""A kernel of each family renders and compiles under every Triton that is supported."""
+"""Tests that each family renders and compiles under every supported Triton."""
 
 from __future__ import annotations
 

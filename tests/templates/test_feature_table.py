@@ -1,4 +1,4 @@
-"""The table of docs/features.md agrees with the features of the families."""
+"""Tests that the table of docs/features.md matches the features of the families."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_row_names_the_families_that_compute_its_feature(feature: Feature) -> 
     assert told == {family.name for family in families() if feature in family.features}
 
 
-def test_families_without_features_are_named_as_such() -> None:
+def test_families_without_features_are_listed() -> None:
     sentence = PAGE.read_text(encoding="utf-8").split(HEAD)[0].rsplit("\n\n", 2)[1]
     for family in families():
         if not family.features:

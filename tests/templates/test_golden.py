@@ -43,12 +43,12 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_rendered_as_before(updates_golden: bool) -> None:
+def test_kernels_match_golden_files(updates_golden: bool) -> None:
     golden_files.check(GOLDEN, {name: kernel_of(name).source for name in COMBINATIONS}, updates_golden)
 
 
 @pytest.mark.slow
-def test_a_person_can_read_it(name: str) -> None:
+def test_golden_files_are_readable(name: str) -> None:
     source = kernel_of(name).source
     ast.parse(source)
     lines = source.split("\n")
@@ -63,7 +63,7 @@ def test_a_person_can_read_it(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_functions_use_every_name_that_they_set(name: str) -> None:
+def test_functions_have_no_unused_names(name: str) -> None:
     kernel = kernel_of(name)
     for function in functions(kernel.source).values():
         names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
@@ -77,7 +77,7 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.slow
-def test_the_header_says_what_it_is(name: str) -> None:
+def test_header_describes_the_kernel(name: str) -> None:
     kernel = kernel_of(name)
     header = ast.get_docstring(ast.parse(kernel.source)) or ""
     _, dtype, widths, causal, values, _ = COMBINATIONS[name]
@@ -92,7 +92,7 @@ def test_the_header_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_it_depends_on_torch_and_triton_alone(name: str) -> None:
+def test_kernels_import_only_torch_and_triton(name: str) -> None:
     tree = ast.parse(kernel_of(name).source)
     imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     sources = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -111,7 +111,7 @@ def test_it_depends_on_torch_and_triton_alone(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_arguments_are_those_of_the_function(name: str) -> None:
+def test_arguments_match_the_function(name: str) -> None:
     kernel = kernel_of(name)
     found = functions(kernel.source)
     backward = kernel.family.startswith("backward")
@@ -136,7 +136,7 @@ def test_arguments_are_those_of_the_function(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", COMPILED)
-def test_it_compiles_for_hopper(compiled: str) -> None:
+def test_kernels_compile_for_hopper(compiled: str) -> None:
     target = find_target("h100")
     binary = compile_kernel(kernel_of(compiled), target)
     assert 0 < binary.metadata.shared <= target.sram_per_block

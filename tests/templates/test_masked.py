@@ -1,4 +1,4 @@
-"""The masked family: what it refuses, what it renders for every feature, what the compiler makes of it."""
+"""Tests of the masked family: unsupported problems, rendered and compiled kernels of each feature."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rendered(problem: Problem, config: MaskedConfig = CONFIG, lse: bool = True) 
     return render(FAMILY, problem, config, Specialization(lse=lse))
 
 
-def test_it_computes_all_but_latent_values() -> None:
+def test_all_features_but_latent_and_deterministic_are_supported() -> None:
     # What is deterministic is asked of gradients alone.
     assert set(Feature) - FAMILY.features == {Feature.LATENT, Feature.DETERMINISTIC}
     asked = {feature for changes in ASKED.values() for feature in a_problem(**changes).features}
@@ -84,18 +84,18 @@ def test_it_computes_all_but_latent_values() -> None:
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "scales of pages for keys in pages alone"),
     ],
 )
-def test_what_it_refuses_it_names(changes: dict[str, Any], words: str) -> None:
+def test_unsupported_problems_have_reasons(changes: dict[str, Any], words: str) -> None:
     assert words in (FAMILY.supports(a_problem(**changes), H100) or "")
 
 
-def test_older_gpus_do_not_convert_keys_of_e4m3() -> None:
+def test_e4m3_keys_require_gpu_support() -> None:
     problem = a_problem(kv_dtype=KvDtype.E4M3)
     assert "from sm_89 on" in (FAMILY.supports(problem, A100) or "")
     assert FAMILY.supports(problem, find_target("l4")) is None
     assert FAMILY.supports(a_problem(kv_dtype=KvDtype.INT8), A100) is None
 
 
-def test_bounds_beyond_every_length_fit_integers() -> None:
+def test_bounds_beyond_every_length_fit_int32() -> None:
     asked = asked_of(a_problem(window_left=2**31 - 1, chunk=2**31 - 1, first_tokens=2**31 - 1))
     assert (asked.window_left, asked.window_right, asked.chunk) == (FARTHEST, -1, FARTHEST)
     assert 2 * FARTHEST + 1 < 2**31
@@ -106,7 +106,7 @@ PAIRS = list(itertools.combinations(ASKED, 2))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", list(Causal))
-def test_every_pair_is_rendered_as_a_person_writes(causal: Causal) -> None:
+def test_rendered_pairs_of_features_are_readable(causal: Causal) -> None:
     for index, (one, other) in enumerate(PAIRS):
         changes = {**ASKED[one], **ASKED[other]}
         if changes.get("page_size") and changes.get("lengths"):
@@ -143,7 +143,7 @@ def check_source(kernel: Kernel) -> None:
     assert "\n\n\n\n" not in kernel.source
 
 
-def test_integers_of_a_launch_are_the_kernel_s() -> None:
+def test_integer_arguments_of_a_launch_match_the_kernel() -> None:
     problem = a_problem(packed=100, alibi=True, **PAGES)
     kernel = rendered(problem)
     q, k = torch.empty(1, 4, 100, 64, dtype=torch.bfloat16), torch.empty(9, 2, 16, 64, dtype=torch.int8)
@@ -186,7 +186,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [one[1] for one in COMPILED], ids=[one[0] for one in COMPILED])
-def test_it_compiles_for_hopper_within_its_model(changes: dict[str, Any]) -> None:
+def test_compiled_sram_on_hopper_matches_the_model(changes: dict[str, Any]) -> None:
     problem = a_problem(**changes)
     for config in (CONFIG, msgspec.structs.replace(CONFIG, num_stages=3, two_phases=False)):
         binary = compile_kernel(rendered(problem, config), H100)
@@ -195,7 +195,7 @@ def test_it_compiles_for_hopper_within_its_model(changes: dict[str, Any]) -> Non
         assert 0.7 * binary.metadata.shared < sum(item.bytes for item in items) <= binary.metadata.shared
 
 
-def test_it_compiles_for_ampere_and_for_float32() -> None:
+def test_compiled_sram_on_ampere_and_in_float32_matches_the_model() -> None:
     misaligned = Specialization(Alignment.ANY, 64, True)
     for problem, specialization in (
         (a_problem(window_left=64, **PAGES), Specialization()),
@@ -207,7 +207,7 @@ def test_it_compiles_for_ampere_and_for_float32() -> None:
         assert sum(item.bytes for item in items) <= binary.metadata.shared
 
 
-def test_defaults_are_points_that_fit() -> None:
+def test_defaults_are_in_the_space_and_fit() -> None:
     for dtype, width in itertools.product((Dtype.BF16, Dtype.FP32), (64, 128, 256)):
         for changes, target in itertools.product(ASKED.values(), (H100, A100, find_target("rtx-4090"))):
             problem = a_problem(**changes, dtype=dtype, head_dim=width, value_head_dim=width)
@@ -231,7 +231,7 @@ def test_defaults_are_points_that_fit() -> None:
         ({"window_left": 99, "first_tokens": 4}, False, 2),
     ],
 )
-def test_blocks_in_flight_where_keys_are_in_pages(
+def test_pipelined_blocks_with_paged_keys(
     page_size: int, changes: dict[str, Any], two_phases: bool, stages: int
 ) -> None:
     problem = a_problem(page_size=page_size, head_dim=128, value_head_dim=128, **changes)

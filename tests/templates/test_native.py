@@ -1,4 +1,4 @@
-"""What a family of one GPU, in Gluon, says of itself, and that it renders and compiles like the others."""
+"""Tests of a native Gluon family: its description, rendering and compilation."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ PROBLEM = Problem(
 )
 
 
-def test_a_folder_makes_a_family(native: Family) -> None:
+def test_folder_registers_a_family(native: Family) -> None:
     assert native in families()
     assert find_family("forward_native") is native
 
 
-def test_it_is_gone_after_a_test() -> None:
+def test_family_is_removed_after_a_test() -> None:
     assert "forward_native" not in family_names()
 
 
-def test_it_renders_and_compiles_for_its_gpu(native: Family) -> None:
+def test_family_renders_and_compiles_for_its_gpu(native: Family) -> None:
     kernel = render(native, PROBLEM, native.default(PROBLEM, H200), Specialization())
     assert ".target sm_90a" in compile_kernel(kernel, H200).asm["ptx"]
 
 
-def test_who_computes_what_for_which_tensors(native: Family) -> None:
+def test_unsupported_reasons_depend_on_problem_and_tensors(native: Family) -> None:
     aligned, misaligned = Specialization(), Specialization(Alignment.ANY)
     assert unsupported_reason(native, PROBLEM, H200, aligned) is None
     assert "cannot address" in str(unsupported_reason(native, PROBLEM, H200, misaligned))
@@ -50,7 +50,7 @@ def test_who_computes_what_for_which_tensors(native: Family) -> None:
 
 
 @pytest.mark.parametrize("name", ["forward_q_outer", "forward_kv_outer"])
-def test_portable_families_take_all_tensors_and_are_interpreted(name: str) -> None:
+def test_portable_families_support_all_tensors_and_the_interpreter(name: str) -> None:
     family = find_family(name)
     assert family.interpreted
     assert unsupported_reason(family, PROBLEM, H200, Specialization(Alignment.ANY, 64)) is None

@@ -1,4 +1,4 @@
-"""Rendering: typed values alone, nothing undefined, and a hash over all that decides a binary."""
+"""Tests of rendering: typed contexts, undefined names, and digests."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class HostileFamily:
 @pytest.mark.parametrize(
     "value", ["__import__('os')", b"x", 1.5, None, (1, "x"), HostileContext("x"), [1], {"a": 1}]
 )
-def test_a_context_may_only_hold_numbers(value: object) -> None:
+def test_context_refuses_other_types_than_numbers(value: object) -> None:
     problem = a_problem()
     config = a_config(FORWARD[0])
     with pytest.raises(KernelError, match="must be ints, bools or enums"):
         render(HostileFamily(value), problem, config, Specialization())  # type: ignore[arg-type]
 
 
-def test_numbers_bools_enums_and_tuples_of_them_pass_the_check() -> None:
+def test_context_accepts_numbers_bools_enums_and_tuples() -> None:
     problem = a_problem()
     config = a_config(FORWARD[0])
     for value in (1, True, Causal.NONE, (1, 2), Chunk(0, 0, 16, False), (Chunk(0, 0, 16, False),)):
@@ -93,7 +93,7 @@ def test_numbers_bools_enums_and_tuples_of_them_pass_the_check() -> None:
             render(HostileFamily(value), problem, config, Specialization())  # type: ignore[arg-type]
 
 
-def test_text_enums_render_their_members_alone() -> None:
+def test_text_enums_render_only_their_members() -> None:
     class Sneaky(enum.StrEnum):
         CODE = "import os"
 
@@ -105,14 +105,14 @@ def test_text_enums_render_their_members_alone() -> None:
     assert Sneaky.CODE not in rendered(FORWARD[0]).source
 
 
-def test_an_undefined_name_is_an_error() -> None:
+def test_undefined_name_is_an_error() -> None:
     template = _environment().from_string("{{ block_m }} {{ blokc_n }}")
     with pytest.raises(jinja2.UndefinedError, match="blokc_n"):
         template.render(block_m=16)
 
 
 @BY_FAMILY
-def test_lengths_heads_and_batch_do_not_change_the_source(family: Family) -> None:
+def test_source_does_not_depend_on_lengths_heads_and_batch(family: Family) -> None:
     problem = a_problem()
     config = a_config(family)
     other = a_problem(heads=32, kv_heads=1, batch=7, seqlen_q=31, seqlen_kv=4096)
@@ -122,7 +122,7 @@ def test_lengths_heads_and_batch_do_not_change_the_source(family: Family) -> Non
 
 
 @BY_FAMILY
-def test_everything_that_decides_the_binary_changes_the_digest(family: Family) -> None:
+def test_digest_covers_every_input_of_the_binary(family: Family) -> None:
     problem = a_problem()
     config = a_config(family)
     kernels = [
@@ -143,21 +143,21 @@ def test_everything_that_decides_the_binary_changes_the_digest(family: Family) -
     assert rendered(family).digest == rendered(family).digest
 
 
-def test_the_template_version_differs_by_family_and_is_in_the_header() -> None:
+def test_template_version_differs_by_family_and_is_in_the_header() -> None:
     hashes = {family.name: template_hash(family.name) for family in FORWARD}
     assert len(set(hashes.values())) == len(FORWARD)
     for family in FORWARD:
         assert hashes[family.name][:12] in rendered(family).source
 
 
-def test_every_template_is_in_some_familys_hash() -> None:
+def test_every_template_is_hashed_for_some_family() -> None:
     hashed = set[str]().union(*(_imported(f"{name}/{TEMPLATE}") for name in family_names()))
     folder = Path(templates.__file__).parent
     # The checks of wrappers decide nothing of a kernel.
     assert hashed | {CHECKS} == {path.relative_to(folder).as_posix() for path in folder.glob("**/*.jinja")}
 
 
-def test_the_registry_knows_every_folder() -> None:
+def test_registry_contains_every_folder() -> None:
     assert {"forward_q_outer", "forward_kv_outer"} <= set(family_names())
     assert [family.name for family in families()] == list(family_names())
     for name in ("common", "forward", "os", "../common", ""):
@@ -166,7 +166,7 @@ def test_the_registry_knows_every_folder() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [1, 8, 16, 40, 64, 80, 96, 112, 128, 160, 192, 200, 256])
-def test_chunks_cover_a_head_once(head_dim: int) -> None:
+def test_head_chunks_cover_each_column_once(head_dim: int) -> None:
     for decomposed in (False, True):
         chunks = head_chunks(head_dim, decomposed)
         assert [chunk.start for chunk in chunks] == [

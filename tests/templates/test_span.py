@@ -1,4 +1,4 @@
-"""What launches take by their schedules, held against the figures that an H200 gave."""
+"""Tests of makespans against measurements of an H200."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COST = TileCost(block=1.0, tile=0.5)
     st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_busiest_program_is_that_of_the_kernels_own_order(
+def test_busiest_program_matches_the_schedule_of_the_kernel(
     order: str, causal: Causal, heads: int, seqlen: int, section: int, even: bool
 ) -> None:
     problem = a_problem(
@@ -70,7 +70,7 @@ def test_the_busiest_program_is_that_of_the_kernels_own_order(
     st.one_of(st.none(), st.integers(0, 900)),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_window_leaves_the_blocks_that_some_query_sees(
+def test_window_keeps_only_visible_blocks(
     causal: Causal, seqlen_q: int, seqlen_kv: int, left: int, right: int | None
 ) -> None:
     problem = msgspec.structs.replace(
@@ -86,7 +86,7 @@ def test_a_window_leaves_the_blocks_that_some_query_sees(
         assert counted == max(1, len(seen))
 
 
-def test_windows_and_packed_sequences_take_less() -> None:
+def test_windows_and_varlen_reduce_the_makespan() -> None:
     hopper = find_family("forward_hopper")
     whole = a_problem(causal=Causal.BOTTOM_RIGHT, seqlen_q=16384, seqlen_kv=16384, batch=4)
     others = [
@@ -105,7 +105,7 @@ def test_windows_and_packed_sequences_take_less() -> None:
 
 @pytest.mark.parametrize("section", [0, 4])
 @pytest.mark.parametrize("order", ["linear", "alternate"])
-def test_very_many_tiles_are_as_some_of_them_are(section: int, order: str) -> None:
+def test_makespan_of_many_tiles_is_extrapolated(section: int, order: str) -> None:
     problem = a_problem(
         64, heads=64, kv_heads=64, batch=64, seqlen_q=2048, seqlen_kv=2048, causal=Causal.TOP_LEFT
     )
@@ -119,14 +119,14 @@ def test_very_many_tiles_are_as_some_of_them_are(section: int, order: str) -> No
 
 
 @pytest.mark.parametrize("causal", list(Causal))
-def test_extremes_are_those_of_the_blocks(causal: Causal) -> None:
+def test_tile_statistics_match_block_counts(causal: Causal) -> None:
     tiling = Tiling(a_problem(64, seqlen_q=1000, seqlen_kv=3000, causal=causal), 192, 128, 1)
     found, counted = extremes(tiling), blocks(tiling)
     assert (found.least, found.most) == (counted.min(), counted.max())
     assert found.mean == pytest.approx(counted.mean())
 
 
-def test_extremes_of_very_many_tiles_are_those_of_some() -> None:
+def test_tile_statistics_of_many_tiles_are_sampled() -> None:
     long = {"seqlen_q": 2**22, "seqlen_kv": 2**22}
     tiling = Tiling(msgspec.structs.replace(a_problem(64, causal=Causal.BOTTOM_RIGHT), **long), 64, 128, 1)
     assert tiling.tiles > 2 * MAX_TILES
@@ -136,7 +136,7 @@ def test_extremes_of_very_many_tiles_are_those_of_some() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"seqlen_q": 0}, {"seqlen_kv": 0}, {"batch": 0}, {"seqlen_q": 2**24}])
-def test_every_family_has_a_span_for_every_problem(changes: dict[str, int]) -> None:
+def test_every_family_has_a_makespan_for_every_problem(changes: dict[str, int]) -> None:
     for causal in Causal:
         problem = msgspec.structs.replace(a_problem(64, causal=causal), **changes)
         for family in families():
@@ -150,7 +150,7 @@ def truth() -> tuple[TruthTable, ...]:
 
 
 @pytest.mark.parametrize("index", range(10))
-def test_tiles_and_schedules_compare_as_they_were_measured(index: int) -> None:
+def test_makespans_rank_tiles_and_schedules_as_measured(index: int) -> None:
     """The best of each shape of a tile, over the best of all: no table was used for fitting."""
     table = truth()[index]
     family = find_family(table.family)
@@ -168,7 +168,7 @@ def test_tiles_and_schedules_compare_as_they_were_measured(index: int) -> None:
     assert max(errors) < (0.15 if table.family == "forward_hopper" else 0.35)
 
 
-def test_heads_of_one_kv_head_read_its_keys_together() -> None:
+def test_query_heads_of_a_kv_head_share_key_traffic() -> None:
     problem = a_problem(
         heads=96, kv_heads=24, batch=10, seqlen_q=1186, seqlen_kv=1186, causal=Causal.BOTTOM_RIGHT
     )
@@ -182,14 +182,14 @@ def test_heads_of_one_kv_head_read_its_keys_together() -> None:
     assert len(set(few)) == 1
 
 
-def test_neither_work_nor_transfers_hide_the_other_whole() -> None:
+def test_compute_and_transfers_overlap_partially() -> None:
     assert together_us(100.0, 0.0) == pytest.approx(100.0)
     assert 100.0 < together_us(100.0, 50.0) < 102.0
     assert 115.0 < together_us(100.0, 100.0) < 125.0
 
 
 @pytest.mark.parametrize(("programs", "rounds"), [(264, 2.0), (276, 3.5), (396, 3.5), (400, 4.0), (528, 4.0)])
-def test_equal_programs_that_began_together_end_together(programs: int, rounds: float) -> None:
+def test_equal_programs_end_simultaneously(programs: int, rounds: float) -> None:
     # Two at a time on each multiprocessor; one by itself takes 1.5 times its share of the units.
     tiling = Tiling(
         a_problem(64, heads=programs, kv_heads=programs, seqlen_q=64, seqlen_kv=1280, batch=1), 64, 128, 1
@@ -199,7 +199,7 @@ def test_equal_programs_that_began_together_end_together(programs: int, rounds: 
     assert coming_and_going(tiling, 132, False, COST, 1.5) == pytest.approx(rounds * mean)
 
 
-def test_what_a_tile_of_the_hopper_family_takes_more() -> None:
+def test_makespan_of_hopper_tiles_includes_their_overhead() -> None:
     hopper = find_family("forward_hopper")
     problem = a_problem(
         64, heads=120, kv_heads=24, batch=46, seqlen_q=192, seqlen_kv=192, causal=Causal.BOTTOM_RIGHT

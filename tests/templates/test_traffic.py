@@ -1,4 +1,4 @@
-"""HBM traffic: counted against loops written out, and ordered as the algorithms are."""
+"""Tests of the HBM traffic model against brute-force loops."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_floor_sum(count: int, divisor: int, step: int, start: int) -> None:
 
 
 @given(LENGTH, LENGTH, BLOCK, BLOCK, st.sampled_from(list(Causal)))
-def test_rows_are_counted_as_the_loops_read_them(
+def test_traffic_matches_brute_force_loops(
     seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, causal: Causal
 ) -> None:
     problem = a_problem(seqlen_q, seqlen_kv, causal)
@@ -82,7 +82,7 @@ def test_rows_are_counted_as_the_loops_read_them(
     st.one_of(st.none(), st.integers(0, 300)),
     st.one_of(st.none(), st.integers(0, 300)),
 )
-def test_windows_leave_out_whole_blocks(
+def test_windows_skip_whole_blocks(
     seqlen_q: int,
     seqlen_kv: int,
     block_m: int,
@@ -105,7 +105,7 @@ def test_windows_leave_out_whole_blocks(
     assert streamed_keys(problem, block_m, block_n) == keys
 
 
-def test_packed_sequences_count_as_so_many_of_the_longest() -> None:
+def test_varlen_counts_as_sequences_of_the_longest_length() -> None:
     problem = msgspec.structs.replace(a_problem(1000, 1000, batch=64), packed=2500)
     assert unpacked(problem) == a_problem(1000, 1000, batch=3)
     assert unpacked(a_problem(10, 10)) == a_problem(10, 10)
@@ -123,7 +123,7 @@ def family_items(name: str, problem: Problem, with_cache: bool) -> tuple[BytesIt
 
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("seqlen", [256, 2048, 16384])
-def test_carrying_rows_through_memory_costs_more_than_streaming_keys(seqlen: int, causal: Causal) -> None:
+def test_kv_outer_order_has_more_traffic_than_q_outer(seqlen: int, causal: Causal) -> None:
     problem = a_problem(seqlen, seqlen, causal, batch=16384 // seqlen)
     streaming = total(family_items("forward_q_outer", problem, with_cache=True))
     assert problem.minimal_bytes() == streaming  # a head's keys stay in an H200's L2
@@ -135,7 +135,7 @@ def test_carrying_rows_through_memory_costs_more_than_streaming_keys(seqlen: int
 
 @pytest.mark.parametrize("name", ["forward_q_outer", "forward_kv_outer"])
 @pytest.mark.parametrize("causal", list(Causal))
-def test_a_cache_never_adds_traffic_and_no_order_beats_the_minimum(name: str, causal: Causal) -> None:
+def test_cache_reduces_traffic_down_to_the_minimum(name: str, causal: Causal) -> None:
     for seqlen_q, seqlen_kv in ((1, 4096), (100, 100), (8192, 8192), (1 << 30, 1 << 30)):
         problem = a_problem(seqlen_q, seqlen_kv, causal)
         without, cached = (total(family_items(name, problem, cache)) for cache in (False, True))
@@ -145,7 +145,7 @@ def test_a_cache_never_adds_traffic_and_no_order_beats_the_minimum(name: str, ca
             assert cached >= problem.minimal_bytes()
 
 
-def test_the_standard_computation_moves_its_scores() -> None:
+def test_unfused_attention_transfers_its_scores() -> None:
     problem = a_problem(1024, 2048)
     pairs = 16 * 1024 * 2048
     # Written, scaled, softmax, rounded to bf16, read.
@@ -154,7 +154,7 @@ def test_the_standard_computation_moves_its_scores() -> None:
     assert total(standard_hbm_items(causal)) == total(standard_hbm_items(problem)) + 8 * pairs
 
 
-def test_the_standard_gradients_move_weights_and_scores_once_more() -> None:
+def test_unfused_gradients_transfer_probabilities_and_scores() -> None:
     problem = msgspec.structs.replace(a_problem(1024, 2048), direction=Direction.BACKWARD)
     pairs = 16 * 1024 * 2048
     items = standard_hbm_items(problem)
@@ -169,7 +169,7 @@ def test_the_standard_gradients_move_weights_and_scores_once_more() -> None:
 
 
 @pytest.mark.parametrize("name", ["forward_q_outer", "forward_kv_outer"])
-def test_items_are_named_apart_and_not_negative(name: str) -> None:
+def test_items_have_unique_names_and_are_not_negative(name: str) -> None:
     for with_cache in (False, True):
         items = family_items(name, a_problem(300, 500, Causal.BOTTOM_RIGHT), with_cache)
         assert len({item.name for item in items}) == len(items)
@@ -177,7 +177,7 @@ def test_items_are_named_apart_and_not_negative(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_share_that_misses_is_none_of_what_fits_and_solves_its_equation() -> None:
+def test_miss_rate_is_zero_within_the_cache_and_grows_with_size() -> None:
     assert missed(H200.l2_bytes / 2, H200) == 0
     assert missed(1, None) == 1
     assert missed_at_random(2) == pytest.approx(0.7968, abs=1e-4)
@@ -226,7 +226,7 @@ STEEPEST = {"forward_kv_outer": 800.0}
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h200", "a100", "l4"])
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
-def test_traffic_grows_with_length_and_never_jumps(family: Family, target: str) -> None:
+def test_traffic_is_continuous_in_length(family: Family, target: str) -> None:
     gpu = find_target(target)
     posed = tuple(problems_of(family, gpu))
     assert posed or (gpu.arch != "sm_90" and not family.interpreted)
@@ -249,7 +249,7 @@ def at_length(problem: Problem, length: int) -> Problem:
     return msgspec.structs.replace(problem, seqlen_q=queries, seqlen_kv=length)
 
 
-def test_no_kernel_was_measured_to_be_faster_than_its_traffic() -> None:
+def test_measured_times_are_above_the_bandwidth_bound() -> None:
     shipped = shipped_table(H200.name)
     assert shipped is not None
     # The longest sequence of several stands for all in a problem: the others move less.

@@ -1,4 +1,4 @@
-"""The fused backward family as it is compiled for Hopper: registers, SRAM and what is reserved."""
+"""Tests of the fused backward family compiled for Hopper: registers, SRAM and workspaces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def a_problem(head_dim: int, seqlen: int = 4096) -> Problem:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_usual_configs_do_not_spill_and_their_sram_is_known(head_dim: int) -> None:
+def test_usual_configs_do_not_spill_and_match_the_sram_model(head_dim: int) -> None:
     problem = a_problem(head_dim)
     config = FAMILY.default(problem, H200)
     assert FAMILY.space(problem, H200).contains(config)
@@ -51,7 +51,7 @@ def test_the_usual_configs_do_not_spill_and_their_sram_is_known(head_dim: int) -
     assert found.sram_bytes - 1024 <= sum(item.bytes for item in items) <= found.sram_bytes
 
 
-def test_the_copy_engine_adds_where_there_is_one_and_rows_are_aligned() -> None:
+def test_tma_reduction_is_used_on_gpus_with_tma_and_aligned_rows() -> None:
     problem = a_problem(64)
     config = FAMILY.default(problem, H200)
     kernel = compile_kernel(render(FAMILY, problem, config, Specialization()), H200)
@@ -67,7 +67,7 @@ def test_the_copy_engine_adds_where_there_is_one_and_rows_are_aligned() -> None:
 
 
 @pytest.mark.parametrize("alignment", list(Alignment))
-def test_tiles_of_dq_are_turned_where_queries_are_copied_ahead(alignment: Alignment) -> None:
+def test_dq_tiles_are_transposed_where_queries_are_prefetched(alignment: Alignment) -> None:
     # Else ptxas 12.8 makes descriptors of wide products from registers that nobody wrote.
     def turned(problem: Problem) -> bool:
         source = render(FAMILY, problem, config, Specialization(alignment=alignment)).source
@@ -81,7 +81,7 @@ def test_tiles_of_dq_are_turned_where_queries_are_copied_ahead(alignment: Alignm
 
 
 @pytest.mark.parametrize(("widths", "turns"), [((160, 160), True), ((129, 160), False), ((160, 129), False)])
-def test_turning_is_searched_where_it_changes_a_kernel(widths: tuple[int, int], turns: bool) -> None:
+def test_transpose_dq_is_searched_where_it_changes_the_kernel(widths: tuple[int, int], turns: bool) -> None:
     problem = msgspec.structs.replace(a_problem(widths[0]), value_head_dim=widths[1])
     space = FAMILY.space(problem, H200)
     assert {getattr(one, "turned", None) for one in space.configs()} == ({False, True} if turns else {False})
@@ -108,7 +108,7 @@ def test_features_together_compile(asked: dict[str, Any]) -> None:
         assert compile_kernel(step, H200).metadata.shared <= H200.sram_per_block
 
 
-def test_time_falls_with_what_is_hidden() -> None:
+def test_masks_reduce_the_predicted_time() -> None:
     full, causal, window = (
         msgspec.structs.replace(a_problem(128), **asked)
         for asked in ({"causal": Causal.NONE}, {}, {"window_left": 128})
@@ -120,7 +120,7 @@ def test_time_falls_with_what_is_hidden() -> None:
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 16), (8, 16)])
-def test_memory_beside_inputs_and_gradients(batch: int, heads: int) -> None:
+def test_workspace_is_small_relative_to_inputs_and_gradients(batch: int, heads: int) -> None:
     # Sums in float32 are as large as two of the eight tensors that go in and come out.
     tokens, head_dim = 16384 // batch, 128
     given = [torch.empty(batch, heads, tokens, head_dim, dtype=torch.bfloat16, device="meta")] * 8

@@ -1,4 +1,4 @@
-"""Hopper's own backward pass: what it takes, its defaults, and how launches are planned."""
+"""Tests of the Hopper backward family: supported problems, defaults and launch plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLANNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
         a_problem(136, dtype=Dtype.FP16),
     ],
 )
-def test_descriptors_are_those_that_the_kernel_is_declared_with(problem: Problem) -> None:
+def test_descriptors_match_the_declaration_of_the_kernel(problem: Problem) -> None:
     kernel, planned = kernel_of(problem), like(problem)
     module = load_module(kernel)
     _, shapes, _ = module.launch_plan(*planned)
@@ -59,7 +59,7 @@ def test_descriptors_are_those_that_the_kernel_is_declared_with(problem: Problem
 )
 @pytest.mark.parametrize(("causal", "diagonal"), [("none", 0), ("top_left", 0), ("bottom_right", 100)])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_launches_are_planned_by_lengths(
+def test_launch_grids_follow_lengths(
     head_dim: int, block_m: int, blocks: int, causal: str, diagonal: int, deterministic: bool
 ) -> None:
     problem = a_problem(head_dim, causal=Causal(causal), deterministic=deterministic)
@@ -93,11 +93,11 @@ def test_launches_are_planned_by_lengths(
         ({"direction": Direction.FORWARD}, "computes the backward pass"),
     ],
 )
-def test_it_says_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
+def test_unsupported_problems_have_reasons(changes: dict[str, Any], reason: str) -> None:
     assert reason in (unsupported_reason(FAMILY, a_problem(**changes), H200, PLAIN) or "")
 
 
-def test_it_takes_no_other_gpu_and_no_odd_strides() -> None:
+def test_other_gpus_and_unaligned_strides_are_unsupported() -> None:
     assert "sm_90 alone" in (unsupported_reason(FAMILY, a_problem(), find_target("a100"), PLAIN) or "")
     odd = Specialization(Alignment.ANY)
     assert "cannot address" in (unsupported_reason(FAMILY, a_problem(), H200, odd) or "")
@@ -107,7 +107,7 @@ def test_it_takes_no_other_gpu_and_no_odd_strides() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_the_default_is_a_point_of_its_space(head_dim: int) -> None:
+def test_default_is_in_the_space(head_dim: int) -> None:
     for causal, deterministic in itertools.product(Causal, (False, True)):
         problem = a_problem(head_dim, causal=causal, deterministic=deterministic)
         default = FAMILY.default(problem, H200)

@@ -1,4 +1,4 @@
-"""Hopper's own backward pass as the compiler sees it: registers, SRAM and the instructions that matter."""
+"""Tests of compiled Hopper backward kernels: registers, SRAM and instructions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from tests.problems.hopper_backward import FAMILY, H200, PLAIN, a_problem, kerne
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_default_keeps_its_products_asynchronous(
-    head_dim: int, causal: Causal, deterministic: bool
-) -> None:
+def test_default_config_has_asynchronous_wgmma(head_dim: int, causal: Causal, deterministic: bool) -> None:
     problem = a_problem(head_dim, causal=causal, deterministic=deterministic)
     kernel = kernel_of(problem, Specialization(lse=True))
     main, prologue, epilogue = (part.resources for part in read_parts(kernel, H200))
@@ -40,7 +38,7 @@ def test_the_default_keeps_its_products_asynchronous(
 @pytest.mark.sampled
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
-def test_dropping_weights_costs_no_product_its_neighbour(head_dim: int, causal: Causal) -> None:
+def test_dropout_keeps_wgmma_asynchronous(head_dim: int, causal: Causal) -> None:
     problem = a_problem(head_dim, causal=causal, dropout=True)
     main, prologue, _ = (part.resources for part in read_parts(kernel_of(problem), H200))
     model = sum(item.bytes for item in FAMILY.sram_items(problem, FAMILY.default(problem, H200), H200, PLAIN))
@@ -52,7 +50,7 @@ def test_dropping_weights_costs_no_product_its_neighbour(head_dim: int, causal: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
-def test_every_config_of_the_widest_tiles_keeps_to_its_registers(causal: Causal) -> None:
+def test_configs_of_the_widest_tiles_do_not_spill(causal: Causal) -> None:
     problem = a_problem(256, causal=causal)
     configs = list(FAMILY.space(problem, H200).configs())
     assert len(configs) == (4 if causal is Causal.NONE else 2)
@@ -74,7 +72,7 @@ def test_dq_is_added_from_registers_four_at_a_time(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_ordered_sums_are_passed_on_when_all_have_added(head_dim: int) -> None:
+def test_deterministic_sums_signal_after_all_additions(head_dim: int) -> None:
     ptx = str(compile_kernel(kernel_of(a_problem(head_dim, deterministic=True)), H200).asm["ptx"])
     # A warp for each group waits for its turn and gives it to the next block of keys.
     waits = ptx.count("ld.acquire.gpu.global.u32")
@@ -86,7 +84,7 @@ def test_ordered_sums_are_passed_on_when_all_have_added(head_dim: int) -> None:
         assert 0 < behind.index("bar.sync") < behind.index("mbarrier.arrive")
 
 
-def test_groups_divide_the_products_of_the_widest_tiles() -> None:
+def test_warpgroups_share_the_products_of_the_widest_tiles() -> None:
     ptx = str(compile_kernel(kernel_of(a_problem(256)), H200).asm["ptx"])
     # 64 registers of each of two groups, in the loop and of what is late behind it.
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 64
@@ -109,7 +107,7 @@ def test_groups_divide_the_products_of_the_widest_tiles() -> None:
         (256, True, False),
     ],
 )
-def test_each_step_adds_to_a_block_of_its_own(head_dim: int, delay: bool, turns: bool) -> None:
+def test_each_step_adds_to_its_own_block(head_dim: int, delay: bool, turns: bool) -> None:
     """Triton's frontend decides what a loop carries: an address that it does not is that of one block."""
     carried: dict[str, str] = {}
     inside: list[str] = []

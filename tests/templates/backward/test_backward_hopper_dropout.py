@@ -1,4 +1,4 @@
-"""Hopper's backward kernel as rendered, played on the CPU against autograd, with dropout and without."""
+"""Tests of emulated Hopper backward kernels against autograd, with and without dropout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.request.dropout import kept_weights, row_states
 from flashtune.templates.backward_hopper.space import HopperBackwardConfig, width_of
 from flashtune.templates.rendering import render
-from tests.emulator.played_gradients import play_backward
+from tests.emulator.gradients import emulate_backward
 from tests.problems.hopper_backward import FAMILY, H200, PLAIN, a_problem, like
 
 SEED = torch.tensor([0x7123456789ABCDEF])
@@ -76,7 +76,7 @@ def worst_error(kernel: Kernel, problem: Problem, config: HopperBackwardConfig) 
     width = width_of(problem)
     numbers = (SCALE, DROPOUT) if problem.dropout else (SCALE,)
     side = (torch.empty(1, device="meta"),) if problem.dropout else ()
-    sums = play_backward(kernel, (*planned, *side), memory, numbers, config, width)
+    sums = emulate_backward(kernel, (*planned, *side), memory, numbers, config, width)
     dq = sums[:, lengths, : problem.head_dim] * SCALE
     made = {"dq": dq, "dk": memory["dk"], "dv": memory["dv"]}
     worst = 0.0
@@ -111,7 +111,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
         (128, Causal.BOTTOM_RIGHT, False),
     ],
 )
-def test_gradients_are_autograds(head_dim: int, causal: Causal, dropout: bool) -> None:
+def test_gradients_match_autograd(head_dim: int, causal: Causal, dropout: bool) -> None:
     problem = a_small(head_dim, causal, dropout=dropout)
     for changes in CHANGES:
         config = config_of(problem, **changes)
@@ -119,7 +119,7 @@ def test_gradients_are_autograds(head_dim: int, causal: Causal, dropout: bool) -
         assert worst_error(kernel, problem, config) < 1e-11, changes
 
 
-def test_batches_draw_weights_of_their_own() -> None:
+def test_batches_have_independent_dropout() -> None:
     problem = a_small(64, Causal.NONE, dropout=True, batch=2, seqlen_q=70, seqlen_kv=70)
     config = config_of(problem)
     assert worst_error(render(FAMILY, problem, config, PLAIN), problem, config) < 1e-11
@@ -136,8 +136,8 @@ def test_batches_draw_weights_of_their_own() -> None:
         ("DOUT_BYTES = gl.constexpr(", "DOUT_BYTES = gl.constexpr(0 * "),
     ],
 )
-def test_playing_finds_what_is_wrong(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.emulator.played_parts.PATIENCE_S", 0.5)
+def test_emulator_detects_broken_kernels(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.emulator.hardware.WAIT_TIMEOUT_S", 0.5)
     problem = a_small(64, Causal.NONE, dropout=True)
     config = config_of(problem)
     kernel = render(FAMILY, problem, config, PLAIN)

@@ -57,12 +57,12 @@ GOLDENS = {
 }  # fmt: skip
 
 
-def test_rendered_as_before(updates_golden: bool) -> None:
+def test_kernels_match_golden_files(updates_golden: bool) -> None:
     golden_files.check(GOLDEN, {name: golden().source for name, golden in GOLDENS.items()}, updates_golden)
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_a_person_can_read_it(name: str) -> None:
+def test_golden_files_are_readable(name: str) -> None:
     kernel = GOLDENS[name]()
     lines = kernel.source.split("\n")
     assert [line for line in lines if line != line.rstrip() or len(line) > MAX_LINE] == []

@@ -1,4 +1,4 @@
-"""Groups that take turns at dq in Hopper's backward pass: where they do, and what compilers make of it."""
+"""Tests of alternating dq groups in Hopper backward kernels: search space and compiled code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.problems.hopper_backward import FAMILY, H200, a_problem, config_of, k
         (256, False, False),
     ],
 )
-def test_groups_take_turns_where_dq_is_late(head_dim: int, dropout: bool, turns: bool) -> None:
+def test_alternate_dq_requires_deferred_dq(head_dim: int, dropout: bool, turns: bool) -> None:
     problem = a_problem(head_dim, dropout=dropout)
     assert config_of(problem).turns is turns
     configs = list(FAMILY.space(problem, H200).configs())
@@ -31,7 +31,7 @@ def test_groups_take_turns_where_dq_is_late(head_dim: int, dropout: bool, turns:
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-def test_words_of_random_state_leave_no_room_for_weights_in_flight(dropout: bool) -> None:
+def test_dropout_excludes_early_dv(dropout: bool) -> None:
     problem = a_problem(dropout=dropout)
     configs = FAMILY.space(problem, H200).configs()
     found = {one.eager for one in configs if isinstance(one, HopperBackwardConfig) and one.turns}
@@ -39,7 +39,7 @@ def test_words_of_random_state_leave_no_room_for_weights_in_flight(dropout: bool
     assert config_of(problem).eager is not dropout
 
 
-def test_a_step_takes_less_where_less_is_read() -> None:
+def test_alternate_dq_has_a_shorter_predicted_time() -> None:
     problem = a_problem(batch=16, seqlen_q=2048, seqlen_kv=2048)
     halves, wholes = (FAMILY.span(problem, config_of(problem, turns=turns), H200) for turns in (False, True))
     assert 0.88 < wholes / halves < 0.95
@@ -48,7 +48,7 @@ def test_a_step_takes_less_where_less_is_read() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_in_turns_a_group_makes_all_of_a_block_of_dq(head_dim: int, deterministic: bool) -> None:
+def test_alternating_group_computes_a_whole_dq_block(head_dim: int, deterministic: bool) -> None:
     problem = a_problem(head_dim, deterministic=deterministic)
     kernel = kernel_of(problem, delay=True, turns=True, eager=head_dim == 128)
     main = read_parts(kernel, H200)[0].resources

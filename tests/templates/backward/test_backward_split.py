@@ -1,4 +1,4 @@
-"""The split backward family: its configs, what they need, what its kernels become."""
+"""Tests of the split backward family: configs, arguments and compiled kernels."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def usual(problem: Problem, target: Target) -> SplitConfig:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_usual_tiles_are_points_that_fit(target: Target) -> None:
+def test_default_tiles_are_in_the_space_and_fit(target: Target) -> None:
     for dtype, width, changes in itertools.product(Dtype, (16, 64, 80, 128, 256), ASKED.values()):
         problem = a_problem(**changes, dtype=dtype, head_dim=width, value_head_dim=width)
         if FAMILY.supports(problem, target) is None:
@@ -79,7 +79,7 @@ def test_usual_tiles_are_points_that_fit(target: Target) -> None:
             assert FAMILY.tensor_memory_columns(problem, config, target) <= target.tensor_memory_columns
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_problems() -> None:
     assert unsupported_reason(FAMILY, a_problem(direction=Direction.FORWARD), H100, PLAIN) is not None
     assert unsupported_reason(FAMILY, a_problem(page_size=16), H100, PLAIN) is not None
     assert FAMILY.supports(a_problem(packed=512, bias=Bias.BOOLEAN), H100) is not None
@@ -87,7 +87,7 @@ def test_what_it_refuses() -> None:
     assert unsupported_reason(FAMILY, a_problem(deterministic=True), H100, PLAIN) is None
 
 
-def test_no_tile_of_16_bits_is_narrow() -> None:
+def test_tiles_of_16_bits_are_at_least_64_wide() -> None:
     problem = a_problem(head_dim=40, value_head_dim=32)
     for config in FAMILY.space(problem, H100).configs():
         assert isinstance(config, SplitConfig)
@@ -100,7 +100,7 @@ def test_sinks_change_nothing() -> None:
     assert sunk.all_side == ()
 
 
-def test_steps_take_what_they_need() -> None:
+def test_steps_receive_only_the_tensors_they_use() -> None:
     problem = a_problem(alibi=True, bias=Bias.ADDITIVE)
     kernel = render(FAMILY, problem, CONFIG, Specialization(lse=True))
     assert kernel.prologue is not None
@@ -112,7 +112,7 @@ def test_steps_take_what_they_need() -> None:
     assert kernel.all_side == ("slopes", "bias")
 
 
-def test_time_and_traffic_grow_with_what_is_seen() -> None:
+def test_time_and_traffic_grow_with_visible_pairs() -> None:
     config = usual(a_problem(), H100)
     long = {"seqlen_q": 8192, "seqlen_kv": 8192}
     causal, full = a_problem(**long), a_problem(**long, causal=Causal.NONE)
@@ -139,7 +139,7 @@ def test_time_and_traffic_grow_with_what_is_seen() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", ASKED.values(), ids=ASKED.keys())
-def test_it_compiles_for_hopper_within_its_model(changes: dict[str, Any]) -> None:
+def test_compiled_sram_on_hopper_matches_the_model(changes: dict[str, Any]) -> None:
     problem = a_problem(**changes)
     kernel = render(FAMILY, problem, CONFIG, PLAIN)
     assert kernel.last is not None
@@ -158,7 +158,7 @@ def test_it_compiles_for_hopper_within_its_model(changes: dict[str, Any]) -> Non
     ],
     ids=["a100", "misaligned", "b200"],
 )
-def test_it_compiles_elsewhere_within_its_model(
+def test_compiled_sram_on_other_gpus_matches_the_model(
     target: Target, changes: dict[str, Any], assumed: Specialization
 ) -> None:
     problem = a_problem(**changes)

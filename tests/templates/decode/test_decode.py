@@ -1,4 +1,4 @@
-"""The split-KV family without a GPU: plans, defaults, spaces, what compiles, and its model of SRAM."""
+"""Tests of the split-KV family without a GPU: plans, defaults, spaces, compilation and SRAM model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.problems.decode import A100, FAMILY, H200, LATENT, a_config, a_proble
 KNOWN = "decode_split_kv takes"
 
 
-def test_a_plan_of_split_keys() -> None:
+def test_launch_plan_of_split_keys() -> None:
     problem = a_problem(batch=3)
     kernel = render(FAMILY, problem, a_config(), Specialization())
     module = load_module(kernel)
@@ -39,7 +39,7 @@ def test_a_plan_of_split_keys() -> None:
     assert len(kernel.arguments) == 5 + len(workspaces) + 1 + len(integers)
 
 
-def test_a_plan_of_packed_pages() -> None:
+def test_launch_plan_of_packed_pages() -> None:
     problem = a_problem(page_size=16, packed=1, batch=5)
     kernel = render(FAMILY, problem, a_config(splits=1), Specialization(lse=True))
     assert kernel.epilogue is None
@@ -87,7 +87,7 @@ def test_defaults_fit(target: str, widths: tuple[int, int], dtype: Dtype) -> Non
     assert sum(item.bytes for item in items) <= gpu.sram_per_block
 
 
-def test_other_splits_are_points_of_the_space_and_differ_in_span() -> None:
+def test_other_splits_are_in_the_space_and_differ_in_makespan() -> None:
     problem = a_problem()
     space = FAMILY.space(problem, H200)
     usual = FAMILY.default(problem, H200)
@@ -111,21 +111,21 @@ def test_other_splits_are_points_of_the_space_and_differ_in_span() -> None:
         ({**LATENT, "value_head_dim": 500}, "a power of two"),
     ],
 )
-def test_what_it_refuses(changes: dict[str, Any], reason: str) -> None:
+def test_unsupported_problems(changes: dict[str, Any], reason: str) -> None:
     said = FAMILY.supports(a_problem(**changes), H200)
     assert said is not None
     assert said.startswith(KNOWN)
     assert reason in said
 
 
-def test_e4m3_is_for_gpus_that_know_it() -> None:
+def test_e4m3_requires_gpu_support() -> None:
     stored = a_problem(kv_dtype=KvDtype.E4M3)
     assert FAMILY.supports(stored, H200) is None
     assert FAMILY.supports(stored, A100) is not None
     assert FAMILY.supports(a_problem(kv_dtype=KvDtype.INT8), A100) is None
 
 
-def test_options_of_kernels_that_wait_for_nobody_are_stored_as_before() -> None:
+def test_options_without_early_launch_omit_the_field() -> None:
     assert msgspec.json.encode(LaunchOptions(4, 2)) == b'{"num_warps":4,"num_stages":2,"max_registers":0}'
     early = LaunchOptions(4, 2, early=True)
     assert msgspec.json.decode(msgspec.json.encode(early), type=LaunchOptions) == early
@@ -153,7 +153,7 @@ HOPPER_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def test_what_does_not_wait_is_not_launched_early() -> None:
+def test_kernels_without_wait_are_not_launched_early() -> None:
     """A combining kernel that came early and did not wait would read what nobody wrote yet."""
     for dtype in (Dtype.BF16, Dtype.FP32):
         kernel = render(FAMILY, a_problem(dtype=dtype), a_config(early_combine=True), Specialization())
@@ -171,7 +171,7 @@ BOTH = [(name, target) for name in CASES for target in ("h200", "a100")]
 @pytest.mark.slow
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "gpu"), [*BOTH, *((name, "h200") for name in HOPPER_CASES)])
-def test_it_compiles(name: str, gpu: str) -> None:
+def test_kernels_compile(name: str, gpu: str) -> None:
     changes, values = {**CASES, **HOPPER_CASES}[name]
     target = find_target(gpu)
     problem, config = a_problem(**changes), a_config(**values)
@@ -188,7 +188,7 @@ def test_it_compiles(name: str, gpu: str) -> None:
         assert ("griddepcontrol.wait" in combining.asm["ptx"]) is config.early_combine
 
 
-def test_latent_products_are_those_of_warp_groups() -> None:
+def test_mla_products_use_wgmma() -> None:
     """One tile of values and a tile of the other columns, each in SRAM once, for both products."""
     problem = a_problem(heads=128, **LATENT)
     config = a_config(block_m=64, num_warps=8, num_stages=2, splits=1)

@@ -1,4 +1,4 @@
-"""How the split-KV family reads caches of 8 bits, as far as rendering and compiling show it."""
+"""Tests of 8-bit caches in rendered and compiled kernels of the split-KV family."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_eight_bits_need_half_the_sram(kind: KvDtype) -> None:
         (LATENT, {"block_m": 64}, Alignment.SIXTEEN, True),
     ],
 )
-def test_which_caches_are_read_in_pairs(
+def test_caches_that_are_read_in_pairs(
     changes: dict[str, Any], config: dict[str, Any], alignment: Alignment, expected: bool
 ) -> None:
     problem = a_problem(kv_dtype=KvDtype.E4M3, **changes)

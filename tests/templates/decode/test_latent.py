@@ -1,4 +1,4 @@
-"""The latent Hopper family without a GPU: plans, what it refuses, defaults, and what compiles."""
+"""Tests of the MLA Hopper family without a GPU: plans, unsupported problems, defaults, compilation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A100, B200 = find_target("a100"), find_target("b200")
 PLAIN = Specialization()
 
 
-def test_a_plan_of_pages_in_parts() -> None:
+def test_launch_plan_of_pages_in_splits() -> None:
     problem = a_problem(page_size=64, seqlen_q=3, batch=5)
     kernel = kernel_of(problem, lse=True, queries=2, splits=4)
     module = load_module(kernel)
@@ -45,7 +45,7 @@ def test_a_plan_of_pages_in_parts() -> None:
     assert [len(parts) for parts in module.descriptors(*tensors[:4])] == [2, 2, 0, 0]
 
 
-def test_who_has_all_keys_writes_the_output() -> None:
+def test_single_split_writes_the_output() -> None:
     problem = a_problem(heads=16)
     kernel = kernel_of(problem, queries=1)
     q, out, k = meta(64, 16, 1, 576), meta(64, 16, 1, 512), meta(64, 1, 4096, 576)
@@ -69,7 +69,7 @@ def test_who_has_all_keys_writes_the_output() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7])
-def test_rows_of_a_page_lie_one_behind_the_other(batch: int) -> None:
+def test_descriptor_covers_rows_of_a_page(batch: int) -> None:
     """The first two coordinates cancel, in bytes, whatever the strides."""
     k = meta(batch, 1, 200, 640)[..., :576]
     q = meta(batch, 128, 1, 576)
@@ -93,14 +93,14 @@ def test_rows_of_a_page_lie_one_behind_the_other(batch: int) -> None:
         ({"head_dim": 496}, "16, 32 or 64 columns"),
     ],
 )
-def test_what_it_refuses(changes: dict[str, Any], reason: str) -> None:
+def test_unsupported_problems(changes: dict[str, Any], reason: str) -> None:
     said = FAMILY.supports(a_problem(**changes), H200)
     assert said is not None
     assert said.startswith("decode_latent_hopper takes")
     assert reason in said
 
 
-def test_whose_it_is() -> None:
+def test_features_and_targets() -> None:
     assert FAMILY.features == {Feature.LATENT, Feature.LENGTHS, Feature.PAGES}
     assert not FAMILY.interpreted
     taken: list[dict[str, Any]] = [{}, {"lengths": True}, {"page_size": 256, "dtype": Dtype.FP16}]
@@ -131,7 +131,7 @@ def test_defaults_fill_the_gpu(changes: dict[str, Any], splits: int) -> None:
     assert all(space.contains(other) for other in others)
 
 
-def test_few_heads_share_tiles_with_more_queries() -> None:
+def test_tiles_of_few_heads_contain_several_queries() -> None:
     config = FAMILY.default(a_problem(heads=16, seqlen_q=4), H200)
     assert isinstance(config, LatentConfig)
     assert config.queries == 4
@@ -154,7 +154,7 @@ COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", COMPILED)
-def test_what_the_compiler_makes_of_it(name: str) -> None:
+def test_compiled_kernels_fit_sram_and_registers(name: str) -> None:
     changes, values = COMPILED[name]
     problem, config = a_problem(**changes), a_config(**values)
     kernel = render(FAMILY, problem, config, Specialization(lse=True))
@@ -171,7 +171,7 @@ def test_what_the_compiler_makes_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("splits", [2, 32, 66, 128])
-def test_what_combines_parts_fits_registers(splits: int) -> None:
+def test_combine_kernel_does_not_spill(splits: int) -> None:
     """All columns of all parts at once did not, from 65 parts on."""
     last = kernel_of(a_problem(batch=1), lse=True, splits=splits).last
     assert last is not None

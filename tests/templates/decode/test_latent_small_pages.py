@@ -1,4 +1,4 @@
-"""Pages of which a block of latent keys holds several: what is copied of each, and where it lies."""
+"""Tests of MLA pages smaller than a key block: their copies and layout."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shared_addresses(ptx: str) -> list[tuple[str, int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [16, 32])
 @pytest.mark.parametrize("rest", [64, 16])
-def test_small_pages_lie_where_products_look_for_them(page: int, rest: int) -> None:
+def test_small_pages_have_the_layout_of_the_products(page: int, rest: int) -> None:
     """As the rows of a tile of which 128 bytes of all rows lie side by side, and then the next 128 bytes."""
     problem = a_problem(page_size=page, head_dim=512 + rest)
     copies = shared_addresses(compile_kernel(kernel_of(problem, late_values=True), H200).asm["ptx"])

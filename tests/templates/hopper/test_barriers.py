@@ -98,7 +98,7 @@ def _meets_load(blocks: dict[str, Block], label: str, seen: frozenset[str]) -> b
     ("causal", "head_dim", "num_warps", "alignment"),
     [(Causal.NONE, 16, 8, Alignment.SIXTEEN), (Causal.BOTTOM_RIGHT, 96, 4, Alignment.ANY)],
 )
-def test_barriers_stand_where_rows_are_read_again(
+def test_barriers_separate_stores_from_loads_of_the_same_rows(
     target: str, causal: Causal, head_dim: int, num_warps: int, alignment: Alignment
 ) -> None:
     kernel = kernel_of(causal, head_dim, num_warps, Specialization(alignment))
@@ -110,7 +110,7 @@ def test_barriers_stand_where_rows_are_read_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["a100", "h100", "b200"])
 @pytest.mark.parametrize("num_warps", [2, 8])
-def test_barriers_reach_the_machine_code(target: str, num_warps: int) -> None:
+def test_barriers_are_in_the_machine_code(target: str, num_warps: int) -> None:
     kernel = kernel_of(Causal.NONE, 64, num_warps, Specialization())
     blocks = basic_blocks(str(compile_kernel(kernel, find_target(target)).asm["ptx"]))
     storing = [label for label, block in blocks.items() if "S" in block.events]
@@ -121,7 +121,7 @@ def test_barriers_reach_the_machine_code(target: str, num_warps: int) -> None:
         assert not loads_before_barrier(blocks, label, frozenset({label}))
 
 
-def test_each_barrier_says_why() -> None:
+def test_each_barrier_has_a_comment() -> None:
     source = kernel_of(Causal.TOP_LEFT, 64, 4, Specialization()).source
     lines = [line.strip() for line in source.splitlines()]
     assert lines.count(BARRIER) == 3

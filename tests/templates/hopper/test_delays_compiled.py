@@ -1,4 +1,4 @@
-"""Kernels whose warps fall behind, as the compiler sees them."""
+"""Tests of compiled kernels with random delays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST = {mutant.subject.family: mutant.subject for mutant in reversed(gpu_mutant
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["forward_hopper", "backward_hopper", "decode_latent_hopper"])
-def test_every_place_becomes_a_sleep(family: str) -> None:
+def test_every_delay_point_compiles_to_a_sleep(family: str) -> None:
     kernel = delayed(rendered(FIRST[family]))
     assert kernel is not None
     binary = compile_kernel(kernel, find_target("h200"))

@@ -1,4 +1,4 @@
-"""The Hopper family without a GPU: what it takes, and what changes its kernels."""
+"""Tests of the Hopper family without a GPU: supported problems and kernel digests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashtune.templates.rendering import render
 from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sampled_configs
 
 
-def test_it_runs_on_hopper_alone() -> None:
+def test_only_hopper_is_supported() -> None:
     for name in ("h100", "h200"):
         assert FAMILY.supports(a_problem(), find_target(name)) is None
     for name in ("a100", "b200", "rtx-5090", "mi300x"):
@@ -40,11 +40,11 @@ def test_it_runs_on_hopper_alone() -> None:
         (a_problem(packed=1, dropout=True), "of sequences that are not packed"),
     ],
 )
-def test_what_it_does_not_compute_has_a_reason(problem: Problem, reason: str) -> None:
+def test_unsupported_problems_have_reasons(problem: Problem, reason: str) -> None:
     assert reason in str(FAMILY.supports(problem, H200))
 
 
-def test_packed_sequences_are_of_sixteen_bits_and_share_no_tiles() -> None:
+def test_varlen_requires_16_bits_and_no_packed_heads() -> None:
     reason = FAMILY.supports(a_problem(128, dtype=Dtype.E4M3, packed=1), H200)
     assert reason == "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
     problem = a_problem(64, kv_heads=1, seqlen_q=16, packed=32)
@@ -53,7 +53,7 @@ def test_packed_sequences_are_of_sixteen_bits_and_share_no_tiles() -> None:
         render(FAMILY, problem, a_config(problem, pack=2), PLAIN)
 
 
-def test_it_has_windows_and_packed_sequences_and_no_more() -> None:
+def test_supported_features_are_windows_and_varlen() -> None:
     window = a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)
     for problem in (window, a_problem(packed=1), a_problem(window_right=3, packed=1)):
         assert unsupported_reason(FAMILY, problem, H200, PLAIN) is None
@@ -62,7 +62,7 @@ def test_it_has_windows_and_packed_sequences_and_no_more() -> None:
     )
 
 
-def test_it_takes_what_the_copy_engine_can_address() -> None:
+def test_supported_tensors_can_be_addressed_by_tma() -> None:
     for dtype, least in ((Dtype.BF16, 8), (Dtype.FP16, 8), (Dtype.E4M3, 16)):
         for alignment in Alignment:
             for index_bits in (32, 64):
@@ -73,13 +73,13 @@ def test_it_takes_what_the_copy_engine_can_address() -> None:
     assert "cannot address" in str(unsupported_reason(FAMILY, problem, H200, Specialization(Alignment.ANY)))
 
 
-def test_lengths_heads_and_batch_do_not_change_the_source() -> None:
+def test_source_does_not_depend_on_lengths_heads_and_batch() -> None:
     one, other = a_problem(), a_problem(heads=12, kv_heads=4, batch=7, seqlen_q=31, seqlen_kv=4096)
     for config in (a_config(one), a_config(one, pack=8, order="alternate", section=8)):
         assert render(FAMILY, one, config, PLAIN) == render(FAMILY, other, config, PLAIN)
 
 
-def test_everything_that_decides_the_binary_changes_the_digest() -> None:
+def test_digest_covers_every_input_of_the_binary() -> None:
     problem = a_problem(256)
     variants: tuple[dict[str, Any], ...] = (
         {},

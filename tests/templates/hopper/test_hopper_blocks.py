@@ -1,4 +1,4 @@
-"""Which blocks of keys the groups of a Hopper kernel take and pass by, by the kernel's own functions."""
+"""Tests of the key blocks that groups of a Hopper kernel process and skip."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.problems.hopper import a_problem
     st.integers(1, 700),
     st.integers(1, 700),
 )
-def test_blocks_are_those_that_some_query_sees(
+def test_blocks_have_a_visible_key(
     causal: Causal, tile: int, rows: int, groups: int, seqlen_q: int, seqlen_kv: int
 ) -> None:
     problem = a_problem(64, causal=causal, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
@@ -64,7 +64,7 @@ WINDOWS = [
 @pytest.mark.parametrize(("causal", "window"), WINDOWS)
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_groups_take_every_block_that_some_row_sees_and_pass_the_others_by(
+def test_groups_process_exactly_the_visible_blocks(
     causal: Causal, window: dict[str, int], data: st.DataObject
 ) -> None:
     groups, rows = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([16, 64, 128]))

@@ -1,4 +1,4 @@
-"""Hopper kernels as the compiler sees them: SRAM against the model, products, descriptors."""
+"""Tests of compiled Hopper kernels: SRAM against the model, products, descriptors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COMPILED = {
 @pytest.mark.slow
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", COMPILED)
-def test_the_model_of_sram_never_asks_for_more_than_the_compiler(name: str) -> None:
+def test_sram_model_is_a_lower_bound_of_compiled_sram(name: str) -> None:
     problem, changes, lse = COMPILED[name]
     config = a_config(problem, **changes)
     kernel = render(FAMILY, problem, config, Specialization(lse=lse))
@@ -62,7 +62,7 @@ def test_the_model_of_sram_never_asks_for_more_than_the_compiler(name: str) -> N
     assert resources.spill_bytes <= (48 if config.p_stages else 32)
 
 
-def test_descriptors_are_what_the_launcher_is_told_of() -> None:
+def test_descriptors_match_the_launcher_metadata() -> None:
     problem = a_problem(96, 80)
     binary = compile_kernel(render(FAMILY, problem, a_config(problem), PLAIN), H200)
     # Two tiles of each of q, k, v and out.

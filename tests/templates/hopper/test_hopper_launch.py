@@ -1,4 +1,4 @@
-"""How Hopper kernels are launched: descriptors as they were declared, the grid, and workspaces."""
+"""Tests of launches of Hopper kernels: descriptors, grid and workspaces."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def like(problem: Problem, layout: str = "bhsd") -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", DESCRIBED, ids=lambda problem: problem.key)
-def test_arguments_are_typed_as_the_descriptors_that_the_host_makes(problem: Problem) -> None:
+def test_argument_types_match_host_descriptors(problem: Problem) -> None:
     tensors = like(problem)
     for config in (a_config(problem), *sampled_configs(problem, 5)):
         kernel = kernel_of(problem, config)
@@ -81,7 +81,7 @@ def test_arguments_are_typed_as_the_descriptors_that_the_host_makes(problem: Pro
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_descriptors_span_their_tensors_as_they_lie(layout: str) -> None:
+def test_descriptors_match_shapes_and_strides_of_tensors(layout: str) -> None:
     problem = a_problem(96, 80, seqlen_q=100, seqlen_kv=300, kv_heads=2)
     tensors = q, k, v, out = like(problem, layout)
     made = load_module(kernel_of(problem, a_config(problem, pack=8))).descriptors(*tensors)
@@ -115,7 +115,7 @@ def test_halves_and_transposed_values() -> None:
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
-def test_rows_of_packed_sequences_end_with_their_sequence(name: str, layout: str) -> None:
+def test_varlen_rows_end_at_the_sequence_end(name: str, layout: str) -> None:
     problem = a_problem(96, 80, batch=1, kv_heads=2, packed=1)
     module = load_module(kernel_of(problem, a_config(problem)))
     place = ("q", "k", "v", "out").index(name)
@@ -171,7 +171,7 @@ def plan(problem: Problem, **changes: Any) -> Any:
         ({"groups": 3}, (1024, 1024), 2 * 8 * 6),
     ],
 )
-def test_the_grid_is_as_many_programs_as_run_at_once(
+def test_grid_size_is_the_number_of_resident_programs(
     changes: dict[str, Any], lengths: tuple[int, int], tiles: int
 ) -> None:
     problem = a_problem(64, kv_heads=2, seqlen_q=lengths[0], seqlen_kv=lengths[1])
@@ -188,7 +188,7 @@ def test_the_grid_is_as_many_programs_as_run_at_once(
 
 
 @pytest.mark.usefixtures("on_h200")
-def test_sections_are_counted_in_packs_and_hold_no_more_than_there_are() -> None:
+def test_head_swizzle_counts_packs_and_is_bounded() -> None:
     problem = a_problem(64, kv_heads=2)
     for section, pack, expected in ((0, 1, 16), (4, 1, 4), (64, 1, 16), (4, 4, 4), (8, 4, 4), (0, 4, 4)):
         assert plan(problem, section=section, pack=pack)[2][-1] == expected
@@ -196,7 +196,7 @@ def test_sections_are_counted_in_packs_and_hold_no_more_than_there_are() -> None
 
 @pytest.mark.usefixtures("on_h200")
 @pytest.mark.parametrize(("keys", "kept"), [(1, 16), (16, 16), (17, 32), (1000, 1008)])
-def test_transposed_values_have_room_for_whole_groups_of_keys(keys: int, kept: int) -> None:
+def test_transposed_values_are_padded_to_whole_key_groups(keys: int, kept: int) -> None:
     problem = a_problem(128, 64, dtype=Dtype.E4M3, kv_heads=2, seqlen_kv=keys)
     (shape,) = plan(problem)[1]
     assert shape[:3] == (2, 2, 64)
@@ -210,7 +210,7 @@ def test_transposed_values_have_room_for_whole_groups_of_keys(keys: int, kept: i
 
 
 @pytest.mark.usefixtures("on_h200")
-def test_packed_sequences_have_places_for_the_most_tiles_that_they_may_need() -> None:
+def test_varlen_workspace_has_the_maximum_number_of_tiles() -> None:
     problem = a_problem(64, kv_heads=2, batch=1, seqlen_q=5000, packed=1)
     module = load_module(kernel_of(problem, a_config(problem, section=4, even=False)))
     on_gpu = [SimpleNamespace(shape=tensor.shape, device=None, is_cuda=True) for tensor in like(problem)]
@@ -222,7 +222,7 @@ def test_packed_sequences_have_places_for_the_most_tiles_that_they_may_need() ->
         assert integers == (8, 4, 5000, 4, sequences, steps)
 
 
-def test_kernels_of_packed_sequences_are_told_where_they_lie() -> None:
+def test_varlen_kernels_receive_sequence_offsets() -> None:
     kernel = kernel_of(PACKED, a_config(PACKED))
     names = [argument.name for argument in kernel.arguments]
     counts = ["heads", "group_size", "tokens", "section", "sequences", "steps"]
@@ -230,7 +230,7 @@ def test_kernels_of_packed_sequences_are_told_where_they_lie() -> None:
     assert kernel.side == ("cu_seqlens_q", "cu_seqlens_kv")
 
 
-def test_the_kernel_is_told_its_integers_in_order() -> None:
+def test_integer_arguments_are_in_order() -> None:
     problem = a_problem(64)
     kernel = kernel_of(problem, a_config(problem))
     names = [argument.name for argument in kernel.arguments]

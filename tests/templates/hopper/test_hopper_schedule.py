@@ -1,4 +1,4 @@
-"""Which tiles the programs of a Hopper kernel work on: every one once, by the kernel's own functions."""
+"""Tests of the tile scheduler of Hopper kernels: every tile is processed once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.problems.hopper import a_problem
     st.integers(1, 9),
     st.integers(1, 40),
 )
-def test_every_tile_is_worked_on_once(
+def test_every_tile_is_processed_once(
     kind: tuple[str, int], most_workers: int, tiles: int, batch: int, kv_heads: int, group: int, section: int
 ) -> None:
     order, pack = kind
@@ -53,11 +53,11 @@ def test_every_tile_is_worked_on_once(
         assert ranks == sorted(ranks)
 
 
-def test_who_had_a_long_tile_gets_a_short_one() -> None:
+def test_serpentine_order_balances_tile_lengths() -> None:
     workers, total, tiles, heads = 8, 128, 32, 4
 
     def spread(order: str) -> int:
-        """Between the programs with the most and with the least to do."""
+        """The difference between the largest and the smallest work of a program."""
         locate = LOCATES[order, 1]
         lengths = [locate(index, workers, total, tiles, heads, heads, heads, 1)[0] for index in range(total)]
         work = [sum(map(int, lengths[worker::workers])) for worker in range(workers)]
@@ -85,7 +85,7 @@ ROWS_OF_A_TILE = 192
     st.integers(1, 9),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_tile_of_packed_sequences_is_worked_on_once(
+def test_every_varlen_tile_is_processed_once(
     order: str, lengths: list[int], spare: int, most_workers: int, kv_heads: int, group: int, section: int
 ) -> None:
     keys = [3 * length + 1 for length in lengths]

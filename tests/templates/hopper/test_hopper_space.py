@@ -1,4 +1,4 @@
-"""The Hopper family's space: its points, and the defaults among them."""
+"""Tests of the search space and the defaults of the Hopper family."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_config_of_a_space_renders(problem: Problem) -> None:
 
 @pytest.mark.slow
 @BY_SPACE
-def test_spaces_hold_what_their_axes_say(problem: Problem) -> None:
+def test_spaces_match_their_axes(problem: Problem) -> None:
     space = FAMILY.space(problem, H200)
     configs = sampled_configs(problem, 300)
     for config in configs:
@@ -68,7 +68,7 @@ def test_spaces_hold_what_their_axes_say(problem: Problem) -> None:
     assert len(set(configs)) == len(configs)
 
 
-def test_configs_out_of_reach_are_no_points() -> None:
+def test_invalid_configs_are_not_in_the_space() -> None:
     wide, narrow, eight_bits = a_problem(256), a_problem(64), a_problem(128, dtype=Dtype.E4M3)
     assert FAMILY.space(wide, H200).contains(a_config(wide))
     for problem, changes in (
@@ -88,7 +88,7 @@ def test_configs_out_of_reach_are_no_points() -> None:
         assert not FAMILY.space(problem, H200).contains(a_config(problem, **changes))
 
 
-def test_weights_of_eight_bits_leave_registers_to_three_groups() -> None:
+def test_three_groups_are_allowed_for_8_bits() -> None:
     problem = a_problem(128, dtype=Dtype.E4M3)
     space = FAMILY.space(problem, H200)
     for tiles in (1, 2):
@@ -107,7 +107,7 @@ def test_weights_of_eight_bits_leave_registers_to_three_groups() -> None:
     assert (a_config(problem).groups, a_config(problem).p_stages) == (2, 0)
 
 
-def test_tiles_have_an_order_where_they_differ() -> None:
+def test_tile_order_is_searched_where_tiles_differ() -> None:
     def orders(**changes: int) -> int:
         problem = msgspec.structs.replace(a_problem(causal=Causal.BOTTOM_RIGHT), **changes)
         return len({config.order for config in sampled_configs(problem, 60)})
@@ -117,7 +117,7 @@ def test_tiles_have_an_order_where_they_differ() -> None:
     assert a_config(a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)).order is Order.LINEAR
 
 
-def test_heads_share_tiles_where_queries_are_few() -> None:
+def test_pack_gqa_is_searched_where_queries_are_few() -> None:
     def packs(problem: Problem) -> set[int]:
         return {config.pack for config in sampled_configs(problem, 60)}
 
@@ -138,7 +138,7 @@ def dims_of(dtype: Dtype) -> range:
 
 @pytest.mark.parametrize("dtype", [*SIXTEEN_BITS, Dtype.E4M3])
 @pytest.mark.parametrize("causal", list(Causal))
-def test_defaults_lie_in_their_space_and_fit(dtype: Dtype, causal: Causal) -> None:
+def test_defaults_are_in_the_space_and_fit(dtype: Dtype, causal: Causal) -> None:
     for head_dim in dims_of(dtype):
         for value_head_dim in {head_dim, 64, 128, 256}:
             for queries, keys in ((1024, 100), (1, 16384)):

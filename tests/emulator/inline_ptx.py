@@ -1,4 +1,4 @@
-"""PTX as kernels write it in line, played on arrays: what drops weights."""
+"""Emulates the inline PTX of dropout on arrays."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.emulator.played_parts import Tensor, plain
+from tests.emulator.hardware import Tensor, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.emulator.played_parts import Array
+    from tests.emulator.hardware import Array
 
 LOW = 0xFFFFFFFF
 OPERATIONS: dict[str, Callable[..., Array]] = {
@@ -26,7 +26,7 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
 }
 
 
-def play_ptx(asm: str, operands: str, given: list[object]) -> Tensor:
+def emulate_ptx(asm: str, operands: str, given: list[object]) -> Tensor:
     """The one tensor that instructions without branches return; `given` are broadcast together.
 
     Words are kept in 64 bits without a sign, in which products of two of them have room.

@@ -1,4 +1,4 @@
-"""Hopper's backward kernels played on the CPU: programs side by side or in turn, and who adds when."""
+"""Emulates Hopper backward kernels on the CPU, with concurrent programs and the order of their dq sums."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import numpy as np
 
 from flashtune.core.kernel import Kernel
 from flashtune.launch.compilation import load_module
-from tests.emulator import played_parts
-from tests.emulator.played_hopper import Program, counted, small_steps
-from tests.emulator.played_parts import Array, Descriptor, Shared, Stuck, Tensor, plain
+from tests.emulator import hardware
+from tests.emulator.hardware import Array, BarrierError, Descriptor, Shared, Tensor, plain
+from tests.emulator.program import Program, counted, small_steps
 
 
 class Base(int):
-    """The address where a workspace begins."""
+    """The base address of a workspace."""
 
     def to(self, dtype: object, bitcast: bool) -> int:
         return int(self)
 
 
 class Addition(NamedTuple):
-    """What one group of one program added to half a block of dq, or to all of it."""
+    """An addition of one group of one program to half a block of dq, or to all of it."""
 
     program: int
     values: Array
 
 
 class Sums:
-    """Sums of dq by address, as they were added, and counters of turns."""
+    """Additions to dq by address, in order, and the counters of turns."""
 
     def __init__(self) -> None:
         self.clock = threading.Condition()
@@ -40,17 +40,17 @@ class Sums:
 
     def add(self, program: int, address: int, values: Array) -> None:
         with self.clock:
-            # Zeros change nothing, whenever they come.
+            # Additions of zeros have no effect.
             if values.any():
                 self.added.setdefault(int(address), []).append(Addition(program, values.copy()))
 
     def await_turn(self, counter: int, block: int) -> None:
         with self.clock:
             came = self.clock.wait_for(
-                lambda: self.counters.get(int(counter), 0) == block, played_parts.PATIENCE_S
+                lambda: self.counters.get(int(counter), 0) == block, hardware.WAIT_TIMEOUT_S
             )
             if not came:
-                raise Stuck("a turn never came")
+                raise BarrierError("a wait for a turn timed out")
 
     def pass_turn(self, counter: int, block: int) -> None:
         with self.clock:
@@ -92,7 +92,7 @@ class BackwardProgram(Program):
         }
 
 
-def play_backward(
+def emulate_backward(
     kernel: Kernel,
     planned: tuple[Any, ...],
     memory: dict[str, Array],
@@ -105,12 +105,12 @@ def play_backward(
 
     Args:
         kernel: A kernel of Hopper's backward family.
-        planned: q, k, v, out, dout, dq, dk and dv as the plan takes them: shapes and strides count.
+        planned: Arguments of the launch plan; only shapes and strides are used.
         memory: Flat arrays by name: q, k, v, dout, workspace_0, dk and dv, of which the last two are written.
-        stats: workspace_0 as the plan takes it.
+        stats: workspace_0 of the launch plan.
         scale: Of the scores.
-        workspaces: How many workspaces beside the rows there are.
-        at_once: How many programs run side by side, first come those with low numbers.
+        workspaces: Number of workspaces other than the rows.
+        at_once: Number of concurrent programs; they start in order of their numbers.
     """
     module = load_module(kernel)
     (programs,), _, integers = module.launch_plan(*planned)
@@ -119,12 +119,12 @@ def play_backward(
     source = counted(kernel)
     sums = Sums()
 
-    def play(number: int) -> None:
+    def emulate(number: int) -> None:
         names = BackwardProgram(number, programs, module, sums).names()
         exec(compile(source, kernel.entry, "exec"), names)
         names[kernel.entry](*descriptors, *([Base(0)] * workspaces), scale, *integers)
 
     with small_steps(), ThreadPoolExecutor(at_once) as multiprocessors:
-        for one in [multiprocessors.submit(play, number) for number in range(programs)]:
+        for one in [multiprocessors.submit(emulate, number) for number in range(programs)]:
             one.result()
     return sums

@@ -1,8 +1,8 @@
-"""Hopper kernels played on the CPU: every role a thread, barriers and the copy engine in Python.
+"""Emulates Hopper kernels on the CPU: a thread for each role, with barriers and TMA in Python.
 
-Triton has no interpreter for Gluon. This one knows what rendered Hopper kernels use, and that
-alone: who waits for whom, which blocks are copied, which are computed, and what is written where. Products
-are done when they are issued and numbers are float64, so that races and rounding stay unseen.
+Triton has no interpreter for Gluon. The emulator supports only the operations of rendered Hopper
+kernels: barriers, copies, products and stores. Products are computed when they are issued, and
+numbers are float64, so that the emulator finds neither races nor rounding errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from flashtune.core.kernel import Kernel
 from flashtune.launch.compilation import load_module
 from flashtune.request.quantization import E4M3
-from tests.emulator.played_parts import (
+from tests.emulator.hardware import (
     Array,
     Barrier,
     Descriptor,
@@ -33,21 +33,21 @@ from tests.emulator.played_parts import (
     as_word,
     plain,
 )
-from tests.emulator.played_ptx import play_ptx
+from tests.emulator.inline_ptx import emulate_ptx
 
 FORWARD_ROLES = {"next_slot", "locate", "seek", "count_blocks", "skip_blocks", "produce", "weigh", "consume"}
-# Where weights are dropped.
+# Functions of dropout.
 DRAWING = {"scrambled", "random_rows", "drop"}
 ROLES = FORWARD_ROLES | DRAWING | {"issue_query_grads", "keep_order"}
 
 
-def as_it_is(function: Any = None, **_: object) -> Any:
-    """In place of decorators, with options or without."""
-    return function or as_it_is
+def identity(function: Any = None, **_: object) -> Any:
+    """Replaces decorators with and without options."""
+    return function or identity
 
 
 class Program:
-    """One program of a launch: its shared memory, and what `gl` and its neighbours mean to it."""
+    """One program of a launch: its shared memory, and its implementations of `gl` and related modules."""
 
     def __init__(self, number: int, programs: int, module: Any) -> None:
         self.clock = threading.Condition()
@@ -58,7 +58,7 @@ class Program:
 
     @property
     def groups(self) -> int:
-        """Consumer groups that take turns; kernels without turns do not say."""
+        """Number of consumer groups that alternate, or 0 if the kernel does not define it."""
         return int(self.module.GROUPS.value) if hasattr(self.module, "GROUPS") else 0
 
     def names(self) -> dict[str, Any]:
@@ -70,8 +70,8 @@ class Program:
         return {
             **constants,
             "gl": self.language(),
-            "triton": SimpleNamespace(jit=as_it_is),
-            "gluon": SimpleNamespace(jit=as_it_is, constexpr_function=as_it_is),
+            "triton": SimpleNamespace(jit=identity),
+            "gluon": SimpleNamespace(jit=identity, constexpr_function=identity),
             "mbarrier": SimpleNamespace(
                 init=self.init_barrier,
                 wait=self.wait,
@@ -140,13 +140,13 @@ class Program:
             load=lambda pointer, mask=True, other=0: pointer.memory[pointer.offset].item() if mask else other,
             store=lambda pointer, value, mask: pointer.write(value, mask),
             static_range=range,
-            inline_asm_elementwise=lambda asm, operands, given, *_: play_ptx(asm, operands, given),
+            inline_asm_elementwise=lambda asm, operands, given, *_: emulate_ptx(asm, operands, given),
             convert_layout=lambda value, _: value,
             SliceLayout=lambda *_: None,
             NVMMADistributedLayout=lambda *_: None,
             NVMMASharedLayout=lambda *_: None,
             allocate_shared_memory=self.allocate,
-            warp_specialize=self.play_roles,
+            warp_specialize=self.run_roles,
         )
 
     def allocate(self, dtype: str, shape: list[int], layout: object) -> Any:
@@ -164,7 +164,7 @@ class Program:
             barrier.wait(parity)
 
     def multiply(self, a: Any, b: Any, c: Tensor, use_acc: bool = True, is_async: bool = True) -> Tensor:
-        # The last scores of a program are of memory that may hold anything.
+        # The last scores of a program come from uninitialised memory.
         with np.errstate(all="ignore"):
             return Tensor(a.values @ b.values + (c.values if use_acc else 0.0))
 
@@ -178,16 +178,16 @@ class Program:
         offsets, inside = descriptor.places(coordinates)
         descriptor.memory[offsets[inside]] = tile.values.reshape(inside.shape)[inside]
 
-    def play_roles(self, roles: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: object) -> None:
+    def run_roles(self, roles: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: object) -> None:
         with ThreadPoolExecutor(len(roles)) as threads:
-            playing = [threads.submit(role, *arguments) for role, arguments in roles]
-        for one in playing:
+            running = [threads.submit(role, *arguments) for role, arguments in roles]
+        for one in running:
             one.result()
 
 
 @contextmanager
 def small_steps() -> Iterator[None]:
-    """Threads take turns often, so that roles meet in many orders."""
+    """Switches threads often, so that roles interleave in many orders."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
@@ -196,7 +196,7 @@ def small_steps() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def play(
+def emulate(
     kernel: Kernel,
     tensors: tuple[Any, ...],
     memory: tuple[Array, ...],
@@ -211,19 +211,19 @@ def play(
 
     Args:
         kernel: A Hopper kernel.
-        tensors: q, k, v and out as the copy engine is told of them: shapes and strides count.
-        memory: Flat arrays in their place; the last is written.
-        beside: Side tensors as arrays.
+        tensors: q, k, v and out of the descriptors; only shapes and strides are used.
+        memory: Flat arrays with the elements of `tensors`; the last is written.
+        beside: Extra inputs as arrays.
         lse: Flat; written.
         scale: Of the scores.
-        programs: How many there are.
+        programs: Number of programs.
         workspaces: Flat; written.
-        numbers: What is passed by value behind the scale.
+        numbers: Scalars after the scale.
     """
     module = load_module(kernel)
     made = module.descriptors(*tensors)
     descriptors = [Descriptor(one, flat) for parts, flat in zip(made, memory, strict=True) for one in parts]
-    # Nothing is planned by scales.
+    # Scales are no arguments of the launch plan.
     planned = () if tensors[0].dtype is E4M3 else beside
     starts = [torch.empty(one.shape, device="meta") for one in planned]
     integers = module.launch_plan(*tensors, *starts)[2]
@@ -238,21 +238,21 @@ def play(
 
 
 def counted(kernel: Kernel) -> ast.Module:
-    """The functions of a kernel's roles. Integers have no width here: none is asked of them, but of words."""
+    """The functions of a kernel's roles, without integer conversions other than those to 32-bit words."""
 
     class Widths(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             self.generic_visit(node)
             if not isinstance(node.func, ast.Attribute):
                 return node
-            # What is read of a workspace are words already.
+            # Values that are loaded from a workspace are words already.
             if ast.unparse(node).endswith((".to(gl.uint32)", ".to(gl.uint32, bitcast=True)")):
                 return ast.Call(ast.Name("as_word", ast.Load()), [node.func.value], [])
             return node.func.value if ast.unparse(node).endswith(".to(gl.int64)") else node
 
     functions = [node for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)]
-    played = ROLES | {kernel.entry}
-    roles: list[ast.stmt] = [node for node in functions if node.name in played]
+    functions_run = ROLES | {kernel.entry}
+    roles: list[ast.stmt] = [node for node in functions if node.name in functions_run]
     module = ast.Module(roles, [])
     Widths().visit(module)
     return ast.fix_missing_locations(module)

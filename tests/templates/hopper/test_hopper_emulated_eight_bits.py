@@ -1,4 +1,4 @@
-"""Hopper kernels of eight bits, played on the CPU: where weights lie, and in which order values meet them."""
+"""Tests of emulated 8-bit Hopper kernels: the layout of probabilities and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.request.quantization import E4M3
 from flashtune.templates.rendering import render
-from tests.emulator.played_hopper import play
+from tests.emulator.program import emulate
 from tests.problems.hopper import FAMILY, a_config, a_problem
 from tests.problems.plain_masks import plain_attention
 
@@ -59,7 +59,7 @@ def worst_error(problem: Problem, config: dict[str, Any]) -> float:
     like = (*(torch.empty(one.shape, dtype=E4M3, device="meta") for one in inputs), out.to("meta").bfloat16())
     memory = (*(one.flatten().numpy() for one in inputs), out.view(-1).numpy())
     scales = tuple(one.flatten().numpy() for one in (q_scale, k_scale, v_scale))
-    play(kernel, like, memory, scales, lse.view(-1).numpy(), scale, 2)
+    emulate(kernel, like, memory, scales, lse.view(-1).numpy(), scale, 2)
     worst = 0.0
     for got, meant in ((out, expected[0]), (lse, expected[1])):
         error = torch.where(got == meant, 0.0, (got - meant).abs()).nan_to_num(nan=np.inf)
@@ -70,7 +70,7 @@ def worst_error(problem: Problem, config: dict[str, Any]) -> float:
 @pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize("causal", list(Causal))
-def test_weights_meet_their_values(config: dict[str, Any], causal: Causal) -> None:
+def test_probabilities_match_their_values(config: dict[str, Any], causal: Causal) -> None:
     problem = a_problem(32, dtype=Dtype.E4M3, causal=causal, heads=4, kv_heads=2)
     for queries, keys in ((300, 300), (129, 340), (200, 70)):
         shape = msgspec.structs.replace(problem, seqlen_q=queries, seqlen_kv=keys)

@@ -1,4 +1,4 @@
-"""Hopper kernels as rendered, played on the CPU against plain attention: blocks, barriers, borders."""
+"""Tests of emulated Hopper kernels against a reference: blocks, barriers and bounds."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.templates.rendering import render
-from tests.emulator import played_parts
-from tests.emulator.played_hopper import play
-from tests.emulator.played_parts import Array, Stuck
+from tests.emulator import hardware
+from tests.emulator.hardware import Array, BarrierError
+from tests.emulator.program import emulate
 from tests.problems.hopper import FAMILY, a_config, a_problem
 from tests.problems.plain_masks import plain_attention
 
 UNTOUCHED = 777.0
 # A number that has an exact spelling in float32.
 DROPOUT = 0.3125
-# Whether the kernel of an early wait or a late one is played makes no difference here.
+# Whether the kernel of an early wait or a late one is emulated makes no difference here.
 SMALL = {"groups": 2, "rows": 64, "block_n": 64, "num_stages": 2, "q_stages": 1, "ping_pong": True}
 THREE = {**SMALL, "groups": 3, "q_stages": 2, "lazy_rescale": False}
 ALONE = {**SMALL, "groups": 1, "rows": 128, "ping_pong": False, "num_stages": 3}
@@ -79,7 +79,7 @@ def worst_error(
     like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in (q, k, v, out))
     flat = tuple(one.flatten().numpy() for one in (q, k, v)), out.view(-1).numpy()
     numbers = (DROPOUT,) if problem.dropout else ()
-    play(kernel, like, (*flat[0], flat[1]), beside, lse, scale, programs, numbers=numbers)
+    emulate(kernel, like, (*flat[0], flat[1]), beside, lse, scale, programs, numbers=numbers)
     worst = 0.0
     for got, meant in ((out, expected[0]), (torch.from_numpy(lse).view(q.shape[:3]), expected[1])):
         # Rows that no sequence has are as they were.
@@ -97,7 +97,7 @@ def a_small(causal: Causal = Causal.NONE, **changes: int) -> Problem:
 @pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize("causal", list(Causal))
-def test_attention_as_it_was(config: dict[str, Any], causal: Causal) -> None:
+def test_dense_attention(config: dict[str, Any], causal: Causal) -> None:
     problem = a_small(causal, seqlen_q=200, kv_heads=2)
     assert worst_error(kernel_of(problem, **config), problem, 2) < 1e-12
 
@@ -142,13 +142,13 @@ def test_dropout(config: dict[str, Any], causal: Causal) -> None:
         assert worst_error(kernel_of(problem, **config), problem, 2) < 1e-12, (queries, keys)
 
 
-def test_dropout_of_heads_that_share_tiles() -> None:
+def test_dropout_with_packed_heads() -> None:
     problem = a_small(heads=8, kv_heads=2, seqlen_q=20, dropout=True, batch=2)
     assert worst_error(kernel_of(problem, **SMALL, pack=2), problem, 2) < 1e-12
 
 
 @pytest.mark.slow
-def test_orders_sections_and_widths_of_packed_sequences() -> None:
+def test_varlen_orders_swizzles_and_head_dims() -> None:
     changes: dict[str, Any]
     for widths, changes in (
         ((16, 16), {"order": "linear", "section": 2}),
@@ -169,7 +169,7 @@ def broken(kernel: Kernel, right: str, wrong: str) -> Kernel:
 
 
 @pytest.mark.slow
-def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     window = a_small(Causal.BOTTOM_RIGHT, window_left=100)
     kernel = kernel_of(window, **SMALL)
     for right, wrong in (
@@ -179,8 +179,8 @@ def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         ("if block >= open_blocks", "if block > open_blocks"),
     ):
         assert not worst_error(broken(kernel, right, wrong), window, 2) < 1e-3, wrong
-    monkeypatch.setattr(played_parts, "PATIENCE_S", 0.5)
-    with pytest.raises(Stuck):
+    monkeypatch.setattr(hardware, "WAIT_TIMEOUT_S", 0.5)
+    with pytest.raises(BarrierError):
         worst_error(broken(kernel, "in range(unseen + gl", "in range(gl"), window, 2)
     dropped = a_small(Causal.BOTTOM_RIGHT, dropout=True)
     kernel = kernel_of(dropped, **SMALL)

@@ -1,4 +1,4 @@
-"""Some mutants of Gluon kernels, played on the CPU: what is neither a race nor of PTX shows there too."""
+"""Tests that the emulator detects mutants of Gluon kernels other than races and PTX errors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from flashtune.core.kernel import Kernel
 from flashtune.verification.cases import splits_of
-from tests.emulator.played_parts import Stuck
+from tests.emulator.hardware import BarrierError
 from tests.mutants import third_tiles
 from tests.mutants.core import Mutant, Subject, broken, rendered
 from tests.mutants.gluon import gluon_mutants
-from tests.templates.backward import test_backward_hopper_played
-from tests.templates.decode import test_latent_played
-from tests.templates.hopper import test_hopper_played
+from tests.templates.backward import test_backward_hopper_emulated
+from tests.templates.decode import test_latent_emulated
+from tests.templates.hopper import test_hopper_emulated
 
 MUTANTS = {mutant.id: mutant for mutant in gluon_mutants()}
 BACKWARD = (
@@ -35,9 +35,9 @@ BACKWARD = (
     "order: halves: one counter for both",
     "order: turns never passed",
 )
-# Their error is a race between threads, which some plays do not show.
+# Their error is a race between threads, which some runs do not show.
 RACES = ("order: halves: one counter for both",)
-PLAYS_OF_RACES = 5
+RACE_REPEATS = 5
 LATENT = (
     "diagonal one key too far",
     "later blocks' masks missing",
@@ -57,39 +57,41 @@ LATENT = (
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.emulator.played_parts.PATIENCE_S", 4.0)
+    monkeypatch.setattr("tests.emulator.hardware.WAIT_TIMEOUT_S", 4.0)
 
 
 def subjects(family: str, names: tuple[str, ...]) -> list[Subject]:
     return list(dict.fromkeys(MUTANTS[f"{family}: {name}"].subject for name in names))
 
 
-def played_backward(
+def emulated_backward(
     kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch, keys: int = 190
 ) -> None:
     made = (kernel, subject.config)
-    monkeypatch.setattr(test_backward_hopper_played, "kernel_of", lambda *_, **__: made)
+    monkeypatch.setattr(test_backward_hopper_emulated, "kernel_of", lambda *_, **__: made)
     lengths = {"heads": 4, "kv_heads": 2, "batch": 1, "seqlen_q": 150, "seqlen_kv": keys}
-    test_backward_hopper_played.played(msgspec.structs.replace(subject.problem, **lengths), 2)
+    test_backward_hopper_emulated.emulated(msgspec.structs.replace(subject.problem, **lengths), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", subjects("backward_hopper", BACKWARD), ids=lambda one: one.label)
-def test_gradients_of_the_right_kernels_are_right(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    played_backward(rendered(subject), subject, monkeypatch)
+def test_gradients_of_unmodified_kernels_are_correct(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulated_backward(rendered(subject), subject, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BACKWARD)
-def test_gradients_of_a_broken_kernel_are_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_mutants_are_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[f"backward_hopper: {name}"]
 
-    def play_all() -> None:
-        for _ in range(PLAYS_OF_RACES if name in RACES else 1):
-            played_backward(broken(mutant), mutant.subject, monkeypatch)
+    def emulate_all() -> None:
+        for _ in range(RACE_REPEATS if name in RACES else 1):
+            emulated_backward(broken(mutant), mutant.subject, monkeypatch)
 
-    with pytest.raises((AssertionError, Stuck, IndexError)):
-        play_all()
+    with pytest.raises((AssertionError, BarrierError, IndexError)):
+        emulate_all()
 
 
 def worst_of_latent(kernel: Kernel, subject: Subject) -> float:
@@ -97,20 +99,20 @@ def worst_of_latent(kernel: Kernel, subject: Subject) -> float:
     lengths = (63, 1, 320, 197, 0) if problem.page_size else ()
     shape = {"heads": 40, "seqlen_q": 3, "batch": len(lengths) or 2, "seqlen_kv": 384 if lengths else 129}
     shaped = msgspec.structs.replace(problem, **shape)
-    return test_latent_played.worst_error(kernel, shaped, lengths, splits_of(subject.config) or 1)
+    return test_latent_emulated.worst_error(kernel, shaped, lengths, splits_of(subject.config) or 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", subjects("decode_latent_hopper", LATENT), ids=lambda one: one.label)
-def test_outputs_of_the_right_kernels_are_right(subject: Subject) -> None:
+def test_outputs_of_unmodified_kernels_are_correct(subject: Subject) -> None:
     assert worst_of_latent(rendered(subject), subject) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LATENT)
-def test_outputs_of_a_broken_kernel_are_wrong(name: str) -> None:
+def test_outputs_of_mutants_are_wrong(name: str) -> None:
     mutant = MUTANTS[f"decode_latent_hopper: {name}"]
-    with contextlib.suppress(Stuck, IndexError):
+    with contextlib.suppress(BarrierError, IndexError):
         assert not worst_of_latent(broken(mutant), mutant.subject) < 1e-6
 
 
@@ -121,9 +123,9 @@ def is_right(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) 
     if subject.family == "forward_hopper":
         lengths = {"heads": 1, "kv_heads": 1, "seqlen_q": 290, "seqlen_kv": 270}
         problem = msgspec.structs.replace(subject.problem, **lengths)
-        return test_hopper_played.worst_error(kernel, problem, 2) < 1e-6
+        return test_hopper_emulated.worst_error(kernel, problem, 2) < 1e-6
     try:
-        played_backward(kernel, subject, monkeypatch, keys=270)
+        emulated_backward(kernel, subject, monkeypatch, keys=270)
     except AssertionError:
         return False
     return True
@@ -131,8 +133,6 @@ def is_right(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", third_tiles.gluon(), ids=lambda mutant: mutant.id)
-def test_a_kernel_that_is_broken_from_a_third_tile_on_is_wrong_there(
-    mutant: Mutant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_of_third_tile_mutants_are_wrong(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_right(rendered(mutant.subject), mutant.subject, monkeypatch)
     assert not is_right(broken(mutant), mutant.subject, monkeypatch)

@@ -1,4 +1,4 @@
-"""What a Hopper kernel is played with: registers, shared memory, barriers and the copy engine, in Python."""
+"""Python implementations of registers, shared memory, barriers, and tensor descriptors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-# Nobody waits so long for what is on its way.
-PATIENCE_S = 20.0
+# Longer than any wait of a correct kernel.
+WAIT_TIMEOUT_S = 20.0
 ADDRESSES = 2**64
 
 
-class Stuck(RuntimeError):
-    """A role waited for what never came."""
+class BarrierError(RuntimeError):
+    """A wait timed out, or a barrier received too many arrivals."""
 
 
 class Tensor:
-    """A tensor in registers; layouts mean nothing here."""
+    """A tensor in registers; layouts are ignored."""
 
     type = SimpleNamespace(layout=None)
 
@@ -59,12 +59,12 @@ for _name in (*COMPARISONS, *ARITHMETIC):
 
 
 def as_word(value: Any) -> Tensor:
-    """The lowest 32 bits of a number or of a tensor's, without a sign."""
+    """The lowest 32 bits of a number or of each element of a tensor, unsigned."""
     return Tensor((np.asarray(plain(value)).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32))
 
 
 def plain(value: Any) -> Any:
-    """A value as numpy takes it."""
+    """The value as a numpy array or a number."""
     return value.values if isinstance(value, Tensor) else getattr(value, "value", value)
 
 
@@ -95,7 +95,7 @@ class Shared:
 
 
 class Barrier:
-    """A barrier of a ring: its phase flips when all have arrived and all bytes have."""
+    """An mbarrier of a ring: its phase flips after all arrivals and bytes."""
 
     def __init__(self, clock: threading.Condition) -> None:
         self.clock, self.count, self.pending, self.bytes, self.phase = clock, 0, 0, 0, 0
@@ -105,19 +105,19 @@ class Barrier:
             self.pending -= arrivals
             self.bytes += size
             if self.pending < 0:
-                raise Stuck("more arrivals than a barrier expects")
+                raise BarrierError("more arrivals than a barrier expects")
             if not self.pending and not self.bytes:
                 self.phase, self.pending = self.phase ^ 1, self.count
                 self.clock.notify_all()
 
     def wait(self, parity: int) -> None:
         with self.clock:
-            if not self.clock.wait_for(lambda: self.phase != int(parity), PATIENCE_S):
-                raise Stuck("a tile or its room never came")
+            if not self.clock.wait_for(lambda: self.phase != int(parity), WAIT_TIMEOUT_S):
+                raise BarrierError("a wait for a tile or its slot timed out")
 
 
 class Turn:
-    """A named barrier of two groups, of which one waits."""
+    """A named barrier of two groups, one of which waits."""
 
     def __init__(self, clock: threading.Condition) -> None:
         self.clock, self.arrived, self.round = clock, 0, 0
@@ -134,12 +134,12 @@ class Turn:
     def sync(self) -> None:
         ours = self.arrive()
         with self.clock:
-            if not self.clock.wait_for(lambda: self.round > ours, PATIENCE_S):
-                raise Stuck("a turn never came")
+            if not self.clock.wait_for(lambda: self.round > ours, WAIT_TIMEOUT_S):
+                raise BarrierError("a wait for a turn timed out")
 
 
 class Descriptor:
-    """What the copy engine does for one descriptor, on a flat array in place of memory."""
+    """The addressing of one tensor descriptor, on a flat array."""
 
     def __init__(self, made: Any, memory: Array) -> None:
         self.shape, self.strides, self.box = made.shape, made.strides, made.block_shape

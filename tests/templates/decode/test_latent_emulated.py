@@ -1,4 +1,4 @@
-"""Latent Hopper kernels as rendered, played on the CPU against plain attention."""
+"""Tests of emulated MLA Hopper kernels against a reference."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.decode_latent_hopper.space import LatentConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from tests.emulator import played_parts
-from tests.emulator.played_hopper import play
-from tests.emulator.played_parts import Stuck
+from tests.emulator import hardware
+from tests.emulator.hardware import BarrierError
+from tests.emulator.program import emulate
 from tests.problems.plain_masks import plain_attention
 
 FAMILY = find_family("decode_latent_hopper")
@@ -112,7 +112,7 @@ def worst_error(
     workspaces = parts if splits > 1 else ()
     given = side._replace(seqlens_kv=torch.tensor(passed, dtype=torch.int32)) if passed else side
     beside = tuple(one.numpy() for one in given.tensors)
-    play(kernel, like, flat, beside, lse.reshape(-1), scale, programs, workspaces)
+    emulate(kernel, like, flat, beside, lse.reshape(-1), scale, programs, workspaces)
     got = out, torch.from_numpy(lse)
     if splits > 1:
         of_parts = combined(*(torch.from_numpy(part) for part in parts))
@@ -159,19 +159,19 @@ def test_lengths_on_the_device(config: dict[str, Any], page: int) -> None:
 
 
 @pytest.mark.parametrize("page", [16, 32])
-def test_tables_that_end_within_a_block(page: int) -> None:
+def test_block_tables_that_end_within_a_block(page: int) -> None:
     """Behind the pages of the last sequence there is no entry to read."""
     problem = a_problem(seqlen_kv=96, page_size=page)
     assert worst_error(kernel_of(problem, late_values=True), problem, (70, 96)) < 1e-12
 
 
-def test_more_stages_and_the_widths_of_deepseek() -> None:
+def test_more_stages_and_head_dims_of_deepseek() -> None:
     assert worst_error(kernel_of(a_problem(), num_stages=3), a_problem()) < 1e-12
     wide = a_problem(head_dim=576, value_head_dim=512, batch=1)
     assert worst_error(kernel_of(wide, late_values=True), wide) < 1e-12
 
 
-def test_small_pages_of_other_widths() -> None:
+def test_small_pages_of_other_head_dims() -> None:
     wide = a_problem(head_dim=576, value_head_dim=512, batch=1, page_size=16, seqlen_kv=256)
     assert worst_error(kernel_of(wide, late_values=True), wide, (197,)) < 1e-12
     narrow = a_problem(head_dim=288, value_head_dim=256, page_size=32, seqlen_kv=256)
@@ -184,7 +184,7 @@ def broken(kernel: Kernel, right: str, wrong: str) -> Kernel:
 
 
 @pytest.mark.slow
-def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = a_problem(batch=len(LENGTHS), heads=16, seqlen_kv=384, page_size=64, seqlen_q=4)
     kernel = kernel_of(problem, queries=4, late_values=True)
     for right, wrong in (
@@ -203,8 +203,8 @@ def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tile.slice(48, PAGE, 3)", "tile.slice(32, PAGE, 3)"),
     ):
         assert not worst_error(broken(of_pages, right, wrong), small, LENGTHS) < 1e-3, wrong
-    monkeypatch.setattr(played_parts, "PATIENCE_S", 0.5)
-    with pytest.raises(Stuck):
+    monkeypatch.setattr(hardware, "WAIT_TIMEOUT_S", 0.5)
+    with pytest.raises(BarrierError):
         worst_error(broken(kernel, "mbarrier.arrive(rest_empty.index(0))", "pass"), problem, LENGTHS)
 
 
@@ -212,9 +212,7 @@ def test_playing_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("config", [EARLY, SPLIT], ids=["early", "split"])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("page", [0, 16, 64])
-def test_lengths_beyond_the_room_or_below_zero_are_clamped(
-    config: dict[str, Any], causal: Causal, page: int
-) -> None:
+def test_lengths_out_of_bounds_are_clamped(config: dict[str, Any], causal: Causal, page: int) -> None:
     problem = a_problem(
         batch=4, heads=32, seqlen_kv=192, page_size=page, lengths=not page, latent=True, causal=causal
     )

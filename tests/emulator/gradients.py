@@ -1,4 +1,4 @@
-"""Kernels of `backward_hopper` as rendered, played on arrays: all but the steps before and after."""
+"""Emulates rendered `backward_hopper` kernels on arrays, without prologue and epilogue."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from flashtune.core.kernel import Kernel
 from flashtune.launch.compilation import load_module
-from tests.emulator.played_hopper import Program, counted, small_steps
-from tests.emulator.played_parts import Array, Descriptor, Tensor, plain
+from tests.emulator.hardware import Array, Descriptor, Tensor, plain
+from tests.emulator.program import Program, counted, small_steps
 
 
 class Sums:
-    """The workspace of dq by blocks: what a group adds, as a tile instead of in the order of registers."""
+    """The dq workspace by blocks; a group's additions are tiles instead of registers."""
 
     def __init__(self, blocks: int, block_m: int, width: int) -> None:
         self.tiles = np.zeros((blocks, block_m, width))
@@ -26,7 +26,7 @@ class Sums:
         return 0
 
     def add(self, address: int, values: Tensor) -> None:
-        """Half a block or all, [queries, columns] or, where there are 64 columns, [columns, queries]."""
+        """Adds half a block or all of it, [queries, columns], or [columns, queries] for 64 columns."""
         tile = self.tiles[address // (4 * self.tiles[0].size)]
         half = address % (4 * self.tiles[0].size) // (2 * self.tiles[0].size)
         turned = tile.T if tile.shape[1] == 64 else tile
@@ -34,7 +34,7 @@ class Sums:
             turned[:, 64 * half : 64 * half + values.values.shape[1]] += values.values
 
 
-def play_backward(
+def emulate_backward(
     kernel: Kernel,
     tensors: tuple[Any, ...],
     memory: dict[str, Array],
@@ -46,10 +46,10 @@ def play_backward(
 
     Args:
         kernel: A kernel of up to 128 columns.
-        tensors: What a launch is planned by: shapes and strides count.
-        memory: Flat arrays by the names of descriptors; dk and dv are written. Words are numbers.
-        numbers: The scale, and the share that falls where some do.
-        config: The kernel's.
+        tensors: Arguments of the launch plan; only shapes and strides are used.
+        memory: Flat arrays by the names of descriptors; dk and dv are written.
+        numbers: The scale, and the dropout rate if there is dropout.
+        config: The config of the kernel.
         width: Columns of a tile.
     """
     module = load_module(kernel)

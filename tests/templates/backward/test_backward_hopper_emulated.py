@@ -1,4 +1,4 @@
-"""Hopper's backward kernels as rendered, played on the CPU: gradients, and the order of dq's sums."""
+"""Tests of emulated Hopper backward kernels: gradients, and the order of dq sums."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from flashtune.launch.compilation import load_module
 from flashtune.templates.backward_hopper.space import HopperBackwardConfig, width_of
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from tests.emulator.played_backward import BackwardProgram, Sums, play_backward
-from tests.emulator.played_hopper import counted
-from tests.emulator.played_parts import Stuck
+from tests.emulator.backward import BackwardProgram, Sums, emulate_backward
+from tests.emulator.hardware import BarrierError
+from tests.emulator.program import counted
 from tests.problems.plain_masks import plain_attention
 
 FAMILY = find_family("backward_hopper")
@@ -91,8 +91,8 @@ def places(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int, int]]:
         yield names["locate"](integers[0], integers[1], integers[-1])
 
 
-def played(problem: Problem, at_once: int, **changes: Any) -> Sums:
-    """Plays a kernel and holds its gradients against those of plain attention."""
+def emulated(problem: Problem, at_once: int, **changes: Any) -> Sums:
+    """Emulates a kernel and holds its gradients against those of plain attention."""
     kernel, config = kernel_of(problem, **changes)
     chance = torch.Generator().manual_seed(1)
     queries, keys = (problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv)
@@ -116,7 +116,7 @@ def played(problem: Problem, at_once: int, **changes: Any) -> Sums:
     like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in planned)
     of_rows = torch.empty(problem.heads * 2, rows, device="meta")
     workspaces = 2 if problem.deterministic else 1
-    sums = play_backward(kernel, like, memory, of_rows, SCALE, workspaces, at_once)
+    sums = emulate_backward(kernel, like, memory, of_rows, SCALE, workspaces, at_once)
     torch.testing.assert_close(dq_of(sums, problem, config), dq[0])
     for name, right in (("dk", dk), ("dv", dv)):
         torch.testing.assert_close(torch.from_numpy(memory[name]).view(right.shape), right)
@@ -129,10 +129,10 @@ def played(problem: Problem, at_once: int, **changes: Any) -> Sums:
 )
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients_are_those_of_plain_attention(
+def test_gradients_match_the_reference(
     head_dim: int, turns: bool, causal: Causal, deterministic: bool
 ) -> None:
-    played(a_problem(head_dim, causal=causal, deterministic=deterministic), 2, turns=turns)
+    emulated(a_problem(head_dim, causal=causal, deterministic=deterministic), 2, turns=turns)
 
 
 @pytest.mark.slow
@@ -140,12 +140,12 @@ def test_gradients_are_those_of_plain_attention(
     ("heads", "queries", "stages"), [(1, 40, 2), (1, 70, 2), (3, 150, 2), (3, 150, 3), (2, 300, 4)]
 )
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_either_group_s_turn_may_be_the_last(
+def test_either_group_may_take_the_last_turn(
     heads: int, queries: int, stages: int, deterministic: bool
 ) -> None:
     """After one step, two, nine and ten, with slots that a group meets in every turn, or now and then."""
     problem = a_problem(128, heads=heads, seqlen_q=queries, deterministic=deterministic)
-    sums = played(problem, 2, ds_stages=stages)
+    sums = emulated(problem, 2, ds_stages=stages)
     blocks = math.ceil(problem.seqlen_kv / 128)
     assert len(sums.added) == heads * math.ceil(queries / 64)
     assert all(sorted(one.program for one in added) == [*range(blocks)] for added in sums.added.values())
@@ -163,26 +163,26 @@ def test_either_group_s_turn_may_be_the_last(
         ("(step // 2) & 1)", "step & 1)"),
     ],
 )
-def test_playing_finds_what_is_wrong_with_turns(
+def test_emulator_detects_broken_alternation_of_dq(
     right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.emulator.played_parts.PATIENCE_S", 2.0)
+    monkeypatch.setattr("tests.emulator.hardware.WAIT_TIMEOUT_S", 2.0)
     problem = a_problem(128, heads=3, deterministic=True)
     kernel, _ = kernel_of(problem)
     assert right in kernel.source
     broken = msgspec.structs.replace(kernel, source=kernel.source.replace(right, wrong))
     monkeypatch.setattr(f"{__name__}.kernel_of", lambda problem, **_: (broken, FAMILY.default(problem, H200)))
-    with pytest.raises((AssertionError, Stuck)):
-        played(problem, 1)
+    with pytest.raises((AssertionError, BarrierError)):
+        emulated(problem, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("delay", "init"), [(False, True), (False, False), (True, False)])
-def test_steps_of_other_orders(delay: bool, init: bool) -> None:
+def test_steps_in_other_orders(delay: bool, init: bool) -> None:
     # Queries that see nothing, and blocks of keys that nobody sees, are walked as well.
     causal = Causal.BOTTOM_RIGHT if delay else Causal.TOP_LEFT
     problem = a_problem(64, causal=causal, deterministic=True, seqlen_q=270 if delay else 130)
-    played(problem, 2, delay=delay, init=init, turns=False)
+    emulated(problem, 2, delay=delay, init=init, turns=False)
 
 
 @pytest.mark.slow
@@ -191,12 +191,12 @@ def test_steps_of_other_orders(delay: bool, init: bool) -> None:
     [(64, False, Causal.NONE), (128, True, Causal.NONE), (256, False, Causal.BOTTOM_RIGHT)],
 )
 @pytest.mark.parametrize("at_once", [1, 2, 64], ids=["one", "two", "all"])
-def test_ordered_sums_are_added_by_blocks_of_keys_in_turn(
+def test_deterministic_sums_are_added_in_order_of_key_blocks(
     head_dim: int, turns: bool, causal: Causal, at_once: int
 ) -> None:
     """With one multiprocessor too: nobody waits for a program that starts later."""
     problem = a_problem(head_dim, causal=causal, deterministic=True, kv_heads=2, seqlen_kv=260)
-    sums = played(problem, at_once, turns=turns)
+    sums = emulated(problem, at_once, turns=turns)
     blocks = math.ceil(problem.seqlen_kv / (64 if head_dim == 256 else 128))
     longest = 0
     for additions in sums.added.values():
@@ -214,7 +214,7 @@ def test_ordered_sums_are_added_by_blocks_of_keys_in_turn(
 @pytest.mark.parametrize(
     ("heads", "keys", "beside"), [(35, 500, 1), (7, 4096, 2), (3, 30000, 1), (1, 130, 4)]
 )
-def test_a_head_s_programs_are_numbered_by_their_turns(heads: int, keys: int, beside: int) -> None:
+def test_programs_of_a_head_are_numbered_in_order(heads: int, keys: int, beside: int) -> None:
     problem = a_problem(64, deterministic=True, heads=heads, kv_heads=heads, seqlen_kv=keys)
     kernel, _ = kernel_of(problem, beside=beside)
     blocks = math.ceil(keys / 128)
