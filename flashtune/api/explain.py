@@ -182,7 +182,7 @@ def _of_both(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInput
         if failed is None:
             forward, backward = first, last
         else:
-            why = {"server": failed.backend, "reason": failed.reason}
+            why = {"backend": failed.backend, "reason": failed.reason}
             forward, backward = (msgspec.structs.replace(one, **why) for one in (forward, backward))
     return msgspec.structs.replace(forward, backward=backward)
 

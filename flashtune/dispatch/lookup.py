@@ -143,9 +143,9 @@ def default_selections(
 
 def _advice(problem: Problem, target: Target, specialization: Specialization) -> str:
     """Returns advice that names the fewest features to leave out so that some family computes the rest."""
-    candidates = sorted(problem.features)
-    for count in range(1, len(candidates) + 1):
-        for left_out in itertools.combinations(candidates, count):
+    features = sorted(problem.features)
+    for count in range(1, len(features) + 1):
+        for left_out in itertools.combinations(features, count):
             rest = without(problem, left_out)
             if any(_why_not(family, rest, target, specialization) is None for family in families()):
                 return f"leave out {' and '.join(left_out)}"

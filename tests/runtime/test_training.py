@@ -40,6 +40,9 @@ def test_sdpa_serves_both_passes_where_kernels_fail(machine: Machine, problem: P
     ):
         close(gradients(problem, q, k, v), right(q, k, v))
     assert (machine.launches, machine.backward_launches) == (0, 0)
+    told = flashtune.explain(q, k, v, causal=True)
+    assert told.backward is not None
+    assert (told.backend, told.backward.backend, told.server) == ("sdpa", "sdpa", "sdpa")
     with pytest.raises(VerificationError, match="failed its self-check"):
         gradients(problem, q, k, v, prefer="generated")
 
