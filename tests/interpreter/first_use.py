@@ -1,4 +1,4 @@
-"""One of many processes that use an unproven kernel for the first time, all at once."""
+"""One of many processes that concurrently use an unverified kernel for the first time."""
 
 from __future__ import annotations
 

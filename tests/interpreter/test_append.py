@@ -1,4 +1,4 @@
-"""The kernel that appends rows, bit by bit against the same work done by torch."""
+"""Tests of the append kernel, bitwise against torch."""
 
 from __future__ import annotations
 

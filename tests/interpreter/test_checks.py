@@ -1,4 +1,4 @@
-"""16-bit kernels under Triton's interpreter: they refuse 16-bit tensors and compute on float32 ones."""
+"""Tests of 16-bit kernels in the interpreter: they compute only on float32 tensors."""
 
 from __future__ import annotations
 

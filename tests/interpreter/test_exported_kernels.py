@@ -1,4 +1,4 @@
-"""Exported files work on their own: a fresh process runs them with torch and triton alone."""
+"""Tests of exported files in a new process with only torch and triton."""
 
 from __future__ import annotations
 

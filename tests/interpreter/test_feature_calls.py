@@ -1,4 +1,4 @@
-"""Calls with features from the API to a kernel and back on the CPU, against plain float64."""
+"""Tests of calls with features in the interpreter, against float64."""
 
 from __future__ import annotations
 

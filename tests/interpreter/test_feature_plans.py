@@ -1,4 +1,4 @@
-"""Plans, shared prefixes, gradients and compiled calls with features, on the CPU."""
+"""Tests of plans, shared prefixes, gradients and compiled calls with features, on the CPU."""
 
 from __future__ import annotations
 

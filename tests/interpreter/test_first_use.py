@@ -1,4 +1,4 @@
-"""Many processes that start at once on a machine that knows nothing: no database, no kernels."""
+"""Tests of concurrent processes without a database and without compiled kernels."""
 
 from __future__ import annotations
 

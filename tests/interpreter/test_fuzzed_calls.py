@@ -1,4 +1,4 @@
-"""Random calls of kernels on the CPU: served, or refused in one sentence before a kernel reads memory."""
+"""Fuzzed calls in the interpreter: served, or refused in one sentence."""
 
 from __future__ import annotations
 

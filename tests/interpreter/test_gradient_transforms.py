@@ -1,4 +1,4 @@
-"""Ways that torch has to go back through `attention`, on the CPU: transforms, compilers and hooks."""
+"""Tests of gradients of `attention` with transforms, compilers and hooks, on the CPU."""
 
 from __future__ import annotations
 

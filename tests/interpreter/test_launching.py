@@ -1,4 +1,4 @@
-"""Launches under Triton's interpreter leave out work without effect, and restore Triton afterwards."""
+"""Tests of launches under Triton's interpreter: skipped work, and restoration of Triton."""
 
 from __future__ import annotations
 

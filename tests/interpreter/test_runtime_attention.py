@@ -1,4 +1,4 @@
-"""`attention` from call to kernel and back on the CPU, against float64."""
+"""Tests of `attention` in the interpreter, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators as compilers, tracers and autograd see them."""
+"""Tests of the operators under compilers, tracers and autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that are broken on purpose: a catalogue, and what the proof says of each.
+"""Mutants: kernels with one deliberate error each, and their verification.
 
 python -m tests.mutants run            # breaks, compiles and verifies all of them on the GPU
 python -m tests.mutants right          # samples right kernels: none may be refused

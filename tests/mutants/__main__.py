@@ -1,4 +1,4 @@
-"""Breaks kernels on purpose, or samples right ones, and says what the proof made of them."""
+"""Verifies mutants or sampled correct kernels, and reports the outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two kernels write alike, on all probes and random problems: bit by bit where bits are decided."""
+"""Compares the results of two kernels on all probes and random problems, bitwise if deterministic."""
 
 from __future__ import annotations
 

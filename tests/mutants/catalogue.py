@@ -1,4 +1,4 @@
-"""All mutants: what runs on a GPU, and what the interpreter can run."""
+"""All mutants: those for a GPU, and those for the interpreter."""
 
 from __future__ import annotations
 

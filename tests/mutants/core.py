@@ -1,4 +1,4 @@
-"""What a mutant is: a kernel that renders right, and a patch of its text that makes it wrong."""
+"""Mutants: a correct rendered kernel, and a patch of its text with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of the families that are written in Gluon, beside the forward pass's."""
+"""Mutants of the Gluon families other than the forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes of their own do with mutants: compile one, verify one, hold one against the right kernel."""
+"""Jobs of separate processes: compile a mutant, verify it, or compare it with the correct kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was found of mutants and of right kernels, as it is saved."""
+"""Saved results of mutants and of correct kernels."""
 
 from __future__ import annotations
 

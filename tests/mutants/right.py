@@ -1,4 +1,4 @@
-"""Right kernels that the proof must not refuse: configs drawn from all spaces, at many problems."""
+"""Correct kernels that verification must accept: configs drawn from all spaces, at many problems."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ from tests.mutants.portable.pools import (
 )
 from tests.mutants.results import Control, Fate, Found, found_of
 
-# Alone on the GPU, what takes so many times as long as a right kernel beside others does not end.
-PATIENCE = 2.0
+# Alone on the GPU, a kernel that takes this many times as long as a correct one with others is stopped.
+TIME_LIMIT_FACTOR = 2.0
 MIN_SECONDS = 6.0
 # Checks of a kernel that is wrong by a race, each with inputs of its own.
 RACY_CHECKS = 5
@@ -77,7 +77,7 @@ def _limits(subjects: Iterable[Subject], controls: Iterable[Control]) -> dict[st
     limits: dict[str, float] = {}
     for subject, control in zip(subjects, controls, strict=True):
         known = limits.get(subject.family, MIN_SECONDS)
-        limits[subject.family] = max(known, PATIENCE * control.seconds)
+        limits[subject.family] = max(known, TIME_LIMIT_FACTOR * control.seconds)
     return limits
 
 

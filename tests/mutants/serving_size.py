@@ -1,4 +1,4 @@
-"""Kernels of the portable serving families that mutants are made of, and mutants of one kernel."""
+"""Kernels of the portable serving families for mutants, and mutants of one kernel."""
 
 from __future__ import annotations
 

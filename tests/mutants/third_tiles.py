@@ -1,4 +1,4 @@
-"""Mutants that are wrong from a third tile on: nothing smaller tells them from the right kernel.
+"""Mutants that are wrong only from a third tile on.
 
 Each family has one from the third tile of queries on, one from the third tile of keys on, and one where both
 are third tiles. All compute full attention, whose checks have the fewest problems.

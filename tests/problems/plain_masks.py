@@ -1,4 +1,4 @@
-"""What every feature of a problem means, in plain float64 over one sequence at a time.
+"""A float64 reference of every feature, for one sequence at a time.
 
 Tensors and side inputs are as kernels are given them: dense, packed, or in pages. Nothing here is fast, and
 nothing here knows of tiles.

@@ -1,4 +1,4 @@
-"""Attention with all serving features as a kernel rounds it, in plain torch, on tensors as kernels see them.
+"""Attention with all features in plain torch, with the rounding and the tensors of a kernel.
 
 It reads lengths, tables and scales itself, sequence by sequence; mistakes are put into what it is told.
 """

@@ -1,4 +1,4 @@
-"""A random problem for a kernel: lengths near what has borders, any sharing of heads, any probe that fits."""
+"""A random problem for a kernel: lengths near block bounds, any head sharing, any valid probe."""
 
 from __future__ import annotations
 

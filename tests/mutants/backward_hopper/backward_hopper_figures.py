@@ -1,4 +1,4 @@
-"""Mutants of Hopper's backward kernels that make the wrong figures: statistics, products, dropped weights."""
+"""Mutants of Hopper backward kernels with wrong statistics, products or dropout."""
 
 from __future__ import annotations
 

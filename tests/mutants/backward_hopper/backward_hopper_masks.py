@@ -1,4 +1,4 @@
-"""Mutants of Hopper's backward kernels that take the wrong pairs of a query and a key, or forget some."""
+"""Mutants of Hopper backward kernels with wrong or missing pairs of a query and a key."""
 
 from __future__ import annotations
 

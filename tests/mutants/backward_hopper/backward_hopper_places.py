@@ -1,4 +1,4 @@
-"""Mutants of Hopper's backward kernels that read or write in the wrong place."""
+"""Mutants of Hopper backward kernels with wrong addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of Hopper's backward kernels whose turns at dq go wrong: of groups, and of blocks of keys."""
+"""Mutants of Hopper backward kernels with a wrong order of dq additions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of Hopper's backward kernels that wait too little, give back too early or never, or lose count."""
+"""Mutants of Hopper backward kernels with wrong waits, releases or phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of Hopper kernels that see the wrong keys, or forget some."""
+"""Mutants of Hopper kernels with wrong masks."""
 
 from __future__ import annotations
 

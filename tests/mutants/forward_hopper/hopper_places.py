@@ -1,4 +1,4 @@
-"""Mutants of Hopper kernels that read or write in the wrong place, or take the wrong tile."""
+"""Mutants of Hopper kernels with wrong addresses or tiles."""
 
 from __future__ import annotations
 

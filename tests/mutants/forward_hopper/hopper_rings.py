@@ -1,4 +1,4 @@
-"""Mutants of Hopper kernels that lose count: of slots, phases, turns or blocks that pass by."""
+"""Mutants of Hopper kernels with wrong counts of slots, phases, turns or blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of Hopper kernels that wait too little, or give back too early or never."""
+"""Mutants of Hopper kernels with wrong waits or releases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of the latent Hopper family that mutants break, and the parts of their text."""
+"""Kernels of the MLA Hopper family for mutants, and the parts of their text."""
 
 from __future__ import annotations
 

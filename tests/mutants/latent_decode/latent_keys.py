@@ -1,4 +1,4 @@
-"""Mutants of latent Hopper kernels that see the wrong keys, forget some, or weigh them wrongly."""
+"""Mutants of MLA Hopper kernels with wrong masks or probabilities."""
 
 from __future__ import annotations
 

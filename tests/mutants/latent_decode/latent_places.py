@@ -1,4 +1,4 @@
-"""Mutants of latent Hopper kernels that read or write in the wrong place, or put parts together wrongly."""
+"""Mutants of MLA Hopper kernels with wrong addresses or combination of splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of latent Hopper kernels that wait too little, give back too early or never, or lose count."""
+"""Mutants of MLA Hopper kernels with wrong waits, releases or phases."""
 
 from __future__ import annotations
 

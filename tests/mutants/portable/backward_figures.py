@@ -1,4 +1,4 @@
-"""Mutants of the split backward family: what is made of a pair, and where it is read and written."""
+"""Mutants of the split backward family: wrong results of a pair, and wrong addresses."""
 
 from __future__ import annotations
 

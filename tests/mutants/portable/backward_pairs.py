@@ -1,4 +1,4 @@
-"""Mutants of the split backward family: which pairs of a query and a key count."""
+"""Mutants of the split backward family: wrong pairs of a query and a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of the split backward family that mutants are made of, and what occurs in their text."""
+"""Kernels of the split backward family for mutants, and the parts of their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of the decoding family: what rows see, what scores are made of, and how bytes become numbers."""
+"""Mutants of the decoding family: masks, scores, and conversion of 8-bit values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of the decoding family: parts of the keys, what combines them, and which rows a tile holds."""
+"""Mutants of the decoding family: splits, their combination, and the rows of a tile."""
 
 from __future__ import annotations
 

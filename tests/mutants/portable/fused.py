@@ -1,4 +1,4 @@
-"""Mutants of the fused backward family: what is added to dq, where, and the pairs that count."""
+"""Mutants of the fused backward family: additions to dq, and pairs."""
 
 from __future__ import annotations
 

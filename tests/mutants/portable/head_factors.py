@@ -1,4 +1,4 @@
-"""Mistakes with scales of heads, which both portable serving families apply in the same words."""
+"""Mutants of scales of heads, for both portable serving families."""
 
 from __future__ import annotations
 

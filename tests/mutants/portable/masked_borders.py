@@ -1,4 +1,4 @@
-"""Mutants of the masked family: which keys a query sees, and which blocks of keys its tile reads."""
+"""Mutants of the masked family: visible keys, and blocks of a tile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of the masked family: what scores are made of, and what weights are made of them."""
+"""Mutants of the masked family: scores and probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that compile or have the GPU: any may hang or die, and is replaced."""
+"""Processes for compilation or the GPU: a process that hangs or dies is replaced."""
 
 from __future__ import annotations
 

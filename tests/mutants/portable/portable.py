@@ -1,4 +1,4 @@
-"""Mutants of the families in Triton's tile language: what the interpreter runs, and the GPU too."""
+"""Mutants of the portable families, for the interpreter and the GPU."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Bench(NamedTuple):
         return Subject(self.family, problem, config, Specialization(lse=True))
 
     def loops(self) -> int:
-        """Places where a block of keys is worked on: one family has a loop for unmasked blocks of its own."""
+        """Text of the processing of a key block: one family has a separate loop for full blocks."""
         return 2 if self.family == QUERIES_OUTER else 1
 
 
 def of_any_order(bench: Bench) -> tuple[Mutant, ...]:
-    """What either order of loops can get wrong."""
+    """Mutants of both loop orders."""
     return (*masks(bench), *softmax(bench), *places(bench))
 
 

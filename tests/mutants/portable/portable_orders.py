@@ -1,4 +1,4 @@
-"""Mutants of one order of loops or the other, in Triton's tile language."""
+"""Mutants of one of the loop orders."""
 
 from __future__ import annotations
 

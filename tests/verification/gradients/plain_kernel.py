@@ -1,4 +1,4 @@
-"""A backward pass as a kernel rounds it, in plain torch, on tensors as kernels see them.
+"""A backward pass in plain torch, with the rounding and the tensors of a kernel.
 
 It reads lengths itself, sequence by sequence. Mistakes are put into what it is told, and where it says so.
 """

@@ -16,7 +16,7 @@ from flashtune.db.store import open_store
 from tests.tuner.search.predicted_search import SIZE
 
 PROGRAM = Path(__file__).with_name("predicted_search.py")
-PATIENCE = 120.0
+WAIT_SECONDS = 120.0
 
 
 def start(database: Path, caches: Path) -> subprocess.Popen[str]:
@@ -54,7 +54,7 @@ def members(session: int) -> list[int]:
 
 
 def wait_for_records(process: subprocess.Popen[str], database: Path, count: int) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_SECONDS
     while stored(database) < count:
         assert time.monotonic() < deadline
         assert process.poll() is None, "it ended before it could be killed"
@@ -68,7 +68,7 @@ def test_ctrl_c_selects_the_best_so_far_and_kills_no_compiler(tmp_path: Path) ->
     wait_for_records(process, database, 1)
     # As a terminal does: to every process of the foreground group.
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode != 0
     assert output == ""
     with open_store(str(database)) as store:
@@ -93,14 +93,14 @@ def test_killed_search_resumes(tmp_path: Path) -> None:
     assert all(entry.record.outcome is Outcome.OK for entry in finished)
 
     again = start(database, tmp_path / "triton")
-    output, _ = again.communicate(timeout=PATIENCE)
+    output, _ = again.communicate(timeout=WAIT_SECONDS)
     assert again.returncode == 0
     reused, tried, pinned = output.split()
     assert int(reused) == len(finished)
     assert int(tried) == SIZE
     assert pinned == "True"
     # The dead search's workers did not outlive it.
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_SECONDS
     while members(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The gate is tested by kernels that are broken on purpose: each must be refused, right ones never."""
+"""Tests that verification refuses mutants and accepts correct kernels, in the interpreter."""
 
 from __future__ import annotations
 
