@@ -40,11 +40,25 @@ def test_sdpa_serves_both_passes_where_kernels_fail(machine: Machine, problem: P
     ):
         close(gradients(problem, q, k, v), right(q, k, v))
     assert (machine.launches, machine.backward_launches) == (0, 0)
-    told = flashtune.explain(q, k, v, causal=True)
-    assert told.backward is not None
-    assert (told.backend, told.backward.backend, told.server) == ("sdpa", "sdpa", "sdpa")
     with pytest.raises(VerificationError, match="failed its self-check"):
         gradients(problem, q, k, v, prefer="generated")
+
+
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+@pytest.mark.usefixtures("machine")
+def test_explain_reports_the_baseline_of_both_passes_if_one_kernel_failed(
+    problem: Problem, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "flashtune.api.explain.known_verdict", lambda kernel, _: not kernel.family.startswith(failing)
+    )
+    explanation = flashtune.explain(*leaves(problem), causal=True)
+    assert explanation.backward is not None
+    assert (explanation.backend, explanation.backward.backend) == ("sdpa", "sdpa")
+    assert (
+        explanation.reason == explanation.backward.reason == "the selected kernel failed its self-check here"
+    )
+    assert explanation.server == explanation.backend
 
 
 def test_backend_with_the_faster_sum_serves_both_passes(
