@@ -18,7 +18,7 @@ MEMORY_STYLES = (
     Style(STANDARD, "#cc79a7", 2.0),
     Style("held in any case", "#8a93a6", 1.4, "2 3"),
 )
-FLOOR = Style("who knows how the data is made", "#8a93a6", 1.4, "2 3")
+FLOOR = Style("entropy of the data", "#8a93a6", 1.4, "2 3")
 RUN_STYLES = {
     "flashtune": Style("flashtune", "#d55e00", 1.4, "5 4"),
     "torch SDPA": Style("torch SDPA", "#0072b2", 2.4),
