@@ -13,6 +13,7 @@ from typing import Any, overload
 import msgspec
 
 from flashtune.core.config import Config
+from flashtune.core.earlier_names import present_record
 from flashtune.core.errors import TableError
 from flashtune.core.record import Digest, Provenance, Record, Seconds, Verdict, Versions
 from flashtune.core.target import TargetName
@@ -37,7 +38,7 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 # Baselines are not families: they have neither config nor kernel.
-BASELINES = frozenset({"standard", "sdpa"})
+BASELINES = frozenset({"unfused", "sdpa"})
 # A real record has about 1 KiB.
 MAX_RECORD_BYTES = 256 * 1024
 MAX_ERROR_TEXT = 200
@@ -98,6 +99,15 @@ def decode_record(raw: bytes) -> Record:
     if flaw:
         raise TableError(f"a record contradicts itself: {flaw}")
     return record
+
+
+def decode_earlier_record(raw: bytes) -> Record:
+    """Returns the record in JSON of table schema 1 or 2, with earlier names of fields.
+
+    Raises:
+        TableError: As `decode_record`.
+    """
+    return decode_record(present_record(raw) if len(raw) <= MAX_RECORD_BYTES else raw)
 
 
 def decode_stored(payload: object, problem_key: object, target: object) -> Record:

@@ -9,8 +9,8 @@ import msgspec
 from sqlalchemy import delete, func, select
 
 from flashtune.db.eligibility import serves_any_tensors
-from flashtune.db.queries import chosen, fetched, select_records, take_selection, take_stand_in
-from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
+from flashtune.db.queries import chosen, fetched, select_records, take_fallback, take_selection
+from flashtune.db.schema import FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def groups(connection: Connection, meant: Forgettable) -> list[Group]:
 def affected(connection: Connection, meant: Forgettable) -> list[tuple[str, str]]:
     """Returns targets and problems whose selection or fallback would be deleted."""
     found: set[tuple[str, str]] = set()
-    for table in (SELECTIONS, STAND_INS):
+    for table in (SELECTIONS, FALLBACKS):
         query = select(table.c.target, table.c.problem_key).join_from(table, RECORDS).where(*meant.clauses())
         found.update(
             (stored_text(row.target), stored_text(row.problem_key)) for row in connection.execute(query)
@@ -108,7 +108,7 @@ def forget(connection: Connection, meant: Forgettable, choose: Choose, pinned_at
     """
     lost = affected(connection, meant)
     going = select(RECORDS.c.id).where(*meant.clauses())
-    for table in (SELECTIONS, STAND_INS):
+    for table in (SELECTIONS, FALLBACKS):
         connection.execute(delete(table).where(table.c.record_id.in_(going)))
     connection.execute(delete(RECORDS).where(*meant.clauses()))
     return [_reselected(connection, *key, choose, pinned_at) for key in lost]
@@ -123,14 +123,14 @@ def _reselected(
     row = present or choose(left)
     if row is None:
         # Without a selection there is no fallback.
-        connection.execute(delete(STAND_INS).where(*_of(STAND_INS, target, problem)))
+        connection.execute(delete(FALLBACKS).where(*_of(FALLBACKS, target, problem)))
         return TakenBack(target, problem)
     if present is None:
         take_selection(connection, row.record, row.id, pinned_at)
-    if chosen(connection, STAND_INS, row.record) is None:
+    if chosen(connection, FALLBACKS, row.record) is None:
         other = choose(_any_tensors(left))
         if other is not None:
-            take_stand_in(connection, other.record, other.id, pinned_at)
+            take_fallback(connection, other.record, other.id, pinned_at)
     config = row.record.config.label() if row.record.config else None
     return TakenBack(target, problem, row.record.family, config)
 

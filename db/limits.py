@@ -26,7 +26,7 @@ BLOCK_BYTES = 512
 FOREIGN = """
 SELECT name FROM sqlite_master AS object
 WHERE type = 'trigger'
-   OR lower(tbl_name) IN ('alembic_version', 'records', 'selections', 'stand_ins', 'checks')
+   OR lower(tbl_name) IN ('alembic_version', 'records', 'selections', 'fallbacks', 'stand_ins', 'checks')
   AND CASE type
       WHEN 'index' THEN sql LIKE '%where%'
         OR EXISTS (SELECT 1 FROM pragma_index_xinfo(object.name) WHERE cid = -2)

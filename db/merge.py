@@ -28,14 +28,14 @@ from flashtune.db.queries import (
     insert_record,
     insert_records,
     now,
-    offer_stand_in,
+    offer_fallback,
     select_chosen,
     select_records,
     take_selection,
     take_unchosen,
     write_check,
 )
-from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS, STAND_INS
+from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
@@ -112,18 +112,18 @@ def _take_groups(
     """Merges each problem's selection and fallback, with their rows."""
     keys = [group[0][0].problem.key for group in groups]
     present = chosen_among(ours, SELECTIONS, target, keys)
-    standing = chosen_among(ours, STAND_INS, target, keys)
+    standing = chosen_among(ours, FALLBACKS, target, keys)
     taken = {*present, *standing}
     fresh = [group for group, key in zip(groups, keys, strict=True) if key not in taken]
     selections = [group[0] for group in fresh]
-    stand_ins = [
+    fallbacks = [
         other
         for group in fresh
         if not serves_any_tensors(group[0][0])
         for other in group[1:]
         if serves_any_tensors(other[0])
     ]
-    take_unchosen(ours, selections, stand_ins, written)
+    take_unchosen(ours, selections, fallbacks, written)
     yield from (MergeOutcome.ADDED for _ in fresh)
     for (selection, row), *others in groups:
         there, beside = present.get(selection.problem.key), standing.get(selection.problem.key)
@@ -134,7 +134,7 @@ def _take_groups(
         yield MergeOutcome.KEPT if same else _take_selection(ours, selection, written, written)
         for record, record_id in others:
             if beside is None or beside.id != record_id:
-                offer_stand_in(ours, record, record_id, written)
+                offer_fallback(ours, record, record_id, written)
 
 
 def _fetched(
@@ -161,9 +161,9 @@ def _merge_selections(
         _take_selection(ours, stored.record, stored.created_at, pinned_at)
         for stored, pinned_at in _chosen(theirs, SELECTIONS, source_url, why_refused)
     )
-    for stored, pinned_at in _chosen(theirs, STAND_INS, source_url, why_refused):
+    for stored, pinned_at in _chosen(theirs, FALLBACKS, source_url, why_refused):
         record_id, _ = insert_record(ours, stored.record, stored.created_at)
-        offer_stand_in(ours, stored.record, record_id, pinned_at)
+        offer_fallback(ours, stored.record, record_id, pinned_at)
     return ends[MergeOutcome.ADDED], ends[MergeOutcome.REPLACED], ends[MergeOutcome.KEPT]
 
 
@@ -191,7 +191,7 @@ def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at
     present = chosen(ours, SELECTIONS, record)
     record_id, _ = insert_record(ours, record, created_at)
     if present is not None and not is_better_selection(record, present.record):
-        offer_stand_in(ours, record, record_id, pinned_at)
+        offer_fallback(ours, record, record_id, pinned_at)
         return MergeOutcome.KEPT
     take_selection(ours, record, record_id, pinned_at)
     return MergeOutcome.ADDED if present is None else MergeOutcome.REPLACED

@@ -24,7 +24,7 @@ from flashtune.db.codec import (
 )
 from flashtune.db.eligibility import is_better_selection, serves_any_tensors
 from flashtune.db.limits import is_too_large
-from flashtune.db.schema import CHECKS, RECORDS, SELECTIONS, STAND_INS
+from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any,
     Rows are in the order of targets and problems.
 
     Args:
-        table: `SELECTIONS` or `STAND_INS`.
+        table: `SELECTIONS` or `FALLBACKS`.
         target: A GPU's name, None for all.
     """
     query = (
@@ -233,7 +233,7 @@ def chosen_among(
 def take_unchosen(
     connection: Connection,
     selections: list[tuple[Record, int]],
-    stand_ins: list[tuple[Record, int]],
+    fallbacks: list[tuple[Record, int]],
     pinned_at: str,
 ) -> None:
     """Stores selections and fallbacks for problems that have none.
@@ -241,10 +241,10 @@ def take_unchosen(
     Args:
         connection: The database.
         selections: Records and their rows, at most one for each problem and target.
-        stand_ins: Records and rows of the fallbacks of these problems.
+        fallbacks: Records and rows of the fallbacks of these problems.
         pinned_at: The time of the selection.
     """
-    for table, rows in ((SELECTIONS, selections), (STAND_INS, stand_ins)):
+    for table, rows in ((SELECTIONS, selections), (FALLBACKS, fallbacks)):
         values = [
             {
                 "problem_key": record.problem.key,
@@ -273,25 +273,25 @@ def take_selection(connection: Connection, record: Record, record_id: int, pinne
     earlier = chosen(connection, SELECTIONS, record)
     _name(connection, SELECTIONS, record, record_id, pinned_at)
     if serves_any_tensors(record):
-        connection.execute(delete(STAND_INS).where(*_same(STAND_INS, record)))
+        connection.execute(delete(FALLBACKS).where(*_same(FALLBACKS, record)))
     elif earlier is not None and serves_any_tensors(earlier.record):
-        _name(connection, STAND_INS, record, earlier.id, pinned_at)
+        _name(connection, FALLBACKS, record, earlier.id, pinned_at)
 
 
-def take_stand_in(connection: Connection, record: Record, record_id: int, pinned_at: str) -> bool:
+def take_fallback(connection: Connection, record: Record, record_id: int, pinned_at: str) -> bool:
     """Stores a row as its problem's fallback. Returns False if the selection needs none."""
     selection = chosen(connection, SELECTIONS, record)
     if selection is None or serves_any_tensors(selection.record) or not serves_any_tensors(record):
         return False
-    _name(connection, STAND_INS, record, record_id, pinned_at)
+    _name(connection, FALLBACKS, record, record_id, pinned_at)
     return True
 
 
-def offer_stand_in(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:
-    """Calls `take_stand_in` unless the present fallback is as good."""
-    present = chosen(connection, STAND_INS, record)
+def offer_fallback(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:
+    """Calls `take_fallback` unless the present fallback is as good."""
+    present = chosen(connection, FALLBACKS, record)
     if present is None or is_better_selection(record, present.record):
-        take_stand_in(connection, record, record_id, pinned_at)
+        take_fallback(connection, record, record_id, pinned_at)
 
 
 def _name(connection: Connection, table: Table, record: Record, record_id: int, pinned_at: str) -> None:
@@ -320,7 +320,7 @@ def replace_record(connection: Connection, record_id: int, record: Record) -> No
     new_id, _ = insert_record(connection, record, stored_text(row.created_at))
     if new_id == record_id:
         return
-    for table in (SELECTIONS, STAND_INS):
+    for table in (SELECTIONS, FALLBACKS):
         connection.execute(update(table).where(table.c.record_id == record_id).values(record_id=new_id))
     connection.execute(delete(RECORDS).where(RECORDS.c.id == record_id))
     if record.kernel is not None and row.kernel is not None:

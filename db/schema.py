@@ -69,8 +69,8 @@ SELECTIONS = Table(
 )
 
 # Fallbacks of selections whose family cannot address every tensor.
-STAND_INS = Table(
-    "stand_ins",
+FALLBACKS = Table(
+    "fallbacks",
     METADATA,
     Column("problem_key", String, nullable=False),
     Column("target", String, nullable=False),

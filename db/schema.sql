@@ -53,18 +53,20 @@ FROM selections JOIN records ON records.id = selections.record_id;
 
 CREATE VIEW known_checks AS SELECT digest, target, versions_hash, passed FROM checks;
 
-CREATE TABLE stand_ins (
+CREATE VIEW check_payloads AS SELECT digest, target, versions_hash, payload FROM checks;
+
+CREATE TABLE fallbacks (
     problem_key VARCHAR NOT NULL,
     target VARCHAR NOT NULL,
     record_id INTEGER NOT NULL,
     pinned_at VARCHAR(32) NOT NULL,
-    CONSTRAINT pk_stand_ins PRIMARY KEY (problem_key, target),
-    CONSTRAINT fk_stand_ins_record_id FOREIGN KEY(record_id) REFERENCES records (id)
+    CONSTRAINT pk_fallbacks PRIMARY KEY (problem_key, target),
+    CONSTRAINT fk_fallbacks_record_id FOREIGN KEY(record_id) REFERENCES records (id)
 );
 
-CREATE VIEW stand_in_records AS
-SELECT stand_ins.problem_key, stand_ins.target, stand_ins.pinned_at,
+CREATE VIEW fallback_records AS
+SELECT fallbacks.problem_key, fallbacks.target, fallbacks.pinned_at,
     records.id AS record_id, records.created_at, records.payload
-FROM stand_ins JOIN records ON records.id = stand_ins.record_id;
+FROM fallbacks JOIN records ON records.id = fallbacks.record_id;
 
-CREATE VIEW check_payloads AS SELECT digest, target, versions_hash, payload FROM checks;
+CREATE VIEW stand_in_records AS SELECT * FROM fallback_records;

@@ -20,11 +20,11 @@ from flashtune.db.queries import (
     replace_record,
     select_chosen,
     select_records,
+    take_fallback,
     take_selection,
-    take_stand_in,
     write_check,
 )
-from flashtune.db.schema import RECORDS, SELECTIONS, STAND_INS
+from flashtune.db.schema import FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable
 from flashtune.db.table import TunedTable, check_table
 
@@ -116,7 +116,7 @@ class Store:
         with writing(self._engine, self.url) as connection:
             take_selection(connection, self._selectable(connection, record_id), record_id, now())
 
-    def stand_in(self, record_id: int) -> bool:
+    def fallback(self, record_id: int) -> bool:
         """Makes a record the fallback for tensors that the selection of its (problem, target) cannot address.
 
         Returns:
@@ -126,7 +126,7 @@ class Store:
             StoreError: As `pin`.
         """
         with writing(self._engine, self.url) as connection:
-            return take_stand_in(connection, self._selectable(connection, record_id), record_id, now())
+            return take_fallback(connection, self._selectable(connection, record_id), record_id, now())
 
     def _selectable(self, connection: Connection, record_id: int) -> Record:
         query = select_records().where(RECORDS.c.id == record_id)
@@ -142,9 +142,9 @@ class Store:
         """Returns the selected records, of one target or all, ordered by target and problem."""
         return self._chosen(SELECTIONS, target)
 
-    def stand_ins(self, target: str | None = None) -> list[StoredRecord]:
+    def fallbacks(self, target: str | None = None) -> list[StoredRecord]:
         """Returns the fallbacks of selections that cannot address every tensor, in the same order."""
-        return self._chosen(STAND_INS, target)
+        return self._chosen(FALLBACKS, target)
 
     def _chosen(self, table: Table, target: str | None) -> list[StoredRecord]:
         with reading(self._engine, self.url) as connection:

@@ -7,23 +7,32 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from flashtune.core.earlier_names import present_measurement
 from flashtune.core.errors import TableError
 from flashtune.core.file_lock import read_bounded
 from flashtune.core.record import Digest, Measurement, Record, ShortText, Versions
 from flashtune.core.target import TargetName, names_gpu
-from flashtune.db.codec import UNDECODABLE, Check, brief, decode_record, encode_record, fingerprint
+from flashtune.db.codec import (
+    UNDECODABLE,
+    Check,
+    brief,
+    decode_earlier_record,
+    decode_record,
+    encode_record,
+    fingerprint,
+)
 from flashtune.db.eligibility import serves_any_tensors, why_not_selectable
 
-SCHEMA = 2
-# Tables of schema 1 have neither receipts nor times.
-READABLE = (1, SCHEMA)
+SCHEMA = 3
+# Tables of schema 1 have neither receipts nor times. Schemas 1 and 2 have earlier names of fields.
+READABLE = (1, 2, SCHEMA)
 MAX_TABLE_BYTES = 64 * 1024 * 1024
 MAX_RECEIPTS = 100_000
 # The shipped tables are `tuned/<target>.json` in this package.
@@ -119,8 +128,11 @@ def parse_table(raw: bytes, where: str) -> TunedTable:
         file = msgspec.json.decode(raw, type=_File)
     except UNDECODABLE as error:
         raise TableError(f"{where} is not a tuned table ({brief(error)}): export it again") from error
-    records = tuple(_record(bytes(entry), position, where) for position, entry in enumerate(file.records, 1))
-    table = TunedTable(target=file.target, records=records, receipts=file.receipts, times=file.times)
+    decode = decode_record if schema == SCHEMA else decode_earlier_record
+    entries = map(bytes, file.records)
+    records = tuple(_record(entry, decode, f"{where}, record {at}") for at, entry in enumerate(entries, 1))
+    times = file.times if schema == SCHEMA else tuple(map(_present_time, file.times))
+    table = TunedTable(target=file.target, records=records, receipts=file.receipts, times=times)
     check_table(table, where)
     return table
 
@@ -174,11 +186,17 @@ def shipped_table(target: str) -> TunedTable | None:
     return parse_table(file.read_bytes(), f"the shipped table of {target}")
 
 
-def _record(raw: bytes, position: int, where: str) -> Record:
+def _record(raw: bytes, decode: Callable[[bytes], Record], where: str) -> Record:
     try:
-        return decode_record(raw)
+        return decode(raw)
     except TableError as error:
-        raise TableError(f"{where}, record {position}: {error}") from error
+        raise TableError(f"{where}: {error}") from error
+
+
+def _present_time(time: Timing) -> Timing:
+    """Returns a time with present names of baselines."""
+    present = present_measurement(msgspec.to_builtins(time.measurement))
+    return msgspec.structs.replace(time, measurement=msgspec.convert(present, Measurement))
 
 
 def check_table(table: TunedTable, where: str) -> None:

@@ -68,7 +68,7 @@ CASES = (
     Case("heads=32,seqlen=2048,head_dim=128,causal,alibi"),
     Case("heads=16,seqlen=1024,head_dim=64,batch=4,bias=additive", fresh=True),
     Case("heads=64,kv_heads=8,seqlen=4096,head_dim=64,causal,sinks"),
-    Case("heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,packed=4096,causal", fresh=True),
+    Case("heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,total_q=4096,causal", fresh=True),
     Case("heads=16,seqlen=2048,head_dim=64,batch=4,causal,dropout", fresh=True),
     Case("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16,page_size=16", fresh=True),
     Case(
@@ -76,7 +76,7 @@ CASES = (
         fresh=True,
     ),
     Case(
-        "heads=128,kv_heads=1,seqlen_q=1,seqlen_kv=4096,head_dim=576,value_head_dim=512,page_size=64,latent",
+        "heads=128,kv_heads=1,seqlen_q=1,seqlen_kv=4096,head_dim=576,value_head_dim=512,page_size=64,mla",
         fresh=True,
     ),
     Case("heads=16,seqlen=2048,head_dim=128,batch=8,causal,backward", fresh=True),
@@ -87,6 +87,7 @@ CASES = (
     Case("heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal,window=1023,backward", fresh=True),
     Case("heads=16,seqlen=1024,head_dim=64,batch=4,bias=additive,backward", fresh=True),
     Case(
-        "heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,packed=4096,causal,dropout,backward", fresh=True
+        "heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,total_q=4096,causal,dropout,backward",
+        fresh=True,
     ),
 )

@@ -64,20 +64,23 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
         {"window_left": 128, "window_right": 17},
         {"window_right": 64},
     ),
-    Feature.FIRST_TOKENS: ({"window_left": 100, "first_tokens": 5}, {"chunk": 200, "first_tokens": 64}),
-    Feature.CHUNK: ({"chunk": 50}, {"chunk": 256}),
+    Feature.SINK_TOKENS: (
+        {"window_left": 100, "sink_tokens": 5},
+        {"attention_chunk": 200, "sink_tokens": 64},
+    ),
+    Feature.ATTENTION_CHUNK: ({"attention_chunk": 50}, {"attention_chunk": 256}),
     Feature.PREFIX: ({"prefix": True},),
     Feature.SOFTCAP: ({"softcap": True},),
     Feature.ALIBI: ({"alibi": True},),
     Feature.BIAS: ({"bias": Bias.ADDITIVE}, {"bias": Bias.BOOLEAN}),
     Feature.SINKS: ({"sinks": True},),
-    Feature.PACKED: ({"packed": 2},),
-    Feature.LENGTHS: ({"lengths": True},),
+    Feature.VARLEN: ({"total_q": 2},),
+    Feature.SEQLENS_K: ({"seqlens_k": True},),
     Feature.PAGES: tuple({"page_size": size} for size in PAGE_SIZES),
     Feature.QUANTIZED_KV: tuple(
         {"kv_dtype": dtype, "kv_scale": scale} for dtype in KvDtype for scale in KvScale
     ),
-    Feature.LATENT: ({"latent": True},),
+    Feature.MLA: ({"mla": True},),
     Feature.DROPOUT: ({"dropout": True},),
     Feature.DETERMINISTIC: ({"deterministic": True},),
 }
@@ -141,7 +144,7 @@ def _draw(family: Family, target: Target, chance: random.Random) -> Subject | No
 def _problem(family: Family, chance: random.Random) -> Problem | None:
     known = sorted(family.features)
     asked = chance.sample(known, min(len(known), chance.choice(FEATURES)))
-    latent = Feature.LATENT in asked
+    latent = Feature.MLA in asked
     width = chance.choice(WIDTHS)
     widths = (width, width if chance.randrange(EVERY_UNLIKE) else chance.choice(WIDTHS))
     head_dim, value_head_dim = chance.choice(LATENT_WIDTHS) if latent else widths

@@ -98,7 +98,7 @@ def allocated(tensor: Tensor, device: torch.device) -> Tensor:
 def _inputs(case: Case, memory: Memory, own: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     q, k = own(memory.q.view), own(memory.k.view)
     # Latent values are columns of the keys.
-    latent = case.problem.latent
+    latent = case.problem.mla
     return q, k, k[..., : case.problem.value_head_dim] if latent else own(memory.v.view)
 
 

@@ -108,7 +108,7 @@ class LimitedAutotuner(Autotuner):  # type: ignore[misc]
                 {"number": number},
                 num_warps=kernel.options.num_warps,
                 num_stages=kernel.options.num_stages,
-                maxnreg=kernel.options.max_registers or None,
+                maxnreg=kernel.options.maxnreg or None,
             )
             for number, kernel in enumerate(kernels)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Points, Style
-from benchmarks.training.memory import GIB, OURS, STANDARD, Document
+from benchmarks.training.memory import GIB, OURS, UNFUSED, Document
 from examples.training.report import Document as Training
 from examples.training.report import median_ms
 from examples.training.trainer import Run, left_out
@@ -15,7 +15,7 @@ MEMORY_STYLES = (
     Style("sdpa-cudnn", "#0072b2", 3.2),
     Style("sdpa-efficient", "#8fd3bd", 6.0),
     Style("sdpa-flash", "#5b6475", 1.6),
-    Style(STANDARD, "#cc79a7", 2.0),
+    Style(UNFUSED, "#cc79a7", 2.0),
     Style("held in any case", "#8a93a6", 1.4, "2 3"),
 )
 FLOOR = Style("entropy of the data", "#8a93a6", 1.4, "2 3")
@@ -43,7 +43,7 @@ def memory_picture(document: Document) -> str:
     lines = [(style, _peaks(document, style.name)) for style in ways]
     lines.append((held, [(row.seqlen, row.held / GIB) for row in document.rows]))
     # Where the standard computation ends, if it fitted at any length; a way that never did has no line.
-    ends = [(at * 1.1, peak, "beyond, out of memory") for at, peak in _peaks(document, STANDARD)[-1:]]
+    ends = [(at * 1.1, peak, "beyond, out of memory") for at, peak in _peaks(document, UNFUSED)[-1:]]
     panel = Panel(
         "peak memory of a forward and a backward pass, over tokens",
         Axis(lengths[0], lengths[-1], tuple((length, f"{length // 1024}k") for length in lengths), log=True),

@@ -45,7 +45,7 @@ LENGTHS = tuple(1024 << step for step in range(8))
 FAMILIES_AT = 16_384
 GIB = 2**30
 OURS = "flashtune"
-STANDARD = "standard"
+UNFUSED = "unfused"
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -191,7 +191,7 @@ def ways(problem: Problem) -> dict[str, Attend]:
     return {
         OURS: ours,
         **{name: functools.partial(by_backend, name) for name in BACKENDS},
-        STANDARD: standard,
+        UNFUSED: standard,
     }
 
 

@@ -22,7 +22,7 @@ from flashtune.db.limits import FOREIGN, foreign_object
 from flashtune.db.location import describe
 
 # The names of all migrations, oldest first.
-REVISIONS = ("0001", "0002", "0003", "0004")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005")
 HEAD = REVISIONS[-1]
 SCHEMA_FILE = "schema.sql"
 LOCK_SECONDS = 60.0

@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashtune.core.earlier_names import TABLES, present_record
 from flashtune.core.errors import TableError
 from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, fingerprint, raw_bytes
 from flashtune.db.errors import UnreadableRecord, sqlite_error
@@ -39,7 +40,7 @@ BUSY_SECONDS = 4.0
 READ_SECONDS = 4.0
 
 SELECTIONS = "selections"
-STAND_INS = "stand_ins"
+FALLBACKS = "fallbacks"
 CHECKS = "checks"
 # The size is queried first: a value larger than any record is not read into memory.
 RECORD = """
@@ -105,10 +106,10 @@ class Reader:
             self._readable(self._query(SELECTIONS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
         )
 
-    def stand_ins(self, target: str) -> tuple[Record, ...]:
+    def fallbacks(self, target: str) -> tuple[Record, ...]:
         """Returns fallbacks of a target's selections that cannot address every tensor, in the same order."""
         return tuple(
-            self._readable(self._query(STAND_INS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
+            self._readable(self._query(FALLBACKS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
         )
 
     def check(self, digest: str, target: str, versions: Versions) -> bool | None:
@@ -128,11 +129,22 @@ class Reader:
     def _readable(self, rows: Rows) -> Iterator[Record]:
         for problem_key, target, payload in rows:
             try:
-                yield decode_stored(payload, problem_key, target)
+                yield _decoded(payload, problem_key, target)
             except TableError as error:
                 warnings.warn(
                     f"a selection of {self._where} was skipped: {error}", UnreadableRecord, stacklevel=4
                 )
+
+
+def _decoded(payload: object, problem_key: object, target: object) -> Record:
+    """Returns the record of a row, also with earlier names of fields: the runtime migrates no database."""
+    try:
+        return decode_stored(payload, problem_key, target)
+    except TableError:
+        if not isinstance(payload, str):
+            raise
+        present = present_record(raw_bytes(payload)).decode(errors="surrogateescape")
+        return decode_stored(present, problem_key, target)
 
 
 def _check_key(digest: str, target: str, versions: Versions) -> Values:
@@ -153,8 +165,10 @@ def _query_file(path: Path, url: str, table: str, question: str, values: Values)
                 raise foreign_object(str(foreign[0]), describe(url))
             # The table may be missing: another process is creating the database, or an older flashtune made
             # it.
-            if not connection.execute(IS_THERE, (table,)).fetchone()[0]:
-                return []
+            if not _is_there(connection, table):
+                table = TABLES.get(table, table)
+                if not _is_there(connection, table):
+                    return []
             try:
                 return connection.execute(question.format(table=table), values).fetchall()
             except sqlite3.DataError as error:
@@ -183,6 +197,10 @@ def _query_rows(
     message = f"{skipped} rows of {where} were skipped: a value has more than {MAX_VALUE_BYTES} bytes"
     warnings.warn(message, UnreadableRecord, stacklevel=4)
     return found
+
+
+def _is_there(connection: sqlite3.Connection, table: str) -> bool:
+    return bool(connection.execute(IS_THERE, (table,)).fetchone()[0])
 
 
 def _connect(path: Path) -> sqlite3.Connection:

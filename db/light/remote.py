@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import inspect, text
 
+from flashtune.core.earlier_names import TABLES
 from flashtune.db.engine import make_engine, reading
 
 Rows = list[tuple[Any, ...]]
@@ -25,7 +26,9 @@ def server_query(url: str) -> Query:
 
     def query(table: str, question: str, values: Values) -> Rows:
         with reading(engine, url) as connection:
-            if table not in inspect(connection).get_table_names():
+            tables = inspect(connection).get_table_names()
+            table = table if table in tables else TABLES.get(table, table)
+            if table not in tables:
                 return []
             return [tuple(row) for row in connection.execute(text(question.format(table=table)), values)]
 

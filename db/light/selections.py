@@ -26,7 +26,7 @@ SELECT records.id, records.created_at, chosen.problem_key, chosen.target,
 FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
 ORDER BY chosen.target, chosen.problem_key
 """
-TABLES = ("selections", "stand_ins")
+TABLES = ("selections", "fallbacks")
 
 
 class _Row(NamedTuple):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flashtune.api.merge_states import attend_shared, shared_calls
 from flashtune.core.arguments import checked
+from flashtune.core.canonical import shape_text
 from flashtune.core.errors import ProblemError
 from flashtune.core.extra_inputs import ExtraInputs
-from flashtune.core.shape_format import shape_text
 from flashtune.request.feature_request import check_call, read_call
 from flashtune.request.options import Call, read_bias, seeded
 from flashtune.request.request import Request, Result, requires_grad

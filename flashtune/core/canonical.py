@@ -1,4 +1,4 @@
-"""Problems in canonical form, and problems without some of their features.
+"""Problems in canonical form, without some of their features, and as text.
 
 Calls with the same computation get the same problem: a window that hides no key is removed. A layer with a
 window of 4,096 keys then uses the kernels without a window on shorter sequences.
@@ -10,7 +10,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.problem import Bias, Causal, Feature, Problem
+from flashtune.core.problem import Bias, Causal, Feature, KvScale, Problem
+
+CAUSAL_WORDS = {Causal.NONE: "", Causal.BOTTOM_RIGHT: "causal", Causal.TOP_LEFT: "causal=top_left"}
 
 
 def normal_form(problem: Problem) -> Problem:
@@ -25,10 +27,10 @@ def normal_form(problem: Problem) -> Problem:
     farthest = max(problem.seqlen_q if problem.causal is Causal.TOP_LEFT else 0, problem.seqlen_kv) - 1
     if problem.window_left is not None and problem.window_left >= farthest:
         problem = replace(problem, window_left=None)
-    if problem.chunk and problem.chunk > farthest and not _may_stand_before_keys(problem):
-        problem = replace(problem, chunk=0)
-    if problem.first_tokens and problem.window_left is None and not problem.chunk:
-        problem = replace(problem, first_tokens=0)
+    if problem.attention_chunk and problem.attention_chunk > farthest and not _may_stand_before_keys(problem):
+        problem = replace(problem, attention_chunk=0)
+    if problem.sink_tokens and problem.window_left is None and not problem.attention_chunk:
+        problem = replace(problem, sink_tokens=0)
     if problem.deterministic and not problem.is_backward:
         # The forward pass is always deterministic.
         problem = replace(problem, deterministic=False)
@@ -51,7 +53,7 @@ def _may_stand_before_keys(problem: Problem) -> bool:
     """Returns whether a query of a non-causal problem can be before key 0, in a chunk without keys."""
     if problem.causal is not Causal.NONE:
         return False
-    ragged = problem.packed or problem.lengths or problem.page_size
+    ragged = problem.total_q or problem.seqlens_k or problem.page_size
     return problem.seqlen_q > (1 if ragged else problem.seqlen_kv)
 
 
@@ -63,18 +65,18 @@ def rounded_up(tokens: int) -> int:
 # Values of each feature's fields in a problem without the feature.
 DEFAULTS: dict[Feature, dict[str, object]] = {
     Feature.WINDOW: {"window_left": None, "window_right": None},
-    Feature.FIRST_TOKENS: {"first_tokens": 0},
-    Feature.CHUNK: {"chunk": 0},
+    Feature.SINK_TOKENS: {"sink_tokens": 0},
+    Feature.ATTENTION_CHUNK: {"attention_chunk": 0},
     Feature.PREFIX: {"prefix": False},
     Feature.SOFTCAP: {"softcap": False},
     Feature.ALIBI: {"alibi": False},
     Feature.BIAS: {"bias": Bias.NONE},
     Feature.SINKS: {"sinks": False},
-    Feature.PACKED: {"packed": 0},
-    Feature.LENGTHS: {"lengths": False},
+    Feature.VARLEN: {"total_q": 0},
+    Feature.SEQLENS_K: {"seqlens_k": False},
     Feature.PAGES: {"page_size": 0},
     Feature.QUANTIZED_KV: {"kv_dtype": None},
-    Feature.LATENT: {"latent": False},
+    Feature.MLA: {"mla": False},
     Feature.DROPOUT: {"dropout": False},
     Feature.DETERMINISTIC: {"deterministic": False},
 }
@@ -84,3 +86,57 @@ def without(problem: Problem, features: Iterable[Feature]) -> Problem:
     """Returns a problem without some features."""
     changes = {field: value for feature in features for field, value in DEFAULTS[feature].items()}
     return msgspec.structs.replace(problem, **changes)
+
+
+def shape_text(problem: Problem) -> str:
+    """Returns the shape of a problem: `heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,batch=1`."""
+    lengths = (
+        f"seqlen={problem.seqlen_q}"
+        if problem.seqlen_q == problem.seqlen_kv
+        else f"seqlen_q={problem.seqlen_q},seqlen_kv={problem.seqlen_kv}"
+    )
+    widths = f"head_dim={problem.head_dim}"
+    if problem.value_head_dim != problem.head_dim:
+        widths += f",value_head_dim={problem.value_head_dim}"
+    words = (
+        f"heads={problem.heads}",
+        f"kv_heads={problem.kv_heads}",
+        lengths,
+        widths,
+        f"dtype={problem.dtype}",
+        CAUSAL_WORDS[problem.causal],
+        f"batch={problem.batch}",
+        "backward" if problem.is_backward else "",
+        *_feature_texts(problem),
+    )
+    return ",".join(word for word in words if word)
+
+
+def _feature_texts(problem: Problem) -> tuple[str, ...]:
+    """Returns the features of a problem except the causal mask, each as a key or an empty text."""
+    return (
+        _window_text(problem),
+        f"sink_tokens={problem.sink_tokens}" if problem.sink_tokens else "",
+        f"attention_chunk={problem.attention_chunk}" if problem.attention_chunk else "",
+        "prefix" if problem.prefix else "",
+        "softcap" if problem.softcap else "",
+        "alibi" if problem.alibi else "",
+        f"bias={problem.bias}" if problem.bias is not Bias.NONE else "",
+        "sinks" if problem.sinks else "",
+        f"total_q={problem.total_q}" if problem.total_q else "",
+        "seqlens_k" if problem.seqlens_k else "",
+        f"page_size={problem.page_size}" if problem.page_size else "",
+        f"kv_dtype={problem.kv_dtype}" if problem.kv_dtype else "",
+        f"kv_scale={problem.kv_scale}" if problem.kv_dtype and problem.kv_scale is not KvScale.TENSOR else "",
+        "mla" if problem.mla else "",
+        "dropout" if problem.dropout else "",
+        "deterministic" if problem.deterministic else "",
+    )
+
+
+def _window_text(problem: Problem) -> str:
+    left, right = problem.window_left, problem.window_right
+    if left is None and right is None:
+        return ""
+    before = "" if left is None else str(left)
+    return f"window={before}" if right is None else f"window={before}:{right}"

@@ -137,12 +137,13 @@ class LaunchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         num_warps: Warps of a CTA.
         num_stages: Depth of the software pipeline.
-        max_registers: Register cap; 0 means none.
+        maxnreg: Register cap; 0 means none.
         early: Whether the kernel may start before the preceding kernel ends (programmatic dependent launch).
             It then waits for that kernel's results itself. Left out of digests if unset.
     """
 
     num_warps: Warps
     num_stages: Stages
-    max_registers: RegisterCap = 0
+    # Digests of kernels have the name of the first versions.
+    maxnreg: RegisterCap = msgspec.field(name="max_registers", default=0)
     early: Literal[True] | msgspec.UnsetType = msgspec.UNSET

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 
+from flashtune.core.canonical import shape_text
 from flashtune.core.problem import Problem
-from flashtune.core.shape_format import shape_text
 
 _seen_messages: set[str] = set()
 _telling = threading.Lock()

@@ -21,14 +21,14 @@ class Feature(enum.StrEnum):
     ALIBI = "alibi"
     BIAS = "bias"
     SINKS = "sinks"
-    FIRST_TOKENS = "first_tokens"
+    SINK_TOKENS = "sink_tokens"
     PREFIX = "prefix"
-    CHUNK = "chunk"
-    PACKED = "packed"
-    LENGTHS = "lengths"
+    ATTENTION_CHUNK = "attention_chunk"
+    VARLEN = "varlen"
+    SEQLENS_K = "seqlens_k"
     PAGES = "pages"
     QUANTIZED_KV = "quantized_kv"
-    LATENT = "latent"
+    MLA = "mla"
     DROPOUT = "dropout"
     DETERMINISTIC = "deterministic"
 
@@ -66,18 +66,18 @@ def feature_words(problem: Problem) -> str:
     left, right = ("" if side is None else side for side in (problem.window_left, problem.window_right))
     words = (
         (Feature.WINDOW, f"window{left}:{right}"),
-        (Feature.FIRST_TOKENS, f"first{problem.first_tokens}"),
-        (Feature.CHUNK, f"chunk{problem.chunk}"),
+        (Feature.SINK_TOKENS, f"first{problem.sink_tokens}"),
+        (Feature.ATTENTION_CHUNK, f"chunk{problem.attention_chunk}"),
         (Feature.PREFIX, "prefix"),
         (Feature.SOFTCAP, "softcap"),
         (Feature.ALIBI, "alibi"),
         (Feature.BIAS, f"bias-{problem.bias}"),
         (Feature.SINKS, "sinks"),
-        (Feature.PACKED, f"packed{problem.packed}"),
-        (Feature.LENGTHS, "lengths"),
+        (Feature.VARLEN, f"packed{problem.total_q}"),
+        (Feature.SEQLENS_K, "lengths"),
         (Feature.PAGES, f"page{problem.page_size}"),
         (Feature.QUANTIZED_KV, f"kv-{problem.kv_dtype}-{problem.kv_scale}"),
-        (Feature.LATENT, "latent"),
+        (Feature.MLA, "latent"),
         (Feature.DROPOUT, "dropout"),
         (Feature.DETERMINISTIC, "deterministic"),
     )
@@ -158,20 +158,21 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         direction: Forward or backward pass.
         window_left: A query at p sees no key before p - window_left; None means unbounded.
         window_right: A query at p sees no key after p + window_right; None means unbounded.
-        first_tokens: Keys at the start that stay visible at any distance (Xiao et al., 2023).
-        chunk: A query sees only keys of its own chunk of this size; 0 means no chunks (Llama 4).
+        sink_tokens: Keys at the start that stay visible at any distance (Xiao et al., 2023).
+        attention_chunk: A query sees only keys of its own chunk of this size; 0 means no chunks (Llama 4).
         prefix: Whether each sequence has a prefix that all its queries see.
         softcap: Whether scores s become cap · tanh(s / cap).
         alibi: Whether slope · distance is subtracted from the scores (Press et al., 2022).
         bias: The kind of the attention bias.
         sinks: Whether each head has a learned logit without a value (gpt-oss).
-        packed: Number of query tokens in a varlen batch. The lengths above are then those of the longest
+        total_q: Number of query tokens in a varlen batch. The lengths above are then those of the longest
             sequence. 0 means no varlen batch.
-        lengths: Whether a tensor on the device has the number of keys of each sequence, at most `seqlen_kv`.
+        seqlens_k: Whether a tensor on the device has the number of keys of each sequence, at most
+            `seqlen_kv`.
         page_size: Keys per page of a paged cache; 0 means no pages.
         kv_dtype: Element type of keys and values if it is not q's.
         kv_scale: Granularity of the scales of a quantised cache.
-        latent: Whether values are the first `value_head_dim` columns of the keys (DeepSeek's MLA).
+        mla: Whether values are the first `value_head_dim` columns of the keys (DeepSeek's MLA).
         dropout: Whether probabilities are dropped at random. Both passes use the same seed.
         deterministic: Whether gradients must be reproducible bit for bit. Without effect on the forward pass.
     """
@@ -188,19 +189,19 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     direction: Direction = msgspec.field(default_factory=lambda: Direction.FORWARD)
     window_left: Extent | None = None
     window_right: Extent | None = None
-    first_tokens: Extent = 0
-    chunk: Extent = 0
+    sink_tokens: Extent = 0
+    attention_chunk: Extent = 0
     prefix: bool = False
     softcap: bool = False
     alibi: bool = False
     bias: Bias = Bias.NONE
     sinks: bool = False
-    packed: Extent = 0
-    lengths: bool = False
+    total_q: Extent = 0
+    seqlens_k: bool = False
     page_size: Extent = 0
     kv_dtype: KvDtype | None = None
     kv_scale: KvScale = KvScale.TENSOR
-    latent: bool = False
+    mla: bool = False
     dropout: bool = False
     deterministic: bool = False
 
@@ -214,14 +215,18 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.page_size and self.page_size not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
             raise ProblemError(f"pages of {self.page_size} keys are not supported: make them one of {sizes}")
-        if self.page_size and self.lengths:
-            raise ProblemError("a paged cache always has lengths: leave lengths out")
+        if self.page_size and self.seqlens_k:
+            raise ProblemError("a paged cache always has lengths: leave seqlens_k out")
         if self.kv_dtype is not None and self.dtype.is_quantized:
             raise ProblemError(f"with keys of {self.kv_dtype} leave queries in bf16, fp16 or fp32")
 
     @property
     def key(self) -> str:
-        """The unique and stable key of the problem in the database, as one line."""
+        """The unique and stable key of the problem in databases and results, as one line.
+
+        It has words of its own: `first`, `chunk`, `packed`, `lengths`, `latent`. They do not follow renamed
+        fields.
+        """
         value_dim = "" if self.value_head_dim == self.head_dim else f"v{self.value_head_dim}"
         return (
             f"{self.direction}_{self.dtype}_d{self.head_dim}{value_dim}_h{self.heads}x{self.kv_heads}"
@@ -233,18 +238,18 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The features that the problem needs and not every family supports."""
         has = {
             Feature.WINDOW: self.window_left is not None or self.window_right is not None,
-            Feature.FIRST_TOKENS: self.first_tokens > 0,
-            Feature.CHUNK: self.chunk > 0,
+            Feature.SINK_TOKENS: self.sink_tokens > 0,
+            Feature.ATTENTION_CHUNK: self.attention_chunk > 0,
             Feature.PREFIX: self.prefix,
             Feature.SOFTCAP: self.softcap,
             Feature.ALIBI: self.alibi,
             Feature.BIAS: self.bias is not Bias.NONE,
             Feature.SINKS: self.sinks,
-            Feature.PACKED: self.packed > 0,
-            Feature.LENGTHS: self.lengths,
+            Feature.VARLEN: self.total_q > 0,
+            Feature.SEQLENS_K: self.seqlens_k,
             Feature.PAGES: self.page_size > 0,
             Feature.QUANTIZED_KV: self.kv_dtype is not None,
-            Feature.LATENT: self.latent,
+            Feature.MLA: self.mla,
             Feature.DROPOUT: self.dropout,
             Feature.DETERMINISTIC: self.deterministic,
         }
@@ -254,7 +259,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def computation(self) -> Problem:
         """The problem without its extents. With the config, it determines a kernel's source."""
         return msgspec.structs.replace(
-            self, heads=1, kv_heads=1, batch=1, seqlen_q=1, seqlen_kv=1, packed=min(self.packed, 1)
+            self, heads=1, kv_heads=1, batch=1, seqlen_q=1, seqlen_kv=1, total_q=min(self.total_q, 1)
         )
 
     @property
@@ -299,8 +304,8 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             self.diagonal,
             self.window_left,
             right,
-            self.first_tokens,
-            self.chunk,
+            self.sink_tokens,
+            self.attention_chunk,
         )
 
     def visible_pairs(self) -> int:
@@ -350,14 +355,14 @@ def flops(problem: Problem) -> int:
     A varlen batch counts as sequences of the longest length, as many as its tokens fill.
     """
     pairs = problem.batch * problem.visible_pairs()
-    if problem.packed:
-        pairs = pairs * problem.packed // max(1, problem.batch * problem.seqlen_q)
+    if problem.total_q:
+        pairs = pairs * problem.total_q // max(1, problem.batch * problem.seqlen_q)
     return 2 * problem.heads * pairs * product_widths(problem)
 
 
 def nominal_flops(problem: Problem) -> int:
     """Returns the nominal number of operations; see `Problem.nominal_flops`."""
-    if problem.features & {Feature.WINDOW, Feature.CHUNK, Feature.PACKED}:
+    if problem.features & {Feature.WINDOW, Feature.ATTENTION_CHUNK, Feature.VARLEN}:
         return flops(problem)
     pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
     full = 2 * pairs * product_widths(problem)
@@ -372,9 +377,9 @@ def keys_read(problem: Problem) -> int:
     `flops`.
     """
     keys = distinct_keys(problem.sight)
-    if problem.packed:
-        return problem.batch * keys * problem.packed // max(1, problem.batch * problem.seqlen_q)
-    if problem.batch and problem.features & {Feature.LENGTHS, Feature.PAGES}:
+    if problem.total_q:
+        return problem.batch * keys * problem.total_q // max(1, problem.batch * problem.seqlen_q)
+    if problem.batch and problem.features & {Feature.SEQLENS_K, Feature.PAGES}:
         usual = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_kv * 3 // 4)
         return keys + (problem.batch - 1) * distinct_keys(usual.sight)
     return problem.batch * keys
@@ -397,13 +402,13 @@ def written_bytes(problem: Problem) -> int:
 
 def _rows(problem: Problem) -> int:
     """Returns the number of query rows of all heads."""
-    return (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
+    return (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
 
 
 def _tensor_bytes(problem: Problem) -> tuple[int, int]:
     """Returns the bytes of queries, keys and values, and those of outputs."""
     rows = _rows(problem)
-    width = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
+    width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
     queries = rows * problem.head_dim * problem.dtype.itemsize
     keys = problem.kv_heads * keys_read(problem) * width * problem.kv_itemsize
     return queries + keys, rows * problem.value_head_dim * problem.out_dtype.itemsize

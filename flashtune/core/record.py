@@ -194,7 +194,7 @@ class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The results of one candidate.
 
-    `family` is `standard` or `sdpa` for baselines, and their `config` is None. `message` is one line with the
+    `family` is `unfused` or `sdpa` for baselines, and their `config` is None. `message` is one line with the
     reason for an outcome other than `ok`. `gpu` has the properties of a GPU that `flashtune targets` does not
     list, so that other machines can check the record.
     """

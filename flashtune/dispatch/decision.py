@@ -14,7 +14,7 @@ from flashtune.core.kernel import Specialization, specialization_of
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, device_target, find_target
-from flashtune.dispatch.faster_peers import STANDARD, faster_peer, shared_time
+from flashtune.dispatch.faster_peers import UNFUSED, faster_peer, shared_time
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.masked_sdpa import known_refusal, sdpa_allowed, sharing_of
 from flashtune.dispatch.sdpa import default_backend
@@ -140,7 +140,7 @@ def _of_selection(
         sharing = None if bias is None else sharing_of(request.problem, bias)
         peer = _faster_peer(request, selection, sharing, *given)
         if peer is not None:
-            backend = Backend.STANDARD if peer == STANDARD else Backend.SDPA
+            backend = Backend.STANDARD if peer == UNFUSED else Backend.SDPA
             timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
             reason = peer_reason(peer, selection, sharing=sharing if timed else None)
             return Decision(backend, reason, target, selection)
@@ -182,7 +182,7 @@ def _faster_peer(
 ) -> str | None:
     """Returns the baseline that is faster than the generated kernel and may replace it, or None."""
     problem = request.problem
-    if problem.packed or problem.page_size or problem.lengths:
+    if problem.total_q or problem.page_size or problem.seqlens_k:
         # The unfused computation would read lengths from the device, which synchronizes.
         return None
     usual = None

@@ -16,7 +16,7 @@ from flashtune.core.record import Record, Selection, SharedTime
 NOISE = 0.01
 # With an estimated time, SDPA must be faster by more than this fraction.
 FORECAST_NOISE = 0.05
-STANDARD = "standard"
+UNFUSED = "unfused"
 
 
 def faster_peer(
@@ -84,7 +84,7 @@ def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times |
     scores = score_bytes(selection.measured.problem)
     shared = shared_time(selection.measured, sharing)
     # The unfused computation is not timed with shared masks. It is not slower with them.
-    standard = {name: ms for name, ms in peers.items() if name == STANDARD}
+    standard = {name: ms for name, ms in peers.items() if name == UNFUSED}
     if why is None:
         ms = measurement.ms
         if shared is not None:
@@ -98,7 +98,7 @@ def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times |
         # Estimates are for unshared masks. Sharing is assumed to change times by the same ratio here.
         ms *= shared.ms / measurement.ms
         gains = {peer.name: peer.ms / peers[peer.name] for peer in shared.peers if peer.name in peers}
-        gains[STANDARD] = 1.0
+        gains[UNFUSED] = 1.0
         expected = {name: peer * gains[name] for name, peer in expected.items() if name in gains}
     return _Times(ms, True, expected, scores)
 
@@ -113,7 +113,7 @@ def _fastest_baseline(
     is_forecast = any(times.is_forecast for times in known)
     limits = {usual_sdpa or "": ms * (1 - FORECAST_NOISE if is_forecast else 1 + NOISE)}
     if score_bytes(problem) <= min(times.scores for times in known):
-        limits[STANDARD] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))
+        limits[UNFUSED] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))
     taken = {name: sum(times.peers.get(name, math.inf) for times in known) for name in limits}
     return min(
         (name for name in limits if taken[name] < limits[name]), key=lambda name: taken[name], default=None

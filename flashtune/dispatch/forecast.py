@@ -60,7 +60,7 @@ TILE = 128
 
 SIXTEEN_BITS = (Dtype.BF16, Dtype.FP16)
 # Axes that the head dims determine: whether heads are several tiles, and outputs two halves.
-OF_WIDTH = ("decomposed", "halved")
+OF_WIDTH = ("split_head_dim", "split_epilogue")
 # Shapes whose heads are wider than this multiple of the problem's tile have another bottleneck.
 WIDEST = 2
 

@@ -22,7 +22,7 @@ from flashtune.dispatch.decision import (
     required_specialization,
     selection_source,
 )
-from flashtune.dispatch.faster_peers import STANDARD, faster_peer_of_pair
+from flashtune.dispatch.faster_peers import UNFUSED, faster_peer_of_pair
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.sdpa import default_backend
 from flashtune.dispatch.tables import tuned_records
@@ -186,7 +186,7 @@ def _generated(request: Request, assumed: Assumptions) -> PairDecision:
     backward = select(request.backward, target, tables, assumed.backward, generated=True)
     peer = _faster_peer(request, forward, backward, assumed.usual)
     if peer is not None:
-        backend = Backend.STANDARD if peer == STANDARD else Backend.SDPA
+        backend = Backend.STANDARD if peer == UNFUSED else Backend.SDPA
         reason = peer_reason(peer, forward, backward)
         return PairDecision(
             Decision(backend, reason, target, forward), Decision(backend, reason, target, backward)
@@ -202,7 +202,7 @@ def _faster_peer(
 ) -> str | None:
     """Returns the baseline that is faster over both passes and may replace both kernels, or None."""
     problem = request.problem
-    ragged = problem.packed or problem.lengths
+    ragged = problem.total_q or problem.seqlens_k
     if request.prefer is Prefer.GENERATED or request.return_lse or request.deterministic or ragged:
         return None
     # With a mask, gradients of some of SDPA's backends may be NaN.

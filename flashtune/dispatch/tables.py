@@ -93,7 +93,7 @@ def _selected(target_name: str) -> tuple[Record, ...]:
 
     try:
         reader = open_reader()
-        return (*reader.selections(target_name), *reader.stand_ins(target_name)) if reader else ()
+        return (*reader.selections(target_name), *reader.fallbacks(target_name)) if reader else ()
     except StoreError as error:
         warn_once("database", f"{error} (until then dispatch uses the shipped tables alone)")
         return ()

@@ -151,8 +151,8 @@ def _options(kernel: Kernel, target: Target) -> dict[str, Any]:
         "num_stages": kernel.options.num_stages,
         "enable_fp_fusion": FP_FUSION,
     }
-    if kernel.options.max_registers and target.is_nvidia:
-        options["maxnreg"] = kernel.options.max_registers
+    if kernel.options.maxnreg and target.is_nvidia:
+        options["maxnreg"] = kernel.options.maxnreg
     if kernel.options.early is True and target.is_nvidia:
         options["launch_pdl"] = True
     return options

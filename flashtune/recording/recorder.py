@@ -23,6 +23,7 @@ from typing import Annotated, ParamSpec, TypeVar
 
 import msgspec
 
+from flashtune.core.earlier_names import present_call
 from flashtune.core.errors import UsageError
 from flashtune.core.file_lock import alone_with, read_bounded
 from flashtune.core.kernel import Specialization
@@ -94,7 +95,7 @@ def read_counts(path: Path) -> tuple[CallCount, ...]:
 
 def _decoded(path: Path, number: int, line: bytes) -> CallCount:
     try:
-        return _decoder.decode(line)
+        return _decoder.decode(present_call(line))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise UsageError(
             f"{path}, line {number}: not a recorded call ({error}); name a file that "

@@ -88,7 +88,7 @@ class Request(msgspec.Struct, frozen=True):
     @property
     def rows(self) -> int:
         """Queries per sequence, or of the whole varlen batch."""
-        return self.tokens if self.problem.packed else self.problem.seqlen_q
+        return self.tokens if self.problem.total_q else self.problem.seqlen_q
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class Request(msgspec.Struct, frozen=True):
         """Returns views of q, k and v as [batch, heads, seqlen, head_dim]."""
         kv_layout = self.kv_layout or self.layout
         values = kv_layout.heads_first(v)
-        if self.problem.latent:
+        if self.problem.mla:
             values = values[..., : self.problem.value_head_dim]
         return self.layout.heads_first(q), kv_layout.heads_first(k), values
 

@@ -183,7 +183,7 @@ def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """Allocates all gradients that a kernel writes."""
     problem = request.problem
     # Kernels do not write rows after the last packed sequence, whose gradients are zero.
-    make = torch.zeros_like if problem.packed else torch.empty_like
+    make = torch.zeros_like if problem.total_q else torch.empty_like
     heads = problem.batch, problem.heads
     dbias = dslopes = None
     if problem.bias is Bias.ADDITIVE:

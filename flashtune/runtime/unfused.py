@@ -176,13 +176,13 @@ def unfused_features(
         The output [batch, heads, seqlen_q, value_head_dim] in q's type, with zeros in rows without visible
         keys, and the natural log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
     """
-    if not (problem.packed or problem.page_size):
+    if not (problem.total_q or problem.page_size):
         k, v = _numbers(k, side.k_scale, q.dtype), _numbers(v, side.v_scale, q.dtype)
         out, lse = _dense(problem, q, k, v, side, scale)
         return out, lse if return_lse else None
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=score_dtype(q))
-    dense = msgspec.structs.replace(problem, packed=0, page_size=0)
+    dense = msgspec.structs.replace(problem, total_q=0, page_size=0)
     for sequence in _sequences(problem, q, k, v, side):
         at = sequence.at
         out[at], lse[at] = _dense(
@@ -291,10 +291,10 @@ def _visible(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> tuple
     near = torch.ones((), dtype=torch.bool, device=q.device)
     if problem.window_left is not None:
         near = near & (keys >= p - problem.window_left)
-    if problem.chunk:
-        own, chunk = keys // problem.chunk, p // problem.chunk
+    if problem.attention_chunk:
+        own, chunk = keys // problem.attention_chunk, p // problem.attention_chunk
         near = near & (own == chunk if problem.causal is Causal.NONE else own >= chunk)
-    seen = near | (keys < problem.first_tokens)
+    seen = near | (keys < problem.sink_tokens)
     if problem.causal is not Causal.NONE:
         seen = seen & (keys <= p)
     elif problem.window_right is not None:

@@ -33,7 +33,7 @@ def values_are_checked(device: torch.device) -> bool:
 def with_checks(executor: Executor, request: Request) -> Executor:
     """Returns an executor that checks the values of each call's lengths, or `executor` without checks."""
     problem = request.problem
-    has_values = problem.packed or problem.page_size or problem.lengths or problem.prefix
+    has_values = problem.total_q or problem.page_size or problem.seqlens_k or problem.prefix
     if not has_values or not values_are_checked(request.device):
         return executor
     return functools.partial(_checked, executor, request)

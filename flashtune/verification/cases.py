@@ -91,7 +91,7 @@ def lengths_of(case: Case) -> Lengths:
 
 def splits_of(config: Config) -> int:
     """Returns the number of splits of a decoding kernel, at least 1, or 0 if the kernel does not decode."""
-    splits: int | None = getattr(config, "splits", None)
+    splits: int | None = getattr(config, "num_splits", None)
     return 0 if splits is None else max(1, splits)
 
 
@@ -120,7 +120,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
         # An interpreter runs programs one after the other, so there are no races.
         return tuple(msgspec.structs.replace(case, repeats=1) for case in cases)
     # With packed heads, one head must remain for a partly filled tile.
-    pack = getattr(config, "pack", 1)
+    pack = getattr(config, "pack_gqa", 1)
     heads = HEADS if pack == 1 else (*HEADS, (2 * pack + 1, 1, 1))
     rounds = rounds_of(tile, quick=level is Level.QUICK)
     return (*cases_of(problem, shapes, block_n, heads), *cases_of(problem, rounds, block_n, ROUNDS))
@@ -155,7 +155,7 @@ def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
     if is_ragged(problem) or splits_of(config):
         queries = 1 if splits_of(config) else block_m + 1
         lengths = Lengths((queries, queries), (2 * block_n + 1, 2 * block_n - 1))
-        heads = (16, 1) if problem.latent else (4, 2)
+        heads = (16, 1) if problem.mla else (4, 2)
         one = ServingCase(Shape(Probe.RANDOM, *_longest(lengths)), heads, lengths, is_ragged(problem))
         (case,) = _served(problem, (one,), block_n, (1.0,))
         return tuple(msgspec.structs.replace(case, far=tensor) for tensor in range(len(TENSORS)))
@@ -171,8 +171,8 @@ def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
 def _thinned(problem: Problem) -> Problem:
     while problem.minimal_bytes() > MAX_MAIN_BYTES:
         if problem.batch > 1:
-            packed = -(-problem.packed // 2)
-            problem = msgspec.structs.replace(problem, batch=problem.batch // 2, packed=packed)
+            packed = -(-problem.total_q // 2)
+            problem = msgspec.structs.replace(problem, batch=problem.batch // 2, total_q=packed)
         elif problem.kv_heads > 1:
             fewer = problem.kv_heads // 2
             problem = msgspec.structs.replace(problem, kv_heads=fewer, heads=fewer * problem.group_size)
@@ -215,7 +215,7 @@ def _served(
         if problem.page_size:
             # In every second case, block tables have one more page than the longest sequence.
             keys = (-(-keys // problem.page_size) + turn % 2) * problem.page_size
-        elif problem.lengths:
+        elif problem.seqlens_k:
             keys += 5 * (turn % 2)
         yield Case(
             problem=msgspec.structs.replace(
@@ -225,7 +225,7 @@ def _served(
                 batch=len(one.lengths.queries),
                 seqlen_q=queries,
                 seqlen_kv=keys,
-                packed=one.lengths.total_q if problem.packed else 0,
+                total_q=one.lengths.total_q if problem.total_q else 0,
             ),
             probe=one.shape.probe,
             block=block,

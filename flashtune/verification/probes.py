@@ -97,11 +97,9 @@ def make_values(
     The values are made on the generator's device, for this softmax scale. Prefixes and biases determine the
     visible keys of `edge`.
     """
-    if problem.latent and probe not in (Probe.RANDOM, Probe.SINK):
+    if problem.mla and probe not in (Probe.RANDOM, Probe.SINK):
         # The first columns hold the probe's values, so the other columns alone determine the scores.
-        own = msgspec.structs.replace(
-            problem, head_dim=problem.head_dim - problem.value_head_dim, latent=False
-        )
+        own = msgspec.structs.replace(problem, head_dim=problem.head_dim - problem.value_head_dim, mla=False)
         q, k, v = make_values(probe, own, scale, block, generator, lengths, side)
         return Values(*with_latent(q, k, v), v)
     values = Values(
@@ -117,7 +115,7 @@ def make_values(
     if problem.dtype.is_quantized or (problem.kv_dtype and problem.kv_scale is not KvScale.TENSOR):
         grow = probe is Probe.RANDOM and problem.dtype.is_quantized
         made = _unlike_heads(made, problem, grow, aside(generator))
-    return made._replace(v=made.k[..., : problem.value_head_dim]) if problem.latent else made
+    return made._replace(v=made.k[..., : problem.value_head_dim]) if problem.mla else made
 
 
 def _made(

@@ -64,7 +64,7 @@ def serving_cases(
     shapes = _decoding(tile, splits, quick) if splits else _plain(tile, problem, quick)
     borders = border_shapes(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)
     usual, decoding = (FEW_HEADS, FEW_DECODE_HEADS) if reduced else (HEADS, DECODE_HEADS)
-    turns = LATENT_HEADS if problem.latent else decoding if splits else usual
+    turns = LATENT_HEADS if problem.mla else decoding if splits else usual
     batches = FEW_BATCHES if reduced else BATCHES
     for turn, shape in enumerate((*shapes, *borders)):
         heads = turns[turn % len(turns)]
@@ -78,7 +78,7 @@ def serving_cases(
         return
     if splits:
         long = Shape(Probe.RANDOM, 1, min(2 * splits, 8) * tile.keys + 1, SMALL_REPEATS)
-        heads = LATENT_HEADS[0] if problem.latent else MANY_HEADS
+        heads = LATENT_HEADS[0] if problem.mla else MANY_HEADS
         yield even_lengths(problem, long, heads, MANY_BATCH)
         return
     for shape, (many, kv_heads, batch) in zip(
@@ -89,10 +89,10 @@ def serving_cases(
 
 def _decoded_tiles(tile: Tile, splits: int, problem: Problem) -> ServingCase:
     """Returns a problem with three tiles of rows per KV head and, if splits are few, three blocks in each."""
-    group = max(DECODED_GROUP, tile.queries) if problem.latent else DECODED_GROUP
+    group = max(DECODED_GROUP, tile.queries) if problem.mla else DECODED_GROUP
     queries = 2 * tile.queries // group + 1
     keys = 2 * min(splits, FEW_PARTS) * tile.keys + 1
-    if problem.latent and problem.causal is Causal.TOP_LEFT:
+    if problem.mla and problem.causal is Causal.TOP_LEFT:
         # A third block is visible only if there are as many queries as keys.
         group, queries = 1, 2 * max(tile.queries, tile.keys) + 1
         keys = queries
@@ -168,9 +168,9 @@ def _around_masks(queries: int, tile: Tile, problem: Problem, reduced: bool) -> 
     square = min(farthest, FARTHEST_SQUARE)
     top_left = problem.causal is Causal.TOP_LEFT
     lefts = [] if problem.window_left is None else [problem.window_left + 1]
-    lefts += [problem.chunk] if problem.chunk else []
-    if problem.window_left is not None and problem.first_tokens:
-        lefts.append(problem.window_left + problem.first_tokens + 1)
+    lefts += [problem.attention_chunk] if problem.attention_chunk else []
+    if problem.window_left is not None and problem.sink_tokens:
+        lefts.append(problem.window_left + problem.sink_tokens + 1)
     for border in lefts:
         if top_left and border <= square:
             yield border + queries // 2, border + queries // 2
@@ -180,8 +180,8 @@ def _around_masks(queries: int, tile: Tile, problem: Problem, reduced: bool) -> 
             yield queries, border + queries + n + 3
             yield 1, border
             yield 1, border + 1
-    if problem.chunk and not top_left and 2 * problem.chunk <= farthest:
-        yield queries, 2 * problem.chunk + queries // 2
+    if problem.attention_chunk and not top_left and 2 * problem.attention_chunk <= farthest:
+        yield queries, 2 * problem.attention_chunk + queries // 2
     right = problem.window_right
     if right is not None and problem.causal is Causal.NONE and right <= square:
         yield right + queries, right + queries
@@ -189,7 +189,7 @@ def _around_masks(queries: int, tile: Tile, problem: Problem, reduced: bool) -> 
 
 
 def _few_queries(shape: Shape, heads: tuple[int, int], problem: Problem) -> Shape:
-    rows = LATENT_ROWS if problem.latent else DECODE_ROWS
+    rows = LATENT_ROWS if problem.mla else DECODE_ROWS
     most = max(1, rows * heads[1] // heads[0])
     return msgspec.structs.replace(shape, seqlen_q=min(shape.seqlen_q, most))
 
@@ -204,7 +204,7 @@ def with_lengths(
     queries, keys = max(1, shape.seqlen_q), max(1, shape.seqlen_kv)
     if not is_ragged(problem):
         return ServingCase(shape, heads, Lengths((queries,) * batch, (keys,) * batch), False)
-    if problem.packed:
+    if problem.total_q:
         pairs = [
             (queries, keys), (0, 0), (1, 1), (queries, -(-keys // 2)), (2, 0), (0, 3),
             (queries // 2 + 1, keys),
@@ -218,11 +218,11 @@ def with_lengths(
 
 def even_lengths(problem: Problem, shape: Shape, heads: tuple[int, int], batch: int) -> ServingCase:
     """Returns a problem with sequences of nearly equal lengths, which has many tiles."""
-    if problem.latent:
+    if problem.mla:
         heads = LATENT_HEADS[0]
     step = 1 if is_ragged(problem) else 0
     queries = tuple(
-        max(1, shape.seqlen_q - (step * index if problem.packed else 0)) for index in range(batch)
+        max(1, shape.seqlen_q - (step * index if problem.total_q else 0)) for index in range(batch)
     )
     keys = tuple(max(1, shape.seqlen_kv - 3 * step * (index % 16)) for index in range(batch))
     return ServingCase(shape, heads, Lengths(queries, keys), step > 0)

@@ -11,7 +11,7 @@ from flashtune.core.problem import Bias, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_fused.space import (
     FusedConfig,
-    Products,
+    InputPrecision,
     Reduction,
     can_copy,
     can_turn,
@@ -53,13 +53,13 @@ class FusedContext(PortableContext, frozen=True):
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int
+    maxnreg: int
     reduction: Reduction
-    two_phases: bool
-    turned: bool
-    decomposed: bool
-    heads_inner: bool
-    products: Products
+    split_masked_loop: bool
+    transpose_dq: bool
+    split_head_dim: bool
+    heads_innermost: bool
+    input_precision: InputPrecision
     sum_chunk: Chunk
     sum_rows: int
     sum_piece: int
@@ -73,7 +73,7 @@ class BackwardFused:
     features = frozenset(Feature) - {
         Feature.PAGES,
         Feature.QUANTIZED_KV,
-        Feature.LATENT,
+        Feature.MLA,
         Feature.DETERMINISTIC,
     }
     direction = Direction.BACKWARD
@@ -102,7 +102,7 @@ class BackwardFused:
 
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, FusedConfig)
-        return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+        return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
 
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         dlse = ("dlse",) if specialization.lse else ()
@@ -119,7 +119,7 @@ class BackwardFused:
         return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
 
     def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        packed = problem.packed > 0
+        packed = problem.total_q > 0
         arguments = (
             *plain_arguments(problem.dtype, specialization, (SUMS, "dq")),
             *((Argument("cu_seqlens_q", "*i32"),) if packed else ()),
@@ -153,7 +153,7 @@ class BackwardFused:
             config.block_m,
             config.block_n,
             target,
-            heads_inner=config.heads_inner,
+            heads_innermost=config.heads_innermost,
             products=PRODUCTS_OF_ALL,
         )
         return delta_span(problem, target) + keys
@@ -171,7 +171,7 @@ class BackwardFused:
         heads = problem.batch * problem.heads
         rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
         sums = problem.head_dim * FLOAT32
-        at_once = programs_by_key_block(problem, config.block_n, target, inner=config.heads_inner)
+        at_once = programs_by_key_block(problem, config.block_n, target, inner=config.heads_innermost)
         row_bytes = both + 2 * FLOAT32 + sums
         walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, at_once, target)
         return (
@@ -193,13 +193,13 @@ class BackwardFused:
             block_n=config.block_n,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            max_registers=config.max_registers,
+            maxnreg=config.maxnreg,
             reduction=config.reduction if can_copy(problem) else Reduction.ATOMICS,
-            two_phases=config.two_phases,
-            turned=config.turned and can_turn(problem, specialization.alignment),
-            decomposed=config.decomposed,
-            heads_inner=config.heads_inner,
-            products=config.products,
+            split_masked_loop=config.split_masked_loop,
+            transpose_dq=config.transpose_dq and can_turn(problem, specialization.alignment),
+            split_head_dim=config.split_head_dim,
+            heads_innermost=config.heads_innermost,
+            input_precision=config.input_precision,
             sum_chunk=sum_chunk,
             sum_rows=min(config.block_m, rows_of_step(sum_chunk)),
             sum_piece=math.gcd(CLEARED, config.block_m * problem.head_dim),

@@ -20,7 +20,7 @@ from flashtune.templates.common.model.sram_backward import (
 DESCRIBED_NUMBERS = 4
 
 
-class Products(enum.StrEnum):
+class InputPrecision(enum.StrEnum):
     """Products of float32 tiles: in float32, or as three products of tf32 halves."""
 
     IEEE = "ieee"
@@ -41,24 +41,24 @@ class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
         block_m: Queries of a block in the loop.
         block_n: Keys of a program's block.
         reduction: How the program's part of dq is added.
-        two_phases: A separate loop for blocks without a mask.
-        turned: dq tiles are computed transposed, so that warps own columns instead of rows. No effect if
-            tiles of queries are not prefetched.
-        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
-        heads_inner: Neighbouring programs compute different heads, not different blocks of keys.
-        max_registers: Limit of registers per thread, 0 for none.
-        products: Products of float32 tiles. No effect on 16-bit problems.
+        split_masked_loop: A separate loop for blocks without a mask.
+        transpose_dq: dq tiles are computed transposed, so that warps own columns instead of rows. No effect
+            if tiles of queries are not prefetched.
+        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
+        heads_innermost: Neighbouring programs compute different heads, not different blocks of keys.
+        maxnreg: Limit of registers per thread, 0 for none.
+        input_precision: Precision of products of float32 tiles. No effect on 16-bit problems.
     """
 
     block_m: BlockSize
     block_n: BlockSize
     reduction: Reduction = Reduction.ATOMICS
-    two_phases: bool = True
-    turned: bool = False
-    decomposed: bool = False
-    heads_inner: bool = False
-    max_registers: RegisterCap = 0
-    products: Products = Products.IEEE
+    split_masked_loop: bool = True
+    transpose_dq: bool = False
+    split_head_dim: bool = False
+    heads_innermost: bool = False
+    maxnreg: RegisterCap = 0
+    input_precision: InputPrecision = InputPrecision.IEEE
 
 
 # Below this many queries and keys, small tiles are in the space.
@@ -85,11 +85,15 @@ def fused_space(problem: Problem, target: Target) -> Space:
         Axis("num_warps", (4, 8)),
         Axis("num_stages", (2, 3) if wgmma else (1, 2, 3)),
         Axis("reduction", tuple(Reduction) if copies else (Reduction.ATOMICS,), False),
-        Axis("two_phases", (True, False), False),
-        Axis("turned", (False, True) if has_whole_words(problem) else (False,)),
-        Axis("decomposed", (False, True) if odd and may_split(problem) else (False,)),
-        Axis("heads_inner", (False, True)),
-        Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
+        Axis("split_masked_loop", (True, False), False),
+        Axis("transpose_dq", (False, True) if has_whole_words(problem) else (False,)),
+        Axis("split_head_dim", (False, True) if odd and may_split(problem) else (False,)),
+        Axis("heads_innermost", (False, True)),
+        Axis(
+            "input_precision",
+            tuple(InputPrecision) if wide and target.is_nvidia else (InputPrecision.IEEE,),
+            False,
+        ),
     )
     return Space(FusedConfig, axes, lambda config: fits_registers(problem, config, target))
 
@@ -118,7 +122,7 @@ def has_whole_words(problem: Problem) -> bool:
 def chunks_of(problem: Problem, config: FusedConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
     """Returns the tiles of queries' and keys' columns, and those of values' columns."""
     widths = problem.head_dim, problem.value_head_dim
-    qk, v = (backward_chunks(problem, width, config.decomposed) for width in widths)
+    qk, v = (backward_chunks(problem, width, config.split_head_dim) for width in widths)
     return qk, v
 
 
@@ -133,7 +137,7 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
         walked=config.block_m,
         summed=columns(qk_chunks) + columns(v_chunks),
         warps=config.num_warps,
-        cap=config.max_registers,
+        cap=config.maxnreg,
         shared=config.block_m * qk_chunks[0].width,
     )
 
@@ -157,6 +161,6 @@ def _usual_of_hopper(problem: Problem, width: int) -> FusedConfig:
         num_warps=8,
         num_stages=2,
         reduction=Reduction.COPY_ENGINE if can_copy(problem) else Reduction.ATOMICS,
-        two_phases=not (wide or changes),
-        turned=wide and has_whole_words(problem),
+        split_masked_loop=not (wide or changes),
+        transpose_dq=wide and has_whole_words(problem),
     )

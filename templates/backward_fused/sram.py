@@ -5,7 +5,13 @@ from __future__ import annotations
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_fused.space import FusedConfig, Products, Reduction, can_copy, chunks_of
+from flashtune.templates.backward_fused.space import (
+    FusedConfig,
+    InputPrecision,
+    Reduction,
+    can_copy,
+    chunks_of,
+)
 from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, engine_of
 from flashtune.templates.family import BytesItem
 
@@ -18,7 +24,7 @@ def fused_items(
     problem: Problem, config: FusedConfig, target: Target, specialization: Specialization
 ) -> tuple[BytesItem, ...]:
     """Returns the items that are live at one point of the main loop; none for unknown architectures."""
-    ieee = config.products is Products.IEEE
+    ieee = config.input_precision is InputPrecision.IEEE
     engine = engine_of(target, problem.dtype, config.block_n, config.num_warps, ieee)
     if engine is not Engine.WARPGROUP:
         return ()

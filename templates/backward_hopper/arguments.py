@@ -49,7 +49,7 @@ def prepare_arguments(
     return (
         *plain_arguments(problem.dtype, specialization, tensors),
         *seed_arguments(problem),
-        *((Argument("scale", "fp32"),) if config.init else ()),
+        *((Argument("scale", "fp32"),) if config.init_accumulators else ()),
         *side_numbers(problem),
         *stride_arguments(specialization, tensors),
         *_integers(ROW_COUNTS),

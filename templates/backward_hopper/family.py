@@ -62,15 +62,15 @@ class HopperBackwardContext(Context, frozen=True):
     num_stages: int
     do_stages: int
     ds_stages: int
-    eager: bool
-    late_wait: bool
-    product_first: bool
-    init: bool
-    delay: bool
-    turns: bool
-    rotate: bool
+    early_dv: bool
+    defer_dp_wait: bool
+    early_dk: bool
+    init_accumulators: bool
+    defer_dq: bool
+    alternate_dq: bool
+    stagger_start: bool
     ordered: bool
-    beside: int
+    interleaved_heads: int
     multiprocessors: int
     consumer_registers: int
     producer_registers: int
@@ -154,7 +154,7 @@ class BackwardHopper:
         """Returns configs that differ only in the programs' first query blocks."""
         assert isinstance(config, HopperBackwardConfig)
         if may_rotate(problem):
-            yield msgspec.structs.replace(config, rotate=not config.rotate)
+            yield msgspec.structs.replace(config, stagger_start=not config.stagger_start)
 
     def hbm_items(
         self, problem: Problem, config: Config, target: Target | None = None
@@ -195,15 +195,15 @@ class BackwardHopper:
             num_stages=config.num_stages,
             do_stages=config.do_stages,
             ds_stages=config.ds_stages,
-            eager=config.eager,
-            late_wait=config.late_wait,
-            product_first=config.product_first,
-            init=config.init,
-            delay=config.delay,
-            turns=config.turns,
-            rotate=config.rotate and may_rotate(problem),
+            early_dv=config.early_dv,
+            defer_dp_wait=config.defer_dp_wait,
+            early_dk=config.early_dk,
+            init_accumulators=config.init_accumulators,
+            defer_dq=config.defer_dq,
+            alternate_dq=config.alternate_dq,
+            stagger_start=config.stagger_start and may_rotate(problem),
             ordered=problem.deterministic,
-            beside=config.beside,
+            interleaved_heads=config.interleaved_heads,
             multiprocessors=MULTIPROCESSORS,
             consumer_registers=CONSUMER_REGISTERS,
             producer_registers=PRODUCER_REGISTERS,

@@ -35,31 +35,31 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
         do_stages: Tiles of the output's gradient in flight.
         ds_stages: Tiles of gradients of scores of each group that may wait for their products. If groups
             divide the products, also tiles of probabilities.
-        eager: The dv product is issued before the wait for the gradients of probabilities.
-        late_wait: The wait for the gradients of probabilities is after the exponentials, not before.
-        product_first: The dk product is issued before the gradients of scores are stored.
-        init: Accumulators start at minus the log-sum-exp and at minus delta, not at zero.
-        delay: dq of a block is computed one step later, so that groups need not run in step.
-        turns: Each group computes all of dq of every second block, not half of each. It is late by a step,
-            and never in tiles of 256 columns.
-        rotate: Programs start at different blocks of queries, so that they do not add to the same one at
-            once.
-        beside: Number of interleaved heads, in multiples of those that fill the GPU. The programs of a head,
-            which add in order, then start further apart. No effect unless deterministic.
+        early_dv: The dv product is issued before the wait for the gradients of probabilities.
+        defer_dp_wait: The wait for the gradients of probabilities is after the exponentials, not before.
+        early_dk: The dk product is issued before the gradients of scores are stored.
+        init_accumulators: Accumulators start at minus the log-sum-exp and at minus delta, not at zero.
+        defer_dq: dq of a block is computed one step later, so that groups need not run in step.
+        alternate_dq: Each group computes all of dq of every second block, not half of each. It is late by a
+            step, and never in tiles of 256 columns.
+        stagger_start: Programs start at different blocks of queries, so that they do not add to the same one
+            at once.
+        interleaved_heads: Number of interleaved heads, in multiples of those that fill the GPU. The programs
+            of a head, which add in order, then start further apart. No effect unless deterministic.
     """
 
     block_m: BlockSize
     block_n: BlockSize = GROUPS * ROWS
     do_stages: Stages = 2
     ds_stages: Stages = 2
-    eager: bool = False
-    late_wait: bool = False
-    product_first: bool = True
-    init: bool = True
-    delay: bool = False
-    turns: bool = False
-    rotate: bool = False
-    beside: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
+    early_dv: bool = False
+    defer_dp_wait: bool = False
+    early_dk: bool = True
+    init_accumulators: bool = True
+    defer_dq: bool = False
+    alternate_dq: bool = False
+    stagger_start: bool = False
+    interleaved_heads: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
 
 
 def width_of(problem: Problem) -> int:
@@ -79,8 +79,8 @@ def may_rotate(problem: Problem) -> bool:
 def hopper_backward_space(problem: Problem) -> Space:
     """Returns the search space."""
     begins = (
-        Axis("rotate", (False, True) if may_rotate(problem) else (False,), False),
-        Axis("beside", (1, 2, 4) if problem.deterministic else (1,)),
+        Axis("stagger_start", (False, True) if may_rotate(problem) else (False,), False),
+        Axis("interleaved_heads", (1, 2, 4) if problem.deterministic else (1,)),
     )
     width = width_of(problem)
     if width == WIDEST:
@@ -90,13 +90,13 @@ def hopper_backward_space(problem: Problem) -> Space:
         Axis("block_m", (BLOCK_QUERIES[width],)),
         Axis("num_stages", (2, 3, 4)),
         Axis("do_stages", (2, 3, 4)),
-        Axis("delay", (False, True), False),
-        Axis("turns", (False, True), False, _is_late),
+        Axis("defer_dq", (False, True), False),
+        Axis("alternate_dq", (False, True), False, _is_late),
         Axis("ds_stages", (1, 2, 3)),
-        Axis("eager", (False, True), False, _has_halves if problem.dropout else None),
-        Axis("late_wait", (False, True), False),
-        Axis("product_first", (True, False), False),
-        Axis("init", (True, False), False),
+        Axis("early_dv", (False, True), False, _has_halves if problem.dropout else None),
+        Axis("defer_dp_wait", (False, True), False),
+        Axis("early_dk", (True, False), False),
+        Axis("init_accumulators", (True, False), False),
         *begins,
     )
     return Space(HopperBackwardConfig, axes, _is_possible)
@@ -112,14 +112,14 @@ def _widest_axes() -> tuple[Axis, ...]:
         Axis("block_m", (BLOCK_QUERIES[WIDEST],)),
         Axis("block_n", (ROWS,)),
         Axis("num_stages", (2,)),
-        Axis("delay", (True,), False),
-        Axis("init", (True, False), False),
+        Axis("defer_dq", (True,), False),
+        Axis("init_accumulators", (True, False), False),
     )
 
 
 def _is_late(chosen: dict[str, AxisValue]) -> bool:
     """Returns whether dq is computed a step late, as required if groups alternate."""
-    return bool(chosen["delay"])
+    return bool(chosen["defer_dq"])
 
 
 def _has_halves(chosen: dict[str, AxisValue]) -> bool:
@@ -127,13 +127,13 @@ def _has_halves(chosen: dict[str, AxisValue]) -> bool:
 
     Random words and all of dq of a block leave no registers for prefetched probabilities.
     """
-    return not chosen["turns"]
+    return not chosen["alternate_dq"]
 
 
 def _is_possible(config: Config) -> bool:
     """Returns whether delayed tiles have space in addition to new ones."""
     assert isinstance(config, HopperBackwardConfig)
-    return config.ds_stages > config.delay
+    return config.ds_stages > config.defer_dq
 
 
 def _usual_beside(problem: Problem) -> int:
@@ -157,11 +157,11 @@ def usual_config(problem: Problem) -> HopperBackwardConfig:
         num_stages=2,
         block_m=BLOCK_QUERIES[width],
         block_n=ROWS if width == WIDEST else GROUPS * ROWS,
-        eager=width == WIDE and not problem.dropout,
-        late_wait=narrow or turns,
+        early_dv=width == WIDE and not problem.dropout,
+        defer_dp_wait=narrow or turns,
         # In deterministic kernels, a program that waits for its turn then has another step to compute.
-        delay=narrow or turns or width == WIDEST or problem.deterministic,
-        turns=turns,
-        rotate=may_rotate(problem),
-        beside=_usual_beside(problem),
+        defer_dq=narrow or turns or width == WIDEST or problem.deterministic,
+        alternate_dq=turns,
+        stagger_start=may_rotate(problem),
+        interleaved_heads=_usual_beside(problem),
     )

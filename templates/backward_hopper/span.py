@@ -35,7 +35,7 @@ def hopper_backward_span(problem: Problem, config: HopperBackwardConfig, target:
     if not programs or not problem.seqlen_q:
         return LAUNCH / 1e3
     width = width_of(problem)
-    rate = (TURNS_SHARE if config.turns else PRODUCTS_SHARE) * target.peak.half * 1e6 / target.sm_count
+    rate = (TURNS_SHARE if config.alternate_dq else PRODUCTS_SHARE) * target.peak.half * 1e6 / target.sm_count
     step = PRODUCTS * 2 * config.block_m * config.block_n * width / rate
     # The program with the most blocks of queries; then all programs.
     most = PROGRAM + math.ceil(problem.seqlen_q / config.block_m) * problem.group_size * step
@@ -47,7 +47,7 @@ def hopper_backward_span(problem: Problem, config: HopperBackwardConfig, target:
     added = heads * rows * width * FLOAT32 / (target.hbm_bandwidth * 1e3 * ADDITION_RATE)
     if problem.deterministic:
         # Programs of a head that start at once wait for one another.
-        busy += TURN * min(blocks, target.sm_count) / config.beside
+        busy += TURN * min(blocks, target.sm_count) / config.interleaved_heads
     return (LAUNCH + max(busy, added) + _steps_us(problem, width, target)) / 1e3
 
 

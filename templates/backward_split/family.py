@@ -9,7 +9,7 @@ from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_split.space import (
-    Products,
+    InputPrecision,
     SplitConfig,
     chunks_of,
     split_space,
@@ -34,7 +34,7 @@ from flashtune.templates.common.model.traffic import unpacked
 from flashtune.templates.family import BytesItem
 
 # Features that hide keys from only some queries of a block.
-MASKS = frozenset({Feature.WINDOW, Feature.CHUNK})
+MASKS = frozenset({Feature.WINDOW, Feature.ATTENTION_CHUNK})
 
 
 class SplitContext(PortableContext, frozen=True):
@@ -48,12 +48,12 @@ class SplitContext(PortableContext, frozen=True):
     dq_block_n: int
     dq_warps: int
     dq_stages: int
-    max_registers: int
-    two_phases: bool
-    decomposed: bool
-    long_first: bool
-    heads_inner: bool
-    products: Products
+    maxnreg: int
+    split_masked_loop: bool
+    split_head_dim: bool
+    lpt: bool
+    heads_innermost: bool
+    input_precision: InputPrecision
 
 
 class BackwardSplit:
@@ -64,7 +64,7 @@ class BackwardSplit:
     features = frozenset(Feature) - {
         Feature.PAGES,
         Feature.QUANTIZED_KV,
-        Feature.LATENT,
+        Feature.MLA,
     }
     direction = Direction.BACKWARD
     interpreted = True
@@ -94,8 +94,8 @@ class BackwardSplit:
             dq_warps=dq_warps,
             dq_stages=dq_stages,
             # If only the last block is masked, one loop is as fast and needs fewer registers.
-            two_phases=masked and width <= 256,
-            long_first=problem.causal is not Causal.NONE,
+            split_masked_loop=masked and width <= 256,
+            lpt=problem.causal is not Causal.NONE,
         )
 
     def arguments(
@@ -105,11 +105,11 @@ class BackwardSplit:
 
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, SplitConfig)
-        return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+        return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
 
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         dlse = ("dlse",) if specialization.lse else ()
-        clears_slopes = problem.alibi and problem.packed > 0
+        clears_slopes = problem.alibi and problem.total_q > 0
         dslopes = ("dslopes",) if clears_slopes else ()
         random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
         tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", *random, *dslopes)
@@ -124,7 +124,7 @@ class BackwardSplit:
 
     def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         assert isinstance(config, SplitConfig)
-        options = LaunchOptions(config.dq_warps, config.dq_stages, config.max_registers)
+        options = LaunchOptions(config.dq_warps, config.dq_stages, config.maxnreg)
         dbias = ("dbias",) if problem.bias is Bias.ADDITIVE else ()
         dslopes = ("dslopes",) if problem.alibi else ()
         tensors = (*_read(problem), "dq", *dbias, *dslopes)
@@ -173,12 +173,12 @@ class BackwardSplit:
             dq_block_n=config.dq_block_n,
             dq_warps=config.dq_warps,
             dq_stages=config.dq_stages,
-            max_registers=config.max_registers,
-            two_phases=config.two_phases,
-            decomposed=config.decomposed,
-            long_first=config.long_first,
-            heads_inner=config.heads_inner,
-            products=config.products,
+            maxnreg=config.maxnreg,
+            split_masked_loop=config.split_masked_loop,
+            split_head_dim=config.split_head_dim,
+            lpt=config.lpt,
+            heads_innermost=config.heads_innermost,
+            input_precision=config.input_precision,
         )
 
 

@@ -19,7 +19,7 @@ from flashtune.templates.common.model.sram_backward import (
 )
 
 
-class Products(enum.StrEnum):
+class InputPrecision(enum.StrEnum):
     """Products of float32 tiles: in float32, or as three products of tf32 halves."""
 
     IEEE = "ieee"
@@ -36,12 +36,12 @@ class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
         dq_block_n: Keys of a block in its loop.
         dq_warps: Its warps.
         dq_stages: Stages of its software pipeline.
-        two_phases: A separate loop for blocks without a mask.
-        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
-        long_first: Start with the last tiles of queries, which see the most keys (causal only).
-        heads_inner: Neighbouring programs compute different heads, not different tiles.
-        max_registers: Limit of registers per thread, 0 for none.
-        products: Products of float32 tiles. No effect on 16-bit problems.
+        split_masked_loop: A separate loop for blocks without a mask.
+        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
+        lpt: Start with the last tiles of queries, which see the most keys (causal only).
+        heads_innermost: Neighbouring programs compute different heads, not different tiles.
+        maxnreg: Limit of registers per thread, 0 for none.
+        input_precision: Precision of products of float32 tiles. No effect on 16-bit problems.
     """
 
     block_m: BlockSize
@@ -50,12 +50,12 @@ class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
     dq_block_n: BlockSize
     dq_warps: Warps
     dq_stages: Stages
-    two_phases: bool = True
-    decomposed: bool = False
-    long_first: bool = False
-    heads_inner: bool = False
-    max_registers: RegisterCap = 0
-    products: Products = Products.IEEE
+    split_masked_loop: bool = True
+    split_head_dim: bool = False
+    lpt: bool = False
+    heads_innermost: bool = False
+    maxnreg: RegisterCap = 0
+    input_precision: InputPrecision = InputPrecision.IEEE
 
 
 HOPPER = 90
@@ -82,11 +82,15 @@ def split_space(problem: Problem, target: Target) -> Space:
         Axis("dq_block_n", walked),
         Axis("dq_warps", (4, 8)),
         Axis("dq_stages", (1, 2, 3) if wide or target.sram_per_block < SMALL_SRAM else (2, 3)),
-        Axis("two_phases", (True, False), False),
-        Axis("decomposed", (False, True) if odd and may_split(problem) else (False,)),
-        Axis("long_first", (False, True) if problem.causal is not Causal.NONE else (False,)),
-        Axis("heads_inner", (False, True)),
-        Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
+        Axis("split_masked_loop", (True, False), False),
+        Axis("split_head_dim", (False, True) if odd and may_split(problem) else (False,)),
+        Axis("lpt", (False, True) if problem.causal is not Causal.NONE else (False,)),
+        Axis("heads_innermost", (False, True)),
+        Axis(
+            "input_precision",
+            tuple(InputPrecision) if wide and target.is_nvidia else (InputPrecision.IEEE,),
+            False,
+        ),
     )
     return Space(SplitConfig, axes, lambda config: fits_registers(problem, config, target))
 
@@ -94,7 +98,7 @@ def split_space(problem: Problem, target: Target) -> Space:
 def chunks_of(problem: Problem, config: SplitConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
     """Returns the tiles of queries' and keys' columns, and those of values' columns."""
     widths = problem.head_dim, problem.value_head_dim
-    qk, v = (backward_chunks(problem, width, config.decomposed) for width in widths)
+    qk, v = (backward_chunks(problem, width, config.split_head_dim) for width in widths)
     return qk, v
 
 
@@ -102,7 +106,7 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     """Returns whether accumulators and live scores fit the registers of their warps, in both kernels."""
     assert isinstance(config, SplitConfig)
     qk, v = map(columns, chunks_of(problem, config))
-    fits = functools.partial(fits_warps, problem, target, cap=config.max_registers)
+    fits = functools.partial(fits_warps, problem, target, cap=config.maxnreg)
     keys = fits(held=config.block_n, walked=config.block_m, summed=qk + v, warps=config.num_warps)
     return keys and fits(held=config.dq_block_m, walked=config.dq_block_n, summed=qk, warps=config.dq_warps)
 

@@ -29,7 +29,7 @@ def split_span(problem: Problem, config: SplitConfig, target: Target) -> float:
         config.block_m,
         config.block_n,
         target,
-        heads_inner=config.heads_inner,
+        heads_innermost=config.heads_innermost,
         products=PRODUCTS_OF_KEYS,
     )
     queries = queries_span(
@@ -37,8 +37,8 @@ def split_span(problem: Problem, config: SplitConfig, target: Target) -> float:
         config.dq_block_m,
         config.dq_block_n,
         target,
-        longest_first=config.long_first,
-        heads_inner=config.heads_inner,
+        longest_first=config.lpt,
+        heads_innermost=config.heads_innermost,
     )
     return delta_span(problem, target) + keys + queries
 
@@ -49,10 +49,10 @@ def split_traffic(problem: Problem, config: SplitConfig, target: Target | None) 
     both = (problem.head_dim + problem.value_head_dim) * size
     heads = problem.batch * problem.heads
     rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
-    kept = programs_by_key_block(problem, config.block_n, target, inner=config.heads_inner)
+    kept = programs_by_key_block(problem, config.block_n, target, inner=config.heads_innermost)
     row_bytes = both + 2 * FLOAT32
     walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, kept, target)
-    at_once = tiles_of_queries(problem, config.dq_block_m, target, inner=config.heads_inner)
+    at_once = tiles_of_queries(problem, config.dq_block_m, target, inner=config.heads_innermost)
     streamed = streamed_item(problem, config.dq_block_m, config.dq_block_n, at_once, target)
     return (
         BytesItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_split.space import Products, SplitConfig, chunks_of
+from flashtune.templates.backward_split.space import InputPrecision, SplitConfig, chunks_of
 from flashtune.templates.common.model.sram import columns
 from flashtune.templates.common.model.sram_backward import Walk, walk_columns, walk_items
 from flashtune.templates.family import BytesItem
@@ -41,7 +41,7 @@ def _of_keys(problem: Problem, config: SplitConfig) -> Walk:
         v_chunks=v_chunks,
         warps=config.num_warps,
         stages=config.num_stages,
-        ieee=config.products is Products.IEEE,
+        ieee=config.input_precision is InputPrecision.IEEE,
     )
 
 
@@ -55,5 +55,5 @@ def _of_queries(problem: Problem, config: SplitConfig) -> Walk:
         v_chunks=v_chunks,
         warps=config.dq_warps,
         stages=config.dq_stages,
-        ieee=config.products is Products.IEEE,
+        ieee=config.input_precision is InputPrecision.IEEE,
     )

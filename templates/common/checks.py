@@ -55,7 +55,7 @@ def checks_of(family: Family, problem: Problem, specialization: Specialization) 
         asks=asked_of(problem),
         backward=problem.is_backward,
         dlse=problem.is_backward and specialization.lse,
-        latent=problem.latent,
+        latent=problem.mla,
         alignment=alignment,
         # In direct calls, strides that fit have 32 bits, whatever the specialisation.
         offsets=family.interpreted or problem.is_backward,

@@ -22,7 +22,7 @@ def latent_arguments(
     """Returns descriptors of q, k, and of out if not split; lse, side tensors, partial results, numbers."""
     half, rest = problem.value_head_dim // 2, problem.head_dim - problem.value_head_dim
     queries, keys = (1, ROWS // config.queries, config.queries), (1, 1, 1, copied_keys(problem))
-    many = config.splits > 1
+    many = config.num_splits > 1
     counts = ("heads", "all_heads", "seqlen_q", "seqlen_kv")
     return (
         _descriptor("q_desc", problem, (*queries, half)),
@@ -43,7 +43,7 @@ def latent_arguments(
 
 def combine_step(problem: Problem, config: LatentConfig, specialization: Specialization) -> Step | None:
     """Returns the combine kernel's launch if keys are split."""
-    if config.splits == 1:
+    if config.num_splits == 1:
         return None
     plain = {
         argument.name: argument for argument in forward_arguments(problem.dtype, specialization, WORKSPACES)

@@ -45,8 +45,8 @@ class LatentContext(Context, frozen=True):
     rest: int
     queries: int
     num_stages: int
-    splits: int
-    late_values: bool
+    num_splits: int
+    overlap_pv: bool
     split_tile: int
     combined: int
     combine_warps: int
@@ -62,14 +62,14 @@ class DecodeLatentHopper:
 
     name = "decode_latent_hopper"
     config_type = LatentConfig
-    features = frozenset({Feature.LATENT, Feature.LENGTHS, Feature.PAGES})
+    features = frozenset({Feature.MLA, Feature.SEQLENS_K, Feature.PAGES})
     direction = Direction.FORWARD
     interpreted = False
 
     def supports(self, problem: Problem, target: Target) -> str | None:
         if not target.is_nvidia or target.capability != HOPPER:
             return f"decode_latent_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
-        if not problem.latent:
+        if not problem.mla:
             return "decode_latent_hopper takes values that are columns of the keys alone"
         if problem.dtype not in DTYPES:
             return f"decode_latent_hopper takes bf16 and fp16, not {problem.dtype}"
@@ -97,9 +97,9 @@ class DecodeLatentHopper:
     def default(self, problem: Problem, target: Target) -> Config:
         """Returns a config with enough splits to use all SMs."""
         space = latent_space(problem, target)
-        usual = LatentConfig(num_warps=GROUP_WARPS, num_stages=2, late_values=True)
+        usual = LatentConfig(num_warps=GROUP_WARPS, num_stages=2, overlap_pv=True)
         spread = splits_otherwise(usual, space)
-        return min(spread, key=lambda config: (latent_span(problem, config, target), config.splits))
+        return min(spread, key=lambda config: (latent_span(problem, config, target), config.num_splits))
 
     def arguments(
         self, problem: Problem, config: Config, specialization: Specialization
@@ -128,7 +128,7 @@ class DecodeLatentHopper:
 
     def programs(self, problem: Problem, config: Config) -> int:
         assert isinstance(config, LatentConfig)
-        return row_tiles(problem, config) * problem.batch * config.splits
+        return row_tiles(problem, config) * problem.batch * config.num_splits
 
     def overlap(self, config: Config) -> float | None:
         return OVERLAP
@@ -152,11 +152,11 @@ class DecodeLatentHopper:
         # Tiles of one sequence run concurrently, and a cache holds the data that all of them read.
         name = "k read once" if tiles == 1 or target else "k read for every tile of rows"
         items = [
-            BytesItem("q read by every part", config.splits * queries),
+            BytesItem("q read by every part", config.num_splits * queries),
             BytesItem(name, keys * (1 if target else tiles)),
         ]
-        if config.splits > 1:
-            partial = config.splits * rows * (problem.value_head_dim + 1) * FLOAT32
+        if config.num_splits > 1:
+            partial = config.num_splits * rows * (problem.value_head_dim + 1) * FLOAT32
             items.append(BytesItem("parts written and read", 2 * partial))
         written = rows * problem.value_head_dim * problem.out_dtype.itemsize
         return (*items, BytesItem("out written once", written))
@@ -172,13 +172,13 @@ class DecodeLatentHopper:
             rest=problem.head_dim - problem.value_head_dim,
             queries=config.queries,
             num_stages=config.num_stages,
-            splits=config.splits,
-            late_values=config.late_values,
+            num_splits=config.num_splits,
+            overlap_pv=config.overlap_pv,
             split_tile=split_tile(config),
             combined=combined_columns(problem, config),
             combine_warps=COMBINE_WARPS,
             registers=worker_registers(problem),
-            lengths=problem.lengths or problem.page_size > 0,
+            lengths=problem.seqlens_k or problem.page_size > 0,
             page_size=problem.page_size,
             copied_keys=copied_keys(problem),
             lse=specialization.lse,

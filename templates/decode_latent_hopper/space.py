@@ -40,14 +40,14 @@ class LatentConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     Attributes:
         queries: Queries of a tile of 64 rows. The other rows are heads.
-        splits: Parts of the keys of a sequence, one for each program.
-        late_values: The second group multiplies a block during the first one's softmax of the next, not
+        num_splits: Parts of the keys of a sequence, one for each program.
+        overlap_pv: The second group multiplies a block during the first one's softmax of the next, not
             before.
     """
 
     queries: Queries = 1
-    splits: Splits = 1
-    late_values: bool = False
+    num_splits: Splits = 1
+    overlap_pv: bool = False
 
     @property
     def block_m(self) -> int:
@@ -75,8 +75,8 @@ def latent_space(problem: Problem, target: Target) -> Space:
         Axis("num_warps", (GROUP_WARPS,)),
         Axis("num_stages", (2, 3, 4) if narrow else (2,)),
         Axis("queries", tuple(count for count in QUERIES if count < 2 * problem.seqlen_q) or (1,)),
-        Axis("splits", splits),
-        Axis("late_values", (False, True)),
+        Axis("num_splits", splits),
+        Axis("overlap_pv", (False, True)),
     )
     return Space(LatentConfig, axes, lambda config: _is_possible(problem, config, target))
 
@@ -98,7 +98,7 @@ def worker_registers(problem: Problem) -> tuple[int, int]:
 
 def split_tile(config: LatentConfig) -> int:
     """Returns the least power of two that holds all splits."""
-    return 1 << (config.splits - 1).bit_length()
+    return 1 << (config.num_splits - 1).bit_length()
 
 
 def combined_columns(problem: Problem, config: LatentConfig) -> int:
@@ -109,5 +109,5 @@ def combined_columns(problem: Problem, config: LatentConfig) -> int:
 def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
     """Returns whether there are not too many splits."""
     assert isinstance(config, LatentConfig)
-    programs = row_tiles(problem, config) * problem.batch * config.splits
-    return config.splits == 1 or programs <= PROGRAMS_PER_SM * target.sm_count
+    programs = row_tiles(problem, config) * problem.batch * config.num_splits
+    return config.num_splits == 1 or programs <= PROGRAMS_PER_SM * target.sm_count

@@ -26,10 +26,10 @@ FLOAT32 = 4
 def latent_span(problem: Problem, config: LatentConfig, target: Target) -> float:
     """Returns the time of a launch by its schedule, in ms."""
     keys = distinct_keys(problem.sight)
-    programs = row_tiles(problem, config) * problem.batch * config.splits
+    programs = row_tiles(problem, config) * problem.batch * config.num_splits
     if not programs or not keys:
         return LAUNCH / 1e3
-    blocks = math.ceil(math.ceil(keys / BLOCK_N) / config.splits)
+    blocks = math.ceil(math.ceil(keys / BLOCK_N) / config.num_splits)
     rounds = math.ceil(programs / target.sm_count)
     products = 2 * ROWS * BLOCK_N * (problem.head_dim + problem.value_head_dim)
     block = products / (target.peak.half * 1e6 / target.sm_count * RATE)
@@ -40,17 +40,17 @@ def latent_span(problem: Problem, config: LatentConfig, target: Target) -> float
 
 def _combining(problem: Problem, config: LatentConfig, bandwidth: float) -> float:
     """Returns the time to write, read and combine partial results, in µs."""
-    if config.splits == 1:
+    if config.num_splits == 1:
         return 0.0
     rows = problem.batch * problem.seqlen_q * problem.heads
-    return COMBINE + 2 * config.splits * rows * problem.value_head_dim * FLOAT32 / bandwidth
+    return COMBINE + 2 * config.num_splits * rows * problem.value_head_dim * FLOAT32 / bandwidth
 
 
 def splits_otherwise(config: LatentConfig, space: Space) -> Iterator[LatentConfig]:
     """Returns points of a space that differ in the splits, or in the queries that share a tile."""
     axes = {axis.name: axis.values for axis in space.axes}
     for queries in axes["queries"]:
-        for splits in axes["splits"]:
-            other = msgspec.structs.replace(config, queries=queries, splits=splits)
+        for splits in axes["num_splits"]:
+            other = msgspec.structs.replace(config, queries=queries, num_splits=splits)
             if space.contains(other):
                 yield other

@@ -17,14 +17,14 @@ def split_arguments(
     problem: Problem, config: DecodeConfig, specialization: Specialization
 ) -> tuple[Argument, ...]:
     """Returns the kernel's arguments; if keys are split, with workspaces and the number of splits."""
-    if config.splits == 1:
+    if config.num_splits == 1:
         return asked_arguments(problem, specialization, ())
     return (*asked_arguments(problem, specialization, WORKSPACES), Argument("splits", "i32"))
 
 
 def combine_step(problem: Problem, config: DecodeConfig, specialization: Specialization) -> Step | None:
     """Returns the combine kernel's launch if keys are split."""
-    if config.splits == 1:
+    if config.num_splits == 1:
         return None
     plain = {
         argument.name: argument for argument in forward_arguments(problem.dtype, specialization, WORKSPACES)

@@ -59,8 +59,8 @@ class DecodeContext(Context, frozen=True):
     block_n: int
     num_warps: int
     num_stages: int
-    splits: int
-    decomposed: bool
+    num_splits: int
+    split_head_dim: bool
     early_combine: bool
     combine_warps: int
     split_tile: int
@@ -88,7 +88,7 @@ class DecodeSplitKV:
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
-        if problem.seqlen_q > MAX_QUERIES and not problem.latent:
+        if problem.seqlen_q > MAX_QUERIES and not problem.mla:
             return f"decode_split_kv takes up to {MAX_QUERIES} queries of a sequence"
         if problem.dtype.is_quantized:
             return f"decode_split_kv takes no queries in {problem.dtype}"
@@ -98,9 +98,9 @@ class DecodeSplitKV:
             return "decode_split_kv takes keys in 8 bits on NVIDIA's GPUs alone"
         if problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE and not problem.page_size:
             return "decode_split_kv takes scales of pages for keys in pages alone"
-        if problem.bias is not Bias.NONE and problem.packed:
+        if problem.bias is not Bias.NONE and problem.total_q:
             return "decode_split_kv takes no bias over packed sequences"
-        if problem.latent:
+        if problem.mla:
             return self._latent_trouble(problem)
         if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
             return f"decode_split_kv takes head dims up to {MAX_HEAD_DIM}"
@@ -126,7 +126,7 @@ class DecodeSplitKV:
         space = decode_space(problem, target)
         usual = _usual_tiles(problem, target)
         spread = (usual, *splits_otherwise(usual, space))
-        return min(spread, key=lambda config: (decode_span(problem, config, target), config.splits))
+        return min(spread, key=lambda config: (decode_span(problem, config, target), config.num_splits))
 
     def arguments(
         self, problem: Problem, config: Config, specialization: Specialization
@@ -156,9 +156,9 @@ class DecodeSplitKV:
     def programs(self, problem: Problem, config: Config) -> int:
         assert isinstance(config, DecodeConfig)
         tiles = math.ceil(group_rows(problem) / config.block_m) * problem.batch
-        if problem.packed:
-            tiles = problem.packed * problem.group_size // config.block_m + problem.batch
-        return tiles * problem.kv_heads * config.splits
+        if problem.total_q:
+            tiles = problem.total_q * problem.group_size // config.block_m + problem.batch
+        return tiles * problem.kv_heads * config.num_splits
 
     def overlap(self, config: Config) -> float | None:
         return None
@@ -175,27 +175,27 @@ class DecodeSplitKV:
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
         assert isinstance(config, DecodeConfig)
-        rows = (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
+        rows = (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
         tiles = math.ceil(group_rows(problem) / config.block_m)
-        width = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
+        width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
         keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight) * width * problem.kv_itemsize
         queries = rows * problem.head_dim * problem.dtype.itemsize
         # Tiles of one KV head run concurrently, and a cache holds the data that all of them read.
         name = "k and v read once" if tiles == 1 or target else "k and v read for every tile of rows"
         items = [
-            BytesItem("q read by every part", config.splits * queries),
+            BytesItem("q read by every part", config.num_splits * queries),
             BytesItem(name, keys * (1 if target else tiles)),
         ]
-        if config.splits > 1:
-            partial = config.splits * rows * (problem.value_head_dim + 1) * FLOAT32
+        if config.num_splits > 1:
+            partial = config.num_splits * rows * (problem.value_head_dim + 1) * FLOAT32
             items.append(BytesItem("parts written and read", 2 * partial))
         written = rows * problem.value_head_dim * problem.out_dtype.itemsize
         return (*items, BytesItem("out written once", written))
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> DecodeContext:
         assert isinstance(config, DecodeConfig)
-        qk_chunks = query_chunks(problem, config.decomposed)
-        v_chunks = value_chunks(problem, config.decomposed)
+        qk_chunks = query_chunks(problem, config.split_head_dim)
+        v_chunks = value_chunks(problem, config.split_head_dim)
         combined = combined_columns(problem, config)
         widths = {chunk.width for chunk in (*qk_chunks, *v_chunks)}
         paired = loads_pairs(problem, config, specialization)
@@ -208,8 +208,8 @@ class DecodeSplitKV:
             block_n=config.block_n,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            splits=config.splits,
-            decomposed=config.decomposed,
+            num_splits=config.num_splits,
+            split_head_dim=config.split_head_dim,
             early_combine=combines_early(problem, config),
             combine_warps=COMBINE_WARPS,
             split_tile=split_tile(config),
@@ -217,7 +217,7 @@ class DecodeSplitKV:
             column_blocks=math.ceil(problem.value_head_dim / combined),
             asks=asked_of(problem),
             is_int8=problem.kv_dtype is KvDtype.INT8,
-            latent=problem.latent,
+            latent=problem.mla,
             qk_chunks=qk_chunks,
             v_chunks=v_chunks,
             column_widths=tuple(sorted({*widths, *(width // 2 for width in widths if paired)})),
@@ -235,7 +235,7 @@ def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
     if problem.dtype is Dtype.FP32:
         wide = power_of_two(max(problem.head_dim, problem.value_head_dim)) > 128
         return DecodeConfig(block_m=min(block_m, 32), block_n=16 if wide else 32, num_warps=4, num_stages=2)
-    if problem.latent:
+    if problem.mla:
         small = target.sram_per_block < 200 * 1024
         return DecodeConfig(
             block_m=16 if small else block_m, block_n=32 if small else 64, num_warps=8, num_stages=2

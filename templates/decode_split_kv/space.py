@@ -23,15 +23,15 @@ class DecodeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     Attributes:
         block_m: Rows of a tile: queries and the heads that share a KV head.
         block_n: Keys of a block.
-        splits: Parts of the keys of a sequence, one for each program.
-        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
+        num_splits: Parts of the keys of a sequence, one for each program.
+        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
         early_combine: Launch the combine kernel before the last splits end (sm_90 and later).
     """
 
     block_m: BlockSize
     block_n: BlockSize
-    splits: Splits = 1
-    decomposed: bool = False
+    num_splits: Splits = 1
+    split_head_dim: bool = False
     early_combine: bool = False
 
 
@@ -57,7 +57,7 @@ MIN_COLUMNS = 32
 
 def decode_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
-    odd_width = not problem.latent and not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    odd_width = not problem.mla and not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     fewest = math.ceil(group_rows(problem) / ROWS[-1]) * problem.batch * problem.kv_heads
     most = min(
         max(1, math.ceil(distinct_keys(problem.sight) / MIN_KEYS)),
@@ -72,12 +72,12 @@ def decode_space(problem: Problem, target: Target) -> Space:
         Axis("block_n", (16, 32, 64) if problem.dtype is Dtype.FP32 else (32, 64, 128, 256)),
         Axis("num_warps", (2, 4, 8)),
         Axis("num_stages", (1, 2, 3) if problem.dtype is Dtype.FP32 else (2, 3, 4, 5)),
-        Axis("splits", splits),
-        Axis("decomposed", (False, True) if odd_width else (False,)),
+        Axis("num_splits", splits),
+        Axis("split_head_dim", (False, True) if odd_width else (False,)),
         Axis(
             "early_combine",
             (False, True) if early else (False,),
-            only_if=lambda chosen: chosen["splits"] != 1,
+            only_if=lambda chosen: chosen["num_splits"] != 1,
         ),
     )
     return Space(DecodeConfig, axes, lambda config: _is_possible(problem, config, target))
@@ -88,10 +88,10 @@ def group_rows(problem: Problem) -> int:
     return max(1, problem.seqlen_q * problem.group_size)
 
 
-def query_chunks(problem: Problem, decomposed: bool) -> tuple[Chunk, ...]:
+def query_chunks(problem: Problem, split_head_dim: bool) -> tuple[Chunk, ...]:
     """Returns the head dim as tiles. For latent keys, the values' columns are the first tile."""
-    if not problem.latent:
-        return head_chunks(problem.head_dim, decomposed)
+    if not problem.mla:
+        return head_chunks(problem.head_dim, split_head_dim)
     values = Chunk(0, 0, problem.value_head_dim, False)
     rest = head_chunks(problem.head_dim - problem.value_head_dim, True)
     return (
@@ -100,9 +100,9 @@ def query_chunks(problem: Problem, decomposed: bool) -> tuple[Chunk, ...]:
     )
 
 
-def value_chunks(problem: Problem, decomposed: bool) -> tuple[Chunk, ...]:
+def value_chunks(problem: Problem, split_head_dim: bool) -> tuple[Chunk, ...]:
     """Returns the value head dim as tiles."""
-    return head_chunks(problem.value_head_dim, decomposed and not problem.latent)
+    return head_chunks(problem.value_head_dim, split_head_dim and not problem.mla)
 
 
 def loads_pairs(problem: Problem, config: DecodeConfig, specialization: Specialization) -> bool:
@@ -116,17 +116,17 @@ def loads_pairs(problem: Problem, config: DecodeConfig, specialization: Speciali
         return False
     if problem.head_dim % 2 or problem.value_head_dim % 2:
         return False
-    below = config.block_m >= WARPGROUP_ROWS and not problem.latent
-    keys = min(chunk.width for chunk in query_chunks(problem, config.decomposed))
-    values = min(chunk.width for chunk in value_chunks(problem, config.decomposed))
+    below = config.block_m >= WARPGROUP_ROWS and not problem.mla
+    keys = min(chunk.width for chunk in query_chunks(problem, config.split_head_dim))
+    values = min(chunk.width for chunk in value_chunks(problem, config.split_head_dim))
     return not below and min(keys, values) >= MIN_PAIRED and values >= 2 * WARP_COLUMNS * config.num_warps
 
 
 def block_bytes(problem: Problem, config: DecodeConfig) -> int:
     """Returns the stored bytes of a block of keys and values, with padding."""
-    width = columns(query_chunks(problem, config.decomposed))
-    if not problem.latent:
-        width += columns(value_chunks(problem, config.decomposed))
+    width = columns(query_chunks(problem, config.split_head_dim))
+    if not problem.mla:
+        width += columns(value_chunks(problem, config.split_head_dim))
     return config.block_n * width * problem.kv_itemsize
 
 
@@ -138,7 +138,7 @@ def combined_columns(problem: Problem, config: DecodeConfig) -> int:
 
 def split_tile(config: DecodeConfig) -> int:
     """Returns the least power of two that holds all splits."""
-    return 1 << (config.splits - 1).bit_length()
+    return 1 << (config.num_splits - 1).bit_length()
 
 
 def combines_early(problem: Problem, config: DecodeConfig) -> bool:
@@ -158,13 +158,13 @@ def combine_options(problem: Problem, config: DecodeConfig) -> LaunchOptions:
 def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
     """Returns whether tiles fit the registers of their warps, and blocks in flight the SRAM."""
     assert isinstance(config, DecodeConfig)
-    if config.splits > 1 and config.splits > math.ceil(distinct_keys(problem.sight) / config.block_n):
+    if config.num_splits > 1 and config.num_splits > math.ceil(distinct_keys(problem.sight) / config.block_n):
         return False
     programs = math.ceil(group_rows(problem) / config.block_m) * problem.batch * problem.kv_heads
-    if config.splits > 1 and programs * config.splits > PROGRAMS_PER_SM * target.sm_count:
+    if config.num_splits > 1 and programs * config.num_splits > PROGRAMS_PER_SM * target.sm_count:
         return False
     threads = config.num_warps * target.warp_size
-    output = config.block_m * columns(value_chunks(problem, config.decomposed)) // threads
+    output = config.block_m * columns(value_chunks(problem, config.split_head_dim)) // threads
     scores = config.block_m * config.block_n // threads
     if output + 2 * scores + SPARE_REGISTERS > MAX_REGISTERS:
         return False

@@ -41,14 +41,14 @@ def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float
     """Returns the time of a launch by its schedule, in ms."""
     keys = distinct_keys(problem.sight)
     tiles = math.ceil(group_rows(problem) / config.block_m)
-    programs = tiles * problem.batch * problem.kv_heads * config.splits
+    programs = tiles * problem.batch * problem.kv_heads * config.num_splits
     if not programs or not keys:
         return LAUNCH / 1e3
-    blocks = math.ceil(math.ceil(keys / config.block_n) / config.splits)
+    blocks = math.ceil(math.ceil(keys / config.block_n) / config.num_splits)
     rounds = math.ceil(programs / target.sm_count)
-    width = columns(query_chunks(problem, config.decomposed))
-    values = columns(value_chunks(problem, config.decomposed))
-    size = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
+    width = columns(query_chunks(problem, config.split_head_dim))
+    values = columns(value_chunks(problem, config.split_head_dim))
+    size = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
     bandwidth = target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE
     # Bytes of a program. Those of other tiles come from the cache.
     part = blocks * config.block_n * size * problem.kv_itemsize / tiles
@@ -66,19 +66,19 @@ def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float
 
 def _combining(problem: Problem, config: DecodeConfig, bandwidth: float) -> float:
     """Returns the time to write, read and combine partial results, in µs."""
-    if config.splits == 1:
+    if config.num_splits == 1:
         return 0.0
-    rows = (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
-    return COMBINE + 2 * config.splits * rows * problem.value_head_dim * FLOAT32 / bandwidth
+    rows = (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
+    return COMBINE + 2 * config.num_splits * rows * problem.value_head_dim * FLOAT32 / bandwidth
 
 
 def splits_otherwise(config: DecodeConfig, space: Space) -> Iterator[DecodeConfig]:
     """Returns points of a space with the same tiles and other splits."""
     axes = {axis.name: axis.values for axis in space.axes}
-    for splits in axes["splits"]:
+    for splits in axes["num_splits"]:
         assert isinstance(splits, int)
         # A single split has nothing to combine.
         early = len(axes["early_combine"]) > 1 and splits != 1
-        other = msgspec.structs.replace(config, splits=splits, early_combine=early)
+        other = msgspec.structs.replace(config, num_splits=splits, early_combine=early)
         if space.contains(other):
             yield other

@@ -38,7 +38,7 @@ def decode_items(
     # Tensor Cores of warp groups read SRAM; others, and conversions, read registers.
     flight = config.num_stages if grouped else config.num_stages - 1
     items = [BytesItem(f"k, {flight} in flight", flight * stream.k)]
-    if not problem.latent:
+    if not problem.mla:
         items.append(BytesItem(f"v, {flight} in flight", flight * stream.v))
     if grouped:
         items.append(BytesItem("q", sum(tile for tile in tiles.q if tiles.worth_a_copy(tile))))
@@ -51,8 +51,8 @@ def _tiles(problem: Problem, config: DecodeConfig, target: Target) -> Tiles | No
     return engine and Tiles(
         block_m=config.block_m,
         block_n=config.block_n,
-        qk_chunks=query_chunks(problem, config.decomposed),
-        v_chunks=value_chunks(problem, config.decomposed),
+        qk_chunks=query_chunks(problem, config.split_head_dim),
+        v_chunks=value_chunks(problem, config.split_head_dim),
         itemsize=problem.dtype.itemsize,
         warps=config.num_warps,
         warp_size=target.warp_size,

@@ -19,14 +19,17 @@ def hopper_arguments(
 ) -> tuple[Argument, ...]:
     """Returns descriptors of q, k, v and out, tile by tile; lse, scales of inputs, scale, counts."""
     dtype = problem.dtype
-    qk_chunks = head_chunks(problem.head_dim, config.decomposed)
-    v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+    qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
+    v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
     # In a varlen batch, two more dimensions mark a sequence's end.
-    outer = (1, 1, 1) if problem.packed else (1, 1)
-    queries, keys = (1, 1, config.pack, config.rows // config.pack), (*outer, config.block_n)
-    counts = PACKED_COUNTS if problem.packed else (*COUNTS, "section")
+    outer = (1, 1, 1) if problem.total_q else (1, 1)
+    queries, keys = (
+        (1, 1, config.pack_gqa, config.rows_per_group // config.pack_gqa),
+        (*outer, config.block_n),
+    )
+    counts = PACKED_COUNTS if problem.total_q else (*COUNTS, "section")
     # If outputs are stored in halves, so is the descriptor's tile.
-    parts = 2 if config.halved else 1
+    parts = 2 if config.split_epilogue else 1
     return (
         *(_descriptor("q", chunk, qk_chunks, dtype, (*queries, chunk.width)) for chunk in qk_chunks),
         *(_descriptor("k", chunk, qk_chunks, dtype, (*keys, chunk.width)) for chunk in qk_chunks),

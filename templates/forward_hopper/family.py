@@ -49,22 +49,22 @@ class HopperContext(Context, frozen=True):
     causal: Causal
     head_dim: int
     value_head_dim: int
-    groups: int
-    rows: int
+    num_consumer_groups: int
+    rows_per_group: int
     block_n: int
     num_stages: int
     q_stages: int
-    halved: bool
+    split_epilogue: bool
     ping_pong: bool
-    late_wait: bool
-    lazy_rescale: bool
+    defer_pv_wait: bool
+    conditional_rescale: bool
     p_stages: int
-    decomposed: bool
-    pack: int
-    section: int
-    long_first: bool
-    alternate: bool
-    even: bool
+    split_head_dim: bool
+    pack_gqa: int
+    head_swizzle: int
+    lpt: bool
+    serpentine: bool
+    balanced_grid: bool
     consumer_registers: int
     producer_registers: int
     qk_chunks: tuple[Chunk, ...]
@@ -84,7 +84,7 @@ class ForwardHopper:
 
     name = "forward_hopper"
     config_type = HopperConfig
-    features = frozenset({Feature.WINDOW, Feature.PACKED, Feature.DROPOUT})
+    features = frozenset({Feature.WINDOW, Feature.VARLEN, Feature.DROPOUT})
     direction = Direction.FORWARD
     interpreted = False
 
@@ -93,9 +93,9 @@ class ForwardHopper:
             return f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
         if problem.dtype not in DTYPES:
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
-        if problem.packed and problem.dtype.is_quantized:
+        if problem.total_q and problem.dtype.is_quantized:
             return "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
-        if problem.dropout and (problem.packed or problem.dtype.is_quantized):
+        if problem.dropout and (problem.total_q or problem.dtype.is_quantized):
             return "forward_hopper drops weights in bf16 and fp16, of sequences that are not packed"
         dims = problem.head_dim, problem.value_head_dim
         if max(dims) > MAX_HEAD_DIM:
@@ -149,9 +149,9 @@ class ForwardHopper:
 
     def programs(self, problem: Problem, config: Config) -> int:
         assert isinstance(config, HopperConfig)
-        if problem.packed:
+        if problem.total_q:
             # The number of the sequences' tiles is unknown on the host, so use its maximum.
-            return problem.heads * (problem.packed // config.block_m + problem.batch)
+            return problem.heads * (problem.total_q // config.block_m + problem.batch)
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
 
     def overlap(self, config: Config) -> float | None:
@@ -175,32 +175,32 @@ class ForwardHopper:
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> HopperContext:
         assert isinstance(config, HopperConfig)
-        if problem.packed and config.pack > 1:
-            raise KernelError("heads share no tiles in varlen batches: set pack to 1")
-        qk_chunks = head_chunks(problem.head_dim, config.decomposed)
-        v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+        if problem.total_q and config.pack_gqa > 1:
+            raise KernelError("heads share no tiles in varlen batches: set pack_gqa to 1")
+        qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
+        v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
         return HopperContext(
             dtype=problem.dtype,
             causal=problem.causal,
             head_dim=problem.head_dim,
             value_head_dim=problem.value_head_dim,
-            groups=config.groups,
-            rows=config.rows,
+            num_consumer_groups=config.num_consumer_groups,
+            rows_per_group=config.rows_per_group,
             block_n=config.block_n,
             num_stages=config.num_stages,
             q_stages=config.q_stages,
-            halved=config.halved,
-            ping_pong=config.ping_pong and config.groups > 1,
-            late_wait=config.late_wait,
-            lazy_rescale=config.lazy_rescale,
+            split_epilogue=config.split_epilogue,
+            ping_pong=config.ping_pong and config.num_consumer_groups > 1,
+            defer_pv_wait=config.defer_pv_wait,
+            conditional_rescale=config.conditional_rescale,
             p_stages=config.p_stages,
-            decomposed=config.decomposed,
-            pack=config.pack,
-            section=config.section,
-            long_first=config.order is not Order.LINEAR,
-            alternate=config.order is Order.ALTERNATE,
-            even=config.even,
-            consumer_registers=CONSUMER_REGISTERS[config.groups],
+            split_head_dim=config.split_head_dim,
+            pack_gqa=config.pack_gqa,
+            head_swizzle=config.head_swizzle,
+            lpt=config.order is not Order.LINEAR,
+            serpentine=config.order is Order.SERPENTINE,
+            balanced_grid=config.balanced_grid,
+            consumer_registers=CONSUMER_REGISTERS[config.num_consumer_groups],
             producer_registers=PRODUCER_REGISTERS,
             qk_chunks=qk_chunks,
             v_chunks=v_chunks,
@@ -210,7 +210,7 @@ class ForwardHopper:
             lse=specialization.lse,
             window_left=_bound(problem.sight.left),
             window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),
-            packed=problem.packed > 0,
+            packed=problem.total_q > 0,
             dropout=problem.dropout,
         )
 

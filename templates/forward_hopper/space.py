@@ -45,56 +45,56 @@ FEW_QUERIES = 128
 class Order(enum.StrEnum):
     """The order of tiles of queries.
 
-    LONG_FIRST starts with the tiles that see the most keys. ALTERNATE also reverses every second round of
-    programs, so that a program with a long tile gets a short one.
+    LPT starts with the tiles that see the most keys (longest processing time first). SERPENTINE also reverses
+    every second round of programs, so that a program with a long tile gets a short one.
     """
 
     LINEAR = "linear"
-    LONG_FIRST = "long_first"
-    ALTERNATE = "alternate"
+    LPT = "lpt"
+    SERPENTINE = "serpentine"
 
 
 class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One point of the space. `num_stages` tiles of K and as many of V are in flight.
 
     Attributes:
-        groups: Consumer groups of four warps.
-        rows: Queries of one group's tile.
+        num_consumer_groups: Consumer groups of four warps.
+        rows_per_group: Queries of one group's tile.
         block_n: Keys of a block.
         q_stages: Tiles of queries in flight for each group.
-        halved: Outputs are stored through shared memory in two halves, with the space of one.
+        split_epilogue: Outputs are stored through shared memory in two halves, with the space of one.
         ping_pong: Groups alternate in issuing products.
-        late_wait: The wait for PV is after the exponentials, not before.
-        lazy_rescale: Rescale the accumulator only if a maximum grew by much.
+        defer_pv_wait: The wait for PV is after the exponentials, not before.
+        conditional_rescale: Rescale the accumulator only if a maximum grew by much.
         p_stages: Tiles of 8-bit probabilities of each group in shared memory. Of 2, one is written during the
             product of the other. 0 leaves probabilities in registers.
-        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
-        pack: Query heads of one KV head that share a tile. If they do not divide the group, a tile has unused
-            rows.
-        section: Heads (packs of heads) that are processed together; 0 for all.
+        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
+        pack_gqa: Query heads of one KV head that share a tile. If they do not divide the group, a tile has
+            unused rows.
+        head_swizzle: Heads (packs of heads) that are processed together; 0 for all.
         order: Order of tiles.
-        even: The fewest programs with the same number of rounds, not one for each SM.
+        balanced_grid: The fewest programs with the same number of rounds, not one for each SM.
     """
 
-    groups: Count
-    rows: BlockSize
+    num_consumer_groups: Count
+    rows_per_group: BlockSize
     block_n: BlockSize
     q_stages: Count = 1
-    halved: bool = False
+    split_epilogue: bool = False
     ping_pong: bool = False
-    late_wait: bool = False
-    lazy_rescale: bool = True
+    defer_pv_wait: bool = False
+    conditional_rescale: bool = True
     p_stages: WeightTiles = 0
-    decomposed: bool = False
-    pack: Count = 1
-    section: Section = 0
+    split_head_dim: bool = False
+    pack_gqa: Count = 1
+    head_swizzle: Section = 0
     order: Order = Order.LINEAR
-    even: bool = False
+    balanced_grid: bool = False
 
     @property
     def block_m(self) -> int:
         """Queries of a tile, of all groups together."""
-        return self.groups * self.rows
+        return self.num_consumer_groups * self.rows_per_group
 
 
 def hopper_space(problem: Problem) -> Space:
@@ -103,32 +103,32 @@ def hopper_space(problem: Problem) -> Space:
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
-        Axis("groups", (1, 2, 3)),
-        Axis("rows", (64, 128)),
+        Axis("num_consumer_groups", (1, 2, 3)),
+        Axis("rows_per_group", (64, 128)),
         Axis("block_n", (64, 128)),
         Axis("num_stages", (2, 3, 4)),
         Axis("q_stages", (1, 2)),
-        Axis("halved", (False, True)),
+        Axis("split_epilogue", (False, True)),
         Axis("ping_pong", (False, True), only_if=_has_turns),
-        Axis("late_wait", (False, True)),
-        Axis("lazy_rescale", (True, False), False),
+        Axis("defer_pv_wait", (False, True)),
+        Axis("conditional_rescale", (True, False), False),
         Axis("p_stages", (0, 1, 2) if problem.dtype.is_quantized else (0,), only_if=_is_crowded),
-        Axis("decomposed", (True, False) if odd_width else (False,), False),
-        Axis("pack", _packs(problem)),
-        Axis("section", _sections(problem), False),
+        Axis("split_head_dim", (True, False) if odd_width else (False,), False),
+        Axis("pack_gqa", _packs(problem)),
+        Axis("head_swizzle", _sections(problem), False),
         Axis("order", tuple(Order) if differ else (Order.LINEAR,), False),
-        Axis("even", (False, True)),
+        Axis("balanced_grid", (False, True)),
     )
     return Space(HopperConfig, axes, lambda config: _is_possible(problem, config))
 
 
 def _has_turns(chosen: dict[str, AxisValue]) -> bool:
-    return chosen["groups"] != 1
+    return chosen["num_consumer_groups"] != 1
 
 
 def _is_crowded(chosen: dict[str, AxisValue]) -> bool:
     """Returns whether registers are scarce: two groups are slower with probabilities in shared memory."""
-    return chosen["groups"] == 3
+    return chosen["num_consumer_groups"] == 3
 
 
 def tiles_differ(problem: Problem) -> bool:
@@ -138,7 +138,7 @@ def tiles_differ(problem: Problem) -> bool:
 
 
 def _sections(problem: Problem) -> tuple[int, ...]:
-    if problem.packed:
+    if problem.total_q:
         return (0, 4)
     return (0, 4, 8) if tiles_differ(problem) else (1, 4)
 
@@ -148,7 +148,7 @@ def _packs(problem: Problem) -> tuple[int, ...]:
 
     Quantised heads have their own scales, and descriptors of varlen batches have no dimension left.
     """
-    if problem.packed or problem.seqlen_q >= FEW_QUERIES or problem.dtype.is_quantized:
+    if problem.total_q or problem.seqlen_q >= FEW_QUERIES or problem.dtype.is_quantized:
         return (1,)
     return tuple(pack for pack in PACKS if pack < 2 * problem.group_size)
 
@@ -158,31 +158,31 @@ def _is_possible(problem: Problem, config: Config) -> bool:
     assert isinstance(config, HopperConfig)
     return (
         config.block_m <= MAX_ROWS
-        and _products_fit(problem, config.decomposed)
-        and (not config.halved or _can_be_halved(problem, config.decomposed))
+        and _products_fit(problem, config.split_head_dim)
+        and (not config.split_epilogue or _can_be_halved(problem, config.split_head_dim))
         and _registers_fit(problem, config)
     )
 
 
-def _products_fit(problem: Problem, decomposed: bool) -> bool:
-    narrowest = min(chunk.width for chunk in head_chunks(problem.head_dim, decomposed))
+def _products_fit(problem: Problem, split_head_dim: bool) -> bool:
+    narrowest = min(chunk.width for chunk in head_chunks(problem.head_dim, split_head_dim))
     return not problem.dtype.is_quantized or narrowest >= QUANTIZED_DEPTH
 
 
-def _can_be_halved(problem: Problem, decomposed: bool) -> bool:
+def _can_be_halved(problem: Problem, split_head_dim: bool) -> bool:
     """Returns whether outputs are one tile, and wide enough."""
-    chunks = head_chunks(problem.value_head_dim, decomposed)
+    chunks = head_chunks(problem.value_head_dim, split_head_dim)
     return len(chunks) == 1 and chunks[0].width >= MIN_HALVED
 
 
 def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
     """Returns whether scores, probabilities and accumulators of a group fit its threads' registers."""
-    scores = config.rows * config.block_n // GROUP_THREADS
+    scores = config.rows_per_group * config.block_n // GROUP_THREADS
     weights = 0 if config.p_stages else scores * problem.dtype.itemsize // 4
-    width = columns(head_chunks(problem.value_head_dim, config.decomposed))
-    accumulators = config.rows * width // GROUP_THREADS
+    width = columns(head_chunks(problem.value_head_dim, config.split_head_dim))
+    accumulators = config.rows_per_group * width // GROUP_THREADS
     spare = SPARE_REGISTERS + (DROPPING_REGISTERS if problem.dropout else 0)
-    return scores + weights + accumulators + spare <= CONSUMER_REGISTERS[config.groups]
+    return scores + weights + accumulators + spare <= CONSUMER_REGISTERS[config.num_consumer_groups]
 
 
 def usual_config(problem: Problem) -> HopperConfig:
@@ -190,8 +190,8 @@ def usual_config(problem: Problem) -> HopperConfig:
     width = columns(head_chunks(max(problem.head_dim, problem.value_head_dim), True))
     differ = tiles_differ(problem)
     # In one order of all heads, tiles of varlen batches that end in the same round differ least.
-    in_one = bool(problem.packed) or (differ and problem.seqlen_kv > LONG)
-    order = Order.LONG_FIRST if problem.packed else Order.ALTERNATE
+    in_one = bool(problem.total_q) or (differ and problem.seqlen_kv > LONG)
+    order = Order.LPT if problem.total_q else Order.SERPENTINE
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
     wide = width > 128
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
@@ -202,24 +202,26 @@ def usual_config(problem: Problem) -> HopperConfig:
     return HopperConfig(
         num_warps=GROUP_WARPS,
         num_stages=2,
-        groups=groups,
-        rows=GROUP_ROWS,
+        num_consumer_groups=groups,
+        rows_per_group=GROUP_ROWS,
         block_n=64 if wide else 128,
         q_stages=1 if wide else 2,
-        halved=wide and _can_be_halved(problem, True),
+        split_epilogue=wide and _can_be_halved(problem, True),
         ping_pong=not wide,
-        late_wait=not narrow and not (shared and not differ),
+        defer_pv_wait=not narrow and not (shared and not differ),
         p_stages=(1 if differ else 2) if shared else 0,
-        decomposed=odd_width and _products_fit(problem, True),
-        pack=max(
+        split_head_dim=odd_width and _products_fit(problem, True),
+        pack_gqa=max(
             pack for pack in _packs(problem) if pack == 1 or pack * problem.seqlen_q <= groups * GROUP_ROWS
         ),
-        section=0 if in_one else 4,
+        head_swizzle=0 if in_one else 4,
         order=order if differ else Order.LINEAR,
-        even=not in_one,
+        balanced_grid=not in_one,
     )
 
 
 def padded(problem: Problem, config: HopperConfig) -> HopperConfig:
     """Returns a config with one tile for a head, stored in halves if possible: it needs less SRAM."""
-    return msgspec.structs.replace(config, decomposed=False, halved=_can_be_halved(problem, False))
+    return msgspec.structs.replace(
+        config, split_head_dim=False, split_epilogue=_can_be_halved(problem, False)
+    )

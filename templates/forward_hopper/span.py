@@ -43,18 +43,18 @@ OUT_OF_STEP = 0.05
 def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float:
     """Returns the time of a launch by its schedule, in ms."""
     problem = unpacked(problem)
-    tiling = Tiling(problem, config.block_m // config.pack, config.block_n, config.pack)
-    pace = PACES[min(config.groups, MAX_GROUPS)]
+    tiling = Tiling(problem, config.block_m // config.pack_gqa, config.block_n, config.pack_gqa)
+    pace = PACES[min(config.num_consumer_groups, MAX_GROUPS)]
     if not tiling.total or not problem.seqlen_kv:
         return pace.launch / 1e3
     cost = TileCost(
         block_us(problem, config.block_m * config.block_n, pace, target),
         tile_us(problem, config.block_m, pace, target) + _between(config),
     )
-    workers = staying(tiling.total, config.even, target.sm_count)
-    busy = busiest(tiling, workers, config.section, config.order.value, cost)
+    workers = staying(tiling.total, config.balanced_grid, target.sm_count)
+    busy = busiest(tiling, workers, config.head_swizzle, config.order.value, cost)
     streamed = extremes(tiling).mean * tiling.total * config.block_n
-    section = min(config.section or tiling.heads, tiling.heads)
+    section = min(config.head_swizzle or tiling.heads, tiling.heads)
     moving = traffic_us(
         problem, streamed, section / tiling.packs, workers, target, neighbours=min(section, tiling.packs)
     )
@@ -64,8 +64,8 @@ def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float
 
 def running_programs(problem: Problem, config: HopperConfig, target: Target | None) -> AtOnce:
     """Counts the persistent programs, and the KV heads whose tiles they share."""
-    tiling = Tiling(problem, config.block_m // config.pack, config.block_n, config.pack)
-    section = min(config.section or tiling.heads, tiling.heads)
+    tiling = Tiling(problem, config.block_m // config.pack_gqa, config.block_n, config.pack_gqa)
+    section = min(config.head_swizzle or tiling.heads, tiling.heads)
     programs = min(tiling.total, target.sm_count if target else 1)
     # Tiles are not rounded up here, so the working set is continuous in the number of queries.
     heads = min(tiling.heads, max(section, programs / max(1.0, problem.seqlen_q / tiling.rows) + 1))
@@ -74,7 +74,7 @@ def running_programs(problem: Problem, config: HopperConfig, target: Target | No
 
 def _between(config: HopperConfig) -> float:
     """Returns the time between tiles, by parameters of the config, in µs."""
-    alternating = ALTERNATING if config.order is Order.ALTERNATE else 0.0
+    alternating = ALTERNATING if config.order is Order.SERPENTINE else 0.0
     return alternating + (WAITING if config.q_stages == 1 else 0.0)
 
 
@@ -92,20 +92,20 @@ def schedule_variants(config: HopperConfig, space: Space) -> Iterator[HopperConf
     blocks of keys, with as many heads of a group in a tile as possible.
     """
     axes = {axis.name: axis.values for axis in space.axes}
-    sections = tuple(section for section in axes["section"] if section in SECTIONS)
-    choices = (dict.fromkeys((config.groups, 1)), sections, axes["order"], axes["even"])
+    sections = tuple(section for section in axes["head_swizzle"] if section in SECTIONS)
+    choices = (dict.fromkeys((config.num_consumer_groups, 1)), sections, axes["order"], axes["balanced_grid"])
     for groups, section, order, even in itertools.product(*choices):
         other = msgspec.structs.replace(
             config,
-            groups=groups,
+            num_consumer_groups=groups,
             ping_pong=config.ping_pong and groups > 1,
-            section=section,
+            head_swizzle=section,
             order=order,
-            even=even,
+            balanced_grid=even,
         )
         if other != config and space.contains(other):
             yield other
-    for pack, block_n in itertools.product(axes["pack"], BLOCKS):
-        other = msgspec.structs.replace(config, pack=pack, block_n=block_n)
+    for pack, block_n in itertools.product(axes["pack_gqa"], BLOCKS):
+        other = msgspec.structs.replace(config, pack_gqa=pack, block_n=block_n)
         if other != config and space.contains(other):
             yield other

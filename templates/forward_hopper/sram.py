@@ -15,14 +15,14 @@ SIDES = 2
 def hopper_items(problem: Problem, config: HopperConfig) -> tuple[BytesItem, ...]:
     """Returns all allocations of a program, in bytes."""
     size = problem.dtype.itemsize
-    queries = columns(head_chunks(problem.head_dim, config.decomposed)) * size
-    values = columns(head_chunks(problem.value_head_dim, config.decomposed))
-    q_slots = config.q_stages * config.groups
-    staged = values // 2 if config.halved else values
+    queries = columns(head_chunks(problem.head_dim, config.split_head_dim)) * size
+    values = columns(head_chunks(problem.value_head_dim, config.split_head_dim))
+    q_slots = config.q_stages * config.num_consumer_groups
+    staged = values // 2 if config.split_epilogue else values
     block = config.num_stages * config.block_n
     barriers = SIDES * (q_slots + 2 * config.num_stages) * BARRIER_BYTES
     items = (
-        BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows * queries),
+        BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries),
         BytesItem(f"k, {config.num_stages} in flight", block * queries),
         BytesItem(f"v, {config.num_stages} in flight", block * values * size),
         BytesItem(

@@ -26,14 +26,14 @@ class KVOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     Attributes:
         block_m: Queries of a tile.
         block_n: Keys of a tile.
-        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
-        max_registers: Limit of registers per thread, 0 for none.
+        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
+        maxnreg: Limit of registers per thread, 0 for none.
     """
 
     block_m: BlockSize
     block_n: BlockSize
-    decomposed: bool = False
-    max_registers: RegisterCap = 0
+    split_head_dim: bool = False
+    maxnreg: RegisterCap = 0
 
 
 class KVOuterContext(Context, frozen=True):
@@ -47,8 +47,8 @@ class KVOuterContext(Context, frozen=True):
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int
-    decomposed: bool
+    maxnreg: int
+    split_head_dim: bool
     qk_chunks: tuple[Chunk, ...]
     v_chunks: tuple[Chunk, ...]
     widths: tuple[int, ...]
@@ -84,8 +84,8 @@ class ForwardKVOuter:
             Axis("num_warps", (2, 4, 8, 16)),
             # Triton does not pipeline loops that contain a barrier: more stages change nothing.
             Axis("num_stages", (1,)),
-            Axis("decomposed", (False, True) if odd_width else (False,)),
-            Axis("max_registers", (0,)),
+            Axis("split_head_dim", (False, True) if odd_width else (False,)),
+            Axis("maxnreg", (0,)),
         )
         return Space(KVOuterConfig, axes)
 
@@ -104,7 +104,7 @@ class ForwardKVOuter:
 
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, KVOuterConfig)
-        return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+        return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
 
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         return None
@@ -130,8 +130,8 @@ class ForwardKVOuter:
         return engine and Tiles(
             block_m=config.block_m,
             block_n=config.block_n,
-            qk_chunks=head_chunks(problem.head_dim, config.decomposed),
-            v_chunks=head_chunks(problem.value_head_dim, config.decomposed),
+            qk_chunks=head_chunks(problem.head_dim, config.split_head_dim),
+            v_chunks=head_chunks(problem.value_head_dim, config.split_head_dim),
             itemsize=problem.dtype.itemsize,
             warps=config.num_warps,
             warp_size=target.warp_size,
@@ -180,8 +180,8 @@ class ForwardKVOuter:
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> KVOuterContext:
         assert isinstance(config, KVOuterConfig)
-        qk_chunks = head_chunks(problem.head_dim, config.decomposed)
-        v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+        qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
+        v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
         return KVOuterContext(
             dtype=problem.dtype,
             causal=problem.causal,
@@ -191,8 +191,8 @@ class ForwardKVOuter:
             block_n=config.block_n,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            max_registers=config.max_registers,
-            decomposed=config.decomposed,
+            maxnreg=config.maxnreg,
+            split_head_dim=config.split_head_dim,
             qk_chunks=qk_chunks,
             v_chunks=v_chunks,
             widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),

@@ -30,8 +30,8 @@ from flashtune.templates.common.model.traffic import streamed_items, tiles_of_qu
 from flashtune.templates.family import BytesItem, Context
 from flashtune.templates.forward_masked.space import (
     HOPPER,
+    InputPrecision,
     MaskedConfig,
-    Products,
     masked_space,
     value_chunks,
 )
@@ -53,12 +53,12 @@ class MaskedContext(Context, frozen=True):
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int
-    two_phases: bool
-    decomposed: bool
-    long_first: bool
-    heads_inner: bool
-    products: Products
+    maxnreg: int
+    split_masked_loop: bool
+    split_head_dim: bool
+    lpt: bool
+    heads_innermost: bool
+    input_precision: InputPrecision
     qk_chunks: tuple[Chunk, ...]
     v_chunks: tuple[Chunk, ...]
     widths: tuple[int, ...]
@@ -72,7 +72,7 @@ class ForwardMasked:
 
     name = "forward_masked"
     config_type = MaskedConfig
-    features = frozenset(Feature) - {Feature.LATENT, Feature.DETERMINISTIC}
+    features = frozenset(Feature) - {Feature.MLA, Feature.DETERMINISTIC}
     direction = Direction.FORWARD
     interpreted = True
 
@@ -83,7 +83,7 @@ class ForwardMasked:
             return f"forward_masked takes head dims up to {MAX_HEAD_DIM}"
         if problem.dtype.is_quantized:
             return f"forward_masked takes no queries of {problem.dtype}"
-        if {Feature.PACKED, Feature.BIAS} <= problem.features:
+        if {Feature.VARLEN, Feature.BIAS} <= problem.features:
             return "forward_masked takes no bias over packed sequences"
         return self._why_not_stored(problem, target)
 
@@ -106,10 +106,10 @@ class ForwardMasked:
     def default(self, problem: Problem, target: Target) -> Config:
         """Returns a tile that fits every target of the table, for untuned shapes."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
-        near = problem.window_left is not None or problem.chunk > 0
-        long_first = problem.causal is not Causal.NONE and not near
+        near = problem.window_left is not None or problem.attention_chunk > 0
+        lpt = problem.causal is not Causal.NONE and not near
         if width > 512:
-            return MaskedConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, long_first=long_first)
+            return MaskedConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, lpt=lpt)
         small = target.sram_per_block < SMALL_SRAM
         wide = problem.dtype is Dtype.FP32
         rows = 64 if wide or width > 256 or problem.seqlen_q <= SHORT else 128
@@ -121,7 +121,7 @@ class ForwardMasked:
             block_n=32 if narrow else 64,
             num_warps=8 if rows > SHORT else 4,
             num_stages=3 if hopper and width <= 256 else 2,
-            long_first=long_first,
+            lpt=lpt,
         )
 
     def arguments(
@@ -131,7 +131,7 @@ class ForwardMasked:
 
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, MaskedConfig)
-        return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+        return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
 
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         return None
@@ -151,8 +151,8 @@ class ForwardMasked:
 
     def programs(self, problem: Problem, config: Config) -> int:
         assert isinstance(config, MaskedConfig)
-        if problem.packed:
-            return (problem.packed // config.block_m + problem.batch) * problem.heads
+        if problem.total_q:
+            return (problem.total_q // config.block_m + problem.batch) * problem.heads
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
 
     def overlap(self, config: Config) -> float | None:
@@ -165,8 +165,8 @@ class ForwardMasked:
             config.block_m,
             config.block_n,
             target,
-            longest_first=config.long_first,
-            heads_inner=config.heads_inner,
+            longest_first=config.lpt,
+            heads_innermost=config.heads_innermost,
         )
 
     def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
@@ -177,12 +177,12 @@ class ForwardMasked:
     ) -> tuple[BytesItem, ...]:
         assert isinstance(config, MaskedConfig)
         problem = unpacked(problem)
-        at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_inner)
+        at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> MaskedContext:
         assert isinstance(config, MaskedConfig)
-        qk_chunks = head_chunks(problem.head_dim, config.decomposed)
+        qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
         v_chunks = value_chunks(problem, config)
         return MaskedContext(
             dtype=problem.dtype,
@@ -194,12 +194,12 @@ class ForwardMasked:
             block_n=config.block_n,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            max_registers=config.max_registers,
-            two_phases=config.two_phases,
-            decomposed=config.decomposed,
-            long_first=config.long_first,
-            heads_inner=config.heads_inner,
-            products=config.products,
+            maxnreg=config.maxnreg,
+            split_masked_loop=config.split_masked_loop,
+            split_head_dim=config.split_head_dim,
+            lpt=config.lpt,
+            heads_innermost=config.heads_innermost,
+            input_precision=config.input_precision,
             qk_chunks=qk_chunks,
             v_chunks=v_chunks,
             widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),

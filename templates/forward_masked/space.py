@@ -10,7 +10,7 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, is_exact
 
 
-class Products(enum.StrEnum):
+class InputPrecision(enum.StrEnum):
     """Products of float32 tiles: in float32, or as three products of tf32 halves."""
 
     IEEE = "ieee"
@@ -23,22 +23,22 @@ class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     Attributes:
         block_m: Queries of a tile.
         block_n: Keys of a tile.
-        two_phases: A separate loop for blocks without a mask.
-        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
-        long_first: Start with the last tiles of a sequence, which see the most keys (causal only).
-        heads_inner: Neighbouring programs compute different heads, not different tiles.
-        max_registers: Limit of registers per thread, 0 for none.
-        products: Products of float32 tiles. No effect on 16-bit problems.
+        split_masked_loop: A separate loop for blocks without a mask.
+        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
+        lpt: Start with the last tiles of a sequence, which see the most keys (causal only).
+        heads_innermost: Neighbouring programs compute different heads, not different tiles.
+        maxnreg: Limit of registers per thread, 0 for none.
+        input_precision: Precision of products of float32 tiles. No effect on 16-bit problems.
     """
 
     block_m: BlockSize
     block_n: BlockSize
-    two_phases: bool = True
-    decomposed: bool = False
-    long_first: bool = False
-    heads_inner: bool = False
-    max_registers: RegisterCap = 0
-    products: Products = Products.IEEE
+    split_masked_loop: bool = True
+    split_head_dim: bool = False
+    lpt: bool = False
+    heads_innermost: bool = False
+    maxnreg: RegisterCap = 0
+    input_precision: InputPrecision = InputPrecision.IEEE
 
 
 # Below this many queries of a sequence, small tiles are in the space.
@@ -62,18 +62,22 @@ def masked_space(problem: Problem, target: Target) -> Space:
         Axis("block_n", (16, 32, 64) if wide else (16, 32, 64, 128)),
         Axis("num_warps", (4, 8)),
         Axis("num_stages", (1, 2, 3) if wide else (1, 2, 3, 4)),
-        Axis("two_phases", (True, False), False),
-        Axis("decomposed", (False, True) if splits else (False,)),
-        Axis("long_first", (False, True) if _ends_differ(problem) else (False,)),
-        Axis("heads_inner", (False, True)),
-        Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
+        Axis("split_masked_loop", (True, False), False),
+        Axis("split_head_dim", (False, True) if splits else (False,)),
+        Axis("lpt", (False, True) if _ends_differ(problem) else (False,)),
+        Axis("heads_innermost", (False, True)),
+        Axis(
+            "input_precision",
+            tuple(InputPrecision) if wide and target.is_nvidia else (InputPrecision.IEEE,),
+            False,
+        ),
     )
     return Space(MaskedConfig, axes, lambda config: _fits_registers(problem, config, target))
 
 
 def value_chunks(problem: Problem, config: MaskedConfig) -> tuple[Chunk, ...]:
     """Returns the tiles of V's columns."""
-    chunks = head_chunks(problem.value_head_dim, config.decomposed)
+    chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
     if problem.dtype is Dtype.FP32 or chunks[0].width >= MIN_WIDTH:
         return chunks
     return (Chunk(0, 0, MIN_WIDTH, padded=True),)
@@ -83,13 +87,13 @@ def _may_split(problem: Problem) -> bool:
     """Returns whether the head dim can be split without tiles that are too narrow."""
     widths = problem.head_dim, problem.value_head_dim
     least = 0 if problem.dtype is Dtype.FP32 else MIN_WIDTH
-    chunks = [chunk for width in widths for chunk in head_chunks(width, decomposed=True)]
+    chunks = [chunk for width in widths for chunk in head_chunks(width, split_head_dim=True)]
     return not all(map(is_exact, widths)) and all(chunk.width >= least for chunk in chunks)
 
 
 def _ends_differ(problem: Problem) -> bool:
     """Returns whether later tiles have more blocks: no window or chunk limits them."""
-    near = problem.window_left is not None or problem.chunk > 0
+    near = problem.window_left is not None or problem.attention_chunk > 0
     return problem.causal is not Causal.NONE and not near
 
 

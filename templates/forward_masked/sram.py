@@ -10,7 +10,7 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Engine, Tiles, engine_of, head_chunks
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.family import BytesItem
-from flashtune.templates.forward_masked.space import MaskedConfig, Products, value_chunks
+from flashtune.templates.forward_masked.space import InputPrecision, MaskedConfig, value_chunks
 
 # If a page number is loaded just before its keys, each load waits for another: two stages are left.
 STAGES_OF_PAGES = 2
@@ -32,7 +32,7 @@ def masked_items(
         descriptors=False,
         ahead=False,
         aligned_bytes=specialization.alignment * stored,
-        halves=problem.dtype is Dtype.FP32 and config.products is Products.TF32X3,
+        halves=problem.dtype is Dtype.FP32 and config.input_precision is InputPrecision.TF32X3,
     )
     return _converted_items(stream) if problem.kv_dtype else stream_items(stream)
 
@@ -45,19 +45,19 @@ def masked_columns(problem: Problem, config: MaskedConfig, target: Target) -> in
 
 def _waits_for_pages(problem: Problem, config: MaskedConfig) -> bool:
     """Returns whether every loop jumps from a sequence's start to a band, so its next page is unknown."""
-    has_band = problem.window_left is not None or problem.chunk > 0
-    lifts = has_band and (problem.first_tokens > 0 or problem.prefix)
-    return problem.page_size > 0 and lifts and not config.two_phases
+    has_band = problem.window_left is not None or problem.attention_chunk > 0
+    lifts = has_band and (problem.sink_tokens > 0 or problem.prefix)
+    return problem.page_size > 0 and lifts and not config.split_masked_loop
 
 
 def _tiles(problem: Problem, config: MaskedConfig, target: Target) -> Tiles | None:
     """Returns the tiles of a program as the products read them."""
-    ieee = config.products is Products.IEEE
+    ieee = config.input_precision is InputPrecision.IEEE
     engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee)
     return engine and Tiles(
         block_m=config.block_m,
         block_n=config.block_n,
-        qk_chunks=head_chunks(problem.head_dim, config.decomposed),
+        qk_chunks=head_chunks(problem.head_dim, config.split_head_dim),
         v_chunks=value_chunks(problem, config),
         itemsize=problem.dtype.itemsize,
         warps=config.num_warps,

@@ -14,7 +14,13 @@ from flashtune.templates.common.model.sram import Chunk, Tiles, engine_of, head_
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
 from flashtune.templates.family import BytesItem, Context
-from flashtune.templates.forward_q_outer.space import HOPPER, Loads, Products, QOuterConfig, q_outer_space
+from flashtune.templates.forward_q_outer.space import (
+    HOPPER,
+    InputPrecision,
+    Loads,
+    QOuterConfig,
+    q_outer_space,
+)
 
 SMALL_SRAM = 128 * 1024
 
@@ -30,14 +36,14 @@ class QOuterContext(Context, frozen=True):
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int
+    maxnreg: int
     loads: Loads
-    qk_ahead: bool
-    two_phases: bool
-    decomposed: bool
-    long_first: bool
-    heads_inner: bool
-    products: Products
+    overlap_qk: bool
+    split_masked_loop: bool
+    split_head_dim: bool
+    lpt: bool
+    heads_innermost: bool
+    input_precision: InputPrecision
     qk_chunks: tuple[Chunk, ...]
     v_chunks: tuple[Chunk, ...]
     widths: tuple[int, ...]
@@ -71,7 +77,7 @@ class ForwardQOuter:
     def default(self, problem: Problem, target: Target) -> Config:
         """Returns a tile that fits every target of the table, for untuned shapes."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
-        long_first = problem.causal is not Causal.NONE
+        lpt = problem.causal is not Causal.NONE
         if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
             # The fastest measured config of long sequences on an H200 for these head dims.
             return QOuterConfig(
@@ -80,17 +86,17 @@ class ForwardQOuter:
                 num_warps=4 if width == 256 else 8,
                 num_stages=3 if width < 256 else 2,
                 loads=Loads.POINTER if width < 256 else Loads.DESCRIPTOR,
-                long_first=long_first,
+                lpt=lpt,
             )
         if width > 512:
-            return QOuterConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, long_first=long_first)
+            return QOuterConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, lpt=lpt)
         small = target.sram_per_block < SMALL_SRAM
         return QOuterConfig(
             block_m=128 if width <= 256 else 64,
             block_n=64 if width <= 128 or not small else 32,
             num_warps=4,
             num_stages=2,
-            long_first=long_first,
+            lpt=lpt,
         )
 
     def arguments(
@@ -100,7 +106,7 @@ class ForwardQOuter:
 
     def options(self, config: Config) -> LaunchOptions:
         assert isinstance(config, QOuterConfig)
-        return LaunchOptions(config.num_warps, config.num_stages, config.max_registers)
+        return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
 
     def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
         return None
@@ -120,9 +126,9 @@ class ForwardQOuter:
             tiles=tiles,
             stages=config.num_stages,
             descriptors=descriptors,
-            ahead=config.qk_ahead and descriptors,
+            ahead=config.overlap_qk and descriptors,
             aligned_bytes=specialization.alignment * problem.dtype.itemsize,
-            halves=problem.dtype is Dtype.FP32 and config.products is Products.TF32X3,
+            halves=problem.dtype is Dtype.FP32 and config.input_precision is InputPrecision.TF32X3,
         )
         return stream_items(stream)
 
@@ -134,13 +140,13 @@ class ForwardQOuter:
 
     def _tiles(self, problem: Problem, config: QOuterConfig, target: Target) -> Tiles | None:
         """Returns the tiles of a program, None for unknown architectures."""
-        ieee = config.products is Products.IEEE
+        ieee = config.input_precision is InputPrecision.IEEE
         engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee)
         return engine and Tiles(
             block_m=config.block_m,
             block_n=config.block_n,
-            qk_chunks=head_chunks(problem.head_dim, config.decomposed),
-            v_chunks=head_chunks(problem.value_head_dim, config.decomposed),
+            qk_chunks=head_chunks(problem.head_dim, config.split_head_dim),
+            v_chunks=head_chunks(problem.value_head_dim, config.split_head_dim),
             itemsize=problem.dtype.itemsize,
             warps=config.num_warps,
             warp_size=target.warp_size,
@@ -161,8 +167,8 @@ class ForwardQOuter:
             config.block_m,
             config.block_n,
             target,
-            longest_first=config.long_first,
-            heads_inner=config.heads_inner,
+            longest_first=config.lpt,
+            heads_innermost=config.heads_innermost,
             descriptors=config.loads is Loads.DESCRIPTOR,
             resident=resident_programs(
                 problem,
@@ -170,7 +176,7 @@ class ForwardQOuter:
                 config.block_n,
                 config.num_warps,
                 config.num_stages,
-                config.max_registers,
+                config.maxnreg,
                 target,
             ),
         )
@@ -182,13 +188,13 @@ class ForwardQOuter:
         self, problem: Problem, config: Config, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
         assert isinstance(config, QOuterConfig)
-        at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_inner)
+        at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
     def context(self, problem: Problem, config: Config, specialization: Specialization) -> QOuterContext:
         assert isinstance(config, QOuterConfig)
-        qk_chunks = head_chunks(problem.head_dim, config.decomposed)
-        v_chunks = head_chunks(problem.value_head_dim, config.decomposed)
+        qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
+        v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
         descriptors = config.loads is Loads.DESCRIPTOR and specialization.takes_descriptors(problem.dtype)
         return QOuterContext(
             dtype=problem.dtype,
@@ -199,14 +205,14 @@ class ForwardQOuter:
             block_n=config.block_n,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            max_registers=config.max_registers,
+            maxnreg=config.maxnreg,
             loads=Loads.DESCRIPTOR if descriptors else Loads.POINTER,
-            qk_ahead=config.qk_ahead and descriptors,
-            two_phases=config.two_phases,
-            decomposed=config.decomposed,
-            long_first=config.long_first,
-            heads_inner=config.heads_inner,
-            products=config.products,
+            overlap_qk=config.overlap_qk and descriptors,
+            split_masked_loop=config.split_masked_loop,
+            split_head_dim=config.split_head_dim,
+            lpt=config.lpt,
+            heads_innermost=config.heads_innermost,
+            input_precision=config.input_precision,
             qk_chunks=qk_chunks,
             v_chunks=v_chunks,
             widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),

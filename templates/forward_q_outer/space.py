@@ -17,7 +17,7 @@ class Loads(enum.StrEnum):
     DESCRIPTOR = "descriptor"
 
 
-class Products(enum.StrEnum):
+class InputPrecision(enum.StrEnum):
     """Products of float32 tiles: in float32, or as three products of tf32 halves."""
 
     IEEE = "ieee"
@@ -31,25 +31,25 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         block_m: Queries of a tile.
         block_n: Keys of a tile.
         loads: Pointer loads, or TMA descriptors made on the device.
-        qk_ahead: Issue the next block's scores before this block's softmax.
-        two_phases: A separate loop for blocks without a mask.
-        decomposed: A head dim that is not a power of two as several tiles instead of one padded tile.
-        long_first: Start with the tiles with the most keys (causal only).
-        heads_inner: Neighbouring programs compute different heads, not different tiles.
-        max_registers: Limit of registers per thread, 0 for none.
-        products: Products of float32 tiles. No effect on 16-bit problems.
+        overlap_qk: Issue the next block's scores before this block's softmax.
+        split_masked_loop: A separate loop for blocks without a mask.
+        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
+        lpt: Start with the tiles with the most keys (causal only).
+        heads_innermost: Neighbouring programs compute different heads, not different tiles.
+        maxnreg: Limit of registers per thread, 0 for none.
+        input_precision: Precision of products of float32 tiles. No effect on 16-bit problems.
     """
 
     block_m: BlockSize
     block_n: BlockSize
     loads: Loads = Loads.POINTER
-    qk_ahead: bool = False
-    two_phases: bool = True
-    decomposed: bool = False
-    long_first: bool = False
-    heads_inner: bool = False
-    max_registers: RegisterCap = 0
-    products: Products = Products.IEEE
+    overlap_qk: bool = False
+    split_masked_loop: bool = True
+    split_head_dim: bool = False
+    lpt: bool = False
+    heads_innermost: bool = False
+    maxnreg: RegisterCap = 0
+    input_precision: InputPrecision = InputPrecision.IEEE
 
 
 # Below this many queries, small tiles are in the space; up to this many keys, masking of every block.
@@ -85,13 +85,17 @@ def q_outer_space(problem: Problem, target: Target) -> Space:
             (Loads.POINTER, Loads.DESCRIPTOR) if target.has_descriptors else (Loads.POINTER,),
             False,
         ),
-        Axis("decomposed", (False, True) if odd_width else (False,)),
-        Axis("qk_ahead", (False, True) if widest >= WIDE_HEAD else (False,), only_if=_can_run_ahead),
-        Axis("two_phases", (True, False) if causal or few_keys else (True,), False),
-        Axis("long_first", (False, True) if causal else (False,)),
-        Axis("heads_inner", (False, True)),
-        Axis("products", tuple(Products) if wide and target.is_nvidia else (Products.IEEE,), False),
-        Axis("max_registers", (0, 128, 232) if widest <= NARROW_HEAD and target.is_nvidia else (0,)),
+        Axis("split_head_dim", (False, True) if odd_width else (False,)),
+        Axis("overlap_qk", (False, True) if widest >= WIDE_HEAD else (False,), only_if=_can_run_ahead),
+        Axis("split_masked_loop", (True, False) if causal or few_keys else (True,), False),
+        Axis("lpt", (False, True) if causal else (False,)),
+        Axis("heads_innermost", (False, True)),
+        Axis(
+            "input_precision",
+            tuple(InputPrecision) if wide and target.is_nvidia else (InputPrecision.IEEE,),
+            False,
+        ),
+        Axis("maxnreg", (0, 128, 232) if widest <= NARROW_HEAD and target.is_nvidia else (0,)),
     )
     return Space(QOuterConfig, axes, lambda config: _is_possible(problem, config, target))
 
@@ -99,7 +103,7 @@ def q_outer_space(problem: Problem, target: Target) -> Space:
 def _can_run_ahead(chosen: dict[str, AxisValue]) -> bool:
     # Triton 3.6 miscompiles a score tile that is summed over chunks and carried by the loop: wrong results
     # and illegal accesses on an H200. Tests of verification force this combination.
-    return chosen["loads"] is Loads.DESCRIPTOR and not chosen["decomposed"]
+    return chosen["loads"] is Loads.DESCRIPTOR and not chosen["split_head_dim"]
 
 
 def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
@@ -107,7 +111,7 @@ def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
     assert isinstance(config, QOuterConfig)
     # With sixteen warps and several tiles for a head dim, Triton 3.6 reads shared memory that it did not
     # allocate: found by compute-sanitizer's memcheck on an H200.
-    beyond = config.decomposed and config.num_warps == 16
+    beyond = config.split_head_dim and config.num_warps == 16
     return not beyond and _fits_registers(problem, config, target)
 
 
@@ -116,14 +120,16 @@ def _fits_registers(problem: Problem, config: QOuterConfig, target: Target) -> b
     if config.num_warps * 16 > max(config.block_m, 64):
         return False
     threads = config.num_warps * 32
-    accumulator = config.block_m * columns(head_chunks(problem.value_head_dim, config.decomposed)) // threads
+    accumulator = (
+        config.block_m * columns(head_chunks(problem.value_head_dim, config.split_head_dim)) // threads
+    )
     scores = config.block_m * config.block_n // threads
-    next_scores = scores if config.qk_ahead else 0
+    next_scores = scores if config.overlap_qk else 0
     room = min(MAX_REGISTERS, target.registers_per_sm // threads)
-    if config.max_registers:
-        if config.max_registers > room:
+    if config.maxnreg:
+        if config.maxnreg > room:
             return False
-        room = config.max_registers
+        room = config.maxnreg
     if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
         return accumulator + scores + scores // 2 + next_scores + SPARE_FOR_WGMMA <= room
     return accumulator + scores + next_scores + SPARE_REGISTERS <= room

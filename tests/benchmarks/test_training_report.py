@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from benchmarks.saved import RESULTS
 from benchmarks.training import report as training_report
 from benchmarks.training.charts import memory_picture
-from benchmarks.training.memory import STANDARD
+from benchmarks.training.memory import UNFUSED
 from flashtune.core.errors import TableError
 
 
@@ -19,7 +19,7 @@ def test_backend_that_never_fits_has_no_line() -> None:
     rows = tuple(
         replace(
             row,
-            peaks=tuple(replace(one, bytes=None) if one.name == STANDARD else one for one in row.peaks),
+            peaks=tuple(replace(one, bytes=None) if one.name == UNFUSED else one for one in row.peaks),
         )
         for row in document.rows
     )

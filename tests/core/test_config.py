@@ -18,7 +18,7 @@ def a_space() -> Space:
         Axis("num_warps", (4,)),
         Axis("num_stages", (2,)),
         Axis("loads", tuple(Loads), ordered=False),
-        Axis("qk_ahead", (False, True), only_if=lambda chosen: chosen["loads"] is Loads.DESCRIPTOR),
+        Axis("overlap_qk", (False, True), only_if=lambda chosen: chosen["loads"] is Loads.DESCRIPTOR),
     )
     return Space(QOuterConfig, axes, _is_admitted)
 
@@ -41,8 +41,8 @@ def test_space_enumerates_each_valid_config_once() -> None:
     [
         {"block_m": 256},
         {"block_m": 128, "block_n": 32},
-        {"qk_ahead": True},
-        {"max_registers": 128},
+        {"overlap_qk": True},
+        {"maxnreg": 128},
         {"num_warps": 8},
     ],
     ids=["no value", "not admitted", "inactive axis", "field without an axis", "single value"],

@@ -172,7 +172,7 @@ def test_a_kernel_that_returned_nan_can_be_stored(make_record: MakeRecord) -> No
         {"kernel": "no digest"},
         {"target": "\ud800"},
         {"resources": Resources(sram_bytes=1, compile_seconds=math.nan)},
-        {"family": "standard"},
+        {"family": "unfused"},
         {"family": "no_such_family"},
         {"config": None},
         {"config": Config(num_warps=4, num_stages=2)},

@@ -42,10 +42,10 @@ def make_native(native: Family, make_record: MakeRecord, make_problem: MakeProbl
 
 def serving(store: Store) -> tuple[list[Record], list[Record]]:
     """The selections and fallbacks, read by the store; the reader must agree."""
-    found = [row.record for row in store.selections()], [row.record for row in store.stand_ins()]
+    found = [row.record for row in store.selections()], [row.record for row in store.fallbacks()]
     reader = open_reader(store.url)
     assert reader is not None
-    assert (list(reader.selections(TARGET)), list(reader.stand_ins(TARGET))) == found
+    assert (list(reader.selections(TARGET)), list(reader.fallbacks(TARGET))) == found
     return found
 
 
@@ -77,12 +77,12 @@ def test_fallback_is_set_only_where_one_is_needed(
     store: Store, make_record: MakeRecord, make_native: MakeRecord, make_problem: MakeProblem
 ) -> None:
     selected, portable, other = make_native(), make_record(), make_record(problem=make_problem(batch=7))
-    assert not store.stand_in(store.add(portable)), "there is no selection yet"
+    assert not store.fallback(store.add(portable)), "there is no selection yet"
     store.pin(store.add(selected))
-    assert not store.stand_in(store.add(make_native(ms=0.6))), "it takes no more than the selection"
-    assert store.stand_in(store.add(portable))
+    assert not store.fallback(store.add(make_native(ms=0.6))), "it takes no more than the selection"
+    assert store.fallback(store.add(portable))
     store.pin(store.add(other))
-    assert not store.stand_in(store.add(make_record(ms=2.0, problem=other.problem)))
+    assert not store.fallback(store.add(make_record(ms=2.0, problem=other.problem)))
     assert serving(store) == (sorted((selected, other), key=lambda r: r.problem.key), [portable])
 
 
@@ -92,9 +92,9 @@ def test_ineligible_record_cannot_be_a_fallback(
     store.pin(store.add(make_native()))
     failed = make_record(outcome=Outcome.WRONG_RESULT)
     with pytest.raises(StoreError, match="cannot be selected"):
-        store.stand_in(store.add(failed))
+        store.fallback(store.add(failed))
     with pytest.raises(StoreError, match="has no record 999"):
-        store.stand_in(999)
+        store.fallback(999)
 
 
 def test_families_with_different_templates_are_comparable(
@@ -116,7 +116,7 @@ def test_merge_keeps_the_best_selection_and_fallback(
     selected, portable, ours = make_native(), make_record(ms=0.9), make_record(ms=1.0)
     with open_store(str(theirs)) as other:
         other.pin(other.add(selected))
-        other.stand_in(other.add(portable))
+        other.fallback(other.add(portable))
     store.pin(store.add(ours))
     store.merge_from(str(theirs))
     assert serving(store) == ([selected], [portable])
@@ -159,7 +159,7 @@ def test_database_without_fallback_table_can_be_read(path: Path) -> None:
     reader = open_reader(str(path))
     assert reader is not None
     assert len(reader.selections(TARGET)) == 1
-    assert reader.stand_ins(TARGET) == ()
+    assert reader.fallbacks(TARGET) == ()
 
 
 def test_forgetting_a_fallback_selects_the_next_best_fallback(
@@ -172,7 +172,7 @@ def test_forgetting_a_fallback_selects_the_next_best_fallback(
     for record in (second, selected):
         store.pin(store.add(record))
     before = now()
-    assert store.stand_in(store.add(first))
+    assert store.fallback(store.add(first))
     assert serving(store) == ([selected], [first])
     (taken,) = store.forget(Forgettable(since=before), next_best)
     assert taken.family == selected.family
@@ -184,7 +184,7 @@ def test_forgetting_a_selection_selects_its_fallback(
 ) -> None:
     selected, portable = make_native(), make_record()
     store.pin(store.add(selected))
-    assert store.stand_in(store.add(portable))
+    assert store.fallback(store.add(portable))
     store.forget(Forgettable(family=selected.family), next_best)
     assert serving(store) == ([portable], [])
     store.forget(Forgettable(family=portable.family), next_best)

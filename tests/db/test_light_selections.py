@@ -31,7 +31,7 @@ def file_of_selections(path: Path, make_record: MakeRecord, make_problem: MakePr
     with open_store(str(path)) as store:
         for record in (make_record(problem=longer), make_record(target="nvidia-a100"), make_record()):
             store.pin(store.add(record))
-    execute(path, "INSERT INTO stand_ins SELECT * FROM selections WHERE record_id = 1")
+    execute(path, "INSERT INTO fallbacks SELECT * FROM selections WHERE record_id = 1")
     return path
 
 
@@ -41,7 +41,7 @@ def read(path: Path) -> tuple[StoredRecord, ...] | None:
 
 def by_store(path: Path) -> tuple[StoredRecord, ...]:
     with open_store(str(path)) as store:
-        return (*store.selections(), *store.stand_ins())
+        return (*store.selections(), *store.fallbacks())
 
 
 def test_reader_returns_the_selections_of_the_store_in_order(file: Path) -> None:

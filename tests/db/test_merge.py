@@ -164,7 +164,7 @@ def test_bulk_merge_of_tables_equals_merge_by_row(
         row_by_row = by_row.merge_from(str(other))
         assert at_once == row_by_row
         assert min(at_once.selections_added, at_once.selections_replaced, at_once.selections_kept) > 0
-        for chosen in (Store.selections, Store.stand_ins):
+        for chosen in (Store.selections, Store.fallbacks):
             assert [row.record for row in chosen(store)] == [row.record for row in chosen(by_row)]
 
 

@@ -40,13 +40,13 @@ def test_records_are_found_by_problem_target_and_family(
     store: Store, make_record: MakeRecord, make_problem: MakeProblem
 ) -> None:
     long = make_problem(seqlen_q=4096)
-    baseline = make_record(family="standard", config=None, kernel=None)
+    baseline = make_record(family="unfused", config=None, kernel=None)
     records = [make_record(), make_record(problem=long), make_record(target="nvidia-a100"), baseline]
     for record in records:
         store.add(record)
     assert [stored.record for stored in store.records(problem=long)] == [records[1]]
     assert [stored.record for stored in store.records(target="nvidia-a100")] == [records[2]]
-    assert [stored.record for stored in store.records(family="standard")] == [baseline]
+    assert [stored.record for stored in store.records(family="unfused")] == [baseline]
     assert store.records(problem=long, target="nvidia-a100") == []
 
 

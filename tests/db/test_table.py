@@ -95,7 +95,7 @@ def refused(raw: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schema": 3}, "has table schema 3 and this flashtune reads up to 2: export it again"),
+        ({"schema": 4}, "has table schema 4 and this flashtune reads up to 3: export it again"),
         ({"schema": "1"}, "is not a tuned table"),
         ({"surprise": 1}, "unknown field `surprise`"),
         (
@@ -118,7 +118,7 @@ def test_a_table_out_of_order_is_refused(table: TunedTable, changes: dict[str, A
         ({"kernel": "A" * 32}, "regex"),
         ({"kernel": None}, "it names no kernel"),
         ({"family": "os"}, "there is no kernel family 'os'"),
-        ({"family": "standard"}, "a baseline takes none"),
+        ({"family": "unfused"}, "a baseline takes none"),
         ({"config": None}, "config is none of family"),
         ({"config": {"block_m": "__import__('os')"}}, "config is none of family"),
         ({"outcome": "wrong_result"}, "its outcome is wrong_result"),

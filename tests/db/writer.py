@@ -28,7 +28,7 @@ def main(url: str, first: int, count: int) -> None:
                 Record(
                     problem=PROBLEM,
                     target="nvidia-h200",
-                    family="standard",
+                    family="unfused",
                     config=None,
                     specialization=Specialization(),
                     kernel=None,

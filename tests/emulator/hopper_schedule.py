@@ -55,8 +55,8 @@ class Place(NamedTuple):
 
 CAUSAL = a_problem(64, causal=Causal.BOTTOM_RIGHT)
 LOCATES = {
-    (order, pack): in_python(kernel_of(CAUSAL, order=order, pack=pack), "locate")
-    for order in ("linear", "long_first", "alternate")
+    (order, pack): in_python(kernel_of(CAUSAL, order=order, pack_gqa=pack), "locate")
+    for order in ("linear", "lpt", "serpentine")
     for pack in (1, 4)
 }
 COUNTS = {

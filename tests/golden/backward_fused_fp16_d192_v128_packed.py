@@ -3,10 +3,10 @@ share of dq to sums in float32 that all blocks of keys share. Their order decide
 
 Computes     fp16, head dim 192, value head dim 128, causal: bottom_right
 With         ALiBi, packed
-Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction by the copy engine, two_phases True,
-             turned False, decomposed True, heads_inner False, register cap 0
+Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction by the copy engine, split_masked_loop True,
+             transpose_dq False, split_head_dim True, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 6ba567ae8169
+Template     backward_fused 00f32fb81c7a
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,

@@ -3,10 +3,10 @@ share of dq to sums in float32 that all blocks of keys share. Their order decide
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
 With         chunk 64, prefix, softcap, additive bias, lengths, gradient of the log-sum-exp
-Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction by atomics, two_phases True,
-             turned False, decomposed False, heads_inner True, register cap 0, products ieee
+Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction by atomics, split_masked_loop True,
+             transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 6ba567ae8169
+Template     backward_fused 00f32fb81c7a
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,

@@ -4,9 +4,9 @@ one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomi
 Computes     bf16, head dim 128, value head dim 128, causal: none
 With         nothing
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
-             two_phases False, decomposed False, long_first False, heads_inner False, register cap 0
+             split_masked_loop False, split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 39775b95bcac
+Template     backward_split 1b52136515ce
 
 The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
 are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,

@@ -4,9 +4,9 @@ one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomi
 Computes     fp32, head dim 40, value head dim 24, causal: none
 With         chunk 64, prefix, softcap, ALiBi, additive bias, lengths, gradient of the log-sum-exp
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
-             two_phases True, decomposed False, long_first False, heads_inner True, register cap 0, products ieee
+             split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split 39775b95bcac
+Template     backward_split 1b52136515ce
 
 The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
 are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,

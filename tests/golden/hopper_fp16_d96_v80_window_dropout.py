@@ -3,10 +3,11 @@
 Computes     fp16, head dim 96, value head dim 80, causal: bottom_right
 With         dropout
 Window       1024 keys to the left, none to the right
-Config       2 groups of 64 rows, block_n 128, 2 stages, 1 of queries, halved False, ping_pong False, late_wait False,
-             lazy_rescale False, decomposed True, pack 1, section 0, long_first False, alternate False, even False
+Config       2 groups of 64 rows, block_n 128, 2 stages, 1 of queries, split_epilogue False, ping_pong False, defer_pv_wait False,
+             conditional_rescale False, split_head_dim True, pack_gqa 1, head_swizzle 0,
+             lpt False, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper dd121bce933a
+Template     forward_hopper 6e5a4ee9f6d7
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's

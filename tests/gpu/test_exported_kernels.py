@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
         ("forward_q_outer", "loads=descriptor"),
         ("forward_kv_outer", ""),
         ("forward_hopper", ""),
-        ("forward_hopper", "order=long_first,section=0"),
+        ("forward_hopper", "order=lpt,head_swizzle=0"),
     ],
 )
 def test_an_exported_file_computes_attention(family_name: str, change: str, tmp_path: Path) -> None:

@@ -78,15 +78,15 @@ def _right_kernels(count: int) -> list[tuple[str, Problem, Config, Specializatio
             "block_m": draw.choice([16, 32, 64]),
             "block_n": draw.choice([16, 32]),
             "num_stages": draw.choice([1, 2, 3]),
-            "decomposed": draw.random() < 0.5,
+            "split_head_dim": draw.random() < 0.5,
         }
         if family.name == "forward_q_outer":
             fields |= {
                 "loads": draw.choice(["pointer", "descriptor"]),
-                "qk_ahead": draw.random() < 0.5,
-                "two_phases": draw.random() < 0.5,
-                "long_first": draw.random() < 0.5,
-                "heads_inner": draw.random() < 0.5,
+                "overlap_qk": draw.random() < 0.5,
+                "split_masked_loop": draw.random() < 0.5,
+                "lpt": draw.random() < 0.5,
+                "heads_innermost": draw.random() < 0.5,
             }
         specialization = Specialization(
             draw.choice(list(Alignment)), draw.choice([32, 64]), draw.random() < 0.5

@@ -56,7 +56,7 @@ class Size(NamedTuple):
 
     def decoding(self, config: Mapping[str, object] | None = None, /, **features: object) -> Subject:
         """A kernel of the decoding family, likewise."""
-        tile = {"block_m": 16, "block_n": self.block_n, "num_warps": 4, "num_stages": 2, "splits": SPLITS}
+        tile = {"block_m": 16, "block_n": self.block_n, "num_warps": 4, "num_stages": 2, "num_splits": SPLITS}
         problem = {"seqlen_q": 4, "seqlen_kv": self.seqlen, "heads": 8, **features}
         return self._subject(DECODING, problem, {**tile, **(config or {})})
 

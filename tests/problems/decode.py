@@ -14,7 +14,7 @@ from flashtune.templates.registry import find_family
 
 FAMILY = find_family("decode_split_kv")
 H200, A100 = find_target("h200"), find_target("a100")
-LATENT = {"head_dim": 576, "value_head_dim": 512, "kv_heads": 1, "latent": True}
+LATENT = {"head_dim": 576, "value_head_dim": 512, "kv_heads": 1, "mla": True}
 
 
 def a_problem(**changes: Any) -> Problem:
@@ -33,7 +33,7 @@ def a_problem(**changes: Any) -> Problem:
 
 
 def a_config(**changes: Any) -> DecodeConfig:
-    values: dict[str, Any] = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "splits": 4}
+    values: dict[str, Any] = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "num_splits": 4}
     return DecodeConfig(**{**values, **changes})
 
 

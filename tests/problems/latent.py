@@ -28,7 +28,7 @@ def a_problem(**changes: Any) -> Problem:
         seqlen_q=1,
         seqlen_kv=4096,
         causal=Causal.BOTTOM_RIGHT,
-        latent=True,
+        mla=True,
     )
     return msgspec.structs.replace(problem, **changes)
 

@@ -101,7 +101,7 @@ def test_unfused_attention_may_serve_short_sequences(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     machine.usual = None
-    tuned(machine, make_record(problem, ms=1.0, peers={"standard": 0.5}))
+    tuned(machine, make_record(problem, ms=1.0, peers={"unfused": 0.5}))
     q, k, v = inputs(problem)
     assert flashtune.explain(q, k, v, causal=True).backend == "standard"
     torch.testing.assert_close(flashtune.attention(q, k, v, causal=True), expected(q, k, v))

@@ -18,7 +18,7 @@ SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
 WIDE = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}
 TALL = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 1}
 DESCRIPTORS = {**WIDE, "loads": "descriptor"}
-PARTS = {"block_m": 16, "block_n": 128, "num_warps": 4, "num_stages": 3, "splits": 16}
+PARTS = {"block_m": 16, "block_n": 128, "num_warps": 4, "num_stages": 3, "num_splits": 16}
 BOTH = {
     "block_m": 64, "block_n": 128, "num_warps": 8, "num_stages": 2,
     "dq_block_m": 128, "dq_block_n": 64, "dq_warps": 8, "dq_stages": 2,
@@ -33,7 +33,7 @@ NARROW = {
     "dq_warps": 4,
 }
 SHARED = {"block_m": 64, "block_n": 128, "num_warps": 8, "num_stages": 2, "reduction": "copy_engine"}
-GROUPS = {"groups": 2, "rows": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}
+GROUPS = {"num_consumer_groups": 2, "rows_per_group": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}
 PLAIN = Specialization()
 ROW_SUMS = Specialization(lse=True)
 ANYWHERE = Specialization(Alignment.ANY, 64, True)
@@ -43,68 +43,80 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "q_outer_bf16_d64": (Q, "bf16", (64, 64), "none", WIDE, PLAIN),
     "q_outer_bf16_d128_descriptors": (Q, "bf16", (128, 128), "none", DESCRIPTORS, PLAIN),
     "q_outer_fp16_d128_causal_ahead": (
-        Q, "fp16", (128, 128), "bottom_right", {**DESCRIPTORS, "qk_ahead": True}, ROW_SUMS,
+        Q, "fp16", (128, 128), "bottom_right", {**DESCRIPTORS, "overlap_qk": True}, ROW_SUMS,
     ),
     "q_outer_bf16_d128_causal_one_phase": (
-        Q, "bf16", (128, 128), "top_left", {**WIDE, "two_phases": False}, PLAIN,
+        Q, "bf16", (128, 128), "top_left", {**WIDE, "split_masked_loop": False}, PLAIN,
     ),
     "q_outer_bf16_d64_causal_long_first": (
-        Q, "bf16", (64, 64), "bottom_right", {**DESCRIPTORS, "long_first": True, "heads_inner": True}, PLAIN,
+        Q, "bf16", (64, 64), "bottom_right", {**DESCRIPTORS, "lpt": True, "heads_innermost": True}, PLAIN,
     ),
-    "q_outer_fp16_d96_v80_decomposed": (Q, "fp16", (96, 80), "none", {**TALL, "decomposed": True}, ROW_SUMS),
+    "q_outer_fp16_d96_v80_decomposed": (
+        Q, "fp16", (96, 80), "none", {**TALL, "split_head_dim": True}, ROW_SUMS,
+    ),
     "q_outer_fp32_d40_unaligned": (Q, "fp32", (40, 40), "bottom_right", SMALL, ANYWHERE),
     "q_outer_fp32_d96_v80_one_phase": (
-        Q, "fp32", (96, 80), "none", {**SMALL, "decomposed": True, "two_phases": False}, ANYWHERE,
+        Q, "fp32", (96, 80), "none", {**SMALL, "split_head_dim": True, "split_masked_loop": False}, ANYWHERE,
     ),
     "kv_outer_bf16_d64": (KV, "bf16", (64, 64), "none", TALL, PLAIN),
     "kv_outer_bf16_d128_causal": (KV, "bf16", (128, 128), "bottom_right", TALL, ROW_SUMS),
     "kv_outer_fp16_d128_v64_top_left": (KV, "fp16", (128, 64), "top_left", TALL, PLAIN),
     "kv_outer_fp16_d96_v80_decomposed": (
-        KV, "fp16", (96, 80), "none", {**TALL, "decomposed": True}, ROW_SUMS,
+        KV, "fp16", (96, 80), "none", {**TALL, "split_head_dim": True}, ROW_SUMS,
     ),
     "kv_outer_fp32_d40_unaligned": (KV, "fp32", (40, 40), "bottom_right", SMALL, ANYWHERE),
     "hopper_bf16_d128_causal": (
         HOPPER, "bf16", (128, 128), "bottom_right",
-        {**GROUPS, "ping_pong": True, "late_wait": True, "section": 4, "order": "alternate", "even": True},
+        {**GROUPS, "ping_pong": True, "defer_pv_wait": True, "head_swizzle": 4, "order": "serpentine",
+         "balanced_grid": True},
         PLAIN,
     ),
-    "hopper_bf16_d64": (HOPPER, "bf16", (64, 64), "none", {**GROUPS, "groups": 3, "q_stages": 2}, PLAIN),
+    "hopper_bf16_d64": (
+        HOPPER, "bf16", (64, 64), "none", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, PLAIN,
+    ),
     "hopper_bf16_d64_packed": (
         HOPPER, "bf16", (64, 64), "top_left",
-        {**GROUPS, "groups": 1, "rows": 128, "block_n": 64, "pack": 4, "order": "long_first"}, ROW_SUMS,
+        {**GROUPS, "num_consumer_groups": 1, "rows_per_group": 128, "block_n": 64, "pack_gqa": 4,
+         "order": "lpt"},
+        ROW_SUMS,
     ),
     "hopper_fp16_d96_v80_decomposed": (
         HOPPER, "fp16", (96, 80), "bottom_right",
-        {**GROUPS, "decomposed": True, "lazy_rescale": False}, ROW_SUMS,
+        {**GROUPS, "split_head_dim": True, "conditional_rescale": False}, ROW_SUMS,
     ),
     "hopper_bf16_d256_halved": (
-        HOPPER, "bf16", (256, 256), "none", {**GROUPS, "block_n": 64, "halved": True, "q_stages": 1}, PLAIN,
+        HOPPER, "bf16", (256, 256), "none", {**GROUPS, "block_n": 64, "split_epilogue": True, "q_stages": 1},
+        PLAIN,
     ),
     "hopper_bf16_d128_window": (
         HOPPER, "bf16", (128, 128), "bottom_right",
-        {**GROUPS, "q_stages": 2, "ping_pong": True, "late_wait": True, "section": 4, "even": True}, ROW_SUMS,
+        {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True, "head_swizzle": 4,
+         "balanced_grid": True},
+        ROW_SUMS,
     ),
     "hopper_fp16_d64_packed_sequences": (
-        HOPPER, "fp16", (64, 64), "none", {**GROUPS, "groups": 3, "q_stages": 2}, ROW_SUMS,
+        HOPPER, "fp16", (64, 64), "none", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, ROW_SUMS,
     ),
     "hopper_bf16_d128_dropout": (
         HOPPER, "bf16", (128, 128), "bottom_right",
-        {**GROUPS, "q_stages": 2, "ping_pong": True, "late_wait": True}, ROW_SUMS,
+        {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True}, ROW_SUMS,
     ),
     "hopper_fp16_d96_v80_window_dropout": (
         HOPPER, "fp16", (96, 80), "bottom_right",
-        {**GROUPS, "decomposed": True, "lazy_rescale": False}, ROW_SUMS,
+        {**GROUPS, "split_head_dim": True, "conditional_rescale": False}, ROW_SUMS,
     ),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
     "hopper_e4m3_d128_shared": (
         HOPPER, "e4m3", (128, 128), "bottom_right",
-        {**GROUPS, "groups": 3, "q_stages": 2, "ping_pong": True, "p_stages": 2}, PLAIN,
+        {**GROUPS, "num_consumer_groups": 3, "q_stages": 2, "ping_pong": True, "p_stages": 2}, PLAIN,
     ),
     "masked_bf16_d64_window_sinks": (MASKED, "bf16", (64, 64), "bottom_right", WIDE, ROW_SUMS),
     "masked_fp16_d128_packed_pages": (
-        MASKED, "fp16", (128, 128), "bottom_right", {**TALL, "long_first": True}, ROW_SUMS,
+        MASKED, "fp16", (128, 128), "bottom_right", {**TALL, "lpt": True}, ROW_SUMS,
     ),
-    "masked_fp32_d40_scores": (MASKED, "fp32", (40, 24), "none", {**SMALL, "two_phases": False}, ANYWHERE),
+    "masked_fp32_d40_scores": (
+        MASKED, "fp32", (40, 24), "none", {**SMALL, "split_masked_loop": False}, ANYWHERE,
+    ),
     "masked_bf16_d128_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
     "masked_bf16_d128_window": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
     "masked_bf16_d128_softcap_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
@@ -118,7 +130,7 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5}, ROW_SUMS,
     ),
     "decode_bf16_d64_window": (
-        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "splits": 1}, PLAIN,
+        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "num_splits": 1}, PLAIN,
     ),
     "decode_bf16_d64_window_splits": (
         DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "early_combine": True}, PLAIN,
@@ -128,57 +140,59 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         DECODE, "bf16", (576, 512), "bottom_right",
         {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2}, PLAIN,
     ),
-    "decode_fp32_d40_scores": (DECODE, "fp32", (40, 24), "none", {**SMALL, "splits": 3}, ANYWHERE),
-    "backward_split_bf16_d128": (SPLIT, "bf16", (128, 128), "none", {**BOTH, "two_phases": False}, PLAIN),
+    "decode_fp32_d40_scores": (DECODE, "fp32", (40, 24), "none", {**SMALL, "num_splits": 3}, ANYWHERE),
+    "backward_split_bf16_d128": (
+        SPLIT, "bf16", (128, 128), "none", {**BOTH, "split_masked_loop": False}, PLAIN,
+    ),
     "backward_split_bf16_d64_causal": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, ROW_SUMS),
     "backward_split_fp16_d192_v128_window": (
-        SPLIT, "fp16", (192, 128), "top_left", {**NARROW, "decomposed": True}, PLAIN,
+        SPLIT, "fp16", (192, 128), "top_left", {**NARROW, "split_head_dim": True}, PLAIN,
     ),
     "backward_split_bf16_d64_packed": (SPLIT, "bf16", (64, 64), "bottom_right", NARROW, PLAIN),
     "backward_split_bf16_d64_packed_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", NARROW, PLAIN),
     "backward_split_fp32_d40_scores": (
         SPLIT, "fp32", (40, 24), "none",
-        {**NARROW, "num_stages": 1, "dq_stages": 1, "block_n": 32, "dq_block_m": 32, "heads_inner": True},
+        {**NARROW, "num_stages": 1, "dq_stages": 1, "block_n": 32, "dq_block_m": 32, "heads_innermost": True},
         ANYWHERE,
     ),
     "backward_fused_bf16_d128_causal": (FUSED, "bf16", (128, 128), "bottom_right", SHARED, ROW_SUMS),
     "backward_fused_bf16_d256": (
         FUSED, "bf16", (256, 256), "none",
-        {**SHARED, "block_m": 32, "block_n": 64, "two_phases": False, "turned": True}, PLAIN,
+        {**SHARED, "block_m": 32, "block_n": 64, "split_masked_loop": False, "transpose_dq": True}, PLAIN,
     ),
     "backward_fused_fp16_d192_v128_packed": (
         FUSED, "fp16", (192, 128), "bottom_right",
-        {**SHARED, "block_m": 32, "block_n": 64, "decomposed": True}, PLAIN,
+        {**SHARED, "block_m": 32, "block_n": 64, "split_head_dim": True}, PLAIN,
     ),
     "backward_fused_fp32_d40_scores": (
-        FUSED, "fp32", (40, 24), "none", {**SMALL, "reduction": "atomics", "heads_inner": True}, ANYWHERE,
+        FUSED, "fp32", (40, 24), "none", {**SMALL, "reduction": "atomics", "heads_innermost": True}, ANYWHERE,
     ),
     "hopper_bf16_latent_pages": (
         LATENT, "bf16", (576, 512), "bottom_right",
-        {"queries": 1, "num_warps": 4, "num_stages": 2, "splits": 1, "late_values": True}, ROW_SUMS,
+        {"queries": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1, "overlap_pv": True}, ROW_SUMS,
     ),
     "hopper_bf16_latent_small_pages": (
         LATENT, "bf16", (576, 512), "bottom_right",
-        {"queries": 1, "num_warps": 4, "num_stages": 2, "splits": 1, "late_values": True}, ROW_SUMS,
+        {"queries": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1, "overlap_pv": True}, ROW_SUMS,
     ),
     "hopper_fp16_latent_parts": (
         LATENT, "fp16", (576, 512), "bottom_right",
-        {"queries": 4, "num_warps": 4, "num_stages": 2, "splits": 6, "late_values": False}, ROW_SUMS,
+        {"queries": 4, "num_warps": 4, "num_stages": 2, "num_splits": 6, "overlap_pv": False}, ROW_SUMS,
     ),
     "hopper_fp16_latent_page_parts": (
         LATENT, "fp16", (576, 512), "bottom_right",
-        {"queries": 4, "num_warps": 4, "num_stages": 2, "splits": 6, "late_values": False}, PLAIN,
+        {"queries": 4, "num_warps": 4, "num_stages": 2, "num_splits": 6, "overlap_pv": False}, PLAIN,
     ),
 }  # fmt: skip
 # What a problem asks for beside that.
 FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d128_window": {"window_left": 1024},
-    "hopper_fp16_d64_packed_sequences": {"packed": 1},
+    "hopper_fp16_d64_packed_sequences": {"total_q": 1},
     "hopper_bf16_d128_dropout": {"dropout": True},
     "hopper_fp16_d96_v80_window_dropout": {"window_left": 1024, "dropout": True},
-    "masked_bf16_d64_window_sinks": {"window_left": 1024, "first_tokens": 4, "sinks": True},
+    "masked_bf16_d64_window_sinks": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
     "masked_fp16_d128_packed_pages": {
-        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
+        "total_q": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
     },
     "masked_bf16_d128_dropout": {"dropout": True},
     "masked_bf16_d128_window": {"window_left": 1024},
@@ -187,31 +201,33 @@ FEATURES: dict[str, dict[str, Any]] = {
     "backward_split_bf16_d64_dropout": {"dropout": True, "alibi": True},
     "backward_fused_bf16_d64_dropout": {"dropout": True},
     "decode_bf16_d64_packed_pages": {
-        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "window_left": 1024,
-        "first_tokens": 4,
+        "total_q": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE,
+        "window_left": 1024, "sink_tokens": 4,
     },
     "decode_bf16_d64_window": {"page_size": 16, "window_left": 1024, "sinks": True},
     "decode_bf16_d64_window_splits": {"page_size": 16, "window_left": 1024, "softcap": True},
     "decode_bf16_d128_e4m3": {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
-    "backward_split_fp16_d192_v128_window": {"window_left": 1024, "first_tokens": 4, "sinks": True},
-    "backward_split_bf16_d64_packed": {"packed": 1, "alibi": True},
-    "backward_split_bf16_d64_packed_dropout": {"packed": 1, "alibi": True, "dropout": True},
+    "backward_split_fp16_d192_v128_window": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
+    "backward_split_bf16_d64_packed": {"total_q": 1, "alibi": True},
+    "backward_split_bf16_d64_packed_dropout": {"total_q": 1, "alibi": True, "dropout": True},
     "backward_split_fp32_d40_scores": {
-        "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True, "lengths": True,
+        "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "attention_chunk": 64, "prefix": True,
+        "seqlens_k": True,
     },
-    "backward_fused_fp16_d192_v128_packed": {"packed": 1, "alibi": True},
+    "backward_fused_fp16_d192_v128_packed": {"total_q": 1, "alibi": True},
     "backward_fused_fp32_d40_scores": {
-        "softcap": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True, "lengths": True,
+        "softcap": True, "bias": Bias.ADDITIVE, "attention_chunk": 64, "prefix": True, "seqlens_k": True,
     },
-    "decode_bf16_latent": {"page_size": 64, "latent": True},
-    "hopper_bf16_latent_pages": {"page_size": 64, "latent": True},
-    "hopper_bf16_latent_small_pages": {"page_size": 16, "latent": True},
-    "hopper_fp16_latent_parts": {"lengths": True, "latent": True},
-    "hopper_fp16_latent_page_parts": {"page_size": 64, "latent": True},
+    "decode_bf16_latent": {"page_size": 64, "mla": True},
+    "hopper_bf16_latent_pages": {"page_size": 64, "mla": True},
+    "hopper_bf16_latent_small_pages": {"page_size": 16, "mla": True},
+    "hopper_fp16_latent_parts": {"seqlens_k": True, "mla": True},
+    "hopper_fp16_latent_page_parts": {"page_size": 64, "mla": True},
     "decode_fp32_d40_scores": {
-        "softcap": True, "alibi": True, "bias": Bias.BOOLEAN, "chunk": 64, "prefix": True, "sinks": True,
+        "softcap": True, "alibi": True, "bias": Bias.BOOLEAN, "attention_chunk": 64, "prefix": True,
+        "sinks": True,
     },
-    "masked_fp32_d40_scores": {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64},
+    "masked_fp32_d40_scores": {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "attention_chunk": 64},
 }  # fmt: skip
 
 

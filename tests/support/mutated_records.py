@@ -164,7 +164,7 @@ def _mutate_rows(connection: sqlite3.Connection, chance: random.Random) -> None:
 
 
 def _mutate_schema(connection: sqlite3.Connection, chance: random.Random) -> None:
-    table = chance.choice(("records", "selections", "stand_ins", "checks", "alembic_version"))
+    table = chance.choice(("records", "selections", "fallbacks", "checks", "alembic_version"))
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
     kind = chance.randrange(7)
     if kind == 0:
@@ -176,7 +176,7 @@ def _mutate_schema(connection: sqlite3.Connection, chance: random.Random) -> Non
         connection.execute(f"DROP TABLE {table}")
         connection.execute(f"CREATE VIEW {table} AS {endless}")
     elif kind == 3:
-        view = chance.choice(("selected_records", "stand_in_records", "known_checks", "check_payloads"))
+        view = chance.choice(("selected_records", "fallback_records", "known_checks", "check_payloads"))
         connection.execute(f"DROP VIEW {view}")
         connection.execute(f"CREATE VIEW {view} AS {endless}")
     elif kind == 4:

@@ -38,8 +38,8 @@ def call_of(name: str) -> Call:
     asked = FEATURES.get(name, {})
     dtype = DTYPES[dtype_name]
     page_size = asked.get("page_size", 0)
-    kv_heads = 1 if asked.get("latent") else KV_HEADS
-    batch = 1 if asked.get("packed") else BATCH
+    kv_heads = 1 if asked.get("mla") else KV_HEADS
+    batch = 1 if asked.get("total_q") else BATCH
     stored = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(str(asked.get("kv_dtype")), dtype)
     keys = (PAGES, kv_heads, page_size) if page_size else (batch, kv_heads, SEQLEN_KV)
     k = torch.zeros(*keys, width, dtype=stored)
@@ -49,7 +49,7 @@ def call_of(name: str) -> Call:
     offered: Call = {
         "q": torch.zeros(*rows, width, dtype=dtype),
         "k": k,
-        "v": k[..., :value_width] if asked.get("latent") else torch.zeros(*keys, value_width, dtype=stored),
+        "v": k[..., :value_width] if asked.get("mla") else torch.zeros(*keys, value_width, dtype=stored),
         "out": torch.zeros(*rows, value_width, dtype=dtype),
         "lse": torch.zeros(rows),
         "dout": torch.zeros(*rows, value_width, dtype=dtype),
@@ -202,7 +202,7 @@ def test_a_last_dimension_that_is_not_contiguous_is_refused(name: str, tensor: s
 @pytest.mark.parametrize(("name", "tensor"), ALIGNED)
 def test_strides_that_break_the_assumed_alignment_are_refused(name: str, tensor: str) -> None:
     message = rf"^{tensor} has strides \(.*\), expected multiples of (4|8|16) before the last$"
-    if FEATURES.get(name, {}).get("latent"):
+    if FEATURES.get(name, {}).get("mla"):
 
         def change(call: Call) -> None:
             call[tensor] = odd_rows(call[tensor])
@@ -218,7 +218,7 @@ def test_strides_that_break_the_assumed_alignment_are_refused(name: str, tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor"), ALIGNED)
 def test_addresses_not_aligned_to_16_bytes_are_refused(name: str, tensor: str) -> None:
-    if FEATURES.get(name, {}).get("latent") and tensor != "q":
+    if FEATURES.get(name, {}).get("mla") and tensor != "q":
 
         def change(call: Call) -> None:
             call["k"] = moved(call["k"])
@@ -242,12 +242,12 @@ def test_offsets_beyond_32_bits_are_refused(name: str, tensor: str) -> None:
             if isinstance(value, Tensor):
                 call[one] = value.to("meta")
         call[tensor] = spread(call[tensor], 1, 2**31)
-        if FEATURES.get(name, {}).get("latent"):
+        if FEATURES.get(name, {}).get("mla"):
             if tensor != "q":
                 call["k"] = spread(call["k"], 2, 2**26)
             call["v"] = call["k"][..., : call["v"].shape[-1]]
 
-    named = "k" if FEATURES.get(name, {}).get("latent") and tensor != "q" else tensor
+    named = "k" if FEATURES.get(name, {}).get("mla") and tensor != "q" else tensor
     refused(name, change, rf"^{named} spans \d+ elements, expected fewer than 2\*\*31$")
 
 
@@ -273,7 +273,7 @@ def test_non_contiguous_extra_inputs_are_refused(name: str, tensor: str) -> None
     refused(name, put(tensor, transposed), rf"^{tensor} has strides \(.*\), expected a contiguous tensor$")
 
 
-@pytest.mark.parametrize("name", [name for name in COMBINATIONS if FEATURES.get(name, {}).get("latent")])
+@pytest.mark.parametrize("name", [name for name in COMBINATIONS if FEATURES.get(name, {}).get("mla")])
 def test_separate_values_of_latent_keys_are_refused(name: str) -> None:
     refused(name, put("v", torch.clone), r"^v is a tensor of its own, expected the first 512 columns of k$")
 

@@ -13,7 +13,7 @@ from flashtune.tuner.workloads.shapes import parse_shape
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 # Keys of shapes that are not called as their features are.
-KEYS = {"page_size": Feature.PAGES, "kv_dtype": Feature.QUANTIZED_KV}
+KEYS = {"page_size": Feature.PAGES, "kv_dtype": Feature.QUANTIZED_KV, "total_q": Feature.VARLEN}
 HEAD = "| feature | in a shape | computed by |"
 
 

@@ -83,8 +83,9 @@ def test_header_describes_the_kernel(name: str) -> None:
     _, dtype, widths, causal, values, _ = COMBINATIONS[name]
     assert f"{dtype}, head dim {widths[0]}, value head dim {widths[1]}, causal: {causal}" in header
     said = {
-        HOPPER: "{groups} groups of {rows} rows, block_n {block_n}, {num_stages} stages",
-        LATENT: "{queries} queries and {heads} heads a tile, {num_stages} stages, {splits} parts",
+        HOPPER: "{num_consumer_groups} groups of {rows_per_group} rows, block_n {block_n}, "
+        "{num_stages} stages",
+        LATENT: "{queries} queries and {heads} heads a tile, {num_stages} stages, {num_splits} parts",
     }
     told = said.get(kernel.family, "block_m {block_m}, block_n {block_n}, {num_warps} warps")
     assert told.format(**values, heads=64 // values.get("queries", 1)) in header

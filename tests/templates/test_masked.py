@@ -26,8 +26,8 @@ PAGES = {"page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}
 # One way to ask for each feature.
 ASKED: dict[str, dict[str, Any]] = {
     "window": {"window_left": 256, "window_right": 16},
-    "first_tokens": {"window_left": 256, "first_tokens": 4},
-    "chunk": {"chunk": 128},
+    "first_tokens": {"window_left": 256, "sink_tokens": 4},
+    "chunk": {"attention_chunk": 128},
     "prefix": {"prefix": True},
     "softcap": {"softcap": True},
     "alibi": {"alibi": True},
@@ -35,8 +35,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "boolean": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
     "dropout": {"dropout": True},
-    "packed": {"packed": 1024},
-    "lengths": {"lengths": True},
+    "packed": {"total_q": 1024},
+    "lengths": {"seqlens_k": True},
     "pages": {"page_size": 64},
     "int8": {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     "int8_pages": PAGES,
@@ -67,7 +67,7 @@ def rendered(problem: Problem, config: MaskedConfig = CONFIG, lse: bool = True) 
 
 def test_all_features_but_latent_and_deterministic_are_supported() -> None:
     # What is deterministic is asked of gradients alone.
-    assert set(Feature) - FAMILY.features == {Feature.LATENT, Feature.DETERMINISTIC}
+    assert set(Feature) - FAMILY.features == {Feature.MLA, Feature.DETERMINISTIC}
     asked = {feature for changes in ASKED.values() for feature in a_problem(**changes).features}
     assert asked == FAMILY.features
     for changes in ASKED.values():
@@ -80,7 +80,7 @@ def test_all_features_but_latent_and_deterministic_are_supported() -> None:
         ({}, "is for masks"),
         ({"sinks": True, "value_head_dim": 512}, "head dims up to 256"),
         ({"window_left": 1, "dtype": Dtype.E4M3}, "no queries of e4m3"),
-        ({"packed": 9, "bias": Bias.BOOLEAN}, "no bias over packed sequences"),
+        ({"total_q": 9, "bias": Bias.BOOLEAN}, "no bias over packed sequences"),
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "scales of pages for keys in pages alone"),
     ],
 )
@@ -96,7 +96,7 @@ def test_e4m3_keys_require_gpu_support() -> None:
 
 
 def test_bounds_beyond_every_length_fit_int32() -> None:
-    asked = asked_of(a_problem(window_left=2**31 - 1, chunk=2**31 - 1, first_tokens=2**31 - 1))
+    asked = asked_of(a_problem(window_left=2**31 - 1, attention_chunk=2**31 - 1, sink_tokens=2**31 - 1))
     assert (asked.window_left, asked.window_right, asked.chunk) == (FARTHEST, -1, FARTHEST)
     assert 2 * FARTHEST + 1 < 2**31
 
@@ -109,16 +109,16 @@ PAIRS = list(itertools.combinations(ASKED, 2))
 def test_rendered_pairs_of_features_are_readable(causal: Causal) -> None:
     for index, (one, other) in enumerate(PAIRS):
         changes = {**ASKED[one], **ASKED[other]}
-        if changes.get("page_size") and changes.get("lengths"):
+        if changes.get("page_size") and changes.get("seqlens_k"):
             continue
         problem = a_problem(**changes, causal=causal, head_dim=48 if index % 3 else 64)
         if FAMILY.supports(problem, H100) is None:
             config = msgspec.structs.replace(
                 CONFIG,
-                two_phases=index % 2 == 0,
-                long_first=index % 4 == 0,
+                split_masked_loop=index % 2 == 0,
+                lpt=index % 4 == 0,
                 block_n=32 if index % 5 else 128,
-                decomposed=index % 7 == 0,
+                split_head_dim=index % 7 == 0,
             )
             check_source(rendered(problem, config, lse=index % 3 > 0))
 
@@ -144,7 +144,7 @@ def check_source(kernel: Kernel) -> None:
 
 
 def test_integer_arguments_of_a_launch_match_the_kernel() -> None:
-    problem = a_problem(packed=100, alibi=True, **PAGES)
+    problem = a_problem(total_q=100, alibi=True, **PAGES)
     kernel = rendered(problem)
     q, k = torch.empty(1, 4, 100, 64, dtype=torch.bfloat16), torch.empty(9, 2, 16, 64, dtype=torch.int8)
     scales = torch.empty(9, 2)
@@ -172,13 +172,13 @@ def test_a_bias_has_wide_strides() -> None:
 
 
 COMPILED: list[tuple[str, dict[str, Any]]] = [
-    ("window", {"window_left": 256, "first_tokens": 4, "sinks": True}),
+    ("window", {"window_left": 256, "sink_tokens": 4, "sinks": True}),
     ("scores", {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE}),
     ("boolean", {"bias": Bias.BOOLEAN, "causal": Causal.NONE}),
-    ("packed", {"packed": 512, "chunk": 128}),
-    ("pages", {"page_size": 16, "packed": 512, "prefix": True}),
+    ("packed", {"total_q": 512, "attention_chunk": 128}),
+    ("pages", {"page_size": 16, "total_q": 512, "prefix": True}),
     ("one_page", {"page_size": 256, "dtype": Dtype.FP16}),
-    ("int8", {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD, "lengths": True}),
+    ("int8", {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD, "seqlens_k": True}),
     ("int8_pages", {**PAGES, "dtype": Dtype.FP16}),
     ("e4m3_pages", {"page_size": 64, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE}),
 ]
@@ -188,7 +188,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("changes", [one[1] for one in COMPILED], ids=[one[0] for one in COMPILED])
 def test_compiled_sram_on_hopper_matches_the_model(changes: dict[str, Any]) -> None:
     problem = a_problem(**changes)
-    for config in (CONFIG, msgspec.structs.replace(CONFIG, num_stages=3, two_phases=False)):
+    for config in (CONFIG, msgspec.structs.replace(CONFIG, num_stages=3, split_masked_loop=False)):
         binary = compile_kernel(rendered(problem, config), H100)
         assert "wgmma" in binary.asm["ptx"]
         items = FAMILY.sram_items(problem, config, H100, Specialization(lse=True))
@@ -199,7 +199,7 @@ def test_compiled_sram_on_ampere_and_in_float32_matches_the_model() -> None:
     misaligned = Specialization(Alignment.ANY, 64, True)
     for problem, specialization in (
         (a_problem(window_left=64, **PAGES), Specialization()),
-        (a_problem(softcap=True, dtype=Dtype.FP32, head_dim=16, value_head_dim=16, packed=9), misaligned),
+        (a_problem(softcap=True, dtype=Dtype.FP32, head_dim=16, value_head_dim=16, total_q=9), misaligned),
     ):
         config = msgspec.structs.replace(CONFIG, block_n=16)
         binary = compile_kernel(render(FAMILY, problem, config, specialization), A100)
@@ -221,21 +221,21 @@ def test_defaults_are_in_the_space_and_fit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize(
-    ("changes", "two_phases", "stages"),
+    ("changes", "split_masked_loop", "stages"),
     [
         ({}, True, 3),
         ({}, False, 3),
         ({"window_left": 99}, True, 3),
-        ({"window_left": 99, "first_tokens": 4}, True, 3),
+        ({"window_left": 99, "sink_tokens": 4}, True, 3),
         # Its one loop jumps from the first tokens to the window.
-        ({"window_left": 99, "first_tokens": 4}, False, 2),
+        ({"window_left": 99, "sink_tokens": 4}, False, 2),
     ],
 )
 def test_pipelined_blocks_with_paged_keys(
-    page_size: int, changes: dict[str, Any], two_phases: bool, stages: int
+    page_size: int, changes: dict[str, Any], split_masked_loop: bool, stages: int
 ) -> None:
     problem = a_problem(page_size=page_size, head_dim=128, value_head_dim=128, **changes)
-    config = msgspec.structs.replace(CONFIG, num_stages=3, two_phases=two_phases)
+    config = msgspec.structs.replace(CONFIG, num_stages=3, split_masked_loop=split_masked_loop)
     shared = compile_kernel(rendered(problem, config), H100).metadata.shared
     queries, block = 64 * 128 * 2, 2 * 64 * 128 * 2
     assert queries + stages * block <= shared < queries + stages * block + 2048

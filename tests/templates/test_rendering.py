@@ -128,7 +128,7 @@ def test_digest_covers_every_input_of_the_binary(family: Family) -> None:
     kernels = [
         render(family, problem, config, Specialization()),
         render(family, problem, msgspec.structs.replace(config, num_warps=8), Specialization()),
-        render(family, problem, msgspec.structs.replace(config, max_registers=128), Specialization()),
+        render(family, problem, msgspec.structs.replace(config, maxnreg=128), Specialization()),
         render(family, problem, msgspec.structs.replace(config, block_m=16), Specialization()),
         *(rendered(family, a_problem(causal=causal)) for causal in (Causal.NONE, Causal.TOP_LEFT)),
         rendered(family, a_problem(dtype=Dtype.FP16)),
@@ -167,8 +167,8 @@ def test_registry_contains_every_folder() -> None:
 
 @pytest.mark.parametrize("head_dim", [1, 8, 16, 40, 64, 80, 96, 112, 128, 160, 192, 200, 256])
 def test_head_chunks_cover_each_column_once(head_dim: int) -> None:
-    for decomposed in (False, True):
-        chunks = head_chunks(head_dim, decomposed)
+    for split_head_dim in (False, True):
+        chunks = head_chunks(head_dim, split_head_dim)
         assert [chunk.start for chunk in chunks] == [
             sum(c.width for c in chunks[:i]) for i in range(len(chunks))
         ]

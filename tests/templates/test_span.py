@@ -39,7 +39,7 @@ COST = TileCost(block=1.0, tile=0.5)
 
 
 @given(
-    st.sampled_from(["linear", "long_first", "alternate"]),
+    st.sampled_from(["linear", "lpt", "serpentine"]),
     st.sampled_from(list(Causal)),
     st.integers(1, 6),
     st.integers(1, 900),
@@ -91,8 +91,8 @@ def test_windows_and_varlen_reduce_the_makespan() -> None:
     whole = a_problem(causal=Causal.BOTTOM_RIGHT, seqlen_q=16384, seqlen_kv=16384, batch=4)
     others = [
         msgspec.structs.replace(whole, window_left=1024),
-        msgspec.structs.replace(whole, packed=20000),
-        msgspec.structs.replace(whole, batch=64, packed=20000),
+        msgspec.structs.replace(whole, total_q=20000),
+        msgspec.structs.replace(whole, batch=64, total_q=20000),
     ]
     full, window, *packed = (
         hopper.span(problem, hopper.default(problem, H200), H200) for problem in (whole, *others)
@@ -210,11 +210,15 @@ def test_makespan_of_hopper_tiles_includes_their_overhead() -> None:
         return hopper.span(problem, msgspec.structs.replace(usual, **changes), H200)
 
     # Measured on an H200: 200 and 211 µs for one tile a head, whose order is nothing but arithmetic.
-    assert 1.03 < span(order=Order.ALTERNATE) / span(order=Order.LINEAR) < 1.07
+    assert 1.03 < span(order=Order.SERPENTINE) / span(order=Order.LINEAR) < 1.07
     assert 1.0 < span(q_stages=1) / span(q_stages=2) < 1.15
     longer = msgspec.structs.replace(problem, heads=32, kv_heads=32, batch=18, seqlen_q=917, seqlen_kv=917)
     even, all_of_them = (
-        hopper.span(longer, msgspec.structs.replace(usual, section=4, order=Order.ALTERNATE, even=even), H200)
+        hopper.span(
+            longer,
+            msgspec.structs.replace(usual, head_swizzle=4, order=Order.SERPENTINE, balanced_grid=even),
+            H200,
+        )
         for even in (True, False)
     )
     assert 1.03 < even / all_of_them < 1.07

@@ -106,7 +106,7 @@ def test_windows_skip_whole_blocks(
 
 
 def test_varlen_counts_as_sequences_of_the_longest_length() -> None:
-    problem = msgspec.structs.replace(a_problem(1000, 1000, batch=64), packed=2500)
+    problem = msgspec.structs.replace(a_problem(1000, 1000, batch=64), total_q=2500)
     assert unpacked(problem) == a_problem(1000, 1000, batch=3)
     assert unpacked(a_problem(10, 10)) == a_problem(10, 10)
 
@@ -213,7 +213,7 @@ def problems_of(family: Family, target: Target) -> Iterator[Problem]:
     latent = msgspec.structs.replace(
         a_problem(1, 4096, Causal.BOTTOM_RIGHT, heads=128), head_dim=576, value_head_dim=512, kv_heads=1
     )
-    latent = msgspec.structs.replace(latent, latent=True)
+    latent = msgspec.structs.replace(latent, mla=True)
     if family.supports(latent, target) is None:
         yield latent
 

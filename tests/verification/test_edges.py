@@ -13,7 +13,7 @@ from flashtune.verification.reference.masks import Rows, unhidden_keys
 
 PROBLEM = Problem(
     dtype=Dtype.BF16, head_dim=64, value_head_dim=64, heads=4, kv_heads=2, batch=2, seqlen_q=37, seqlen_kv=53,
-    causal=Causal.BOTTOM_RIGHT, window_left=9, first_tokens=3,
+    causal=Causal.BOTTOM_RIGHT, window_left=9, sink_tokens=3,
 )  # fmt: skip
 
 

@@ -38,12 +38,12 @@ PLAIN = Problem(
 ASKED: tuple[dict[str, object], ...] = (
     {},
     {"window_left": 100},
-    {"window_left": 5000, "first_tokens": 4},
-    {"chunk": 256},
+    {"window_left": 5000, "sink_tokens": 4},
+    {"attention_chunk": 256},
     {"alibi": True},
     {"bias": Bias.ADDITIVE},
-    {"packed": 1024},
-    {"lengths": True},
+    {"total_q": 1024},
+    {"seqlens_k": True},
     {"page_size": 16},
     {"deterministic": True},
     {"dropout": True},
@@ -53,7 +53,7 @@ LATENT: dict[str, object] = {
     "value_head_dim": 512,
     "heads": 128,
     "kv_heads": 1,
-    "latent": True,
+    "mla": True,
 }
 SHAPES: tuple[dict[str, object], ...] = ({}, {"seqlen_q": 1}, LATENT)
 
@@ -64,7 +64,7 @@ def problems_of(family: Family) -> Iterator[Problem]:
         changes = {"causal": causal, "direction": family.direction, **asked, **shape}
         problem = msgspec.convert(msgspec.to_builtins(PLAIN) | msgspec.to_builtins(changes), Problem)
         # The first 16 queries, as many as decoding takes, see no third tile of keys from the top left.
-        few = not problem.latent and problem.seqlen_q == 1 and problem.causal is Causal.TOP_LEFT
+        few = not problem.mla and problem.seqlen_q == 1 and problem.causal is Causal.TOP_LEFT
         if family.supports(problem, H200) is None and not few:
             yield problem
 
@@ -122,7 +122,7 @@ def shipped_kernels() -> dict[tuple[str, ...], Record]:
     for record in shipped.records:
         if record.config is not None:
             problem = record.problem
-            kind = (problem.causal, problem.dtype, problem.window_left, problem.chunk)
+            kind = (problem.causal, problem.dtype, problem.window_left, problem.attention_chunk)
             features = (str(kind), str(sorted(problem.features)))
             found.setdefault((record.family, record.config.label(), *features), record)
     return found

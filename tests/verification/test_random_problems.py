@@ -25,7 +25,7 @@ def test_all_supported_features_and_pairs_are_drawn() -> None:
     absent = {asked for asked in feature_sets() if asked not in drawn}
     # Pages bring their lengths along, no family lays a bias over packed sequences, and none drops weights of
     # latent keys.
-    pairs = {("lengths", "pages"), ("bias", "packed"), ("latent", "dropout")}
+    pairs = {("seqlens_k", "pages"), ("bias", "varlen"), ("mla", "dropout")}
     assert absent == set(map(frozenset, pairs))
     assert {subject.family for subject in SUBJECTS} >= {"forward_masked", "decode_split_kv", "forward_hopper"}
 

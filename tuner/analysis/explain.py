@@ -204,7 +204,7 @@ def compare_traffic(chosen: Chosen) -> tuple[Traffic, ...]:
             items = family.hbm_items(problem, family.default(problem, target), target)
             ways.append(_traffic(family.name, items))
     if not problem.dtype.is_quantized:
-        ways.append(_traffic("standard", standard_hbm_items(problem)))
+        ways.append(_traffic("unfused", standard_hbm_items(problem)))
     return tuple(ways)
 
 

@@ -55,7 +55,7 @@ class Point(msgspec.Struct, frozen=True):
         seqlen: Tokens of a sequence.
         kv_bytes: Bytes of the caches of all layers and sequences without gaps: keys and values once for each
             KV head, or latent keys.
-        standard: Unfused attention, which stores its scores.
+        unfused: Unfused attention, which stores its scores.
         flash: The kernels that dispatch would select.
         families: Those kernels' families without duplicates.
         speedup: Time of unfused attention over that of the kernels, by their rooflines.
@@ -63,7 +63,7 @@ class Point(msgspec.Struct, frozen=True):
 
     seqlen: int
     kv_bytes: int
-    standard: Way
+    unfused: Way
     flash: Way
     families: tuple[str, ...]
     speedup: float
@@ -120,7 +120,7 @@ def _point(attention: ModelAttention, calls: tuple[LayerCall, ...], target: Targ
     return Point(
         seqlen=problem.seqlen_kv,
         kv_bytes=attention.cache_bytes(problem),
-        standard=standard,
+        unfused=standard,
         flash=flash,
         families=tuple(dict.fromkeys(kernel.family.name for kernel in chosen)),
         speedup=standard.bound_ms / flash.bound_ms,
@@ -172,7 +172,7 @@ def _standard(call: LayerCall, target: Target) -> Way:
     plain = msgspec.structs.replace(problem, dtype=dtype)
     traffic = sum(item.bytes for item in standard_hbm_items(plain))
     full = msgspec.structs.replace(
-        plain, causal=Causal.NONE, window_left=None, window_right=None, first_tokens=0, chunk=0
+        plain, causal=Causal.NONE, window_left=None, window_right=None, sink_tokens=0, attention_chunk=0
     )
     copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
     memory = _out_bytes(problem) + int(copies * score_bytes(plain))

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 Call = Callable[[], object]
 
-STANDARD = "standard"
+UNFUSED = "unfused"
 FLEX = "flex"
 FLASH_ATTN_4 = "flash-attn-4"
 CUDNN = "sdpa-cudnn"
-PEERS = (*BACKENDS, FLEX, FLASH_ATTN_4, STANDARD)
+PEERS = (*BACKENDS, FLEX, FLASH_ATTN_4, UNFUSED)
 # The types that the baselines compute without conversion.
 PEER_DTYPES = {
-    **dict.fromkeys((*BACKENDS, FLEX, STANDARD), (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
+    **dict.fromkeys((*BACKENDS, FLEX, UNFUSED), (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
     FLASH_ATTN_4: (Dtype.BF16, Dtype.FP16),
 }
 
@@ -103,13 +103,13 @@ def bind_peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
     Raises:
         RefusalError: The baseline does not compute this problem.
     """
-    if problem.features and not (is_masked(problem) and name in (*BACKENDS, STANDARD)):
+    if problem.features and not (is_masked(problem) and name in (*BACKENDS, UNFUSED)):
         raise RefusalError(f"it is not timed with {', '.join(sorted(problem.features))}")
     if problem.dtype not in PEER_DTYPES[name]:
         raise RefusalError(f"it does not take {problem.dtype}")
     if name in BACKENDS:
         return _sdpa(name, problem, tensors)
-    return {FLEX: _flex, FLASH_ATTN_4: _flash_attn_4, STANDARD: _standard}[name](problem, tensors)
+    return {FLEX: _flex, FLASH_ATTN_4: _flash_attn_4, UNFUSED: _standard}[name](problem, tensors)
 
 
 def _sdpa(name: str, problem: Problem, tensors: Tensors) -> Contestant:
@@ -176,4 +176,4 @@ def _standard(problem: Problem, tensors: Tensors) -> Contestant:
     if copies * score_bytes(problem) >= MEMORY_SHARE * free:
         raise RefusalError("its scores would take more than half of the free memory")
     run = standard_run(problem, tensors)
-    return Contestant(STANDARD, "", run, run)
+    return Contestant(UNFUSED, "", run, run)

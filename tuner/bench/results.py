@@ -166,7 +166,7 @@ def speed_of(problem: Problem, row: Row) -> float:
 def kv_bytes(problem: Problem) -> int:
     """Returns the bytes of visible keys and values, each read once for its KV head."""
     keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight)
-    width = problem.head_dim + (0 if problem.latent else problem.value_head_dim)
+    width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
     return keys * width * problem.kv_itemsize
 
 

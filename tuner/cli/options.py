@@ -76,9 +76,10 @@ SHAPE_HELP = (
     "A shape, as key=value pairs: heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal,batch=2. "
     "Also seqlen_q, seqlen_kv, value_head_dim, causal=top_left|bottom_right|none, and tokens=16384 in place "
     "of batch. head_dim=64|128 is a list, seqlen=512..16384 every doubling. Further: window=1023 (keys "
-    "before a query's own that it sees) or window=1023:0 (before and after), first_tokens=4, chunk=8192, "
-    "prefix, softcap, alibi, bias=additive|boolean, sinks, packed=65536 (tokens of all sequences; seqlen is "
-    "the longest), lengths, page_size=16, kv_dtype=e4m3|int8, kv_scale=tensor|head|page, latent, dropout. "
+    "before a query's own that it sees) or window=1023:0 (before and after), sink_tokens=4, "
+    "attention_chunk=8192, prefix, softcap, alibi, bias=additive|boolean, sinks, total_q=65536 (tokens of "
+    "all sequences; seqlen is the longest), seqlens_k, page_size=16, kv_dtype=e4m3|int8, "
+    "kv_scale=tensor|head|page, mla, dropout. "
     "backward asks for the gradients in place of the output, and deterministic for the same bits in every "
     "run. Repeatable."
 )

@@ -24,7 +24,7 @@ BACKENDS = {
 }
 MAX_MASK_ELEMENTS = 2**28
 # Layouts and storage formats that no baseline supports.
-OTHER_LAYOUTS = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.LATENT})
+OTHER_LAYOUTS = frozenset({Feature.VARLEN, Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA})
 
 
 def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:
@@ -75,7 +75,11 @@ def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None
 def _mask_elements(problem: Problem) -> int:
     """Returns the number of elements of SDPA's mask."""
     heads = problem.heads if problem.features & {Feature.ALIBI, Feature.BIAS} else 1
-    batch = problem.batch if problem.features - {Feature.WINDOW, Feature.CHUNK, Feature.FIRST_TOKENS} else 1
+    batch = (
+        problem.batch
+        if problem.features - {Feature.WINDOW, Feature.ATTENTION_CHUNK, Feature.SINK_TOKENS}
+        else 1
+    )
     return batch * heads * problem.seqlen_q * problem.seqlen_kv
 
 

@@ -77,7 +77,7 @@ def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
     if copies * score_bytes(forward) < MEMORY_SHARE * free:
         timed = _timed(standard_run(forward, given), given)
         if timed is not None:
-            yield "standard", timed
+            yield "unfused", timed
 
 
 def sdpa_runs(forward: Problem, given: Tensors) -> Iterator[tuple[str, Run]]:

@@ -26,7 +26,7 @@ from flashtune.tuner.perf_model.wave_balance import Persistent, imbalance
 
 WARP = 32
 # Fields that the size features replace, and fields that predictions model fully.
-SIZES = frozenset({"block_m", "block_n", "num_warps", "max_registers"})
+SIZES = frozenset({"block_m", "block_n", "num_warps", "maxnreg"})
 # Estimate of a thread's registers before compilation: its share of accumulators and scores, and a constant.
 # Pointer loads add addresses. Fitted to 600 kernels of an H200.
 ACCUMULATOR_REGISTERS = 1.3
@@ -53,7 +53,7 @@ def estimated(problem: Problem, config: Config, sram_bytes: int, target: Target)
     registers = OTHER_REGISTERS + ACCUMULATOR_REGISTERS * accumulators + SCORE_REGISTERS * scores
     if getattr(config, "loads", "pointer") == "pointer":
         registers += POINTER_REGISTERS
-    cap = int(getattr(config, "max_registers", 0)) or MAX_REGISTERS
+    cap = int(getattr(config, "maxnreg", 0)) or MAX_REGISTERS
     room = target.registers_per_sm // threads
     return Resources(sram_bytes=sram_bytes, registers=min(cap, MAX_REGISTERS, room, int(registers)))
 

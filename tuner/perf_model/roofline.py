@@ -60,7 +60,7 @@ class Split(Tiled, Protocol):
     """A split-KV config: tiles hold all query heads of a KV head, and programs share a sequence's keys."""
 
     @property
-    def splits(self) -> int:
+    def num_splits(self) -> int:
         """Parts of a sequence's keys."""
         ...
 
@@ -117,8 +117,10 @@ def loop_seconds(pairs: float, problem: Problem, config: Tiled, hidden: float, t
 
 def matrix_seconds(pairs: float, problem: Problem, config: Tiled, target: Target) -> float:
     """Returns the time of the two products, with head dims padded as by the config."""
-    decomposed = bool(getattr(config, "decomposed", False))
-    width = sum(columns(head_chunks(dim, decomposed)) for dim in (problem.head_dim, problem.value_head_dim))
+    split_head_dim = bool(getattr(config, "split_head_dim", False))
+    width = sum(
+        columns(head_chunks(dim, split_head_dim)) for dim in (problem.head_dim, problem.value_head_dim)
+    )
     rate = matrix_rate(problem, config, target) * MATRIX_SHARE * tile_share(config)
     return 2 * pairs * width / rate
 
@@ -129,7 +131,7 @@ def matrix_rate(problem: Problem, config: Tiled, target: Target) -> float:
         return target.peak.fp8 * 1e12
     if problem.dtype is not Dtype.FP32:
         return target.peak.half * 1e12
-    thirds = getattr(config, "products", None) == "tf32x3"
+    thirds = getattr(config, "input_precision", None) == "tf32x3"
     return (target.peak.half * TF32X3_RATE if thirds else target.peak.fp32) * 1e12
 
 

@@ -55,10 +55,10 @@ class Tile(Config, frozen=True, kw_only=True):
 
     block_m: BlockSize
     block_n: BlockSize
-    long_first: bool = False
-    heads_inner: bool = False
-    decomposed: bool = False
-    products: str = ""
+    lpt: bool = False
+    heads_innermost: bool = False
+    split_head_dim: bool = False
+    input_precision: str = ""
 
 
 class Pass(msgspec.Struct, frozen=True):
@@ -103,31 +103,29 @@ def predict_backward_ms(
 def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
     """Returns the kernels that loop over all pairs."""
     assert isinstance(config, roofline.Tiled)
-    decomposed = bool(getattr(config, "decomposed", False))
-    qk, v = (columns(head_chunks(dim, decomposed)) for dim in (problem.head_dim, problem.value_head_dim))
+    split_head_dim = bool(getattr(config, "split_head_dim", False))
+    qk, v = (columns(head_chunks(dim, split_head_dim)) for dim in (problem.head_dim, problem.value_head_dim))
     # Scores, gradients of probabilities, dk and dv. The most queries see the first block of keys.
-    keys = _tile(config, config.block_n, config.block_m, config.num_warps, config.num_stages, long_first=True)
+    keys = _tile(config, config.block_n, config.block_m, config.num_warps, config.num_stages, lpt=True)
     first = Pass(turned(problem), keys, problem.group_size, 2 * qk + 2 * v, qk + v)
     if not isinstance(config, TwoPasses):
         return (msgspec.structs.replace(first, columns=first.columns + qk),)
-    long_first = bool(getattr(config, "long_first", False))
-    queries = _tile(
-        config, config.dq_block_m, config.dq_block_n, config.dq_warps, config.dq_stages, long_first=long_first
-    )
+    lpt = bool(getattr(config, "lpt", False))
+    queries = _tile(config, config.dq_block_m, config.dq_block_n, config.dq_warps, config.dq_stages, lpt=lpt)
     forward = msgspec.structs.replace(problem, direction=Direction.FORWARD)
     return first, Pass(forward, queries, 1, 2 * qk + v, qk)
 
 
-def _tile(config: Config, kept: int, walked: int, warps: int, stages: int, *, long_first: bool) -> Tile:
+def _tile(config: Config, kept: int, walked: int, warps: int, stages: int, *, lpt: bool) -> Tile:
     return Tile(
         block_m=kept,
         block_n=walked,
         num_warps=warps,
         num_stages=stages,
-        long_first=long_first,
-        heads_inner=bool(getattr(config, "heads_inner", False)),
-        decomposed=bool(getattr(config, "decomposed", False)),
-        products=str(getattr(config, "products", "")),
+        lpt=lpt,
+        heads_innermost=bool(getattr(config, "heads_innermost", False)),
+        split_head_dim=bool(getattr(config, "split_head_dim", False)),
+        input_precision=str(getattr(config, "input_precision", "")),
     )
 
 

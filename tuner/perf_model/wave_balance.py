@@ -33,17 +33,17 @@ class Persistent(Protocol):
     """A config of a persistent kernel with an order of tiles."""
 
     @property
-    def section(self) -> int:
+    def head_swizzle(self) -> int:
         """Heads (packs of heads) that are processed together; 0 for all."""
         ...
 
     @property
     def order(self) -> str:
-        """`linear`, `long_first` or `alternate`."""
+        """`linear`, `lpt` or `serpentine`."""
         ...
 
     @property
-    def even(self) -> bool:
+    def balanced_grid(self) -> bool:
         """Whether the number of programs is the least that needs the same number of rounds."""
         ...
 
@@ -53,7 +53,7 @@ def imbalance(problem: Problem, config: Config, programs: int, places: int, targ
 
     `programs` are the programs of a launch, or the tiles of persistent programs.
     """
-    pack = int(getattr(config, "pack", 1))
+    pack = int(getattr(config, "pack_gqa", 1))
     tiling = Tiling(problem, max(1, _side(config, "block_m") // pack), _side(config, "block_n"), pack)
     total = tiling.total
     if not total or not problem.seqlen_kv or not places:
@@ -62,10 +62,10 @@ def imbalance(problem: Problem, config: Config, programs: int, places: int, targ
         # Programs without tiles of queries have equal lengths.
         return whole_waves(programs, places, target)
     if isinstance(config, Persistent):
-        return _stay(tiling, config.section, str(config.order), config.even, target.sm_count)
-    longest_first = bool(getattr(config, "long_first", False))
-    heads_inner = bool(getattr(config, "heads_inner", False))
-    return _come_and_go(tiling, longest_first, heads_inner, places, target.sm_count)
+        return _stay(tiling, config.head_swizzle, str(config.order), config.balanced_grid, target.sm_count)
+    longest_first = bool(getattr(config, "lpt", False))
+    heads_innermost = bool(getattr(config, "heads_innermost", False))
+    return _come_and_go(tiling, longest_first, heads_innermost, places, target.sm_count)
 
 
 def whole_waves(programs: int, places: int, target: Target) -> float:
@@ -99,7 +99,7 @@ def _stay(tiling: Tiling, section: int, order: str, even: bool, multiprocessors:
 
 @functools.lru_cache(maxsize=4096)
 def _come_and_go(
-    tiling: Tiling, longest_first: bool, heads_inner: bool, places: int, multiprocessors: int
+    tiling: Tiling, longest_first: bool, heads_innermost: bool, places: int, multiprocessors: int
 ) -> float:
     total = tiling.total
     if total <= places:
@@ -111,7 +111,7 @@ def _come_and_go(
     costs = _lengths(tiling)
     if longest_first:
         costs = costs[::-1]
-    every = np.repeat(costs, tiling.heads) if heads_inner else np.tile(costs, tiling.heads)
+    every = np.repeat(costs, tiling.heads) if heads_innermost else np.tile(costs, tiling.heads)
     free = [0.0] * places
     for cost in every.tolist():
         heapq.heapreplace(free, free[0] + cost)

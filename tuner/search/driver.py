@@ -79,7 +79,7 @@ def run_search(
             # A verified and timed kernel can be selected without finals and schedule fuzzing.
             _pin(store, request, journal)
             raise
-    best, stand_in, pinned = _pin(store, request, journal)
+    best, fallback, pinned = _pin(store, request, journal)
     reporter.report(Phase.DONE)
     return SearchResult(
         problem=request.problem,
@@ -92,7 +92,7 @@ def run_search(
         best=best.record if best else None,
         best_id=best.id if best else None,
         pinned=pinned,
-        stand_in=stand_in.record if stand_in else None,
+        fallback=fallback.record if fallback else None,
         default=_default(scope, journal),
         reasons=journal.reasons(),
     )
@@ -145,7 +145,7 @@ def _pin(
         store.pin(best.id)
     other = selected(row for row in rows if serves_any_tensors(row.record))
     measured = other is not None and other.record.provenance is Provenance.MEASURED
-    if other is None or not (pinned or measured) or not store.stand_in(other.id):
+    if other is None or not (pinned or measured) or not store.fallback(other.id):
         other = None
     return best, other, pinned
 

@@ -38,8 +38,8 @@ def run_finals(scope: SearchTask, journal: TrialLog, tools: SearchWorkers) -> No
     if not best:
         return
     default = sorted(defaults, key=lambda record: record.ms or 0.0)[:1]
-    stand_in = finalists(filter(serves_any_tensors, journal.records()), 1, FINALS_WITHIN)
-    entrants = tuple(dict.fromkeys(map(candidate_of, (*best, *default, *stand_in))))
+    fallback = finalists(filter(serves_any_tensors, journal.records()), 1, FINALS_WITHIN)
+    entrants = tuple(dict.fromkeys(map(candidate_of, (*best, *default, *fallback))))
     job = tools.measurer.finals(scope, entrants)
     tools.clock.wait_for_all((job,))
     measured = job.result()

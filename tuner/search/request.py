@@ -145,7 +145,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
         best: The chosen record; None if no candidate works.
         best_id: Its row in the database.
         pinned: Whether it became the selection.
-        stand_in: The fallback for tensors that the selection's family cannot address; None if it
+        fallback: The fallback for tensors that the selection's family cannot address; None if it
             can address all.
         default: The record of the fastest default config, timed in the same finals if there were any.
         reasons: The most frequent reasons of failed candidates, with their counts.
@@ -162,5 +162,5 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     best_id: int | None
     pinned: bool
     default: Record | None
-    stand_in: Record | None = None
+    fallback: Record | None = None
     reasons: tuple[tuple[str, int], ...] = ()

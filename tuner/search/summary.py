@@ -6,8 +6,8 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 
+from flashtune.core.canonical import shape_text
 from flashtune.core.record import Outcome, Provenance, Record
-from flashtune.core.shape_format import shape_text
 from flashtune.tuner.search.request import SearchResult
 
 LABEL_WIDTH = 15
@@ -23,7 +23,7 @@ def summary_lines(
     labelled = [
         ("problem", f"{result.problem.key} on {result.target.name}"),
         *_best(result),
-        *_stand_in(result),
+        *_fallback(result),
         *_rivals(result),
         ("tried", _tried(result)),
         *((("pruned", _pruned(result)),) if result.tally.pruned else ()),
@@ -66,8 +66,8 @@ def _best(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield "", "predicted by a model, not measured: dispatch will not take it for a measurement"
 
 
-def _stand_in(result: SearchResult) -> Iterator[tuple[str, str]]:
-    record = result.stand_in
+def _fallback(result: SearchResult) -> Iterator[tuple[str, str]]:
+    record = result.fallback
     if record is None or record.config is None:
         return
     yield "other strides", f"{describe_time(record)}   {record.family} {record.config.label()}"

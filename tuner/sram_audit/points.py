@@ -28,17 +28,17 @@ DTYPES = (Dtype.BF16, Dtype.BF16, Dtype.FP16, Dtype.FP16, Dtype.FP32)
 # Features for families without plain attention.
 FEATURES: tuple[dict[str, Any], ...] = (
     {"window_left": 256},
-    {"window_left": 256, "first_tokens": 4, "sinks": True},
-    {"chunk": 256},
+    {"window_left": 256, "sink_tokens": 4, "sinks": True},
+    {"attention_chunk": 256},
     {"prefix": True},
     {"softcap": True},
     {"alibi": True},
     {"bias": Bias.ADDITIVE},
     {"bias": Bias.BOOLEAN},
-    {"packed": 4096},
-    {"lengths": True},
+    {"total_q": 4096},
+    {"seqlens_k": True},
     {"page_size": 16},
-    {"page_size": 64, "packed": 4096},
+    {"page_size": 64, "total_q": 4096},
     {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     {"kv_dtype": KvDtype.E4M3},
     {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE, "page_size": 16},
@@ -56,7 +56,7 @@ DECODED: tuple[dict[str, Any], ...] = (
             "kv_heads": 1,
             "head_dim": value_head_dim + 64,
             "value_head_dim": value_head_dim,
-            "latent": True,
+            "mla": True,
         }
         for queries in (1, 2)
         for value_head_dim in (128, 256, 512)
@@ -204,7 +204,7 @@ def _plain_count(point: Point) -> int:
         tiles = [walk.tile for walk in passes(problem, config)]
         rows = max(tile.block_m + tile.num_stages * tile.block_n for tile in tiles)
         return rows * (qk + v) * problem.dtype.itemsize
-    if problem.latent:
+    if problem.mla:
         # Values are columns of the keys, and no columns are added to either.
         qk, v = problem.head_dim, 0
     streamed = config.num_stages * config.block_n * (qk + v) * problem.kv_itemsize

@@ -21,14 +21,14 @@ class Listed(msgspec.Struct, frozen=True):
         tflops: TFLOP/s from nominal FLOPs; None without a time.
         best_sdpa_ms: Time of the fastest SDPA backend in the same run; None if none was timed.
         standing: Verification status under the versions installed here.
-        stands_in: Whether it is the fallback for tensors that the selection before it cannot address.
+        is_fallback: Whether it is the fallback for tensors that the selection before it cannot address.
     """
 
     found: Found
     tflops: float | None
     best_sdpa_ms: float | None
     standing: VerificationStatus
-    stands_in: bool = False
+    is_fallback: bool = False
 
 
 def list_selections(found: Iterable[Found]) -> tuple[Listed, ...]:

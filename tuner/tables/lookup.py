@@ -75,7 +75,7 @@ def tables_of(target: str, db: str | None) -> Tables:
     reader = open_reader(db)
     shipped = shipped_table(target)
     return Tables(
-        database=by_problem((*reader.selections(target), *reader.stand_ins(target)) if reader else ()),
+        database=by_problem((*reader.selections(target), *reader.fallbacks(target)) if reader else ()),
         shipped=by_problem(under(shipped, current_versions) if shipped else ()),
     )
 
@@ -102,7 +102,7 @@ def database_selections(db: str | None) -> tuple[Found, ...]:
     stored = None if path is None or not path.is_file() else chosen_in_file(path, address)
     if stored is None:
         with existing_store(db) as store:
-            stored = (*store.selections(), *store.stand_ins()) if store else ()
+            stored = (*store.selections(), *store.fallbacks()) if store else ()
     # The sort is stable, so that a fallback stays after its selection.
     ordered = sorted(stored, key=lambda row: (row.record.target, row.record.problem.key))
     return tuple(Found(row.record, "database", row.id, row.created_at) for row in ordered)

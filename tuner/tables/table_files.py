@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from flashtune.db.table import TunedTable
 
 # Named arguments of `triton.Config`. Every other field of a config becomes a meta-parameter.
-TRITON_OPTIONS = {"num_warps": "num_warps", "num_stages": "num_stages", "max_registers": "maxnreg"}
+TRITON_OPTIONS = {"num_warps": "num_warps", "num_stages": "num_stages", "maxnreg": "maxnreg"}
 
 
 # Name of the exported records in errors.
@@ -182,7 +182,7 @@ def _triton_config(config: Config) -> str:
         f"{TRITON_OPTIONS[name]}={_literal(value)}"
         for name, value in values.items()
         # Without `maxnreg` there is no limit of registers.
-        if name in TRITON_OPTIONS and not (name == "max_registers" and value == 0)
+        if name in TRITON_OPTIONS and not (name == "maxnreg" and value == 0)
     )
     return f"triton.Config({{{meta}}}, {options})"
 

@@ -37,7 +37,7 @@ from flashtune.tuner.verify.on_gpu import OnGpu, check_on_gpu
 from flashtune.tuner.verify.verify_jobs import Interpretable, Runs, Subject
 
 # Fields of a config that the interpreter ignores. They get fixed values, so that fewer kernels differ.
-UNSEEN = {"num_warps": 4, "num_stages": 1, "max_registers": 0, "dq_warps": 4, "dq_stages": 1}
+UNSEEN = {"num_warps": 4, "num_stages": 1, "maxnreg": 0, "dq_warps": 4, "dq_stages": 1}
 
 
 class CheckMethod(enum.StrEnum):
@@ -240,7 +240,7 @@ def _interpret(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
 
 def _length(task: Interpretable) -> int:
     """Returns a sort key by interpreter time: larger head dims and more splits take longer."""
-    return task.problem.head_dim * int(getattr(task.config, "splits", 1))
+    return task.problem.head_dim * int(getattr(task.config, "num_splits", 1))
 
 
 def _is_interpreted(subject: Subject) -> bool:

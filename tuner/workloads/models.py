@@ -149,7 +149,7 @@ def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]
             "seqlen_q": (1,),
             "seqlen_kv": parse_values("seqlen_kv", sizes.seqlen or DEFAULT_SEQLEN),
             "page_size": parse_values("page_size", sizes.page_size or DEFAULT_PAGE_SIZE),
-            "latent": (latent is not None,),
+            "mla": (latent is not None,),
         }
     )
     return tuple(dict.fromkeys(map(_paged, problems)))
@@ -169,7 +169,7 @@ def as_called(number: int) -> int:
 
 def _packed(problem: Problem) -> Problem:
     longest, tokens = as_called(problem.seqlen_q), as_called(problem.batch * problem.seqlen_q)
-    return msgspec.structs.replace(problem, seqlen_q=longest, seqlen_kv=longest, packed=tokens)
+    return msgspec.structs.replace(problem, seqlen_q=longest, seqlen_kv=longest, total_q=tokens)
 
 
 def _paged(problem: Problem) -> Problem:
@@ -200,7 +200,7 @@ def _of_kind(problem: Problem, kind: Layers) -> Problem:
         window_left=kind.window - 1 if kind.window else None,
         # An encoder's window is symmetric.
         window_right=kind.window - 1 if kind.window and problem.causal is Causal.NONE else None,
-        chunk=kind.chunk,
+        attention_chunk=kind.chunk,
         softcap=kind.softcap,
         sinks=kind.sinks,
     )

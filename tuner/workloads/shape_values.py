@@ -43,9 +43,9 @@ NUMBERS: dict[str, Bounds] = {
     "tokens": Bounds(1, MAX_LENGTH),
     "window_left": Bounds(0, MAX_LENGTH),
     "window_right": Bounds(0, MAX_LENGTH),
-    "first_tokens": Bounds(0, MAX_LENGTH),
-    "chunk": Bounds(0, MAX_LENGTH),
-    "packed": Bounds(0, MAX_LENGTH),
+    "sink_tokens": Bounds(0, MAX_LENGTH),
+    "attention_chunk": Bounds(0, MAX_LENGTH),
+    "total_q": Bounds(0, MAX_LENGTH),
     "page_size": Bounds(0, MAX_LENGTH),
 }
 DTYPES: dict[str, Dtype] = {
@@ -60,8 +60,8 @@ FLAGS = (
     "softcap",
     "alibi",
     "sinks",
-    "lengths",
-    "latent",
+    "seqlens_k",
+    "mla",
     "dropout",
     "backward",
     "deterministic",

@@ -9,7 +9,7 @@ A value is one item or several joined by `|`. An item of a number is a number or
 - `window=1023` bounds the keys before a query, `window=1023:0` also those after it.
 - `backward` means `direction=backward`: the gradients.
 
-`flashtune.core.shape_format` is the inverse.
+`shape_text` of `flashtune.core.canonical` is the inverse.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from flashtune.core.canonical import normal_form
+from flashtune.core.earlier_names import PROBLEM_FIELDS
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, KvDtype, KvScale, Problem
 from flashtune.tuner.workloads.shape_values import ALONE, KEYS, Value, Window, parse_values
@@ -39,6 +40,7 @@ def parse_shape(text: str) -> tuple[Problem, ...]:
     choices: dict[str, tuple[Value, ...]] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = (piece.strip() for piece in part.partition("="))
+        key = PROBLEM_FIELDS.get(key, key)
         if not separator and key in ALONE:
             value = ALONE[key]
         elif not separator and key in KEYS:
@@ -93,16 +95,16 @@ def _build(given: dict[str, Value]) -> Problem:
         kv_dtype=kv_dtype if isinstance(kv_dtype, KvDtype) else None,
         # Without a quantised cache there is no scale to share.
         kv_scale=_word(given.get("kv_scale"), KvScale.TENSOR) if kv_dtype else KvScale.TENSOR,
-        first_tokens=numbers.get("first_tokens", 0),
-        chunk=numbers.get("chunk", 0),
-        packed=numbers.get("packed", 0),
+        sink_tokens=numbers.get("sink_tokens", 0),
+        attention_chunk=numbers.get("attention_chunk", 0),
+        total_q=numbers.get("total_q", 0),
         page_size=numbers.get("page_size", 0),
         prefix=given.get("prefix") is True,
         softcap=given.get("softcap") is True,
         alibi=given.get("alibi") is True,
         sinks=given.get("sinks") is True,
-        lengths=given.get("lengths") is True,
-        latent=given.get("latent") is True,
+        seqlens_k=given.get("seqlens_k") is True,
+        mla=given.get("mla") is True,
         dropout=given.get("dropout") is True,
         deterministic=given.get("deterministic") is True,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from flashtune.core.earlier_names import present_problem
 from flashtune.core.errors import UsageError
 from flashtune.core.file_lock import read_bounded
 from flashtune.core.problem import Problem
@@ -61,7 +62,7 @@ def _parse_line(line: str) -> tuple[Problem, ...]:
         row = msgspec.json.decode(line, type=dict[str, bool | int | str])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"not a JSON object of numbers and words: {error}") from error
-    return expand({key: parse_values(key, _as_text(value)) for key, value in row.items()})
+    return expand({key: parse_values(key, _as_text(value)) for key, value in present_problem(row).items()})
 
 
 def _as_text(value: bool | int | str) -> str:

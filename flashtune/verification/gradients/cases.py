@@ -115,7 +115,7 @@ def _posed(problem: Problem, problems: Iterable[ServingCase], tiles: Tiles) -> I
     for turn, (one, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
         heads, kv_heads = one.heads
         # In every second case, tensors have a few more keys than the longest sequence.
-        spare = 5 * (turn % 2) if problem.lengths and not problem.packed else 0
+        spare = 5 * (turn % 2) if problem.seqlens_k and not problem.total_q else 0
         yield Case(
             problem=msgspec.structs.replace(
                 problem,
@@ -124,7 +124,7 @@ def _posed(problem: Problem, problems: Iterable[ServingCase], tiles: Tiles) -> I
                 batch=len(one.lengths.queries),
                 seqlen_q=max(1, *one.lengths.queries),
                 seqlen_kv=max(1, *one.lengths.keys) + spare,
-                packed=one.lengths.total_q if problem.packed else 0,
+                total_q=one.lengths.total_q if problem.total_q else 0,
             ),
             probe=one.shape.probe,
             block=tiles.least,
@@ -255,7 +255,7 @@ def mask_squares(tile: Tile, problem: Problem, *, quick: bool, reduced: bool) ->
     m, n = tile.queries, tile.keys
     left = 0 if problem.window_left is None else problem.window_left + 1
     farthest = FARTHEST_REDUCED if reduced else FARTHEST_SQUARE
-    for border in sorted({left, problem.chunk} - {0}):
+    for border in sorted({left, problem.attention_chunk} - {0}):
         if border <= farthest:
             yield Shape(Probe.EDGE, border + m // 2 + 1, border + m // 2 + 1)
             if quick:

@@ -155,7 +155,7 @@ def dense_values(case: Case, lengths: Lengths, generator: torch.Generator) -> De
     if problem.kv_dtype is None:
         return Dense(q, values.k.to(own), values.v.to(own), side)
     k, k_scale = store(values.k, problem, aside(generator))
-    if problem.latent:
+    if problem.mla:
         return Dense(q, k, k[..., : problem.value_head_dim], side._replace(k_scale=k_scale, v_scale=k_scale))
     # Values get other scales than keys, so that a kernel that swaps them gives a wrong result.
     v, v_scale = store(values.v, problem, aside(generator, 1))

@@ -104,10 +104,10 @@ def visible_keys(
     near = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
     if problem.window_left is not None:
         near = _both(near, key >= place - problem.window_left)
-    if problem.chunk:
-        chunk, own = key // problem.chunk, place // problem.chunk
+    if problem.attention_chunk:
+        chunk, own = key // problem.attention_chunk, place // problem.attention_chunk
         near = _both(near, chunk >= own if causal else chunk == own)
-    seen = near | (key < problem.first_tokens)
+    seen = near | (key < problem.sink_tokens)
     if causal:
         seen = _both(seen, key <= place)
     elif problem.window_right is not None:
@@ -176,7 +176,7 @@ def factors(
     if side.seed is None or side.dropout is None:
         return None
     number, rows = some.batch * problem.heads + some.head, some.rows
-    if problem.packed:
+    if problem.total_q:
         begins = torch.tensor([0, *itertools.accumulate(lengths.queries)])
         number, rows = some.head, begins[some.batch][:, None] + rows
     where = compared_on(COMPARISONS_OF_A_STATE * len(number) * len(some.rows), device)

@@ -39,7 +39,7 @@ CHUNK_KEYS = {"cuda": 2**28, "cpu": 2**25}
 
 # Features that neither change scores nor hide keys, and all others. Without the others, the number of visible
 # keys of a row determines these keys.
-NOT_ON_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.LATENT, Feature.DROPOUT, Feature.DETERMINISTIC}
+NOT_ON_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.MLA, Feature.DROPOUT, Feature.DETERMINISTIC}
 ON_SCORES = frozenset(Feature) - NOT_ON_SCORES
 
 

@@ -5,9 +5,9 @@
 """Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
 
 Computes     bf16, head dim 256, value head dim 256, causal: none
-Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, init True, rotate False
+Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, init_accumulators True, stagger_start False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper ea495c743d8a
+Template     backward_hopper fab18a62d237
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,

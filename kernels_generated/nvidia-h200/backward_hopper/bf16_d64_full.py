@@ -5,10 +5,10 @@
 """Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
 
 Computes     bf16, head dim 64, value head dim 64, causal: none
-Config       block_m 128, 2 stages of q, 2 of dout, 2 of gradients of scores, eager False, late_wait True,
-             product_first True, init True, delay True, rotate True, in turns
+Config       block_m 128, 2 stages of q, 2 of dout, 2 of gradients of scores, early_dv False, defer_dp_wait True,
+             early_dk True, init_accumulators True, defer_dq True, stagger_start True, alternate_dq
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper ea495c743d8a
+Template     backward_hopper fab18a62d237
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,

@@ -5,10 +5,11 @@
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
 Computes     bf16, head dim 192, value head dim 128, causal: bottom_right
-Config       2 groups of 64 rows, block_n 64, 2 stages, 1 of queries, halved True, ping_pong False, late_wait True,
-             lazy_rescale True, decomposed True, pack 1, section 4, long_first True, alternate True, even True
+Config       2 groups of 64 rows, block_n 64, 2 stages, 1 of queries, split_epilogue True, ping_pong False, defer_pv_wait True,
+             conditional_rescale True, split_head_dim True, pack_gqa 1, head_swizzle 4,
+             lpt True, serpentine True, balanced_grid True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper dd121bce933a
+Template     forward_hopper 6e5a4ee9f6d7
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's

@@ -5,10 +5,11 @@
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
-Config       3 groups of 64 rows, block_n 128, 2 stages, 2 of queries, halved False, ping_pong True, late_wait False,
-             lazy_rescale True, decomposed False, pack 1, section 0, long_first True, alternate True, even False
+Config       3 groups of 64 rows, block_n 128, 2 stages, 2 of queries, split_epilogue False, ping_pong True, defer_pv_wait False,
+             conditional_rescale True, split_head_dim False, pack_gqa 1, head_swizzle 0,
+             lpt True, serpentine True, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper dd121bce933a
+Template     forward_hopper 6e5a4ee9f6d7
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's

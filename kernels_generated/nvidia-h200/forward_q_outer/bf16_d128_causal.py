@@ -5,10 +5,10 @@
 """Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
-Config       block_m 128, block_n 64, 4 warps, 2 stages, descriptor loads, qk_ahead False, two_phases True,
-             decomposed False, long_first False, heads_inner False, register cap 0
+Config       block_m 128, block_n 64, 4 warps, 2 stages, descriptor loads, overlap_qk False, split_masked_loop True,
+             split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 4f9ac02ad9d3
+Template     forward_q_outer 54aca54284d1
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.

@@ -62,15 +62,15 @@ def asked_of(problem: Problem) -> FeatureContext:
     return FeatureContext(
         window_left=_bound(problem.window_left),
         window_right=_bound(problem.window_right),
-        first_tokens=min(problem.first_tokens, FARTHEST),
-        chunk=min(problem.chunk, FARTHEST),
+        first_tokens=min(problem.sink_tokens, FARTHEST),
+        chunk=min(problem.attention_chunk, FARTHEST),
         prefix=problem.prefix,
         softcap=problem.softcap,
         alibi=problem.alibi,
         bias=problem.bias,
         sinks=problem.sinks,
-        packed=problem.packed > 0,
-        lengths=problem.lengths or problem.page_size > 0,
+        packed=problem.total_q > 0,
+        lengths=problem.seqlens_k or problem.page_size > 0,
         page_size=problem.page_size,
         quantized=problem.kv_dtype is not None,
         page_scales=problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE,
@@ -102,7 +102,7 @@ def asked_arguments(
         *rest[split:-COUNT],
         *side_strides(problem, specialization),
         *rest[-COUNT:],
-        *((Argument("sequences", "i32"),) if problem.packed else ()),
+        *((Argument("sequences", "i32"),) if problem.total_q else ()),
     )
 
 

@@ -28,9 +28,9 @@ def side_tensors(problem: Problem) -> tuple[Argument, ...]:
         ("bias", bias, Feature.BIAS in features),
         ("sinks", "*fp32", Feature.SINKS in features),
         ("prefix", "*i32", Feature.PREFIX in features),
-        ("cu_seqlens_q", "*i32", Feature.PACKED in features),
-        ("cu_seqlens_kv", "*i32", Feature.PACKED in features and not paged),
-        ("seqlens_kv", "*i32", paged or Feature.LENGTHS in features),
+        ("cu_seqlens_q", "*i32", Feature.VARLEN in features),
+        ("cu_seqlens_kv", "*i32", Feature.VARLEN in features and not paged),
+        ("seqlens_kv", "*i32", paged or Feature.SEQLENS_K in features),
         ("block_table", "*i32", paged),
         ("seed", "*i64", Feature.DROPOUT in features),
     )

@@ -36,13 +36,14 @@ def portable_span(
     target: Target,
     *,
     longest_first: bool = False,
-    heads_inner: bool = False,
+    heads_innermost: bool = False,
     descriptors: bool = False,
     resident: int = RESIDENT,
 ) -> float:
     """Returns the time of a launch by its schedule, in ms.
 
-    Neighbouring programs compute different heads if `heads_inner`, and make TMA descriptors if `descriptors`.
+    Neighbouring programs compute different heads if `heads_innermost`. They make TMA descriptors if
+    `descriptors`.
     """
     tiling = Tiling(problem, block_m, block_n, 1)
     if not tiling.total or not problem.seqlen_kv:
@@ -53,7 +54,7 @@ def portable_span(
     lone = LONE_SHORT if block_m <= SHORT_TILE else 1.0
     busy = coming_and_going(tiling, target.sm_count, longest_first, cost, lone, resident)
     programs = min(tiling.total, resident * target.sm_count)
-    heads = tiling.heads if heads_inner else math.ceil(programs / tiling.tiles)
+    heads = tiling.heads if heads_innermost else math.ceil(programs / tiling.tiles)
     streamed = extremes(tiling).mean * tiling.total * block_n
     moving = traffic_us(problem, streamed, heads / tiling.packs, programs, target)
     launch = PACE.launch + (DESCRIPTORS if descriptors else 0.0)
@@ -61,7 +62,7 @@ def portable_span(
 
 
 def resident_programs(
-    problem: Problem, block_m: int, block_n: int, warps: int, stages: int, max_registers: int, target: Target
+    problem: Problem, block_m: int, block_n: int, warps: int, stages: int, maxnreg: int, target: Target
 ) -> int:
     """Returns the resident programs of an SM, from registers and shared memory of their tiles.
 
@@ -69,7 +70,7 @@ def resident_programs(
     """
     threads = warps * target.warp_size
     wanted = block_m * (block_n + problem.value_head_dim) / threads + OTHER_REGISTERS
-    registers = min(wanted, max_registers or MAX_REGISTERS, MAX_REGISTERS)
+    registers = min(wanted, maxnreg or MAX_REGISTERS, MAX_REGISTERS)
     keys = stages * block_n * (problem.head_dim + problem.value_head_dim)
     size = (keys + block_m * problem.head_dim) * problem.kv_itemsize
     return max(1, min(int(target.registers_per_sm / (threads * registers)), target.sram_per_sm // size))

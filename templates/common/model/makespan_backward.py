@@ -37,7 +37,7 @@ def turned(problem: Problem) -> Problem:
 
 
 def keys_span(
-    problem: Problem, block_m: int, block_n: int, target: Target, *, heads_inner: bool, products: float
+    problem: Problem, block_m: int, block_n: int, target: Target, *, heads_innermost: bool, products: float
 ) -> float:
     """Returns the time of a kernel that loops over the queries of a group for each block of keys, in ms.
 
@@ -46,18 +46,24 @@ def keys_span(
     """
     # The most queries see the first keys, and their programs start first.
     span = portable_span(
-        turned(problem), block_n, block_m, target, longest_first=True, heads_inner=heads_inner
+        turned(problem), block_n, block_m, target, longest_first=True, heads_innermost=heads_innermost
     )
     return _multiplied(span, products * problem.group_size)
 
 
 def queries_span(
-    problem: Problem, block_m: int, block_n: int, target: Target, *, longest_first: bool, heads_inner: bool
+    problem: Problem,
+    block_m: int,
+    block_n: int,
+    target: Target,
+    *,
+    longest_first: bool,
+    heads_innermost: bool,
 ) -> float:
     """Returns the time of a dq kernel, which loops over keys for each tile of queries, in ms."""
     forward = msgspec.structs.replace(problem, direction=Direction.FORWARD)
     span = portable_span(
-        forward, block_m, block_n, target, longest_first=longest_first, heads_inner=heads_inner
+        forward, block_m, block_n, target, longest_first=longest_first, heads_innermost=heads_innermost
     )
     return _multiplied(span, PRODUCTS_OF_QUERIES)
 

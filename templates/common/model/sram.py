@@ -179,12 +179,12 @@ class Chunk(msgspec.Struct, frozen=True):
     padded: bool
 
 
-def head_chunks(head_dim: int, decomposed: bool) -> tuple[Chunk, ...]:
+def head_chunks(head_dim: int, split_head_dim: bool) -> tuple[Chunk, ...]:
     """Returns a head dim as tiles whose widths are powers of two.
 
     Padded, 96 is one tile of 128. Decomposed, it is 64 + 32, with more instructions and no waste.
     """
-    if not decomposed:
+    if not split_head_dim:
         width = power_of_two(head_dim)
         return (Chunk(0, 0, width, width != head_dim),)
     chunks: list[Chunk] = []

@@ -101,9 +101,9 @@ MAX_REGISTERS = 255
 SPARE_REGISTERS = 24
 
 
-def backward_chunks(problem: Problem, width: int, decomposed: bool) -> tuple[Chunk, ...]:
+def backward_chunks(problem: Problem, width: int, split_head_dim: bool) -> tuple[Chunk, ...]:
     """Returns the tiles of a head dim's columns."""
-    chunks = head_chunks(width, decomposed)
+    chunks = head_chunks(width, split_head_dim)
     if problem.dtype is Dtype.FP32 or chunks[0].width >= MIN_WIDTH:
         return chunks
     return (Chunk(0, 0, MIN_WIDTH, padded=True),)

@@ -123,7 +123,7 @@ def place(
     import numpy as np
 
     total = tiling.total
-    if order == "alternate":
+    if order == "serpentine":
         turn = index // workers
         backwards = (turn % 2 == 1) & ((turn + 1) * workers <= total)
         index = np.where(backwards, (2 * turn + 1) * workers - 1 - index, index)

@@ -57,10 +57,10 @@ def keys_at_once(problem: Problem, rows: int) -> int:
 
 def unpacked(problem: Problem) -> Problem:
     """Returns a varlen batch as a batch of the longest sequence with the same tokens; others unchanged."""
-    if not problem.packed:
+    if not problem.total_q:
         return problem
-    sequences = -(-problem.packed // max(1, problem.seqlen_q))
-    return msgspec.structs.replace(problem, batch=sequences, packed=0)
+    sequences = -(-problem.total_q // max(1, problem.seqlen_q))
+    return msgspec.structs.replace(problem, batch=sequences, total_q=0)
 
 
 def cycled_queries(problem: Problem, block_m: int, block_n: int) -> int:

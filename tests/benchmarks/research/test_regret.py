@@ -235,4 +235,4 @@ def test_labels_of_removed_choices_match_no_config() -> None:
     order = next(word for word in label.split() if word.startswith("order="))
     assert names(label, config)
     assert not names(label.replace(order, "order=zigzag"), config)
-    assert not names("groups=2", config)
+    assert not names("num_consumer_groups=2", config)

@@ -47,7 +47,7 @@ def crashed(code: int) -> Future[Any]:
 
 
 def of_two_groups(candidate: Candidate) -> int:
-    return int(getattr(candidate.config, "groups", 0)) == 2
+    return int(getattr(candidate.config, "num_consumer_groups", 0)) == 2
 
 
 class FakeWorkers:

@@ -32,7 +32,7 @@ MEASURED = Record(
         causal=Causal.BOTTOM_RIGHT,
     ),
     target="nvidia-h200",
-    family="standard",
+    family="unfused",
     config=None,
     specialization=Specialization(),
     kernel=None,

@@ -73,7 +73,7 @@ def test_column_that_is_not_utf8_skips_its_row(filled: Path, make_record: MakeRe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["CAST(zeroblob(2000000) AS TEXT)", "CAST(x'ff' AS TEXT)"])
-@pytest.mark.parametrize("table", ["selections", "stand_ins"])
+@pytest.mark.parametrize("table", ["selections", "fallbacks"])
 @pytest.mark.parametrize("column", ["problem_key", "target"])
 def test_damaged_key_skips_only_its_row(
     filled: Path, make_record: MakeRecord, make_problem: MakeProblem, table: str, column: str, damage: str
@@ -83,11 +83,11 @@ def test_damaged_key_skips_only_its_row(
         store.pin(store.add(whole))
     execute(
         filled,
-        "INSERT INTO stand_ins SELECT * FROM selections",
+        "INSERT INTO fallbacks SELECT * FROM selections",
         f"UPDATE {table} SET {column} = {damage} WHERE record_id = 1",
     )
     with open_store(str(filled)) as store:
-        chosen = store.selections if table == "selections" else store.stand_ins
+        chosen = store.selections if table == "selections" else store.fallbacks
         with pytest.warns(UnreadableRecord, match="1 rows of .* were skipped"):
             assert [stored.record for stored in chosen()] == [whole]
     with pytest.warns(UnreadableRecord, match="1 rows of .* were skipped"):

@@ -36,7 +36,7 @@ ENDLESS = (
     "statements",
     [
         ("DROP VIEW selected_records", f"CREATE VIEW selected_records AS {ENDLESS}"),
-        ("DROP TABLE stand_ins", f"CREATE VIEW stand_ins AS {ENDLESS}"),
+        ("DROP TABLE fallbacks", f"CREATE VIEW fallbacks AS {ENDLESS}"),
         ("DROP VIEW known_checks", f"CREATE VIEW known_checks AS {ENDLESS}"),
     ],
 )
@@ -44,9 +44,9 @@ def test_views_are_not_read(filled: Path, make_record: MakeRecord, statements: t
     execute(filled, *statements)
     start = time.monotonic()
     reader = reader_of(filled)
-    if "CREATE VIEW stand_ins" in statements[1]:
+    if "CREATE VIEW fallbacks" in statements[1]:
         with pytest.raises(StoreError, match="a view in place of a table"):
-            reader.stand_ins(TARGET)
+            reader.fallbacks(TARGET)
         with pytest.raises(StoreError, match="a view in place of a table"):
             open_store(str(filled))
         with pytest.raises(StoreError, match="a view in place of a table"):

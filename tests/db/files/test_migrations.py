@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 
+from flashtune.core.earlier_names import CONFIG_FIELDS, ORDERS, PROBLEM_FIELDS
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Measurement, Outcome, PeerTime, Record, Versions
 from flashtune.db import migrate
-from flashtune.db.codec import encode_record
+from flashtune.db.codec import encode_record, fingerprint
+from flashtune.db.errors import UnreadableRecord
 from flashtune.db.light.bootstrap import HEAD, REVISIONS
 from flashtune.db.light.reader import open_reader
 from flashtune.db.migrate import MIGRATIONS, Upgraded, upgrade
 from flashtune.db.schema import METADATA
 from flashtune.db.store import Store, open_store
+from flashtune.db.table import shipped_table
 
 MakeRecord = Callable[..., Record]
 SCHEMAS = sorted((Path(__file__).parents[2] / "data" / "schemas").glob("*.sqlite"))
@@ -143,3 +149,139 @@ def test_merge_of_an_older_schema_names_the_upgrade_command(
         monkeypatch.setattr(migrate, "HEAD", "later")
         with pytest.raises(StoreError, match=f"older schema: run `flashtune db upgrade --db {path}` first"):
             store.merge_from(str(path))
+
+
+def earlier_database(path: Path, records: Iterable[Record]) -> None:
+    """Makes a database of revision 0004 with records under their earlier names; all are selected."""
+    shutil.copy(SCHEMAS[REVISIONS.index("0004")], path)
+    columns = (
+        "id, content_hash, created_at, problem_key, target, family, config, config_hash, kernel, outcome"
+    )
+    insert = (
+        f"INSERT INTO records ({columns}, provenance, ms, triton, template, payload) VALUES ({'?, ' * 14}?)"
+    )
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM selections")
+        connection.execute("DELETE FROM records")
+        for number, record in enumerate(records, 1):
+            raw = earlier_json(record)
+            row = (
+                number,
+                fingerprint(raw),
+                "",
+                record.problem.key,
+                record.target,
+                record.family,
+                "a=1",
+                "old",
+            )
+            rest = (
+                record.kernel,
+                record.outcome.value,
+                record.provenance.value,
+                record.ms,
+                record.versions.triton,
+            )
+            connection.execute(insert, (*row, *rest, record.versions.template, raw.decode()))
+            for table in ("selections", "stand_ins"):
+                key = (record.problem.key, record.target, number)
+                connection.execute(f"INSERT INTO {table} VALUES (?, ?, ?, '')", key)
+
+
+def earlier_json(record: Record) -> bytes:
+    """Returns a record as versions before migration 0005 wrote it."""
+    fields = msgspec.json.decode(encode_record(record))
+    for part, names in (("config", CONFIG_FIELDS[record.family]), ("problem", PROBLEM_FIELDS)):
+        earlier = {after: before for before, after in names.items()}
+        fields[part] = {earlier.get(name, name): value for name, value in fields[part].items()}
+    orders = {after: before for before, after in ORDERS.items()}
+    if "order" in fields["config"]:
+        fields["config"]["order"] = orders.get(fields["config"]["order"], fields["config"]["order"])
+    for peer in fields["measurement"]["peers"]:
+        peer["name"] = {"unfused": "standard"}.get(peer["name"], peer["name"])
+    return msgspec.json.encode(fields)
+
+
+def shipped_records() -> list[Record]:
+    """Returns a record of each shipped family and each feature with an earlier name."""
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    found: dict[object, Record] = {}
+    for record in table.records:
+        for kind in (record.family, *record.problem.features):
+            found.setdefault(kind, record)
+    return list({record.problem.key: record for record in found.values()}.values())
+
+
+def rows_of(path: Path) -> list[tuple[object, ...]]:
+    """Returns the rows that depend on a record's content."""
+    query = "SELECT content_hash, problem_key, family, config, config_hash, payload FROM records ORDER BY 1"
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute(query).fetchall()
+
+
+def test_records_with_earlier_names_become_those_of_a_new_database(path: Path, tmp_path: Path) -> None:
+    records = shipped_records()
+    earlier_database(path, records)
+    reader = open_reader(str(path))
+    assert reader is not None
+    by_key = sorted(records, key=lambda record: record.problem.key)
+    # The runtime reads a database that was not migrated.
+    assert list(reader.selections("nvidia-h200")) == by_key == list(reader.fallbacks("nvidia-h200"))
+    assert reader.selection(by_key[0].problem.key, "nvidia-h200") == by_key[0]
+    upgrade(str(path))
+    assert list(reader.selections("nvidia-h200")) == by_key == list(reader.fallbacks("nvidia-h200"))
+    fresh = tmp_path / "fresh.sqlite"
+    with open_store(str(fresh)) as store:
+        for record in records:
+            store.add(record)
+    assert rows_of(path) == rows_of(fresh)
+    with closing(sqlite3.connect(path)) as connection:
+        for view in ("fallback_records", "stand_in_records"):
+            assert connection.execute(f"SELECT count(*) FROM {view}").fetchone() == (len(records),)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE records SET payload = CAST(zeroblob(2000000) AS TEXT) WHERE id = :last",
+        "UPDATE records SET config = CAST(zeroblob(2000000) AS TEXT) WHERE id = :last",
+        "UPDATE records SET payload = CAST(x'ff' AS TEXT) WHERE id = :last",
+        "UPDATE records SET payload = x'00' WHERE id = :last",
+        "UPDATE records SET payload = '[]' WHERE id = :last",
+        # Without its spaces, this payload is that of row 1.
+        "UPDATE records SET payload = (SELECT payload || ' ' FROM records WHERE id = 1) WHERE id = :last",
+        "UPDATE stand_ins SET target = CAST(zeroblob(2000000) AS TEXT) WHERE record_id = :last",
+        "UPDATE stand_ins SET record_id = 999 WHERE record_id = :last",
+    ],
+)
+def test_a_damaged_row_does_not_stop_a_migration(path: Path, damage: str) -> None:
+    *others, lost = records = shipped_records()
+    earlier_database(path, records)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(damage, {"last": len(records)})
+    upgrade(str(path))
+    with open_store(str(path)) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnreadableRecord)
+        for rows in (store.selections(), store.fallbacks()):
+            found = [row.record for row in rows]
+            assert [record for record in found if record != lost] == sorted(
+                others, key=lambda record: record.problem.key
+            )
+
+
+@pytest.mark.slow
+def test_a_migration_of_many_records_is_fast(path: Path) -> None:
+    record, count = shipped_records()[0], 20_000
+    some = (msgspec.structs.replace(record, message=str(number)) for number in range(count))
+    shutil.copy(SCHEMAS[REVISIONS.index("0004")], path)
+    columns = "content_hash, created_at, problem_key, target, family, outcome, provenance, triton, template"
+    insert = f"INSERT INTO records ({columns}, payload) VALUES (?, '', '', '', '', '', '', '', '', ?)"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        payloads = (earlier_json(one).decode() for one in some)
+        connection.executemany(insert, ((str(number), payload) for number, payload in enumerate(payloads)))
+    before = time.process_time()
+    upgrade(str(path))
+    assert time.process_time() - before < 30
+    assert len(rows_of(path)) == count + 2
+    assert not any("decomposed" in str(row) for row in rows_of(path))

@@ -2,10 +2,10 @@
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 With         dropout
-Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, eager False, late_wait True,
-             product_first False, init True, delay False, beside 4
+Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, early_dv False, defer_dp_wait True,
+             early_dk False, init_accumulators True, defer_dq False, interleaved_heads 4
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper ea495c743d8a
+Template     backward_hopper fab18a62d237
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,

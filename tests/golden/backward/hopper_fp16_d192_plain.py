@@ -1,9 +1,9 @@
 """Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
 
 Computes     fp16, head dim 192, value head dim 192, causal: none
-Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, init False, rotate True
+Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, init_accumulators False, stagger_start True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper ea495c743d8a
+Template     backward_hopper fab18a62d237
 
 Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
 et al., 2024). With P the weights and S the scaled scores,

@@ -121,12 +121,12 @@ def test_joint_search_stores_a_fallback_for_other_tensors(
     result = searched(store)
     assert result.best is not None
     if find_family(result.best.family).interpreted:
-        assert result.stand_in is None
+        assert result.fallback is None
         return
     assert result.best.resources is not None
     assert result.best.resources.warps in (8, 12, 16)
-    assert result.stand_in is not None
-    records = [row.record for row in (*store.selections(), *store.stand_ins())]
+    assert result.fallback is not None
+    records = [row.record for row in (*store.selections(), *store.fallbacks())]
     monkeypatch.setattr(decision, "tuned_records", lambda _: Tables(by_problem(records), {}))
     assert family_of(*tensors("aligned"))[0] == result.best.family
-    assert family_of(*tensors("odd rows"))[0] == result.stand_in.family
+    assert family_of(*tensors("odd rows"))[0] == result.fallback.family

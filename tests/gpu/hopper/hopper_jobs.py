@@ -127,7 +127,7 @@ def random_trial(chance: random.Random, problem: Problem, config: Config) -> Tri
         return min(LONGEST, max(1, chance.choice((1, near, near, chance.randint(1, 3 * side)))))
 
     block_m, block_n = tile_of(config)
-    queries, keys = length(block_m // getattr(config, "pack", 1)), length(block_n)
+    queries, keys = length(block_m // getattr(config, "pack_gqa", 1)), length(block_n)
     kv_heads, shown = chance.choice(((1, 1), (2, 2), (3, 3), (1, 2), (1, 3)))
     causal = problem.causal is not Causal.NONE
     case = Case(

@@ -22,14 +22,14 @@ HEADS = (1, 2, 3, 4, 5, 8)
 
 def random_case(chance: random.Random, problem: Problem, config: Config) -> Case:
     """A case that a kernel of this problem and config can be launched on, whatever its family may say."""
-    kv_heads = 1 if problem.latent else chance.choice((1, 1, 2, 3))
-    group = chance.choice((*HEADS, 16, 32) if problem.latent else HEADS)
+    kv_heads = 1 if problem.mla else chance.choice((1, 1, 2, 3))
+    group = chance.choice((*HEADS, 16, 32) if problem.mla else HEADS)
     batch = chance.choice((1, 2, 3, 5, 8)) if is_ragged(problem) else chance.choice((1, 1, 2, 3))
     drawn = _lengths(chance, problem, config, batch)
     longest_q, longest_kv = max(1, *drawn.queries), max(1, *drawn.keys)
     if problem.page_size:
         longest_kv = (-(-longest_kv // problem.page_size) + chance.choice((0, 0, 1, 3))) * problem.page_size
-    elif problem.lengths:
+    elif problem.seqlens_k:
         longest_kv += chance.choice((0, 0, 1, 40))
     # Masks and biases of all pairs at once are what a check holds in memory.
     group = min(group, max(1, MAX_PAIRS // (batch * kv_heads * longest_q * longest_kv)))
@@ -42,7 +42,7 @@ def random_case(chance: random.Random, problem: Problem, config: Config) -> Case
             batch=batch,
             seqlen_q=longest_q,
             seqlen_kv=longest_kv,
-            packed=drawn.total_q if problem.packed else 0,
+            total_q=drawn.total_q if problem.total_q else 0,
         ),
         probe=_probe(chance, problem),
         block=block,
@@ -66,7 +66,7 @@ def _lengths(chance: random.Random, problem: Problem, config: Config, batch: int
     def queries() -> int:
         if splits_of(config):
             return chance.choice(DECODED)
-        return _length(chance, [tile_of(config)[0] // int(getattr(config, "pack", 1)) or 1])
+        return _length(chance, [tile_of(config)[0] // int(getattr(config, "pack_gqa", 1)) or 1])
 
     def keys() -> int:
         return _length(chance, _borders(problem, config))
@@ -77,7 +77,7 @@ def _lengths(chance: random.Random, problem: Problem, config: Config, batch: int
             one = other
         return Lengths((one,) * batch, (other,) * batch)
     some = [0 if chance.random() < 0.15 else 1 if chance.random() < 0.1 else keys() for _ in range(batch)]
-    if not problem.packed:
+    if not problem.total_q:
         return Lengths((queries(),) * batch, tuple(some))
     rows = [0 if chance.random() < 0.15 else queries() for _ in range(batch)]
     if not any(rows):
@@ -89,7 +89,7 @@ def _borders(problem: Problem, config: Config) -> list[int]:
     """Block sizes at whose multiples a bound is."""
     block = tile_of(config)[1]
     sides = [block, block, block * max(1, splits_of(config))]
-    sides += [one for one in (problem.window_left, problem.chunk, problem.page_size) if one]
+    sides += [one for one in (problem.window_left, problem.attention_chunk, problem.page_size) if one]
     return sides
 
 

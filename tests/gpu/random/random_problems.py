@@ -133,13 +133,13 @@ def _config(
 
 
 def _problem(asked: frozenset[Feature], chance: random.Random) -> Problem | None:
-    head_dim, value_head_dim = chance.choice(LATENT_WIDTHS if Feature.LATENT in asked else WIDTHS)
+    head_dim, value_head_dim = chance.choice(LATENT_WIDTHS if Feature.MLA in asked else WIDTHS)
     fields: dict[str, Any] = {
         "dtype": chance.choice(DTYPES),
         "head_dim": head_dim,
         "value_head_dim": value_head_dim,
-        "heads": 16 if Feature.LATENT in asked else 8,
-        "kv_heads": 1 if Feature.LATENT in asked else 2,
+        "heads": 16 if Feature.MLA in asked else 8,
+        "kv_heads": 1 if Feature.MLA in asked else 2,
         "batch": 2,
         # Short enough for decoding: no kernel depends on it.
         "seqlen_q": 1,
@@ -170,18 +170,20 @@ def _stored(chance: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
 Draw = Callable[[random.Random, dict[str, Any]], dict[str, Any]]
 DRAWN: dict[Feature, Draw] = {
     Feature.WINDOW: _window,
-    Feature.FIRST_TOKENS: lambda chance, _: {"first_tokens": chance.choice((1, 4, 5, 16, 64, 70))},
-    Feature.CHUNK: lambda chance, _: {"chunk": chance.choice((16, 50, 64, 128, 200, 256))},
+    Feature.SINK_TOKENS: lambda chance, _: {"sink_tokens": chance.choice((1, 4, 5, 16, 64, 70))},
+    Feature.ATTENTION_CHUNK: lambda chance, _: {
+        "attention_chunk": chance.choice((16, 50, 64, 128, 200, 256))
+    },
     Feature.PREFIX: lambda *_: {"prefix": True},
     Feature.SOFTCAP: lambda *_: {"softcap": True},
     Feature.ALIBI: lambda *_: {"alibi": True},
     Feature.BIAS: lambda chance, _: {"bias": chance.choice((Bias.ADDITIVE, Bias.BOOLEAN))},
     Feature.SINKS: lambda *_: {"sinks": True},
-    Feature.PACKED: lambda *_: {"packed": 2},
-    Feature.LENGTHS: lambda *_: {"lengths": True},
+    Feature.VARLEN: lambda *_: {"total_q": 2},
+    Feature.SEQLENS_K: lambda *_: {"seqlens_k": True},
     Feature.PAGES: lambda chance, _: {"page_size": chance.choice(PAGE_SIZES)},
     Feature.QUANTIZED_KV: _stored,
-    Feature.LATENT: lambda *_: {"latent": True},
+    Feature.MLA: lambda *_: {"mla": True},
     Feature.DROPOUT: lambda *_: {"dropout": True},
 }
 

@@ -13,7 +13,7 @@ import torch
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.launch.compilation import load_module
-from flashtune.templates.backward_fused.space import FusedConfig, Products, Reduction
+from flashtune.templates.backward_fused.space import FusedConfig, InputPrecision, Reduction
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -37,10 +37,10 @@ def a_config(seed: str, **changes: Any) -> FusedConfig:
         num_warps=4,
         num_stages=1,
         reduction=pick.choice(tuple(Reduction)),
-        two_phases=pick.choice((True, False)),
-        turned=pick.choice((False, True)),
-        decomposed=pick.choice((False, True)),
-        heads_inner=pick.choice((False, True)),
+        split_masked_loop=pick.choice((True, False)),
+        transpose_dq=pick.choice((False, True)),
+        split_head_dim=pick.choice((False, True)),
+        heads_innermost=pick.choice((False, True)),
     )
     return msgspec.structs.replace(config, **changes)
 
@@ -91,10 +91,16 @@ def test_out_of_bounds_keys_do_not_contribute() -> None:
     q[..., 0], k[..., 0] = 18.5, -18.5
     followed = backward_calls.differentiate(problem, (q, k, call.tensors.v), call.side, with_dlse=False)
     assert followed.tensors.lse.max() < -89
-    for two_phases in (True, False):
+    for split_masked_loop in (True, False):
         tensors = {name: torch.full_like(one, torch.nan) for name, one in _written(followed)}
         again = followed._replace(tensors=followed.tensors._replace(**tensors))
-        check(problem, a_config("missing", block_m=16, block_n=32, two_phases=two_phases), again, 32, 1e-3)
+        check(
+            problem,
+            a_config("missing", block_m=16, block_n=32, split_masked_loop=split_masked_loop),
+            again,
+            32,
+            1e-3,
+        )
 
 
 def _written(call: backward_calls.Call) -> list[tuple[str, torch.Tensor]]:
@@ -108,7 +114,7 @@ def _proven(problem: Problem, config: FusedConfig, kernel: Kernel) -> bool:
 @pytest.mark.parametrize("broken", ["", "dq_tile = tl.dot", "nothing = tl.zeros", "+ start // BLOCK_M"])
 def test_verification_accepts_only_correct_kernels(broken: str) -> None:
     problem = a_problem(seqlen_q=40, seqlen_kv=40, causal=Causal.BOTTOM_RIGHT)
-    config = a_config("proof", block_m=16, block_n=16, turned=False, reduction=Reduction.ATOMICS)
+    config = a_config("proof", block_m=16, block_n=16, transpose_dq=False, reduction=Reduction.ATOMICS)
     kernel = render(FAMILY, problem, config, Specialization())
     instead = {
         "dq_tile = tl.dot": "dq_tile = 0.99 * tl.dot",
@@ -129,7 +135,7 @@ def test_deterministic_gradients_are_unsupported() -> None:
 
 def test_products_in_two_halves() -> None:
     problem = a_problem(head_dim=16, batch=1)
-    check(problem, a_config("halves", products=Products.TF32X3), make_call(problem))
+    check(problem, a_config("halves", input_precision=InputPrecision.TF32X3), make_call(problem))
 
 
 @pytest.mark.tritons

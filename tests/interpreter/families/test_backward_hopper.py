@@ -70,7 +70,7 @@ def tensors_of(head_dim: int, value_head_dim: int) -> tuple[Tensor, ...]:
 def test_accumulators_are_initialised_with_softmax_terms(
     head_dim: int, value_head_dim: int, init: bool, with_dlse: bool
 ) -> None:
-    kernel = kernel_of(head_dim, value_head_dim, lse=with_dlse, init=init)
+    kernel = kernel_of(head_dim, value_head_dim, lse=with_dlse, init_accumulators=init)
     module = load_module(kernel)
     tensors = tensors_of(head_dim, value_head_dim)
     out, dout = tensors[3:5]
@@ -112,7 +112,7 @@ def test_counters_and_sums_are_initialised_to_zero(head_dim: int) -> None:
 
 @pytest.mark.parametrize("init", [False, True])
 def test_rows_of_dropout_assume_scaled_probabilities(init: bool) -> None:
-    kernel = kernel_of(64, 64, dropout=True, init=init)
+    kernel = kernel_of(64, 64, dropout=True, init_accumulators=init)
     module = load_module(kernel)
     seed, dropout = torch.tensor([2**62 + 12345]), 0.375
     tensors = (*tensors_of(64, 64), seed)

@@ -14,7 +14,7 @@ import torch
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal
 from flashtune.launch.compilation import load_module
-from flashtune.templates.backward_split.space import Products, SplitConfig
+from flashtune.templates.backward_split.space import InputPrecision, SplitConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.problems import backward_calls
@@ -38,21 +38,21 @@ def a_config(seed: str, **changes: Any) -> SplitConfig:
         dq_block_n=pick.choice((16, 32)),
         dq_warps=4,
         dq_stages=1,
-        two_phases=pick.choice((True, False)),
-        decomposed=pick.choice((False, True)),
-        long_first=pick.choice((False, True)),
-        heads_inner=pick.choice((False, True)),
+        split_masked_loop=pick.choice((True, False)),
+        split_head_dim=pick.choice((False, True)),
+        lpt=pick.choice((False, True)),
+        heads_innermost=pick.choice((False, True)),
     )
     return msgspec.structs.replace(config, **changes)
 
 
 @pytest.mark.sampled
 @CAUSAL
-@pytest.mark.parametrize("two_phases", [False, True])
+@pytest.mark.parametrize("split_masked_loop", [False, True])
 @pytest.mark.parametrize("lengths", [(35, 53), (53, 35), (64, 64), (1, 40)], ids=str)
-def test_lengths(causal: Causal, two_phases: bool, lengths: tuple[int, int]) -> None:
+def test_lengths(causal: Causal, split_masked_loop: bool, lengths: tuple[int, int]) -> None:
     problem = a_problem(causal=causal, seqlen_q=lengths[0], seqlen_kv=lengths[1])
-    check(problem, a_config(f"{causal} {lengths}", two_phases=two_phases), make_call(problem))
+    check(problem, a_config(f"{causal} {lengths}", split_masked_loop=split_masked_loop), make_call(problem))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (3, 1)], ids=str)
@@ -62,10 +62,10 @@ def test_heads(heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("widths", [(16, 16), (64, 32), (40, 80), (8, 24), (160, 96), (256, 256)], ids=str)
-@pytest.mark.parametrize("decomposed", [False, True])
-def test_head_dims(widths: tuple[int, int], decomposed: bool) -> None:
+@pytest.mark.parametrize("split_head_dim", [False, True])
+def test_head_dims(widths: tuple[int, int], split_head_dim: bool) -> None:
     problem = a_problem(head_dim=widths[0], value_head_dim=widths[1], causal=Causal.TOP_LEFT)
-    check(problem, a_config(str(widths), decomposed=decomposed), make_call(problem))
+    check(problem, a_config(str(widths), split_head_dim=split_head_dim), make_call(problem))
 
 
 @pytest.mark.sampled
@@ -75,8 +75,8 @@ def test_each_feature(name: str, causal: Causal) -> None:
     problem = combined(name, causal=causal, heads=3, kv_heads=3 if causal is Causal.NONE else 1)
     assert problem is not None
     # Without a second phase all blocks are masked alike.
-    two_phases = causal is not Causal.TOP_LEFT
-    check(problem, a_config(f"{name} {causal}", two_phases=two_phases), make_call(problem))
+    split_masked_loop = causal is not Causal.TOP_LEFT
+    check(problem, a_config(f"{name} {causal}", split_masked_loop=split_masked_loop), make_call(problem))
 
 
 # All of them passed; some are enough from day to day.
@@ -121,7 +121,7 @@ def test_default_tiles() -> None:
     problem = a_problem(head_dim=64, value_head_dim=64, heads=1, batch=1, seqlen_q=66, seqlen_kv=70)
     config = FAMILY.default(problem, TARGET)
     assert isinstance(config, SplitConfig)
-    check(problem, msgspec.structs.replace(config, products=Products.TF32X3), make_call(problem))
+    check(problem, msgspec.structs.replace(config, input_precision=InputPrecision.TF32X3), make_call(problem))
 
 
 @pytest.mark.tritons

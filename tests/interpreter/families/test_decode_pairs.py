@@ -57,7 +57,7 @@ def a_problem(**changes: Any) -> Problem:
 
 
 def a_config(**changes: Any) -> DecodeConfig:
-    values: dict[str, Any] = {"block_m": 16, "block_n": 32, "num_warps": 4, "num_stages": 1, "splits": 2}
+    values: dict[str, Any] = {"block_m": 16, "block_n": 32, "num_warps": 4, "num_stages": 1, "num_splits": 2}
     return DecodeConfig(**{**values, **changes})
 
 
@@ -82,8 +82,8 @@ def in_words(kernel: Kernel, kind: KvDtype) -> Kernel:
         {"head_dim": 128, "value_head_dim": 64, "softcap": True},
         {"page_size": 16, "kv_scale": KvScale.PAGE},
         {"page_size": 32, "kv_scale": KvScale.PAGE, "sinks": True},
-        {"page_size": 16, "packed": 75, "batch": 5, "window_left": 9},
-        {"head_dim": 128, "value_head_dim": 64, "latent": True, "kv_heads": 1},
+        {"page_size": 16, "total_q": 75, "batch": 5, "window_left": 9},
+        {"head_dim": 128, "value_head_dim": 64, "mla": True, "kv_heads": 1},
     ],
     ids=str,
 )
@@ -94,7 +94,7 @@ def test_pairs_of_columns(kind: KvDtype, changes: dict[str, Any]) -> None:
     own = torch.float16 if problem.dtype is Dtype.FP16 else torch.bfloat16
     scale = 0.002 if kind is KvDtype.INT8 else 0.3
     call = call._replace(q=call.q.to(own), scale=scale)
-    if problem.latent:
+    if problem.mla:
         side = call.side._replace(v_scale=call.side.k_scale)
         call = call._replace(v=call.k[..., : problem.value_head_dim], side=side)
     q, k, v, side, scale = call

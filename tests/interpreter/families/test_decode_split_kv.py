@@ -24,7 +24,7 @@ from tests.problems.plain_masks import plain_attention
 
 TARGET = find_target("h200")
 FAMILY = find_family("decode_split_kv")
-LATENT = {"latent": True, "head_dim": 40, "value_head_dim": 32, "heads": 5, "kv_heads": 1}
+LATENT = {"mla": True, "head_dim": 40, "value_head_dim": 32, "heads": 5, "kv_heads": 1}
 
 
 def a_problem(**changes: Any) -> Problem:
@@ -44,7 +44,7 @@ def a_problem(**changes: Any) -> Problem:
 def a_call(problem: Problem) -> Call:
     """Tensors and side inputs; of a latent problem values are the first columns of keys."""
     call = make_call(problem)
-    return call._replace(v=call.k[..., : problem.value_head_dim]) if problem.latent else call
+    return call._replace(v=call.k[..., : problem.value_head_dim]) if problem.mla else call
 
 
 def poisoned(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -79,8 +79,8 @@ def a_config(seed: str, **changes: Any) -> DecodeConfig:
     values: dict[str, Any] = {
         "block_m": pick.choice((16, 32)),
         "block_n": pick.choice((16, 32)),
-        "splits": pick.choice((1, 2, 3)),
-        "decomposed": pick.choice((False, True)),
+        "num_splits": pick.choice((1, 2, 3)),
+        "split_head_dim": pick.choice((False, True)),
     }
     return DecodeConfig(num_warps=4, num_stages=1, **{**values, **changes})
 
@@ -105,9 +105,9 @@ def together(*names: str) -> dict[str, Any] | None:
         if any(asked.get(field, value) != value for field, value in FEATURES[name].items()):
             return None
         asked |= FEATURES[name]
-    if asked.get("lengths") and asked.get("page_size"):
+    if asked.get("seqlens_k") and asked.get("page_size"):
         return None
-    return None if "bias" in asked and "packed" in asked else asked
+    return None if "bias" in asked and "total_q" in asked else asked
 
 
 PAIRS = [pair for pair in itertools.combinations(DECODED, 2) if together(*pair)]
@@ -120,7 +120,12 @@ def test_pairs_of_features(pair: tuple[str, str]) -> None:
     seed = "-".join(pair)
     causal = random.Random(seed).choice(list(Causal))
     problem = a_problem(**together(*pair) or {}, causal=causal, heads=2, kv_heads=1, seqlen_kv=53)
-    check(problem, a_call(problem), a_config(seed, block_m=32, splits=random.Random(seed).choice((1, 2))), 64)
+    check(
+        problem,
+        a_call(problem),
+        a_config(seed, block_m=32, num_splits=random.Random(seed).choice((1, 2))),
+        64,
+    )
 
 
 @pytest.mark.sampled
@@ -131,7 +136,7 @@ def test_pairs_of_features(pair: tuple[str, str]) -> None:
 def test_latent_values(name: str, splits: int) -> None:
     torch.manual_seed(0)
     problem = a_problem(**LATENT, **FEATURES.get(name, {}), causal=Causal.BOTTOM_RIGHT)
-    check(problem, a_call(problem), a_config(name, splits=splits))
+    check(problem, a_call(problem), a_config(name, num_splits=splits))
 
 
 @pytest.mark.sampled
@@ -149,22 +154,22 @@ def test_rows_of_a_tile(heads: tuple[int, int], queries: int) -> None:
 def test_lengths_around_blocks_and_splits(keys: int, splits: int) -> None:
     torch.manual_seed(0)
     problem = a_problem(seqlen_kv=keys, seqlen_q=1, causal=Causal.BOTTOM_RIGHT)
-    check(problem, a_call(problem), a_config("", splits=splits, block_n=16))
+    check(problem, a_call(problem), a_config("", num_splits=splits, block_n=16))
 
 
 @pytest.mark.parametrize("widths", [(1, 3), (8, 8), (40, 40), (96, 80), (128, 64), (64, 128), (256, 256)])
 def test_head_dims(widths: tuple[int, int]) -> None:
     torch.manual_seed(0)
     problem = a_problem(head_dim=widths[0], value_head_dim=widths[1])
-    for decomposed in (False, True):
-        check(problem, a_call(problem), a_config("", splits=2, decomposed=decomposed))
+    for split_head_dim in (False, True):
+        check(problem, a_call(problem), a_config("", num_splits=2, split_head_dim=split_head_dim))
 
 
 def test_more_queries_than_keys() -> None:
     torch.manual_seed(0)
     for causal in Causal:
         problem = a_problem(seqlen_q=16, seqlen_kv=5, causal=causal, window_left=2)
-        check(problem, a_call(problem), a_config("", splits=2))
+        check(problem, a_call(problem), a_config("", num_splits=2))
 
 
 def test_padding_does_not_affect_the_maximum() -> None:
@@ -174,7 +179,7 @@ def test_padding_does_not_affect_the_maximum() -> None:
         problem = a_problem(seqlen_kv=37)
         call = a_call(problem)
         call = call._replace(q=call.q.abs(), k=-call.k.abs(), scale=8.0)
-        check(problem, call, a_config("", splits=splits))
+        check(problem, call, a_config("", num_splits=splits))
 
 
 def test_many_packed_sequences() -> None:
@@ -182,13 +187,13 @@ def test_many_packed_sequences() -> None:
     torch.manual_seed(0)
     lengths = [(index % 4, index % 7) for index in range(150)]
     rows, keys = (sum(one[axis] for one in lengths) for axis in (0, 1))
-    problem = a_problem(packed=rows, heads=2, kv_heads=1, batch=len(lengths), causal=Causal.BOTTOM_RIGHT)
+    problem = a_problem(total_q=rows, heads=2, kv_heads=1, batch=len(lengths), causal=Causal.BOTTOM_RIGHT)
     begins = [torch.tensor([0, *itertools.accumulate(one[axis] for one in lengths)]).int() for axis in (0, 1)]
     call = make_call(problem)
     q = torch.randn(1, 2, rows, problem.head_dim)
     k, v = (torch.randn(1, 1, keys, width) for width in (problem.head_dim, problem.value_head_dim))
     side = call.side._replace(cu_seqlens_q=begins[0], cu_seqlens_kv=begins[1])
-    check(problem, Call(q, k, v, side), a_config("", splits=1, block_m=16, block_n=16))
+    check(problem, Call(q, k, v, side), a_config("", num_splits=1, block_m=16, block_n=16))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -199,10 +204,10 @@ def test_rows_after_the_last_sequence_are_not_written(splits: int) -> None:
     assert call.side.cu_seqlens_q is not None
     rows = int(call.side.cu_seqlens_q[-1])
     longer = call._replace(q=torch.nn.functional.pad(call.q, (0, 0, 0, 9)))
-    out, lse = run(problem, longer, a_config("", splits=splits), before=123.0)
+    out, lse = run(problem, longer, a_config("", num_splits=splits), before=123.0)
     assert (out[:, :, rows:] == 123.0).all()
     assert (lse[:, :, rows:] == 123.0).all()
-    expected_out, expected_lse = run(problem, call, a_config("", splits=splits))
+    expected_out, expected_lse = run(problem, call, a_config("", num_splits=splits))
     assert torch.equal(out[:, :, :rows], expected_out)
     assert torch.equal(lse[:, :, :rows], expected_lse)
 
@@ -211,7 +216,7 @@ def test_runs_are_deterministic() -> None:
     torch.manual_seed(0)
     problem = a_problem()
     call = a_call(problem)
-    first, second = (run(problem, call, a_config("", splits=3)) for _ in range(2))
+    first, second = (run(problem, call, a_config("", num_splits=3)) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
 
@@ -225,7 +230,7 @@ def test_rendered_module_is_standalone(splits: int) -> None:
     )
     q, k, v, side, _ = a_call(problem)
     assumed = Specialization(alignment=Alignment.EIGHT, lse=True)
-    kernel = render(FAMILY, problem, a_config("", splits=splits), assumed)
+    kernel = render(FAMILY, problem, a_config("", num_splits=splits), assumed)
     names = [name for name, value in side._asdict().items() if value is not None]
     attention = load_module(kernel).attention
     for scale in (None, -0.5):
@@ -249,6 +254,6 @@ def test_bias_may_mask_all_keys() -> None:
         call = a_call(problem)
         assert call.side.bias is not None
         call.side.bias[:] = False if bias is Bias.BOOLEAN else -torch.inf
-        out, lse = run(problem, call, a_config("", splits=3))
+        out, lse = run(problem, call, a_config("", num_splits=3))
         assert torch.equal(out, torch.zeros_like(out))
         assert torch.equal(lse, torch.full_like(lse, -torch.inf))

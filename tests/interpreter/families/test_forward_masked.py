@@ -55,7 +55,7 @@ def check(problem: Problem, call: Call, config: MaskedConfig, index_bits: int = 
     torch.testing.assert_close(out.double(), expected_out, atol=2e-5, rtol=1e-5)
 
 
-def a_config(seed: str, *, two_phases: bool) -> MaskedConfig:
+def a_config(seed: str, *, split_masked_loop: bool) -> MaskedConfig:
     """Small tiles in any order."""
     pick = random.Random(seed)
     return MaskedConfig(
@@ -63,10 +63,10 @@ def a_config(seed: str, *, two_phases: bool) -> MaskedConfig:
         block_n=pick.choice((16, 32)),
         num_warps=4,
         num_stages=1,
-        two_phases=two_phases,
-        decomposed=pick.choice((False, True)),
-        long_first=pick.choice((False, True)),
-        heads_inner=pick.choice((False, True)),
+        split_masked_loop=split_masked_loop,
+        split_head_dim=pick.choice((False, True)),
+        lpt=pick.choice((False, True)),
+        heads_innermost=pick.choice((False, True)),
     )
 
 
@@ -77,7 +77,7 @@ def combined(*names: str, **changes: Any) -> Problem | None:
         for field, value in FEATURES[name].items():
             if asked.setdefault(field, value) != value:
                 return None
-    if asked.get("page_size") and asked.get("lengths"):
+    if asked.get("page_size") and asked.get("seqlens_k"):
         return None
     problem = a_problem(**asked, **changes)
     return None if FAMILY.supports(problem, TARGET) else problem
@@ -90,7 +90,7 @@ def test_each_feature(name: str, causal: Causal) -> None:
     torch.manual_seed(0)
     problem = combined(name, causal=causal, heads=3, kv_heads=3 if causal is Causal.NONE else 1)
     assert problem is not None
-    check(problem, make_call(problem), a_config(f"{name} {causal}", two_phases=True))
+    check(problem, make_call(problem), a_config(f"{name} {causal}", split_masked_loop=True))
 
 
 PAIRS = list(itertools.combinations(FEATURES, 2))
@@ -106,7 +106,7 @@ def test_pairs_of_features(pair: tuple[str, str]) -> None:
     if problem is None:
         assert contradict(pair)
         return
-    check(problem, make_call(problem), a_config(seed, two_phases=pick.choice((True, False))), 64)
+    check(problem, make_call(problem), a_config(seed, split_masked_loop=pick.choice((True, False))), 64)
 
 
 def contradict(pair: tuple[str, str]) -> bool:
@@ -114,8 +114,8 @@ def contradict(pair: tuple[str, str]) -> bool:
     one, other = (FEATURES[name] for name in pair)
     clash = any(field in other and other[field] != value for field, value in one.items())
     both = {**one, **other}
-    biased = "bias" in both and "packed" in both
-    return clash or biased or ("page_size" in both and "lengths" in both)
+    biased = "bias" in both and "total_q" in both
+    return clash or biased or ("page_size" in both and "seqlens_k" in both)
 
 
 @pytest.mark.parametrize("cap", [0.05, 1.0, 50.0, 3000.0])
@@ -129,7 +129,7 @@ def test_softcap_has_float32_precision(cap: float) -> None:
     k[..., 0] = 1.0
     out, lse = torch.empty(1, 1, 64, 16), torch.empty(1, 1, 64)
     side = ExtraInputs(softcap=cap)
-    kernel = render(FAMILY, problem, a_config("cap", two_phases=True), Specialization(lse=True))
+    kernel = render(FAMILY, problem, a_config("cap", split_masked_loop=True), Specialization(lse=True))
     bind(kernel, TARGET, q, k, k, out, side)(q, k, k, out, lse, 1.0, side)
     expected = cap * torch.tanh(q[0, 0, :, 0].double() / cap)
     # A few units in the last place, near zero as anywhere else.
@@ -140,11 +140,11 @@ def test_many_sequences_are_found_in_several_search_steps() -> None:
     """More sequences than one search step covers, most of them empty or of one query."""
     torch.manual_seed(0)
     lengths = [index % 3 if index % 40 else 35 for index in range(300)]
-    problem = a_problem(packed=sum(lengths), heads=1, causal=Causal.BOTTOM_RIGHT, head_dim=16)
+    problem = a_problem(total_q=sum(lengths), heads=1, causal=Causal.BOTTOM_RIGHT, head_dim=16)
     packed = starts(lengths)
     q, k, v = (torch.randn(1, 1, sum(lengths), 16) for _ in range(3))
     side = ExtraInputs(cu_seqlens_q=packed, cu_seqlens_kv=packed)
-    config = msgspec.structs.replace(a_config("many", two_phases=True), block_m=32, block_n=32)
+    config = msgspec.structs.replace(a_config("many", split_masked_loop=True), block_m=32, block_n=32)
     check(problem, Call(q, k, v, side), config)
 
 
@@ -156,7 +156,9 @@ def test_rendered_module_is_standalone(name: str) -> None:
     problem = combined(name, causal=Causal.TOP_LEFT)
     assert problem is not None
     q, k, v, side, _ = make_call(problem)
-    kernel = render(FAMILY, problem, a_config(name, two_phases=True), Specialization(Alignment.ANY, lse=True))
+    kernel = render(
+        FAMILY, problem, a_config(name, split_masked_loop=True), Specialization(Alignment.ANY, lse=True)
+    )
     given = {field: getattr(side, field) for field in kernel.side}
     for scale in (None, -0.5):
         out, lse = load_module(kernel).attention(q, k, v, scale, **given)

@@ -29,9 +29,9 @@ def test_splits_are_weighted_by_their_sums(splits: int) -> None:
         seqlen_q=QUERIES,
         seqlen_kv=64 * splits,
         causal=Causal.NONE,
-        latent=True,
+        mla=True,
     )
-    config = LatentConfig(num_warps=4, num_stages=2, splits=splits)
+    config = LatentConfig(num_warps=4, num_stages=2, num_splits=splits)
     module = load_module(
         render(find_family("decode_latent_hopper"), problem, config, Specialization(lse=True))
     )

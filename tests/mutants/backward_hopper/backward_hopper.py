@@ -65,16 +65,18 @@ TOLD = _subject(_CAUSAL, dlse=True)
 PADDED = _subject(_problem(96, value_head_dim=80))
 # Tiles of 64 columns are made transposed, of halves of queries where there are no turns.
 NARROW = _subject(_problem(64))
-NARROW_HALVES = _subject(_problem(64), turns=False)
+NARROW_HALVES = _subject(_problem(64), alternate_dq=False)
 # Each group makes half of dq, at once or a step late.
-HALVES = _subject(_CAUSAL, turns=False, delay=False, eager=False, init=False, product_first=False)
-LATE = _subject(_problem(128), turns=False)
+HALVES = _subject(
+    _CAUSAL, alternate_dq=False, defer_dq=False, early_dv=False, init_accumulators=False, early_dk=False
+)
+LATE = _subject(_problem(128), alternate_dq=False)
 # Groups divide the products.
 WIDE = _subject(_problem(256, Causal.BOTTOM_RIGHT))
 WIDE_FULL = _subject(_problem(256))
 # Sums of dq in the order of blocks of keys.
 ORDERED = _subject(_problem(128, Causal.BOTTOM_RIGHT, deterministic=True))
 ORDERED_FULL = _subject(_problem(128, deterministic=True))
-ORDERED_HALVES = _subject(_problem(64, deterministic=True), turns=False)
+ORDERED_HALVES = _subject(_problem(64, deterministic=True), alternate_dq=False)
 ORDERED_WIDE = _subject(_problem(256, deterministic=True))
 DROPPING = _subject(_problem(128, Causal.BOTTOM_RIGHT, dropout=True))

@@ -49,10 +49,10 @@ def only(old: str, new: str, part: Part | None = None, times: int = 1) -> tuple[
 
 
 _CAUSAL, _FULL = a_small_problem(causal=Causal.BOTTOM_RIGHT), a_small_problem()
-CAUSAL = subject(_CAUSAL, late_wait=False, lazy_rescale=True)
+CAUSAL = subject(_CAUSAL, defer_pv_wait=False, conditional_rescale=True)
 CAUSAL_LSE = subject(_CAUSAL, lse=True)
-FULL = subject(_FULL, late_wait=False, lazy_rescale=True)
+FULL = subject(_FULL, defer_pv_wait=False, conditional_rescale=True)
 # Every rescaling is done at once, and no group waits for its turn.
-EAGER = subject(_FULL, late_wait=False, lazy_rescale=False, ping_pong=False)
+EAGER = subject(_FULL, defer_pv_wait=False, conditional_rescale=False, ping_pong=False)
 # As little in flight as there can be.
-SHORT_RINGS = subject(_CAUSAL, q_stages=1, num_stages=2, late_wait=False, ping_pong=False)
+SHORT_RINGS = subject(_CAUSAL, q_stages=1, num_stages=2, defer_pv_wait=False, ping_pong=False)

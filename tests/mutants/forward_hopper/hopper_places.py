@@ -8,10 +8,10 @@ from tests.mutants.forward_hopper.hopper import CAUSAL, CAUSAL_LSE, FULL, a_smal
 
 COPY_OUT = "copy_out(o_desc, [this_batch, this_kv_head, this_head, this_first, 0], o_tiles.index(GROUP))"
 PACKED = subject(
-    a_small_problem(causal=Causal.BOTTOM_RIGHT, seqlen_q=16, heads=6), pack=4, lse=True, section=0
+    a_small_problem(causal=Causal.BOTTOM_RIGHT, seqlen_q=16, heads=6), pack_gqa=4, lse=True, head_swizzle=0
 )
-HALVED = subject(a_small_problem(256), halved=True, late_wait=False)
-IN_PARTS = subject(a_small_problem(96), decomposed=True, late_wait=False)
+HALVED = subject(a_small_problem(256), split_epilogue=True, defer_pv_wait=False)
+IN_PARTS = subject(a_small_problem(96), split_head_dim=True, defer_pv_wait=False)
 LSE_ROWS = "(all_before + row_heads).to(gl.int64) * seqlen_q + positions"
 
 

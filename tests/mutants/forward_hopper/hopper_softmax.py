@@ -11,7 +11,9 @@ RESCALED = "accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayou
 CLEARED = "accumulator = gl.zeros([ROWS, 128], gl.float32, OUTPUT)"
 VOTE = "${flags + flag}, 0; or.pred"
 FP16 = subject(a_small_problem(dtype=Dtype.FP16))
-TALL = subject(a_small_problem(64, causal=Causal.BOTTOM_RIGHT), groups=2, rows=128, block_n=64)
+TALL = subject(
+    a_small_problem(64, causal=Causal.BOTTOM_RIGHT), num_consumer_groups=2, rows_per_group=128, block_n=64
+)
 
 
 def rescaling() -> tuple[Mutant, ...]:

@@ -20,7 +20,7 @@ PLAN = Part("def launch_plan(", "def attention(")
 PLAN_OF_PARTS = Part("def epilogue_plan(", "def attention(")
 
 
-def _subject(splits: int = 1, num_stages: int = 2, late_values: bool = True, **changes: Any) -> Subject:
+def _subject(num_splits: int = 1, num_stages: int = 2, overlap_pv: bool = True, **changes: Any) -> Subject:
     """Fewer programs than an H200 has multiprocessors; all queries of the problem fill one tile."""
     problem = msgspec.structs.replace(
         Problem(
@@ -33,7 +33,7 @@ def _subject(splits: int = 1, num_stages: int = 2, late_values: bool = True, **c
             seqlen_q=1,
             seqlen_kv=512,
             causal=Causal.BOTTOM_RIGHT,
-            latent=True,
+            mla=True,
         ),
         **changes,
     )
@@ -41,17 +41,17 @@ def _subject(splits: int = 1, num_stages: int = 2, late_values: bool = True, **c
         num_warps=4,
         num_stages=num_stages,
         queries=problem.seqlen_q,
-        splits=splits,
-        late_values=late_values,
+        num_splits=num_splits,
+        overlap_pv=overlap_pv,
     )
     return Subject(FAMILY, problem, config, Specialization(lse=True))
 
 
 WHOLE = _subject(seqlen_q=4)
-FULL = _subject(causal=Causal.NONE, late_values=False)
+FULL = _subject(causal=Causal.NONE, overlap_pv=False)
 HALF_PRECISION = _subject(dtype=Dtype.FP16)
 NARROW = _subject(head_dim=144, value_head_dim=128, num_stages=4)
-LENGTHS = _subject(lengths=True)
-PARTS = _subject(page_size=64, splits=3)
+LENGTHS = _subject(seqlens_k=True)
+PARTS = _subject(page_size=64, num_splits=3)
 SMALL_PAGES = _subject(page_size=16)
-LARGE_PAGES = _subject(page_size=128, late_values=False)
+LARGE_PAGES = _subject(page_size=128, overlap_pv=False)

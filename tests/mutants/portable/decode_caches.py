@@ -57,7 +57,7 @@ def packed(size: Size) -> tuple[Mutant, ...]:
         change("no room for the last tiles", "Sequences have no tile of their own for what is left of them.",
                "group_size // 16 + sequences", "group_size // 16 + 1"),
     )  # fmt: skip
-    return mutants_of(size.decoding(packed=6), changes)
+    return mutants_of(size.decoding(total_q=6), changes)
 
 
 def paged(size: Size) -> tuple[Mutant, ...]:
@@ -117,8 +117,8 @@ def latent(size: Size) -> tuple[Mutant, ...]:
                NEXT_PAGES, "(key_offsets + (start + BLOCK_N))"),
     )  # fmt: skip
     subject = size.decoding(
-        {"block_n": SMALL_PAGES_BLOCK, "splits": 2},
-        latent=True, page_size=SMALL_PAGE, heads=8, kv_heads=1, head_dim=2 * values, value_head_dim=values,
+        {"block_n": SMALL_PAGES_BLOCK, "num_splits": 2},
+        mla=True, page_size=SMALL_PAGE, heads=8, kv_heads=1, head_dim=2 * values, value_head_dim=values,
     )  # fmt: skip
     return mutants_of(subject, changes)
 
@@ -152,8 +152,8 @@ def page_factors(size: Size) -> tuple[Mutant, ...]:
                "accumulator * rescale[:, None] + product * v_factor",
                "(accumulator * rescale[:, None] + product) * v_factor"),
     )  # fmt: skip
-    pages = size.decoding({"block_n": SMALL_PAGES_BLOCK, "splits": 2}, page_size=SMALL_PAGE, **fields)
+    pages = size.decoding({"block_n": SMALL_PAGES_BLOCK, "num_splits": 2}, page_size=SMALL_PAGE, **fields)
     return (
         *mutants_of(pages, small),
-        *mutants_of(size.decoding({"splits": 1}, page_size=size.page, **fields), whole),
+        *mutants_of(size.decoding({"num_splits": 1}, page_size=size.page, **fields), whole),
     )

@@ -47,7 +47,7 @@ def windows(size: Size) -> tuple[Mutant, ...]:
         change("first tokens read as the window's", "In place of the first tokens comes the window's start.",
                STEP, "start = step + skipped"),
     )  # fmt: skip
-    return mutants_of(size.decoding(window_left=size.near, first_tokens=FIRST_TOKENS), changes)
+    return mutants_of(size.decoding(window_left=size.near, sink_tokens=FIRST_TOKENS), changes)
 
 
 def chunks(size: Size) -> tuple[Mutant, ...]:
@@ -65,7 +65,7 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
         change("parts of a band from the start", "Parts begin at the sequence's start, not at the chunk's.",
                "tl.range(band_begin + first, band_begin + last,", "tl.range(first, last,"),
     )  # fmt: skip
-    return mutants_of(size.decoding(chunk=size.chunk), changes)
+    return mutants_of(size.decoding(attention_chunk=size.chunk), changes)
 
 
 def changed(size: Size) -> tuple[Mutant, ...]:

@@ -99,7 +99,7 @@ def combining(size: Size) -> tuple[Mutant, ...]:
         change("last row not combined", "The last head of the last query is left out.",
                "grid = (rows,", "grid = (rows - 1,"),
     )  # fmt: skip
-    return mutants_of(size.decoding(lengths=True, causal=Causal.NONE), changes)
+    return mutants_of(size.decoding(seqlens_k=True, causal=Causal.NONE), changes)
 
 
 def rows(size: Size) -> tuple[Mutant, ...]:
@@ -138,7 +138,7 @@ def rows(size: Size) -> tuple[Mutant, ...]:
         change("lse of another head", "The log-sum-exp is written where the next head's lies.",
                lse, f"{lse} + seqlen_q"),
     )  # fmt: skip
-    return mutants_of(size.decoding({"splits": 1}), changes)
+    return mutants_of(size.decoding({"num_splits": 1}), changes)
 
 
 def softmax(size: Size) -> tuple[Mutant, ...]:
@@ -164,4 +164,4 @@ def softmax(size: Size) -> tuple[Mutant, ...]:
         change("lse without the maximum", "The log-sum-exp lacks what was taken off the scores.",
                single, single.replace("running_max + ", "")),
     )  # fmt: skip
-    return mutants_of(size.decoding({"splits": 1}, lengths=True), changes)
+    return mutants_of(size.decoding({"num_splits": 1}, seqlens_k=True), changes)

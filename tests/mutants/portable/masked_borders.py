@@ -25,7 +25,7 @@ def borders(size: Size) -> tuple[Mutant, ...]:
 
 def windows(size: Size) -> tuple[Mutant, ...]:
     """A causal window that leaves the first tokens visible: what rows see."""
-    subject = size.masked(window_left=size.near, first_tokens=FIRST_TOKENS)
+    subject = size.masked(window_left=size.near, sink_tokens=FIRST_TOKENS)
     changes = (
         change("window one key too far", "Every query sees the key before its window.",
                START, START.replace("LEFT", "LEFT - 1")),
@@ -54,7 +54,7 @@ def windows(size: Size) -> tuple[Mutant, ...]:
 
 def blocks(size: Size) -> tuple[Mutant, ...]:
     """A longer one: which blocks tiles read, and which of them without a mask."""
-    subject = size.masked(window_left=size.window, first_tokens=FIRST_TOKENS)
+    subject = size.masked(window_left=size.window, sink_tokens=FIRST_TOKENS)
     changes = (
         change("first block of the window skipped",
                "A block that only some rows see is left out on the left.",
@@ -104,7 +104,7 @@ def right_sides(size: Size) -> tuple[Mutant, ...]:
 
 def prefixes(size: Size) -> tuple[Mutant, ...]:
     """A causal mask with a prefix that all queries see, over sequences of unlike lengths."""
-    subject = size.masked(prefix=True, lengths=True)
+    subject = size.masked(prefix=True, seqlens_k=True)
     changes = (
         change("prefix one key too long", "All queries see the key behind the prefix.",
                PREFIX, PREFIX.replace("sequence)", "sequence) + 1")),
@@ -142,5 +142,5 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
         change("queries before the first key have a chunk", "They see keys, and should see none.",
                CHUNK_END, "tl.maximum(places, 0) // CHUNK * CHUNK + CHUNK"),
     )  # fmt: skip
-    full = size.masked(causal=Causal.NONE, chunk=size.chunk)
-    return (*mutants_of(size.masked(chunk=size.chunk), behind), *mutants_of(full, whole))
+    full = size.masked(causal=Causal.NONE, attention_chunk=size.chunk)
+    return (*mutants_of(size.masked(attention_chunk=size.chunk), behind), *mutants_of(full, whole))

@@ -33,7 +33,7 @@ def places(size: Size) -> tuple[Mutant, ...]:
 
 def packed(size: Size) -> tuple[Mutant, ...]:
     """Sequences one behind the other."""
-    subject = size.masked(packed=3 * size.seqlen // 2)
+    subject = size.masked(total_q=3 * size.seqlen // 2)
     room = f"(seqlen_q // {size.block_m} + sequences) * heads"
     changes = (
         change("queries begin one row late", "Queries are those of the row behind.",
@@ -86,13 +86,13 @@ def lengths(size: Size) -> tuple[Mutant, ...]:
         change("first block skipped", "The first block of keys is left out where it is whole.",
                "tl.range(0, open_stop,", "tl.range(BLOCK_N, open_stop,"),
     )  # fmt: skip
-    return mutants_of(size.masked(lengths=True, causal=Causal.NONE), changes)
+    return mutants_of(size.masked(seqlens_k=True, causal=Causal.NONE), changes)
 
 
 def rows(size: Size) -> tuple[Mutant, ...]:
     """Heads and rows of a launch that takes the longest tiles first."""
     exists = "query_exists = queries < seqlen_q"
-    subject = size.masked({"long_first": True, "heads_inner": True}, softcap=True)
+    subject = size.masked({"lpt": True, "heads_innermost": True}, softcap=True)
     changes = (
         change("KV heads in turn", "Query heads take the KV heads in turn, not in groups.",
                "head // group_size", "head % (heads // group_size)"),

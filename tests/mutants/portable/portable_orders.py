@@ -97,8 +97,8 @@ def of_queries_outer(bench: Bench) -> tuple[Mutant, ...]:
 
 def of_other_loops(bench: Bench) -> tuple[Mutant, ...]:
     """Scores made one block ahead, and one loop for masked and open blocks."""
-    ahead = bench.subject(Causal.NONE, loads="descriptor", qk_ahead=True)
-    one_phase = bench.subject(two_phases=False)
+    ahead = bench.subject(Causal.NONE, loads="descriptor", overlap_qk=True)
+    one_phase = bench.subject(split_masked_loop=False)
     name = bench.family
     return (
         Mutant(

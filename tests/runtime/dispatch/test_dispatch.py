@@ -164,15 +164,15 @@ def test_sdpa_serves_unless_the_kernel_is_faster_beyond_noise(problem: Problem, 
     assert peer(1.015) is None
     assert peer(0.5, "sdpa-flash") is None, "SDPA by itself would take another backend here"
     assert peer(0.5, usual=None) is None
-    assert peer(0.5, "standard", None) == "standard"
-    assert peer(0.995, "standard", None) is None, "scores in memory must be worth it"
+    assert peer(0.5, "unfused", None) == "unfused"
+    assert peer(0.995, "unfused", None) is None, "scores in memory must be worth it"
     assert faster_peer(measured(make_record(problem, measurement=None)), problem, "sdpa-cudnn") is None
 
 
 def test_unfused_attention_does_not_serve_much_longer_problems(problem: Problem, make_record: Make) -> None:
-    record = measured(make_record(problem, ms=1.0, peers={"standard": 0.5, "sdpa-cudnn": 0.9}))
+    record = measured(make_record(problem, ms=1.0, peers={"unfused": 0.5, "sdpa-cudnn": 0.9}))
     longer = msgspec.structs.replace(problem, seqlen_q=16384, seqlen_kv=16384)
-    assert faster_peer(record, problem, "sdpa-cudnn") == "standard"
+    assert faster_peer(record, problem, "sdpa-cudnn") == "unfused"
     assert faster_peer(record, longer, "sdpa-cudnn") == "sdpa-cudnn"
     assert faster_peer(record, longer, None) is None
 

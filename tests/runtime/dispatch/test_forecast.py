@@ -49,7 +49,7 @@ def test_unsuitable_schedule_is_replaced(records: tuple[Record, ...]) -> None:
     record, why = found
     assert isinstance(why.nearest.config, HopperConfig)
     assert isinstance(record.config, HopperConfig)
-    assert (why.nearest.config.section, record.config.section) == (4, 0)
+    assert (why.nearest.config.head_swizzle, record.config.head_swizzle) == (4, 0)
     assert why.ms < why.nearest_ms
     assert why.nearest == nearest_record(problem, filter(anyone, records))
 
@@ -61,7 +61,7 @@ def test_untimed_config_with_smaller_tiles_serves_few_tiles(records: tuple[Recor
     )
     selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
     assert isinstance(selection.record.config, HopperConfig)
-    assert selection.record.config.groups == 1
+    assert selection.record.config.num_consumer_groups == 1
     assert (selection.standing, selection.record.kernel) == (VerificationStatus.UNPROVEN, None)
     assert selection.record.provenance is Provenance.PREDICTED
     assert selection.forecast is not None
@@ -143,7 +143,7 @@ def test_forecast_packs_heads_where_queries_are_few(records: tuple[Record, ...])
     problem = shape(dtype=Dtype.FP16, heads=32, kv_heads=8, batch=120, seqlen_q=17, seqlen_kv=9000)
     selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
     assert isinstance(selection.record.config, HopperConfig)
-    assert selection.record.config.pack == problem.group_size
+    assert selection.record.config.pack_gqa == problem.group_size
 
 
 def test_decoding_ignores_times_of_many_queries(records: tuple[Record, ...]) -> None:
@@ -181,7 +181,7 @@ def test_schedule_variants_keep_the_tile() -> None:
     assert len(set(others)) == len(others) >= 10
     assert config not in others
     assert {other.order for other in others if isinstance(other, HopperConfig)} == set(Order)
-    same = {"groups", "section", "order", "even", "ping_pong"}
+    same = {"num_consumer_groups", "head_swizzle", "order", "balanced_grid", "ping_pong"}
     for other in others:
         assert family.space(problem, TARGET).contains(other)
         changed = {name for name, value in other.items() if value != getattr(config, name)}
@@ -199,7 +199,7 @@ def test_neighbour_of_a_winner_has_a_smaller_margin(records: tuple[Record, ...])
     chosen, why = found
     assert isinstance(chosen.config, HopperConfig)
     assert chosen.provenance is Provenance.PREDICTED
-    assert not chosen.config.even
+    assert not chosen.config.balanced_grid
     assert why.ms < why.nearest_ms
 
 

@@ -27,7 +27,7 @@ from tests.support.machine import Machine, tuned
 
 Make = Callable[..., Record]
 HEADS, BATCH, HEADS_AND_ROWS, BATCH_AND_HEADS = MaskSharing
-CUDNN, STANDARD = "sdpa-cudnn", "standard"
+CUDNN, UNFUSED = "sdpa-cudnn", "unfused"
 
 
 @pytest.fixture
@@ -164,9 +164,9 @@ def test_backend_without_a_shared_mask_time_does_not_serve_it(biased: Problem, m
 
 
 def test_unfused_attention_uses_its_time_without_sharing(biased: Problem, make_record: Make) -> None:
-    record = record_of(make_record, biased, {STANDARD: 0.5}, [(HEADS, 0.6, {}), (BATCH, 0.4, {})])
+    record = record_of(make_record, biased, {UNFUSED: 0.5}, [(HEADS, 0.6, {}), (BATCH, 0.4, {})])
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
-    assert faster_peer(selection, biased, None, HEADS) == STANDARD
+    assert faster_peer(selection, biased, None, HEADS) == UNFUSED
     assert faster_peer(selection, biased, None, BATCH) is None
 
 

@@ -84,8 +84,8 @@ def test_untuned_head_dim_uses_configs_of_the_next_wider_one(records: tuple[Reco
     default = find_family("forward_hopper").default(problem, TARGET)
     assert isinstance(record.config, HopperConfig)
     assert isinstance(default, HopperConfig)
-    assert (record.config.groups, default.groups) == (2, 3)
-    assert record.config.decomposed == default.decomposed
+    assert (record.config.num_consumer_groups, default.num_consumer_groups) == (2, 3)
+    assert record.config.split_head_dim == default.split_head_dim
     assert (selection.source, selection.standing) == ("nearest", VerificationStatus.UNPROVEN)
     assert (record.problem.head_dim, record.problem.value_head_dim) == (40, 40)
     assert (record.provenance, record.verdict, record.measurement) == (Provenance.PREDICTED, None, None)

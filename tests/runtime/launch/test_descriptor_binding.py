@@ -36,7 +36,7 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.E4M3])
 def test_bound_kernel_has_expected_arguments(gpu: Driver, queues: list[Noted], dtype: Dtype) -> None:
     problem = a_problem(96, 80, dtype=dtype, kv_heads=2, seqlen_q=100, seqlen_kv=300)
-    kernel = render(FAMILY, problem, a_config(problem, section=4), PLAIN)
+    kernel = render(FAMILY, problem, a_config(problem, head_swizzle=4), PLAIN)
     element = E4M3 if dtype.is_quantized else torch.bfloat16
     # As [batch, seqlen, heads, head_dim], seen heads first.
     q = torch.zeros(2, 100, 8, 96).to(element).transpose(1, 2)

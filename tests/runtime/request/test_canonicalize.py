@@ -26,7 +26,7 @@ PROBLEM = Problem(
     left=st.none() | st.integers(0, 10),
     right=st.none() | st.integers(0, 10),
     first=st.integers(0, 3),
-    chunk=st.integers(0, 10),
+    attention_chunk=st.integers(0, 10),
     ragged=st.booleans(),
     prefix=st.integers(0, 3),
 )
@@ -48,10 +48,10 @@ def test_canonical_problem_has_the_same_visible_pairs(
         causal=causal,
         window_left=left,
         window_right=right,
-        first_tokens=first,
-        chunk=chunk,
+        sink_tokens=first,
+        attention_chunk=chunk,
         prefix=prefix > 0,
-        packed=8 * ragged,
+        total_q=8 * ragged,
     )
     normal = normal_form(problem)
     assert normal_form(normal) == normal
@@ -70,9 +70,9 @@ def test_canonical_problem_has_the_same_visible_pairs(
         ({"window_left": 6}, {"window_left": 6}),
         ({"window_right": 0}, {"causal": Causal.BOTTOM_RIGHT}),
         ({"window_left": 7, "window_right": 7}, {}),
-        ({"chunk": 8, "causal": Causal.BOTTOM_RIGHT}, {"causal": Causal.BOTTOM_RIGHT}),
-        ({"first_tokens": 4}, {}),
-        ({"first_tokens": 4, "chunk": 2}, {"first_tokens": 4, "chunk": 2}),
+        ({"attention_chunk": 8, "causal": Causal.BOTTOM_RIGHT}, {"causal": Causal.BOTTOM_RIGHT}),
+        ({"sink_tokens": 4}, {}),
+        ({"sink_tokens": 4, "attention_chunk": 2}, {"sink_tokens": 4, "attention_chunk": 2}),
     ],
 )
 def test_bounds_without_effect_are_removed(asked: dict[str, object], normal: dict[str, object]) -> None:

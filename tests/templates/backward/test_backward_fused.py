@@ -84,7 +84,9 @@ def test_dq_tiles_are_transposed_where_queries_are_prefetched(alignment: Alignme
 def test_transpose_dq_is_searched_where_it_changes_the_kernel(widths: tuple[int, int], turns: bool) -> None:
     problem = msgspec.structs.replace(a_problem(widths[0]), value_head_dim=widths[1])
     space = FAMILY.space(problem, H200)
-    assert {getattr(one, "turned", None) for one in space.configs()} == ({False, True} if turns else {False})
+    assert {getattr(one, "transpose_dq", None) for one in space.configs()} == (
+        {False, True} if turns else {False}
+    )
     assert space.contains(FAMILY.default(problem, H200))
 
 
@@ -92,9 +94,9 @@ def test_transpose_dq_is_searched_where_it_changes_the_kernel(widths: tuple[int,
 @pytest.mark.parametrize(
     "asked",
     [
-        {"bias": Bias.ADDITIVE, "dropout": True, "lengths": True},
+        {"bias": Bias.ADDITIVE, "dropout": True, "seqlens_k": True},
         {"bias": Bias.BOOLEAN, "dropout": True, "prefix": True, "softcap": True},
-        {"packed": 8192, "dropout": True, "alibi": True, "window_left": 256, "first_tokens": 4},
+        {"total_q": 8192, "dropout": True, "alibi": True, "window_left": 256, "sink_tokens": 4},
     ],
     ids="-".join,
 )

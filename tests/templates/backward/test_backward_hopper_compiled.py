@@ -64,7 +64,9 @@ def test_configs_of_the_widest_tiles_do_not_spill(causal: Causal) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_dq_is_added_from_registers_four_at_a_time(head_dim: int) -> None:
-    ptx = str(compile_kernel(kernel_of(a_problem(head_dim), delay=False, turns=False), H200).asm["ptx"])
+    ptx = str(
+        compile_kernel(kernel_of(a_problem(head_dim), defer_dq=False, alternate_dq=False), H200).asm["ptx"]
+    )
     # 32 registers of each of two groups.
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 16
     # dq's halves in four steps over both groups' keys, and more of this shape at the wider tiles: scores.
@@ -112,7 +114,7 @@ def test_each_step_adds_to_its_own_block(head_dim: int, delay: bool, turns: bool
     carried: dict[str, str] = {}
     inside: list[str] = []
     behind: list[str] = []
-    kernel = kernel_of(a_problem(head_dim), delay=delay, turns=turns)
+    kernel = kernel_of(a_problem(head_dim), defer_dq=delay, alternate_dq=turns)
     for line in str(compile_kernel(kernel, H200).asm["ttgir"]).split("\n"):
         if loop := re.search(r"(%\w+):\d+ = scf\.for .*iter_args\((.*?)\) ->", line):
             names = loop[2].split(", ")

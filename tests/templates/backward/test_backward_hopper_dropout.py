@@ -64,7 +64,7 @@ def worst_error(kernel: Kernel, problem: Problem, config: HopperBackwardConfig) 
     lengths = slice(problem.seqlen_q)
     row_lse = lse.detach().reshape(heads, -1) + math.log(share)
     stats[:, 0] = -math.inf
-    stats[:, 0, lengths] = -row_lse / SCALE if config.init else -row_lse / math.log(2)
+    stats[:, 0, lengths] = -row_lse / SCALE if config.init_accumulators else -row_lse / math.log(2)
     stats[:, 1, lengths] = -(out * dout).sum(-1).detach().reshape(heads, -1) * share
     if problem.dropout:
         places = torch.arange(stats.shape[2])
@@ -94,8 +94,8 @@ def config_of(problem: Problem, **changes: Any) -> HopperBackwardConfig:
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
-    {"init": False, "eager": True, "product_first": False},
-    {"delay": True, "late_wait": True, "turns": False},
+    {"init_accumulators": False, "early_dv": True, "early_dk": False},
+    {"defer_dq": True, "defer_dp_wait": True, "alternate_dq": False},
 )
 
 

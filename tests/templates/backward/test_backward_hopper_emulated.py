@@ -64,7 +64,7 @@ def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig) -> Tensor:
         assert odd == 0
         part = torch.from_numpy(np.sum([one.values for one in additions], axis=0))
         # Groups that take turns make all of a block, others half of it.
-        assert part.shape == (64, 128 if config.turns else half_columns)
+        assert part.shape == (64, 128 if config.alternate_dq else half_columns)
         own = slice(half * half_columns, half * half_columns + part.shape[1])
         # Narrow tiles are made transposed, in halves of queries; wide ones in halves of columns.
         if width == 64:
@@ -107,7 +107,7 @@ def emulated(problem: Problem, at_once: int, **changes: Any) -> Sums:
     stats = torch.zeros(problem.heads, 2, rows, dtype=torch.float64)
     stats[:, 0] = -math.inf
     seen = torch.where(lse.isinf(), math.inf, lse.detach())[0]
-    stats[:, 0, : problem.seqlen_q] = -seen / SCALE if config.init else -seen * math.log2(math.e)
+    stats[:, 0, : problem.seqlen_q] = -seen / SCALE if config.init_accumulators else -seen * math.log2(math.e)
     stats[:, 1, : problem.seqlen_q] = -(out.detach() * dout).sum(-1)[0]
     read = {"q": q, "k": k, "v": v, "dout": dout, "workspace_0": stats}
     memory = {name: one.detach().flatten().numpy() for name, one in read.items()}
@@ -132,7 +132,7 @@ def emulated(problem: Problem, at_once: int, **changes: Any) -> Sums:
 def test_gradients_match_the_reference(
     head_dim: int, turns: bool, causal: Causal, deterministic: bool
 ) -> None:
-    emulated(a_problem(head_dim, causal=causal, deterministic=deterministic), 2, turns=turns)
+    emulated(a_problem(head_dim, causal=causal, deterministic=deterministic), 2, alternate_dq=turns)
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_steps_in_other_orders(delay: bool, init: bool) -> None:
     # Queries that see nothing, and blocks of keys that nobody sees, are walked as well.
     causal = Causal.BOTTOM_RIGHT if delay else Causal.TOP_LEFT
     problem = a_problem(64, causal=causal, deterministic=True, seqlen_q=270 if delay else 130)
-    emulated(problem, 2, delay=delay, init=init, turns=False)
+    emulated(problem, 2, defer_dq=delay, init_accumulators=init, alternate_dq=False)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_deterministic_sums_are_added_in_order_of_key_blocks(
 ) -> None:
     """With one multiprocessor too: nobody waits for a program that starts later."""
     problem = a_problem(head_dim, causal=causal, deterministic=True, kv_heads=2, seqlen_kv=260)
-    sums = emulated(problem, at_once, turns=turns)
+    sums = emulated(problem, at_once, alternate_dq=turns)
     blocks = math.ceil(problem.seqlen_kv / (64 if head_dim == 256 else 128))
     longest = 0
     for additions in sums.added.values():
@@ -216,7 +216,7 @@ def test_deterministic_sums_are_added_in_order_of_key_blocks(
 )
 def test_programs_of_a_head_are_numbered_in_order(heads: int, keys: int, beside: int) -> None:
     problem = a_problem(64, deterministic=True, heads=heads, kv_heads=heads, seqlen_kv=keys)
-    kernel, _ = kernel_of(problem, beside=beside)
+    kernel, _ = kernel_of(problem, interleaved_heads=beside)
     blocks = math.ceil(keys / 128)
     together = min(math.ceil(132 * beside / blocks), heads)
     turns = list(places(kernel, problem))

@@ -22,16 +22,16 @@ GOLDENS = {
     "hopper_bf16_d128_causal": partial(
         kernel_of, a_problem(causal=Causal.BOTTOM_RIGHT), Specialization(lse=True)
     ),
-    "hopper_fp16_d64_delay": partial(kernel_of, a_problem(64, dtype=Dtype.FP16), turns=False),
+    "hopper_fp16_d64_delay": partial(kernel_of, a_problem(64, dtype=Dtype.FP16), alternate_dq=False),
     "hopper_bf16_d96_v80_plain": partial(
         kernel_of,
         a_problem(96, 80),
-        init=False,
-        eager=True,
-        late_wait=False,
-        product_first=False,
-        delay=False,
-        turns=False,
+        init_accumulators=False,
+        early_dv=True,
+        defer_dp_wait=False,
+        early_dk=False,
+        defer_dq=False,
+        alternate_dq=False,
         num_stages=3,
     ),
     "hopper_bf16_d96_v80": partial(kernel_of, a_problem(96, 80), Specialization(lse=True)),
@@ -48,12 +48,12 @@ GOLDENS = {
     "hopper_bf16_d128_ordered_dropout": partial(
         kernel_of,
         a_problem(causal=Causal.BOTTOM_RIGHT, dropout=True, deterministic=True),
-        product_first=False,
-        delay=False,
-        turns=False,
+        early_dk=False,
+        defer_dq=False,
+        alternate_dq=False,
     ),
     "hopper_fp16_d256_ordered": partial(kernel_of, a_problem(256, dtype=Dtype.FP16, deterministic=True)),
-    "hopper_fp16_d192_plain": partial(kernel_of, a_problem(192, dtype=Dtype.FP16), init=False),
+    "hopper_fp16_d192_plain": partial(kernel_of, a_problem(192, dtype=Dtype.FP16), init_accumulators=False),
 }  # fmt: skip
 
 

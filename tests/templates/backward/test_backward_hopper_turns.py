@@ -23,9 +23,9 @@ from tests.problems.hopper_backward import FAMILY, H200, a_problem, config_of, k
 )
 def test_alternate_dq_requires_deferred_dq(head_dim: int, dropout: bool, turns: bool) -> None:
     problem = a_problem(head_dim, dropout=dropout)
-    assert config_of(problem).turns is turns
+    assert config_of(problem).alternate_dq is turns
     configs = list(FAMILY.space(problem, H200).configs())
-    found = {(one.delay, one.turns) for one in configs if isinstance(one, HopperBackwardConfig)}
+    found = {(one.defer_dq, one.alternate_dq) for one in configs if isinstance(one, HopperBackwardConfig)}
     late = {(True, False)}
     assert found == (late if head_dim > 128 else late | {(False, False), (True, True)})
 
@@ -34,14 +34,16 @@ def test_alternate_dq_requires_deferred_dq(head_dim: int, dropout: bool, turns: 
 def test_dropout_excludes_early_dv(dropout: bool) -> None:
     problem = a_problem(dropout=dropout)
     configs = FAMILY.space(problem, H200).configs()
-    found = {one.eager for one in configs if isinstance(one, HopperBackwardConfig) and one.turns}
+    found = {one.early_dv for one in configs if isinstance(one, HopperBackwardConfig) and one.alternate_dq}
     assert found == ({False} if dropout else {False, True})
-    assert config_of(problem).eager is not dropout
+    assert config_of(problem).early_dv is not dropout
 
 
 def test_alternate_dq_has_a_shorter_predicted_time() -> None:
     problem = a_problem(batch=16, seqlen_q=2048, seqlen_kv=2048)
-    halves, wholes = (FAMILY.span(problem, config_of(problem, turns=turns), H200) for turns in (False, True))
+    halves, wholes = (
+        FAMILY.span(problem, config_of(problem, alternate_dq=turns), H200) for turns in (False, True)
+    )
     assert 0.88 < wholes / halves < 0.95
 
 
@@ -50,7 +52,7 @@ def test_alternate_dq_has_a_shorter_predicted_time() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_alternating_group_computes_a_whole_dq_block(head_dim: int, deterministic: bool) -> None:
     problem = a_problem(head_dim, deterministic=deterministic)
-    kernel = kernel_of(problem, delay=True, turns=True, eager=head_dim == 128)
+    kernel = kernel_of(problem, defer_dq=True, alternate_dq=True, early_dv=head_dim == 128)
     main = read_parts(kernel, H200)[0].resources
     assert not main.serialized_wgmma
     assert main.spill_bytes <= (16 if head_dim == 64 else 0)

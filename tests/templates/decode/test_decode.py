@@ -40,8 +40,8 @@ def test_launch_plan_of_split_keys() -> None:
 
 
 def test_launch_plan_of_packed_pages() -> None:
-    problem = a_problem(page_size=16, packed=1, batch=5)
-    kernel = render(FAMILY, problem, a_config(splits=1), Specialization(lse=True))
+    problem = a_problem(page_size=16, total_q=1, batch=5)
+    kernel = render(FAMILY, problem, a_config(num_splits=1), Specialization(lse=True))
     assert kernel.epilogue is None
     q = out = meta(1, 32, 9, 128)
     k = v = meta(70, 8, 16, 128)
@@ -69,7 +69,7 @@ def test_defaults_fill_the_gpu_once(changes: dict[str, Any], splits: int) -> Non
     problem = a_problem(**changes)
     config = FAMILY.default(problem, H200)
     assert isinstance(config, DecodeConfig)
-    assert config.splits == splits
+    assert config.num_splits == splits
     assert FAMILY.programs(problem, config) <= H200.sm_count or splits == 1
     assert FAMILY.space(problem, H200).contains(config)
 
@@ -80,7 +80,7 @@ def test_defaults_fill_the_gpu_once(changes: dict[str, Any], splits: int) -> Non
 def test_defaults_fit(target: str, widths: tuple[int, int], dtype: Dtype) -> None:
     gpu = find_target(target)
     latent = widths[0] > 256
-    problem = a_problem(dtype=dtype, head_dim=widths[0], value_head_dim=widths[1], latent=latent)
+    problem = a_problem(dtype=dtype, head_dim=widths[0], value_head_dim=widths[1], mla=latent)
     config = FAMILY.default(problem, gpu)
     assert FAMILY.space(problem, gpu).contains(config)
     items = FAMILY.sram_items(problem, config, gpu, Specialization())
@@ -96,7 +96,7 @@ def test_other_splits_are_in_the_space_and_differ_in_makespan() -> None:
     assert all(space.contains(other) for other in others)
     spans = {config: FAMILY.span(problem, config, H200) for config in others}
     assert min(spans, key=lambda config: spans[config]) == usual
-    alone = msgspec.structs.replace(usual, splits=1, early_combine=False)
+    alone = msgspec.structs.replace(usual, num_splits=1, early_combine=False)
     assert spans[alone] > 5 * spans[usual]
 
 
@@ -106,7 +106,7 @@ def test_other_splits_are_in_the_space_and_differ_in_makespan() -> None:
         ({"seqlen_q": 17}, "up to 16 queries"),
         ({"dtype": Dtype.E4M3}, "no queries in e4m3"),
         ({"head_dim": 300}, "head dims up to 256"),
-        ({"packed": 4, "bias": Bias.ADDITIVE}, "no bias over packed"),
+        ({"total_q": 4, "bias": Bias.ADDITIVE}, "no bias over packed"),
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "pages alone"),
         ({**LATENT, "value_head_dim": 500}, "a power of two"),
     ],
@@ -134,12 +134,15 @@ def test_options_without_early_launch_omit_the_field() -> None:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "wide": ({"head_dim": 256, "value_head_dim": 256}, {"num_stages": 2}),
-    "decomposed": ({"head_dim": 96, "value_head_dim": 80}, {"decomposed": True}),
+    "split_head_dim": ({"head_dim": 96, "value_head_dim": 80}, {"split_head_dim": True}),
     "several queries": ({"seqlen_q": 8, "kv_heads": 4}, {"block_m": 64}),
     "pages": ({"page_size": 16}, {}),
-    "packed": ({"page_size": 64, "packed": 9}, {}),
-    "masks": ({"window_left": 99, "first_tokens": 4, "prefix": True, "bias": Bias.BOOLEAN}, {}),
-    "scores": ({"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "sinks": True, "chunk": 128}, {}),
+    "packed": ({"page_size": 64, "total_q": 9}, {}),
+    "masks": ({"window_left": 99, "sink_tokens": 4, "prefix": True, "bias": Bias.BOOLEAN}, {}),
+    "scores": (
+        {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "sinks": True, "attention_chunk": 128},
+        {},
+    ),
     "int8": ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD}, {}),
     "int8 pages": ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "page_size": 16}, {}),
     "fp32": ({"dtype": Dtype.FP32}, {"block_n": 32, "num_stages": 2}),
@@ -191,7 +194,7 @@ def test_kernels_compile(name: str, gpu: str) -> None:
 def test_mla_products_use_wgmma() -> None:
     """One tile of values and a tile of the other columns, each in SRAM once, for both products."""
     problem = a_problem(heads=128, **LATENT)
-    config = a_config(block_m=64, num_warps=8, num_stages=2, splits=1)
+    config = a_config(block_m=64, num_warps=8, num_stages=2, num_splits=1)
     binary = compile_kernel(render(FAMILY, problem, config, Specialization()), H200)
     assert "wgmma" in binary.asm["ptx"]
     tile = 64 * 576 * 2

@@ -23,7 +23,7 @@ FAMILY, H200 = find_family("decode_split_kv"), find_target("h200")
 def test_eight_bits_need_half_the_sram(kind: KvDtype) -> None:
     """No copy of widened values: three programs fit a multiprocessor where two of 16 bits do not."""
     problem = a_problem(kv_dtype=kind, kv_scale=KvScale.HEAD)
-    config = a_config(block_n=128, splits=1)
+    config = a_config(block_n=128, num_splits=1)
     kernel = render(FAMILY, problem, config, Specialization())
     binary = compile_kernel(kernel, H200)
     in_flight = 2 * 128 * (128 + 128)
@@ -46,7 +46,7 @@ def test_eight_bits_need_half_the_sram(kind: KvDtype) -> None:
         ({}, {"block_m": 64}, Alignment.SIXTEEN, False),
         ({"head_dim": 64, "value_head_dim": 64}, {"num_warps": 8}, Alignment.SIXTEEN, False),
         ({"head_dim": 32, "value_head_dim": 32}, {"num_warps": 2}, Alignment.SIXTEEN, False),
-        ({"head_dim": 96, "value_head_dim": 96}, {"decomposed": True}, Alignment.SIXTEEN, False),
+        ({"head_dim": 96, "value_head_dim": 96}, {"split_head_dim": True}, Alignment.SIXTEEN, False),
         ({"head_dim": 127}, {}, Alignment.SIXTEEN, False),
         ({"dtype": Dtype.FP32}, {"block_n": 32}, Alignment.SIXTEEN, False),
         (LATENT, {"block_m": 64}, Alignment.SIXTEEN, True),

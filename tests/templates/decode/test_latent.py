@@ -24,14 +24,14 @@ PLAIN = Specialization()
 
 def test_launch_plan_of_pages_in_splits() -> None:
     problem = a_problem(page_size=64, seqlen_q=3, batch=5)
-    kernel = kernel_of(problem, lse=True, queries=2, splits=4)
+    kernel = kernel_of(problem, lse=True, queries=2, num_splits=4)
     module = load_module(kernel)
     q, out, cache = meta(5, 128, 3, 576), meta(5, 128, 3, 512), meta(70, 1, 64, 576)
     side = meta(5, dtype=torch.int32), meta(5, 64, dtype=torch.int32)
     tensors = (q, cache, cache[..., :512], out, *side)
     grid, workspaces, integers = module.launch_plan(*tensors)
     # Four tiles of 32 heads, two of two queries.
-    assert grid == (4 * 2 * 5 * 4,) == (FAMILY.programs(problem, a_config(queries=2, splits=4)),)
+    assert grid == (4 * 2 * 5 * 4,) == (FAMILY.programs(problem, a_config(queries=2, num_splits=4)),)
     assert workspaces == ((4, 5 * 128 * 3, 512), (4, 5 * 128 * 3))
     assert integers == (128, 640, 3, 4096, 64, 4)
     last_grid, last_integers = module.epilogue_plan(*tensors)
@@ -85,7 +85,7 @@ def test_descriptor_covers_rows_of_a_page(batch: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"latent": False, "head_dim": 128, "value_head_dim": 128}, "columns of the keys"),
+        ({"mla": False, "head_dim": 128, "value_head_dim": 128}, "columns of the keys"),
         ({"dtype": Dtype.FP32}, "bf16 and fp16"),
         ({"kv_heads": 2}, "one KV head"),
         ({"value_head_dim": 500}, "powers of two"),
@@ -101,9 +101,9 @@ def test_unsupported_problems(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_features_and_targets() -> None:
-    assert FAMILY.features == {Feature.LATENT, Feature.LENGTHS, Feature.PAGES}
+    assert FAMILY.features == {Feature.MLA, Feature.SEQLENS_K, Feature.PAGES}
     assert not FAMILY.interpreted
-    taken: list[dict[str, Any]] = [{}, {"lengths": True}, {"page_size": 256, "dtype": Dtype.FP16}]
+    taken: list[dict[str, Any]] = [{}, {"seqlens_k": True}, {"page_size": 256, "dtype": Dtype.FP16}]
     for changes in (*taken, *({"page_size": keys} for keys in PAGE_SIZES)):
         assert unsupported_reason(FAMILY, a_problem(**changes), H200, PLAIN) is None
         assert (
@@ -123,7 +123,7 @@ def test_defaults_fill_the_gpu(changes: dict[str, Any], splits: int) -> None:
     problem = a_problem(**changes)
     config = FAMILY.default(problem, H200)
     assert isinstance(config, LatentConfig)
-    assert config.splits == splits
+    assert config.num_splits == splits
     space = FAMILY.space(problem, H200)
     assert space.contains(config)
     others = list(FAMILY.schedule_variants(problem, config, H200))
@@ -135,17 +135,17 @@ def test_tiles_of_few_heads_contain_several_queries() -> None:
     config = FAMILY.default(a_problem(heads=16, seqlen_q=4), H200)
     assert isinstance(config, LatentConfig)
     assert config.queries == 4
-    assert FAMILY.programs(a_problem(heads=16, seqlen_q=4), config) == 64 * config.splits
+    assert FAMILY.programs(a_problem(heads=16, seqlen_q=4), config) == 64 * config.num_splits
 
 
 COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "one part": ({}, {"late_values": True}),
-    "lengths in parts": ({"lengths": True}, {"splits": 3}),
+    "one part": ({}, {"overlap_pv": True}),
+    "lengths in parts": ({"seqlens_k": True}, {"num_splits": 3}),
     "pages": ({"page_size": 64, "causal": Causal.NONE}, {}),
-    "pages of 128": ({"page_size": 128, "dtype": Dtype.FP16, "seqlen_q": 4}, {"queries": 4, "splits": 2}),
-    "pages of 16": ({"page_size": 16}, {"late_values": True}),
-    "pages of 16 in parts": ({"page_size": 16, "seqlen_q": 2}, {"queries": 2, "splits": 3}),
-    "pages of 32": ({"page_size": 32, "dtype": Dtype.FP16}, {"late_values": True, "splits": 2}),
+    "pages of 128": ({"page_size": 128, "dtype": Dtype.FP16, "seqlen_q": 4}, {"queries": 4, "num_splits": 2}),
+    "pages of 16": ({"page_size": 16}, {"overlap_pv": True}),
+    "pages of 16 in parts": ({"page_size": 16, "seqlen_q": 2}, {"queries": 2, "num_splits": 3}),
+    "pages of 32": ({"page_size": 32, "dtype": Dtype.FP16}, {"overlap_pv": True, "num_splits": 2}),
     "narrow pages of 16": ({"page_size": 16, "value_head_dim": 256, "head_dim": 272}, {"num_stages": 4}),
     "three stages": ({"value_head_dim": 256, "head_dim": 288}, {"num_stages": 3}),
 }
@@ -173,7 +173,7 @@ def test_compiled_kernels_fit_sram_and_registers(name: str) -> None:
 @pytest.mark.parametrize("splits", [2, 32, 66, 128])
 def test_combine_kernel_does_not_spill(splits: int) -> None:
     """All columns of all parts at once did not, from 65 parts on."""
-    last = kernel_of(a_problem(batch=1), lse=True, splits=splits).last
+    last = kernel_of(a_problem(batch=1), lse=True, num_splits=splits).last
     assert last is not None
     resources = read_resources(last, H200)
     assert resources.spill_bytes == 0

@@ -25,9 +25,9 @@ from tests.problems.plain_masks import plain_attention
 FAMILY = find_family("decode_latent_hopper")
 UNTOUCHED = 777.0
 LENGTHS = (0, 1, 63, 64, 65, 230, 320, 129)
-EARLY = {"late_values": False}
-LATE = {"late_values": True}
-SPLIT = {"late_values": True, "splits": 3}
+EARLY = {"overlap_pv": False}
+LATE = {"overlap_pv": True}
+SPLIT = {"overlap_pv": True, "num_splits": 3}
 
 
 def a_problem(**changes: Any) -> Problem:
@@ -42,7 +42,7 @@ def a_problem(**changes: Any) -> Problem:
         seqlen_q=1,
         seqlen_kv=200,
         causal=Causal.BOTTOM_RIGHT,
-        latent=True,
+        mla=True,
     )
     return msgspec.structs.replace(problem, **changes)
 
@@ -107,7 +107,7 @@ def worst_error(
     parts = np.full((splits, rows, problem.value_head_dim), math.nan), np.full((splits, rows), math.nan)
     like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in (q, k, v, out))
     flat = (*(one.flatten().numpy() for one in (q, k, v)), out.view(-1).numpy())
-    config = LatentConfig(num_warps=4, num_stages=2, splits=splits, queries=queries_of(kernel))
+    config = LatentConfig(num_warps=4, num_stages=2, num_splits=splits, queries=queries_of(kernel))
     programs = FAMILY.programs(problem, config)
     workspaces = parts if splits > 1 else ()
     given = side._replace(seqlens_kv=torch.tensor(passed, dtype=torch.int32)) if passed else side
@@ -138,7 +138,7 @@ def test_dense(config: dict[str, Any], causal: Causal, heads: int, queries: int,
     kernel = kernel_of(problem, queries=tile, **config)
     for keys in (200, 64, 2):
         shaped = msgspec.structs.replace(problem, seqlen_kv=keys)
-        assert worst_error(kernel, shaped, splits=config.get("splits", 1)) < 1e-12, keys
+        assert worst_error(kernel, shaped, splits=config.get("num_splits", 1)) < 1e-12, keys
 
 
 @pytest.mark.slow
@@ -152,28 +152,28 @@ def test_lengths_on_the_device(config: dict[str, Any], page: int) -> None:
             heads=32,
             seqlen_kv=384,
             page_size=page,
-            lengths=not page,
+            seqlens_k=not page,
         )
         kernel = kernel_of(problem, queries=2, **config)
-        assert worst_error(kernel, problem, LENGTHS, config.get("splits", 1)) < 1e-12, queries
+        assert worst_error(kernel, problem, LENGTHS, config.get("num_splits", 1)) < 1e-12, queries
 
 
 @pytest.mark.parametrize("page", [16, 32])
 def test_block_tables_that_end_within_a_block(page: int) -> None:
     """Behind the pages of the last sequence there is no entry to read."""
     problem = a_problem(seqlen_kv=96, page_size=page)
-    assert worst_error(kernel_of(problem, late_values=True), problem, (70, 96)) < 1e-12
+    assert worst_error(kernel_of(problem, overlap_pv=True), problem, (70, 96)) < 1e-12
 
 
 def test_more_stages_and_head_dims_of_deepseek() -> None:
     assert worst_error(kernel_of(a_problem(), num_stages=3), a_problem()) < 1e-12
     wide = a_problem(head_dim=576, value_head_dim=512, batch=1)
-    assert worst_error(kernel_of(wide, late_values=True), wide) < 1e-12
+    assert worst_error(kernel_of(wide, overlap_pv=True), wide) < 1e-12
 
 
 def test_small_pages_of_other_head_dims() -> None:
     wide = a_problem(head_dim=576, value_head_dim=512, batch=1, page_size=16, seqlen_kv=256)
-    assert worst_error(kernel_of(wide, late_values=True), wide, (197,)) < 1e-12
+    assert worst_error(kernel_of(wide, overlap_pv=True), wide, (197,)) < 1e-12
     narrow = a_problem(head_dim=288, value_head_dim=256, page_size=32, seqlen_kv=256)
     assert worst_error(kernel_of(narrow, num_stages=3), narrow, (7, 241)) < 1e-12
 
@@ -186,7 +186,7 @@ def broken(kernel: Kernel, right: str, wrong: str) -> Kernel:
 @pytest.mark.slow
 def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = a_problem(batch=len(LENGTHS), heads=16, seqlen_kv=384, page_size=64, seqlen_q=4)
-    kernel = kernel_of(problem, queries=4, late_values=True)
+    kernel = kernel_of(problem, queries=4, overlap_pv=True)
     for right, wrong in (
         ("block >= open_blocks", "block > open_blocks"),
         ("(diagonal + 1)", "diagonal"),
@@ -195,7 +195,7 @@ def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         assert not worst_error(broken(kernel, right, wrong), problem, LENGTHS) < 1e-3, wrong
     small = msgspec.structs.replace(problem, page_size=16)
-    of_pages = kernel_of(small, queries=4, late_values=True)
+    of_pages = kernel_of(small, queries=4, overlap_pv=True)
     for right, wrong in (
         ("gl.minimum(rows - 16, PAGE)", "gl.minimum(rows, PAGE)"),
         ("first_key // PAGE + 3", "first_key // PAGE + 2"),
@@ -214,9 +214,9 @@ def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("page", [0, 16, 64])
 def test_lengths_out_of_bounds_are_clamped(config: dict[str, Any], causal: Causal, page: int) -> None:
     problem = a_problem(
-        batch=4, heads=32, seqlen_kv=192, page_size=page, lengths=not page, latent=True, causal=causal
+        batch=4, heads=32, seqlen_kv=192, page_size=page, seqlens_k=not page, mla=True, causal=causal
     )
-    splits = config.get("splits", 1)
+    splits = config.get("num_splits", 1)
     error = worst_error(
         kernel_of(problem, **config), problem, (192, 192, 0, 70), splits, passed=(193, 5000, -1000, 70)
     )

@@ -47,7 +47,7 @@ def shared_addresses(ptx: str) -> list[tuple[str, int, int]]:
 def test_small_pages_have_the_layout_of_the_products(page: int, rest: int) -> None:
     """As the rows of a tile of which 128 bytes of all rows lie side by side, and then the next 128 bytes."""
     problem = a_problem(page_size=page, head_dim=512 + rest)
-    copies = shared_addresses(compile_kernel(kernel_of(problem, late_values=True), H200).asm["ptx"])
+    copies = shared_addresses(compile_kernel(kernel_of(problem, overlap_pv=True), H200).asm["ptx"])
     pieces = 64 // page
     assert len(copies) == pieces * (4 + 1 + 4)
     for start, width in ((0, 256), (512, rest), (256, 256)):

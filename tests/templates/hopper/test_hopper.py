@@ -37,7 +37,7 @@ def test_only_hopper_is_supported() -> None:
         (a_problem(16, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
         (a_problem(72, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
         (a_problem(dtype=Dtype.E4M3, dropout=True), "drops weights in bf16 and fp16"),
-        (a_problem(packed=1, dropout=True), "of sequences that are not packed"),
+        (a_problem(total_q=1, dropout=True), "of sequences that are not packed"),
     ],
 )
 def test_unsupported_problems_have_reasons(problem: Problem, reason: str) -> None:
@@ -45,20 +45,21 @@ def test_unsupported_problems_have_reasons(problem: Problem, reason: str) -> Non
 
 
 def test_varlen_requires_16_bits_and_no_packed_heads() -> None:
-    reason = FAMILY.supports(a_problem(128, dtype=Dtype.E4M3, packed=1), H200)
+    reason = FAMILY.supports(a_problem(128, dtype=Dtype.E4M3, total_q=1), H200)
     assert reason == "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
-    problem = a_problem(64, kv_heads=1, seqlen_q=16, packed=32)
-    assert {config.pack for config in sampled_configs(problem, 60)} == {1}
-    with pytest.raises(KernelError, match="set pack to 1"):
-        render(FAMILY, problem, a_config(problem, pack=2), PLAIN)
+    problem = a_problem(64, kv_heads=1, seqlen_q=16, total_q=32)
+    assert {config.pack_gqa for config in sampled_configs(problem, 60)} == {1}
+    with pytest.raises(KernelError, match="set pack_gqa to 1"):
+        render(FAMILY, problem, a_config(problem, pack_gqa=2), PLAIN)
 
 
 def test_supported_features_are_windows_and_varlen() -> None:
     window = a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)
-    for problem in (window, a_problem(packed=1), a_problem(window_right=3, packed=1)):
+    for problem in (window, a_problem(total_q=1), a_problem(window_right=3, total_q=1)):
         assert unsupported_reason(FAMILY, problem, H200, PLAIN) is None
     assert (
-        unsupported_reason(FAMILY, a_problem(packed=1, sinks=1), H200, PLAIN) == "forward_hopper has no sinks"
+        unsupported_reason(FAMILY, a_problem(total_q=1, sinks=1), H200, PLAIN)
+        == "forward_hopper has no sinks"
     )
 
 
@@ -75,7 +76,7 @@ def test_supported_tensors_can_be_addressed_by_tma() -> None:
 
 def test_source_does_not_depend_on_lengths_heads_and_batch() -> None:
     one, other = a_problem(), a_problem(heads=12, kv_heads=4, batch=7, seqlen_q=31, seqlen_kv=4096)
-    for config in (a_config(one), a_config(one, pack=8, order="alternate", section=8)):
+    for config in (a_config(one), a_config(one, pack_gqa=8, order="serpentine", head_swizzle=8)):
         assert render(FAMILY, one, config, PLAIN) == render(FAMILY, other, config, PLAIN)
 
 
@@ -83,20 +84,20 @@ def test_digest_covers_every_input_of_the_binary() -> None:
     problem = a_problem(256)
     variants: tuple[dict[str, Any], ...] = (
         {},
-        {"groups": 1, "ping_pong": False},
-        {"rows": 128},
+        {"num_consumer_groups": 1, "ping_pong": False},
+        {"rows_per_group": 128},
         {"block_n": 128},
         {"num_stages": 3},
         {"q_stages": 2},
-        {"halved": False},
+        {"split_epilogue": False},
         {"ping_pong": True},
-        {"late_wait": False},
-        {"lazy_rescale": False},
-        {"pack": 2},
-        {"section": 8},
-        {"order": "long_first"},
-        {"order": "alternate"},
-        {"even": False},
+        {"defer_pv_wait": False},
+        {"conditional_rescale": False},
+        {"pack_gqa": 2},
+        {"head_swizzle": 8},
+        {"order": "lpt"},
+        {"order": "serpentine"},
+        {"balanced_grid": False},
     )
     kernels = [render(FAMILY, problem, a_config(problem, **changes), PLAIN) for changes in variants]
     kernels += [
@@ -107,6 +108,6 @@ def test_digest_covers_every_input_of_the_binary() -> None:
         render(FAMILY, a_problem(256, window_left=100), a_config(problem), PLAIN),
         render(FAMILY, a_problem(256, window_left=101), a_config(problem), PLAIN),
         render(FAMILY, a_problem(256, window_right=100), a_config(problem), PLAIN),
-        render(FAMILY, a_problem(256, packed=1), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, total_q=1), a_config(problem), PLAIN),
     ]
     assert len({kernel.digest for kernel in kernels}) == len(kernels)

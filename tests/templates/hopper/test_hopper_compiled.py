@@ -15,28 +15,32 @@ from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sram
 COMPILED = {
     "d128 causal": (a_problem(128, causal=Causal.BOTTOM_RIGHT), {}, False),
     "d64 in three groups": (a_problem(64), {}, True),
-    "d64 packed": (a_problem(64, kv_heads=2), {"pack": 4, "groups": 1, "ping_pong": False}, True),
-    "d96 decomposed": (a_problem(96, causal=Causal.TOP_LEFT), {}, True),
-    "d96 padded": (a_problem(96), {"decomposed": False, "q_stages": 1}, False),
+    "d64 packed": (
+        a_problem(64, kv_heads=2),
+        {"pack_gqa": 4, "num_consumer_groups": 1, "ping_pong": False},
+        True,
+    ),
+    "d96 split_head_dim": (a_problem(96, causal=Causal.TOP_LEFT), {}, True),
+    "d96 padded": (a_problem(96), {"split_head_dim": False, "q_stages": 1}, False),
     "d192, 128": (a_problem(192, 128, dtype=Dtype.FP16), {}, False),
-    "d256 halved": (a_problem(256), {}, False),
+    "d256 split_epilogue": (a_problem(256), {}, False),
     "e4m3": (a_problem(128, dtype=Dtype.E4M3), {}, True),
     "d128, window": (a_problem(128, causal=Causal.BOTTOM_RIGHT, window_left=1024), {}, True),
     "d64, window on both sides": (a_problem(64, window_left=256, window_right=100), {}, True),
     "e4m3, window": (a_problem(128, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT, window_left=500), {}, False),
-    "d128, packed sequences": (a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, packed=1), {}, True),
-    "d96, packed sequences and window": (a_problem(96, packed=1, window_left=100), {}, False),
-    "d256, packed sequences": (a_problem(256, causal=Causal.TOP_LEFT, packed=1), {}, True),
+    "d128, packed sequences": (a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, total_q=1), {}, True),
+    "d96, packed sequences and window": (a_problem(96, total_q=1, window_left=100), {}, False),
+    "d256, packed sequences": (a_problem(256, causal=Causal.TOP_LEFT, total_q=1), {}, True),
     "d128, dropout": (a_problem(128, causal=Causal.BOTTOM_RIGHT, dropout=True), {}, True),
     "d64, dropout and window": (a_problem(64, window_left=256, dropout=True), {}, True),
     "e4m3, weights in shared memory": (
         a_problem(128, dtype=Dtype.E4M3, causal=Causal.BOTTOM_RIGHT),
-        {"groups": 3, "p_stages": 1},
+        {"num_consumer_groups": 3, "p_stages": 1},
         False,
     ),
     "e4m3, two tiles of weights": (
         a_problem(128, dtype=Dtype.E4M3),
-        {"groups": 3, "p_stages": 2, "late_wait": False},
+        {"num_consumer_groups": 3, "p_stages": 2, "defer_pv_wait": False},
         True,
     ),
     "e4m3, blocks of 64": (a_problem(64, dtype=Dtype.E4M3), {"block_n": 64, "num_stages": 4}, False),
@@ -55,7 +59,7 @@ def test_sram_model_is_a_lower_bound_of_compiled_sram(name: str) -> None:
     assert 0 <= resources.sram_bytes - sram_bytes(problem, config) <= 1024
     assert resources.sram_bytes <= H200.sram_per_block
     # Groups of four warps; the producer's warp is rounded up to four as well.
-    assert resources.warps == 4 * (config.groups + 1)
+    assert resources.warps == 4 * (config.num_consumer_groups + 1)
     # Products are never serialised, nor are tiles spilled; an address or two may be, and some more where
     # three groups need their registers for tiles: numbers that the loop over keys does not ask for.
     assert not resources.serialized_wgmma

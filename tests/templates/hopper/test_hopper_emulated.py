@@ -26,9 +26,16 @@ UNTOUCHED = 777.0
 # A number that has an exact spelling in float32.
 DROPOUT = 0.3125
 # Whether the kernel of an early wait or a late one is emulated makes no difference here.
-SMALL = {"groups": 2, "rows": 64, "block_n": 64, "num_stages": 2, "q_stages": 1, "ping_pong": True}
-THREE = {**SMALL, "groups": 3, "q_stages": 2, "lazy_rescale": False}
-ALONE = {**SMALL, "groups": 1, "rows": 128, "ping_pong": False, "num_stages": 3}
+SMALL = {
+    "num_consumer_groups": 2,
+    "rows_per_group": 64,
+    "block_n": 64,
+    "num_stages": 2,
+    "q_stages": 1,
+    "ping_pong": True,
+}
+THREE = {**SMALL, "num_consumer_groups": 3, "q_stages": 2, "conditional_rescale": False}
+ALONE = {**SMALL, "num_consumer_groups": 1, "rows_per_group": 128, "ping_pong": False, "num_stages": 3}
 CONFIGS = pytest.mark.parametrize("config", [SMALL, THREE, ALONE], ids=["two", "three", "one"])
 RANDOM = random.Random(3)
 EQUAL = [(length, length) for length in (64, 1, 0, 200, 129, 0, 97)]
@@ -127,7 +134,7 @@ def test_windows(config: dict[str, Any], causal: Causal, window: dict[str, int])
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize("window", [{}, {"window_left": 70}], ids=["all", "window"])
 def test_packed_sequences(config: dict[str, Any], causal: Causal, window: dict[str, int]) -> None:
-    problem = a_small(causal, packed=1, **window)
+    problem = a_small(causal, total_q=1, **window)
     for lengths, programs in ((EQUAL, 3), (MIXED, 40), ([(30, 0), (70, 3), (0, 9), (5, 0)], 2)):
         worst = worst_error(kernel_of(problem, **config), problem, programs, lengths, spare=100)
         assert worst < 1e-12, lengths
@@ -144,19 +151,19 @@ def test_dropout(config: dict[str, Any], causal: Causal) -> None:
 
 def test_dropout_with_packed_heads() -> None:
     problem = a_small(heads=8, kv_heads=2, seqlen_q=20, dropout=True, batch=2)
-    assert worst_error(kernel_of(problem, **SMALL, pack=2), problem, 2) < 1e-12
+    assert worst_error(kernel_of(problem, **SMALL, pack_gqa=2), problem, 2) < 1e-12
 
 
 @pytest.mark.slow
 def test_varlen_orders_swizzles_and_head_dims() -> None:
     changes: dict[str, Any]
     for widths, changes in (
-        ((16, 16), {"order": "linear", "section": 2}),
-        ((16, 16), {"order": "alternate", "section": 4, "even": True}),
-        ((96, 80), {"decomposed": True}),
-        ((128, 128), {"halved": True}),
+        ((16, 16), {"order": "linear", "head_swizzle": 2}),
+        ((16, 16), {"order": "serpentine", "head_swizzle": 4, "balanced_grid": True}),
+        ((96, 80), {"split_head_dim": True}),
+        ((128, 128), {"split_epilogue": True}),
     ):
-        shape = {"heads": 4, "kv_heads": 2, "packed": 1}
+        shape = {"heads": 4, "kv_heads": 2, "total_q": 1}
         problem = msgspec.structs.replace(
             a_small(Causal.BOTTOM_RIGHT), head_dim=widths[0], value_head_dim=widths[1], **shape
         )
@@ -192,7 +199,7 @@ def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
         ("where(row_sum == 0.0, 1.0, row_sum) * (1.0 - dropout))", "where(row_sum == 0.0, 1.0, row_sum))"),
     ):
         assert not worst_error(broken(kernel, right, wrong), dropped, 2) < 1e-3, wrong
-    packed = a_small(Causal.BOTTOM_RIGHT, packed=1)
+    packed = a_small(Causal.BOTTOM_RIGHT, total_q=1)
     kernel = kernel_of(packed, **SMALL)
     for right, wrong in (
         (

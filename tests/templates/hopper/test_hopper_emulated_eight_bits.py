@@ -20,9 +20,16 @@ from tests.problems.hopper import FAMILY, a_config, a_problem
 from tests.problems.plain_masks import plain_attention
 
 UNTOUCHED = 777.0
-TWO = {"groups": 2, "rows": 64, "block_n": 64, "num_stages": 2, "q_stages": 1, "ping_pong": True}
-THREE = {**TWO, "groups": 3, "q_stages": 2, "p_stages": 1}
-EARLY = {**THREE, "p_stages": 2, "lazy_rescale": False, "ping_pong": False}
+TWO = {
+    "num_consumer_groups": 2,
+    "rows_per_group": 64,
+    "block_n": 64,
+    "num_stages": 2,
+    "q_stages": 1,
+    "ping_pong": True,
+}
+THREE = {**TWO, "num_consumer_groups": 3, "q_stages": 2, "p_stages": 1}
+EARLY = {**THREE, "p_stages": 2, "conditional_rescale": False, "ping_pong": False}
 CONFIGS = pytest.mark.parametrize("config", [TWO, THREE, EARLY], ids=["registers", "shared", "two tiles"])
 
 

@@ -30,12 +30,12 @@ DESCRIBED = [
     a_problem(128, dtype=Dtype.E4M3),
     a_problem(96, 80, dtype=Dtype.E4M3),
     a_problem(256, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT),
-    a_problem(128, batch=1, kv_heads=2, packed=1),
-    a_problem(96, 80, batch=1, causal=Causal.BOTTOM_RIGHT, packed=1),
-    a_problem(256, batch=1, packed=1),
+    a_problem(128, batch=1, kv_heads=2, total_q=1),
+    a_problem(96, 80, batch=1, causal=Causal.BOTTOM_RIGHT, total_q=1),
+    a_problem(256, batch=1, total_q=1),
 ]
 
-PACKED = a_problem(64, batch=1, packed=1)
+PACKED = a_problem(64, batch=1, total_q=1)
 
 
 def kernel_of(problem: Problem, config: HopperConfig) -> Kernel:
@@ -84,7 +84,7 @@ def test_argument_types_match_host_descriptors(problem: Problem) -> None:
 def test_descriptors_match_shapes_and_strides_of_tensors(layout: str) -> None:
     problem = a_problem(96, 80, seqlen_q=100, seqlen_kv=300, kv_heads=2)
     tensors = q, k, v, out = like(problem, layout)
-    made = load_module(kernel_of(problem, a_config(problem, pack=8))).descriptors(*tensors)
+    made = load_module(kernel_of(problem, a_config(problem, pack_gqa=8))).descriptors(*tensors)
     # Query heads are counted within the group of a KV head, so that a tile ends with its group.
     spans = [tensor.unflatten(1, (2, 4)) for tensor in (q, out)]
     for tensor, span, parts in zip(tensors, (spans[0], k, v, spans[1]), made, strict=True):
@@ -104,8 +104,8 @@ def tiles_of(parts: tuple[Any, ...]) -> list[list[int]]:
 
 
 def test_halves_and_transposed_values() -> None:
-    halved = a_problem(256)
-    made = load_module(kernel_of(halved, a_config(halved))).descriptors(*like(halved))
+    split_epilogue = a_problem(256)
+    made = load_module(kernel_of(split_epilogue, a_config(split_epilogue))).descriptors(*like(split_epilogue))
     assert tiles_of(made[3]) == [[1, 1, 1, 64, 128]]
     quantised = a_problem(128, 64, dtype=Dtype.E4M3)
     made = load_module(kernel_of(quantised, a_config(quantised))).descriptors(*like(quantised))
@@ -116,7 +116,7 @@ def test_halves_and_transposed_values() -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_varlen_rows_end_at_the_sequence_end(name: str, layout: str) -> None:
-    problem = a_problem(96, 80, batch=1, kv_heads=2, packed=1)
+    problem = a_problem(96, 80, batch=1, kv_heads=2, total_q=1)
     module = load_module(kernel_of(problem, a_config(problem)))
     place = ("q", "k", "v", "out").index(name)
     tensor = like(problem, layout)[place]
@@ -164,24 +164,24 @@ def plan(problem: Problem, **changes: Any) -> Any:
         ({}, (1024, 1024), 2 * 8 * 8),
         ({}, (1025, 77), 2 * 8 * 9),
         ({}, (1, 1), 2 * 8),
-        ({"pack": 4}, (1024, 1024), 2 * 2 * 32),
+        ({"pack_gqa": 4}, (1024, 1024), 2 * 2 * 32),
         # A pack of eight is half empty with a group of four.
-        ({"rows": 128, "pack": 8}, (100, 100), 2 * 2 * 4),
-        ({"groups": 1, "ping_pong": False}, (1024, 1024), 2 * 8 * 16),
-        ({"groups": 3}, (1024, 1024), 2 * 8 * 6),
+        ({"rows_per_group": 128, "pack_gqa": 8}, (100, 100), 2 * 2 * 4),
+        ({"num_consumer_groups": 1, "ping_pong": False}, (1024, 1024), 2 * 8 * 16),
+        ({"num_consumer_groups": 3}, (1024, 1024), 2 * 8 * 6),
     ],
 )
 def test_grid_size_is_the_number_of_resident_programs(
     changes: dict[str, Any], lengths: tuple[int, int], tiles: int
 ) -> None:
     problem = a_problem(64, kv_heads=2, seqlen_q=lengths[0], seqlen_kv=lengths[1])
-    changes = {"groups": 2, "pack": 1, "section": 0, **changes}
-    (programs,), workspaces, integers = plan(problem, **changes, even=False)
+    changes = {"num_consumer_groups": 2, "pack_gqa": 1, "head_swizzle": 0, **changes}
+    (programs,), workspaces, integers = plan(problem, **changes, balanced_grid=False)
     assert programs == min(tiles, MULTIPROCESSORS)
     assert workspaces == ()
-    packs = 4 * math.ceil(4 / changes["pack"])
+    packs = 4 * math.ceil(4 / changes["pack_gqa"])
     assert integers == (8, 4, 16, *lengths, packs)
-    (programs,), _, _ = plan(problem, **changes, even=True)
+    (programs,), _, _ = plan(problem, **changes, balanced_grid=True)
     rounds = math.ceil(tiles / MULTIPROCESSORS)
     assert math.ceil(tiles / programs) == rounds
     assert programs == 1 or math.ceil(tiles / (programs - 1)) > rounds
@@ -191,7 +191,7 @@ def test_grid_size_is_the_number_of_resident_programs(
 def test_head_swizzle_counts_packs_and_is_bounded() -> None:
     problem = a_problem(64, kv_heads=2)
     for section, pack, expected in ((0, 1, 16), (4, 1, 4), (64, 1, 16), (4, 4, 4), (8, 4, 4), (0, 4, 4)):
-        assert plan(problem, section=section, pack=pack)[2][-1] == expected
+        assert plan(problem, head_swizzle=section, pack_gqa=pack)[2][-1] == expected
 
 
 @pytest.mark.usefixtures("on_h200")
@@ -211,8 +211,8 @@ def test_transposed_values_are_padded_to_whole_key_groups(keys: int, kept: int) 
 
 @pytest.mark.usefixtures("on_h200")
 def test_varlen_workspace_has_the_maximum_number_of_tiles() -> None:
-    problem = a_problem(64, kv_heads=2, batch=1, seqlen_q=5000, packed=1)
-    module = load_module(kernel_of(problem, a_config(problem, section=4, even=False)))
+    problem = a_problem(64, kv_heads=2, batch=1, seqlen_q=5000, total_q=1)
+    module = load_module(kernel_of(problem, a_config(problem, head_swizzle=4, balanced_grid=False)))
     on_gpu = [SimpleNamespace(shape=tensor.shape, device=None, is_cuda=True) for tensor in like(problem)]
     for sequences, steps in ((1, 0), (2, 1), (3, 2), (64, 6), (65, 7), (4000, 12)):
         starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")

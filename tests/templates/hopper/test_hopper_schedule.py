@@ -41,7 +41,7 @@ def test_every_tile_is_processed_once(
         for kv_head in range(kv_heads)
         for head in range(0, group, pack)
     ]
-    if order != "alternate":
+    if order != "serpentine":
         # The heads of a section are done before those of the next, tile by tile.
         ranks = [
             (
@@ -63,14 +63,14 @@ def test_serpentine_order_balances_tile_lengths() -> None:
         work = [sum(map(int, lengths[worker::workers])) for worker in range(workers)]
         return max(work) - min(work)
 
-    assert spread("alternate") == 0
-    assert spread("long_first") > 0
+    assert spread("serpentine") == 0
+    assert spread("lpt") > 0
 
 
 # ---- packed sequences ------------------------------------------------------------------------------
 
-PACKED = a_problem(64, causal=Causal.BOTTOM_RIGHT, packed=1)
-SEEKS = {order: kernel_of(PACKED, order=order) for order in ("linear", "long_first", "alternate")}
+PACKED = a_problem(64, causal=Causal.BOTTOM_RIGHT, total_q=1)
+SEEKS = {order: kernel_of(PACKED, order=order) for order in ("linear", "lpt", "serpentine")}
 SEEKING = {order: in_python(kernel, "seek") for order, kernel in SEEKS.items()}
 ROWS_OF_A_TILE = 192
 

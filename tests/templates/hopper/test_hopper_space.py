@@ -32,8 +32,8 @@ SPACES = [
     a_problem(128, causal=Causal.BOTTOM_RIGHT, window_left=100, kv_heads=2),
     a_problem(64, window_left=300, window_right=20),
     a_problem(128, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT, window_left=1000),
-    a_problem(128, causal=Causal.BOTTOM_RIGHT, packed=2048),
-    a_problem(96, 80, kv_heads=4, packed=2048, window_left=64),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT, total_q=2048),
+    a_problem(96, 80, kv_heads=4, total_q=2048, window_left=64),
 ]
 BY_SPACE = pytest.mark.parametrize("problem", SPACES, ids=lambda problem: problem.key)
 
@@ -48,7 +48,7 @@ def test_every_config_of_a_space_renders(problem: Problem) -> None:
         names = {node.name for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)}
         assert kernel.entry in names
         assert ("take_turn" in names) is config.ping_pong
-        assert ("has_grown" in names) is config.lazy_rescale
+        assert ("has_grown" in names) is config.conditional_rescale
         assert ("transpose_values" in names) is problem.dtype.is_quantized
 
 
@@ -59,11 +59,11 @@ def test_spaces_match_their_axes(problem: Problem) -> None:
     configs = sampled_configs(problem, 300)
     for config in configs:
         assert space.contains(config)
-        assert config.block_m == config.groups * config.rows <= 256
-        assert config.pack < 2 * problem.group_size
-        assert config.pack == 1 or not problem.dtype.is_quantized
-        assert config.groups > 1 or not config.ping_pong
-        assert not config.p_stages or (problem.dtype.is_quantized and config.groups == 3)
+        assert config.block_m == config.num_consumer_groups * config.rows_per_group <= 256
+        assert config.pack_gqa < 2 * problem.group_size
+        assert config.pack_gqa == 1 or not problem.dtype.is_quantized
+        assert config.num_consumer_groups > 1 or not config.ping_pong
+        assert not config.p_stages or (problem.dtype.is_quantized and config.num_consumer_groups == 3)
         assert config.order is Order.LINEAR or problem.sight.right is not None
     assert len(set(configs)) == len(configs)
 
@@ -73,17 +73,17 @@ def test_invalid_configs_are_not_in_the_space() -> None:
     assert FAMILY.space(wide, H200).contains(a_config(wide))
     for problem, changes in (
         # More registers than a thread has.
-        (wide, {"block_n": 128, "rows": 128, "halved": False}),
-        (narrow, {"groups": 3, "rows": 128}),
+        (wide, {"block_n": 128, "rows_per_group": 128, "split_epilogue": False}),
+        (narrow, {"num_consumer_groups": 3, "rows_per_group": 128}),
         # Turns among one group, halves of what is narrow, heads that share nothing.
-        (narrow, {"groups": 1, "ping_pong": True}),
-        (narrow, {"halved": True}),
-        (narrow, {"pack": 2}),
-        (narrow, {"order": "long_first"}),
+        (narrow, {"num_consumer_groups": 1, "ping_pong": True}),
+        (narrow, {"split_epilogue": True}),
+        (narrow, {"pack_gqa": 2}),
+        (narrow, {"order": "lpt"}),
         # Weights in registers, of which three groups have too few; in shared memory, where two have enough.
-        (eight_bits, {"groups": 3}),
+        (eight_bits, {"num_consumer_groups": 3}),
         (eight_bits, {"p_stages": 1}),
-        (narrow, {"groups": 3, "p_stages": 1}),
+        (narrow, {"num_consumer_groups": 3, "p_stages": 1}),
     ):
         assert not FAMILY.space(problem, H200).contains(a_config(problem, **changes))
 
@@ -92,7 +92,7 @@ def test_three_groups_are_allowed_for_8_bits() -> None:
     problem = a_problem(128, dtype=Dtype.E4M3)
     space = FAMILY.space(problem, H200)
     for tiles in (1, 2):
-        config = a_config(problem, groups=3, p_stages=tiles)
+        config = a_config(problem, num_consumer_groups=3, p_stages=tiles)
         assert space.contains(config)
         # 64 bytes of weights for each of 128 keys, in each of three groups.
         kept = sram_bytes(problem, msgspec.structs.replace(config, p_stages=0))
@@ -102,9 +102,9 @@ def test_three_groups_are_allowed_for_8_bits() -> None:
     for causal, tiles in ((Causal.NONE, 2), (Causal.BOTTOM_RIGHT, 1)):
         long = msgspec.structs.replace(problem, causal=causal, seqlen_q=4096, seqlen_kv=4096)
         default = a_config(long)
-        assert (default.groups, default.p_stages) == (3, tiles)
+        assert (default.num_consumer_groups, default.p_stages) == (3, tiles)
         assert FAMILY.space(long, H200).contains(default)
-    assert (a_config(problem).groups, a_config(problem).p_stages) == (2, 0)
+    assert (a_config(problem).num_consumer_groups, a_config(problem).p_stages) == (2, 0)
 
 
 def test_tile_order_is_searched_where_tiles_differ() -> None:
@@ -112,14 +112,14 @@ def test_tile_order_is_searched_where_tiles_differ() -> None:
         problem = msgspec.structs.replace(a_problem(causal=Causal.BOTTOM_RIGHT), **changes)
         return len({config.order for config in sampled_configs(problem, 60)})
 
-    assert orders() == orders(window_left=900) == orders(window_left=100, packed=0, seqlen_kv=128) == 3
+    assert orders() == orders(window_left=900) == orders(window_left=100, total_q=0, seqlen_kv=128) == 3
     assert orders(window_left=100) == 1
     assert a_config(a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)).order is Order.LINEAR
 
 
 def test_pack_gqa_is_searched_where_queries_are_few() -> None:
     def packs(problem: Problem) -> set[int]:
-        return {config.pack for config in sampled_configs(problem, 60)}
+        return {config.pack_gqa for config in sampled_configs(problem, 60)}
 
     assert packs(a_problem(64, kv_heads=1, seqlen_q=16)) == {1, 2, 4, 8}
     # Three heads fill three quarters of a pack of four.
@@ -154,6 +154,12 @@ def test_configs_of_a_table_are_decoded_strictly() -> None:
     problem = a_problem()
     plain = msgspec.to_builtins(a_config(problem))
     assert msgspec.convert(plain, HopperConfig) == a_config(problem)
-    for changes in ({"groups": 0}, {"pack": 65}, {"order": "random"}, {"even": "yes"}, {"turns": 1}):
+    for changes in (
+        {"num_consumer_groups": 0},
+        {"pack_gqa": 65},
+        {"order": "random"},
+        {"balanced_grid": "yes"},
+        {"alternate_dq": 1},
+    ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert({**plain, **changes}, HopperConfig)

@@ -19,7 +19,7 @@ from flashtune.tuner.bench.results import (
 VERSIONS = Versions("0.1.0", "0" * 32, "2.13.0", "3.7.1", "13.0", "580.1")
 DETAIL = "forward_q_outer block_m=128 (database)"
 SPEEDS = {OURS: 600.0, "sdpa-cudnn": 500.0, "sdpa-flash": 300.0, "flash-attn-4": 750.0}
-REFUSED = LeftOut("standard", None, "its scores would take more than half of the free memory")
+REFUSED = LeftOut("unfused", None, "its scores would take more than half of the free memory")
 
 
 def a_row(problem: Problem, name: str, tflops: float) -> Row:

@@ -18,7 +18,7 @@ from flashtune.tuner.bench import bench
 from flashtune.tuner.bench.admission import Admitted, admit
 from flashtune.tuner.bench.bench import error_of, run_bench
 from flashtune.tuner.bench.ceiling import clock_mhz, measure_ceiling
-from flashtune.tuner.bench.peer_runs import CUDNN, FLASH_ATTN_4, FLEX, STANDARD, Contestant, RefusalError
+from flashtune.tuner.bench.peer_runs import CUDNN, FLASH_ATTN_4, FLEX, UNFUSED, Contestant, RefusalError
 from flashtune.tuner.bench.results import OURS, LeftOut
 from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.verification.reference.forward import Expected, Sample, expect, sample
@@ -77,7 +77,7 @@ def test_wrong_or_failing_implementations_are_left_out_with_a_reason(judged: Jud
             FLEX: contestant(FLEX, lambda: wrong),
             CUDNN: contestant(CUDNN, lambda: broken),
             FLASH_ATTN_4: contestant(FLASH_ATTN_4, raises),
-            STANDARD: refuses,
+            UNFUSED: refuses,
         },
         functools.partial(error_of, chosen=chosen, expected=expected),
         lambda run: captured.append(run) or (lambda: None),  # type: ignore[func-returns-value]
@@ -89,7 +89,7 @@ def test_wrong_or_failing_implementations_are_left_out_with_a_reason(judged: Jud
     assert left[FLEX].message == ""
     assert left[CUDNN] == LeftOut(CUDNN, None)
     assert left[FLASH_ATTN_4].message == "AssertionError: head dim is too large"
-    assert left[STANDARD].message == "it does not take this"
+    assert left[UNFUSED].message == "it does not take this"
 
 
 def test_implementations_without_graph_capture_are_left_out(judged: Judged) -> None:
@@ -150,7 +150,7 @@ def test_implementations_are_timed_interleaved(causal: Causal) -> None:
     found = run_bench(problem, 0)
     names = [row.name for row in found.rows]
     assert names[0] == OURS
-    assert {"sdpa-flash", FLEX, STANDARD} <= set(names), found.left_out
+    assert {"sdpa-flash", FLEX, UNFUSED} <= set(names), found.left_out
     assert found.clock_mhz > 100
     for row in found.rows:
         assert 0 < row.p20 <= row.ms <= row.p80

@@ -20,7 +20,7 @@ from flashtune.tuner.bench.backward import gradient_binders, gradient_judge
 from flashtune.tuner.bench.bench import require_work
 from flashtune.tuner.bench.driver import report_of
 from flashtune.tuner.bench.grids import case_of, grid_problems
-from flashtune.tuner.bench.peer_runs import FLASH_ATTN_4, FLEX, STANDARD
+from flashtune.tuner.bench.peer_runs import FLASH_ATTN_4, FLEX, UNFUSED
 from flashtune.tuner.bench.results import OURS, LeftOut, Unit, unit_of
 from flashtune.tuner.cli.commands.bench import GRIDS
 from flashtune.tuner.cli.report.bench_markdown import markdown
@@ -60,7 +60,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
         return out
 
     monkeypatch.setattr(flashtune, "attention", attention)
-    return MATH, STANDARD
+    return MATH, UNFUSED
 
 
 def entries(problem: Problem, tensors: Tensors, peers: tuple[str, ...]) -> list[Admitted | LeftOut]:

@@ -160,7 +160,7 @@ def test_decoding_is_compared_with_a_copy_of_the_same_run() -> None:
 
 def test_bytes_of_a_cache_count_once_for_each_kv_head() -> None:
     assert kv_bytes(DECODE[0]) == 2 * 8 * 8192 * 128 * 2
-    latent = msgspec.structs.replace(DECODE[0], kv_heads=1, head_dim=576, value_head_dim=512, latent=True)
+    latent = msgspec.structs.replace(DECODE[0], kv_heads=1, head_dim=576, value_head_dim=512, mla=True)
     assert kv_bytes(latent) == 8192 * 576 * 2
     windowed = msgspec.structs.replace(DECODE[0], window_left=1023, kv_dtype=KvDtype.INT8)
     assert kv_bytes(windowed) == 2 * 8 * 1024 * 128
@@ -171,7 +171,7 @@ def test_comparison_requires_a_row_of_flashtune() -> None:
 
 
 def test_report_round_trips() -> None:
-    left = (LeftOut("flex", None, "it says no"), LeftOut("standard", 2.5))
+    left = (LeftOut("flex", None, "it says no"), LeftOut("unfused", 2.5))
     run = a_run(a_bench(PAPER[0], left_out=left), a_bench(PAPER[1], throttled=True))
     saved = msgspec.json.encode(report_of(run, figures_of(PAPER[0], cudnn=250)))
     assert read_report(saved, "saved.json") == run

@@ -98,9 +98,9 @@ def test_kernel_miscompiled_by_ptxas_is_not_launched() -> None:
         num_stages=2,
         block_m=64,
         block_n=128,
-        decomposed=True,
-        two_phases=False,
-        long_first=False,
+        split_head_dim=True,
+        split_masked_loop=False,
+        lpt=False,
     )
     found = compile_candidate(
         problem, Candidate("forward_q_outer", config), Specialization(alignment=Alignment.ANY), H200

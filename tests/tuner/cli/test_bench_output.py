@@ -46,7 +46,7 @@ def test_notes_list_the_kernel_and_omitted_implementations() -> None:
     assert f"flashtune is {DETAIL}." in said
     assert "sdpa-efficient is left out: its error against float64 is 3.2 of what is allowed." in said
     assert "flex is left out: its output is not finite where it should be." in said
-    assert f"standard is left out: {REFUSED.message}." in said
+    assert f"unfused is left out: {REFUSED.message}." in said
     assert any("clock" in sentence for sentence in said)
     assert len(notes(a_bench(PAPER[0]))) == 1
 
@@ -55,7 +55,7 @@ def test_line_contains_all_results_of_a_shape() -> None:
     line = bench_line(a_bench(PAPER[0], left_out=(REFUSED,), throttled=True))
     assert line == (
         "bf16, head dim 64, 32 heads, full, 512, batch 32: flashtune 600.0, sdpa-cudnn 500.0, "
-        "sdpa-flash 300.0, flash-attn-4 750.0, standard left out, throttled"
+        "sdpa-flash 300.0, flash-attn-4 750.0, unfused left out, throttled"
     )
 
 

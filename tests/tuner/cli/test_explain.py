@@ -46,7 +46,7 @@ def test_explain_compares_the_selection_with_other_candidates(run: Run, stored: 
         "compiled 49,152",
         "Roofline: at least",
         "forward_kv_outer",
-        "standard",
+        "unfused",
         "warps on a multiprocessor, limited by",
         "sdpa-cudnn 0.6000",
         "1 infeasible, 1 wrong_result",
@@ -61,7 +61,7 @@ def test_json_explains_in_full(run: Run, stored: Stored, shape: str) -> None:
     assert [rival["ms"] for rival in told["rivals"]] == [0.5, 0.6, 0.7, 0.9, 0.9]
     assert told["sram"]["modelled"] == sum(item["bytes"] for item in told["sram"]["items"])
     assert told["sram"]["compiled"] == 49_152
-    assert {way["name"] for way in told["traffic"]} >= {"forward_q_outer", "forward_kv_outer", "standard"}
+    assert {way["name"] for way in told["traffic"]} >= {"forward_q_outer", "forward_kv_outer", "unfused"}
 
 
 def test_explain_uses_the_default_without_a_database(
@@ -117,8 +117,8 @@ def test_unfused_attention_has_more_traffic_on_long_sequences(no_compiler: None)
     told = explain(choose(long, find_target("a100"), None, "forward_q_outer"), ())
     ways = {way.name: way.bytes for way in told.traffic}
     assert ways["forward_q_outer"] < ways["forward_kv_outer"]
-    assert ways["forward_q_outer"] * 10 < ways["standard"]
-    assert ways["standard"] == sum(item.bytes for item in standard_hbm_items(long))
+    assert ways["forward_q_outer"] * 10 < ways["unfused"]
+    assert ways["unfused"] == sum(item.bytes for item in standard_hbm_items(long))
 
 
 def test_other_families_use_best_records_measured_before_predicted(
@@ -200,9 +200,9 @@ def test_invalid_configs_are_refused(problem: Problem, text: str, part: str) -> 
 
 def test_configs_accept_numbers_words_and_switches(problem: Problem) -> None:
     base = Q_OUTER.default(problem, H200)
-    changed = change_config(base, " block_m = 64 , qk_ahead, loads=descriptor, two_phases=false ")
+    changed = change_config(base, " block_m = 64 , overlap_qk, loads=descriptor, split_masked_loop=false ")
     values = msgspec.to_builtins(changed)
-    assert (values["block_m"], values["qk_ahead"], values["loads"], values["two_phases"]) == (
+    assert (values["block_m"], values["overlap_qk"], values["loads"], values["split_masked_loop"]) == (
         64,
         True,
         "descriptor",

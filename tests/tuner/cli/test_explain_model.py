@@ -43,13 +43,13 @@ def test_figures_of_a_prefill() -> None:
     assert long.kv_bytes == 8 * short.kv_bytes
     # Scores in float32, two and a half times over, and the output.
     out = 32 * 1024 * 128 * 2
-    assert short.standard.memory == out + 10 * 32 * 1024**2
+    assert short.unfused.memory == out + 10 * 32 * 1024**2
     assert short.flash.memory == out + 32 * 1024 * 4
-    assert long.standard.memory > 60 * short.standard.memory
+    assert long.unfused.memory > 60 * short.unfused.memory
     assert long.flash.memory == 8 * short.flash.memory
-    assert long.standard.traffic > 10 * long.flash.traffic
-    assert (long.standard.bound_by, long.flash.bound_by) == ("memory", "matrix units")
-    assert long.speedup == pytest.approx(long.standard.bound_ms / long.flash.bound_ms)
+    assert long.unfused.traffic > 10 * long.flash.traffic
+    assert (long.unfused.bound_by, long.flash.bound_by) == ("memory", "matrix units")
+    assert long.speedup == pytest.approx(long.unfused.bound_ms / long.flash.bound_ms)
     assert long.speedup > 10
 
 
@@ -65,7 +65,7 @@ def test_figures_of_training() -> None:
         # The backward pass keeps a number or two for each row beside the log-sum-exp, and float32 sums of dq.
         kept = point.flash.memory - prefill.flash.memory - gradients
         assert 4 * 128 * rows < kept <= (4 * 128 + 16) * rows
-        assert point.standard.memory == 2 * rows * 128 + gradients + 16 * 32 * point.seqlen**2
+        assert point.unfused.memory == 2 * rows * 128 + gradients + 16 * 32 * point.seqlen**2
     short, long = found.points
     assert long.flash.memory == 8 * short.flash.memory
     assert found.points[0].families[1].startswith("backward_")
@@ -104,7 +104,7 @@ def test_8_bits_are_compared_with_16_bits() -> None:
     wide = overview_of("llama-3.1-8b", Phase.PREFILL, "4096")
     assert found.dtype is Dtype.E4M3
     assert found.points[0].kv_bytes * 2 == wide.points[0].kv_bytes
-    assert found.points[0].standard.traffic == wide.points[0].standard.traffic
+    assert found.points[0].unfused.traffic == wide.points[0].unfused.traffic
     # Values are transposed into memory of their own size.
     assert found.points[0].flash.memory - wide.points[0].flash.memory == 8 * 4096 * 128
 
@@ -129,7 +129,7 @@ def test_text_and_json(run: Run) -> None:
     options = ("--model", "qwen3-8b", "--model", "gpt2", "--phase", "prefill", "--seqlen", "512", "--json")
     told = json.loads(run("explain", *options, "--target", "h100").stdout)
     assert [one["model"] for one in told] == ["qwen3-8b", "gpt2"]
-    assert told[0]["points"][0]["standard"]["bound_ms"] > told[0]["points"][0]["flash"]["bound_ms"]
+    assert told[0]["points"][0]["unfused"]["bound_ms"] > told[0]["points"][0]["flash"]["bound_ms"]
 
 
 def test_plot_is_one_html_page(run: Run, tmp_path: Path) -> None:

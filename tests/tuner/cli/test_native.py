@@ -52,8 +52,8 @@ def pair(native: Family, problem: Problem, make_record: MakeRecord, tmp_path: Pa
 
 def test_show_distinguishes_selection_and_fallback(run: Run, pair: tuple[Record, Record]) -> None:
     first, second = json.loads(run("show", "--json").stdout)
-    assert (first["found"]["record"]["family"], first["stands_in"]) == ("forward_native", False)
-    assert (second["found"]["record"]["family"], second["stands_in"]) == ("forward_q_outer", True)
+    assert (first["found"]["record"]["family"], first["is_fallback"]) == ("forward_native", False)
+    assert (second["found"]["record"]["family"], second["is_fallback"]) == ("forward_q_outer", True)
     assert "\n  other strides " in run("show").stdout
     assert "forward_q_outer (other strides)" in run("show", "--wide").stdout
 

@@ -37,7 +37,7 @@ def test_unfused_attention_is_timed_if_scores_fit_half_of_free_memory(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     tensors = make_tensors(PROBLEM, torch.device("cpu"))
     names = [name for name, _ in timed_runs.peer_runs(PROBLEM, tensors)]
-    assert names == (["standard"] if takes_part else [])
+    assert names == (["unfused"] if takes_part else [])
 
 
 def test_quantized_problems_have_scales_and_no_baselines() -> None:
@@ -161,7 +161,7 @@ def test_eligible_kernels_and_sdpa_are_timed_with_shared_masks(monkeypatch: pyte
     assert [bool(one.shared) for one in found] == [False, True, False, True]
     for one in (found[1], found[3]):
         assert one.ms == 1.0
-        assert [peer.name for peer in one.peers] == ["sdpa-math", "standard"]
+        assert [peer.name for peer in one.peers] == ["sdpa-math", "unfused"]
         # The peer's times are numbered by run.
         assert one.shared == tuple(
             SharedTime(way, 0.5, (PeerTime("sdpa-math", 4.0 + number),))
@@ -210,24 +210,24 @@ FEATURES: dict[str, dict[str, object]] = {
     "window and first tokens": {
         "window_left": 9,
         "window_right": 4,
-        "first_tokens": 2,
+        "sink_tokens": 2,
         "causal": Causal.NONE,
     },
-    "chunk": {"chunk": 16},
+    "chunk": {"attention_chunk": 16},
     "prefix": {"prefix": True},
-    "lengths": {"lengths": True, "causal": Causal.NONE},
+    "lengths": {"seqlens_k": True, "causal": Causal.NONE},
     "alibi": {"alibi": True},
     "additive": {"bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
     "boolean and alibi": {"bias": Bias.BOOLEAN, "alibi": True},
     "softcap": {"softcap": True},
     "sinks": {"sinks": True},
-    "packed": {"packed": 150},
+    "packed": {"total_q": 150},
     "pages": {"page_size": 16},
-    "packed pages": {"page_size": 32, "packed": 150},
+    "packed pages": {"page_size": 32, "total_q": 150},
     "scaled": {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     "scaled pages": {"page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE},
-    "latent": {"page_size": 64, "latent": True, "head_dim": 24, "kv_heads": 1, "seqlen_q": 1},
+    "latent": {"page_size": 64, "mla": True, "head_dim": 24, "kv_heads": 1, "seqlen_q": 1},
 }
 NOT_BY_SDPA = ("softcap", "sinks", "packed", "pages", "packed pages", "scaled", "scaled pages", "latent")
 

@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, object]] = {
     "additive": {"bias": Bias.ADDITIVE},
     "alibi": {"alibi": True},
     "deterministic": {"deterministic": True},
-    "packed": {"packed": 90, "seqlen_q": 56},
+    "packed": {"total_q": 90, "seqlen_q": 56},
 }
 
 
@@ -99,7 +99,7 @@ def test_baselines_are_timed_without_their_forward_pass(name: str, monkeypatch: 
     tensors = make_tensors(problem, CPU)
     expected = gradients(problem, tensors)
     runs = dict(timed_runs.peer_runs(problem, tensors))
-    assert list(runs) == ["sdpa-math", "standard"]
+    assert list(runs) == ["sdpa-math", "unfused"]
     for run in runs.values():
         run()
         found = run()

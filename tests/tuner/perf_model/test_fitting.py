@@ -104,7 +104,8 @@ def test_features_have_the_same_names_for_all_shapes() -> None:
         family = scope.spaces[0].family
         config = family.default(table.problem, H200)
         names.add(
-            frozenset(features(table.problem, family, config, Resources(100_000), H200)) - {"order alternate"}
+            frozenset(features(table.problem, family, config, Resources(100_000), H200))
+            - {"order serpentine"}
         )
     common = frozenset.intersection(*names)
-    assert {"imbalance", "keys in flight", "ping_pong", "even"} <= common
+    assert {"imbalance", "keys in flight", "ping_pong", "balanced_grid"} <= common

@@ -15,7 +15,7 @@ from flashtune.core.record import Resources
 from flashtune.core.target import find_target
 from flashtune.templates.family import Family
 from flashtune.templates.forward_kv_outer.family import KVOuterConfig
-from flashtune.templates.forward_q_outer.space import Products, QOuterConfig
+from flashtune.templates.forward_q_outer.space import InputPrecision, QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.tuner.perf_model.roofline import (
     BANDWIDTH_SHARE,
@@ -31,7 +31,7 @@ H200 = find_target("h200")
 Q_OUTER, KV_OUTER = find_family("forward_q_outer"), find_family("forward_kv_outer")
 LEAN = Resources(sram_bytes=64 * 1024, registers=128)
 # Long tiles of all heads first, so that none is left at the end.
-CALM: dict[str, Any] = {"long_first": True, "heads_inner": True}
+CALM: dict[str, Any] = {"lpt": True, "heads_innermost": True}
 
 
 class SplitConfig(Config, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class SplitConfig(Config, frozen=True, kw_only=True):
 
     block_m: int
     block_n: int
-    splits: int
+    num_splits: int
 
 
 def a_problem(**changes: Any) -> Problem:
@@ -108,7 +108,7 @@ def test_spills_and_serialisation_increase_the_time() -> None:
 def test_float32_has_lower_peak_rates() -> None:
     wide = a_problem(dtype=Dtype.FP32)
     plain = matrix_rate(wide, a_config(), H200)
-    thirds = matrix_rate(wide, a_config(products=Products.TF32X3), H200)
+    thirds = matrix_rate(wide, a_config(input_precision=InputPrecision.TF32X3), H200)
     assert plain < thirds < matrix_rate(a_problem(), a_config(), H200)
 
 
@@ -147,6 +147,6 @@ def test_overlap_of_the_family_reduces_the_time(native: Family, monkeypatch: pyt
     ("kv_heads", "seqlen_q", "tiles"), [(8, 1, 8), (1, 1, 2), (1, 4, 8), (32, 1, 32), (32, 20, 64)]
 )
 def test_packed_tiles_read_keys_once_per_group(kv_heads: int, seqlen_q: int, tiles: int) -> None:
-    config = SplitConfig(num_warps=4, num_stages=2, block_m=16, block_n=64, splits=8)
+    config = SplitConfig(num_warps=4, num_stages=2, block_m=16, block_n=64, num_splits=8)
     problem = a_problem(kv_heads=kv_heads, seqlen_q=seqlen_q)
     assert computed_pairs(problem, config) == tiles * 16 * 4096

@@ -30,7 +30,7 @@ FULL = a_problem("heads=16,seqlen=4096,head_dim=128,tokens=16384")
 
 
 @given(
-    st.sampled_from(["linear", "long_first", "alternate"]),
+    st.sampled_from(["linear", "lpt", "serpentine"]),
     st.integers(1, 40),
     st.integers(1, 5),
     st.integers(1, 6),
@@ -65,13 +65,13 @@ def of_hopper(problem: Problem, **changes: Any) -> float:
 
 def test_imbalance_of_a_full_problem_is_one_extra_tile() -> None:
     # 64 heads of 32 tiles on 132 multiprocessors: 16 rounds, the last one half empty.
-    assert of_hopper(FULL, groups=2, order="linear") == pytest.approx(16 * 132 / 2048)
+    assert of_hopper(FULL, num_consumer_groups=2, order="linear") == pytest.approx(16 * 132 / 2048)
 
 
 def test_serpentine_order_is_faster_as_measured() -> None:
-    plain = {"groups": 2, "section": 4, "even": True}
+    plain = {"num_consumer_groups": 2, "head_swizzle": 4, "balanced_grid": True}
     alternate, linear, longest = (
-        of_hopper(CAUSAL, order=order, **plain) for order in ("alternate", "linear", "long_first")
+        of_hopper(CAUSAL, order=order, **plain) for order in ("serpentine", "linear", "lpt")
     )
     assert alternate == pytest.approx(132 / 128, rel=0.01)
     # Measured: 664 TFLOP/s against 360 in plain order and 364 with the longest first.
@@ -85,7 +85,7 @@ def test_non_persistent_programs_fill_free_sms() -> None:
         return imbalance(problem, QOuterConfig(**values), 2048, H200.sm_count, H200)
 
     assert of(FULL) == pytest.approx(16 * 132 / 2048)
-    assert 1.0 < of(CAUSAL, long_first=True, heads_inner=True) < of(CAUSAL, heads_inner=True) < 1.2
+    assert 1.0 < of(CAUSAL, lpt=True, heads_innermost=True) < of(CAUSAL, heads_innermost=True) < 1.2
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,14 @@ def a_problem(**changes: Any) -> Problem:
 
 
 def a_space(block_ms: tuple[int, ...] = (64, 128), warps: tuple[int, ...] = (4, 8)) -> Space:
-    """A space with a conditional axis: `qk_ahead` is searched only with descriptors."""
+    """A space with a conditional axis: `overlap_qk` is searched only with descriptors."""
     axes = (
         Axis("block_m", block_ms),
         Axis("block_n", (32, 64)),
         Axis("num_warps", warps),
         Axis("num_stages", (2,)),
         Axis("loads", (Loads.POINTER, Loads.DESCRIPTOR), ordered=False),
-        Axis("qk_ahead", (False, True), only_if=lambda chosen: chosen["loads"] is Loads.DESCRIPTOR),
+        Axis("overlap_qk", (False, True), only_if=lambda chosen: chosen["loads"] is Loads.DESCRIPTOR),
     )
     return Space(QOuterConfig, axes)
 
@@ -158,7 +158,7 @@ def by_tile(candidate: Candidate) -> Evaluation:
     assert isinstance(config, QOuterConfig)
     ms = 4096 / config.block_m / config.block_n + 0.1 * config.num_warps
     ms *= 0.8 if config.loads is Loads.DESCRIPTOR else 1.0
-    return right(ms * (0.9 if config.qk_ahead else 1.0))
+    return right(ms * (0.9 if config.overlap_qk else 1.0))
 
 
 # ---- what a worker process is made to do ------------------------------------------------------

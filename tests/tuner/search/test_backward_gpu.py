@@ -12,7 +12,7 @@ from flashtune.core.target import device_target
 from flashtune.db.store import Store
 from flashtune.templates.registry import find_family
 from flashtune.tuner.bench.bench import run_bench
-from flashtune.tuner.bench.peer_runs import FLEX, STANDARD
+from flashtune.tuner.bench.peer_runs import FLEX, UNFUSED
 from flashtune.tuner.bench.results import OURS
 from flashtune.tuner.candidates import Candidate, contiguous_specialization
 from flashtune.tuner.execution.inputs import make_tensors
@@ -40,7 +40,7 @@ def test_search_selects_verified_gradients_and_times_baselines(store: Store) -> 
     assert result.best.verdict is not None
     assert result.best.verdict.passed
     assert result.best.measurement is not None
-    assert {"sdpa-flash", "standard"} <= {peer.name for peer in result.best.measurement.peers}
+    assert {"sdpa-flash", "unfused"} <= {peer.name for peer in result.best.measurement.peers}
     assert result.pinned
 
 
@@ -74,7 +74,7 @@ def test_kernels_and_baselines_compute_equal_gradients(
     ours = (tensors.backward.dq, tensors.backward.dk, tensors.backward.dv)
     runs = dict(peer_runs(problem, tensors))
     # Of SDPA's backends this one knows no shared KV heads.
-    assert {"standard"} < runs.keys()
+    assert {"unfused"} < runs.keys()
     assert ("sdpa-efficient" in runs) == (kv_heads == 4)
     for name, run in runs.items():
         found = run()
@@ -91,7 +91,7 @@ def test_gradients_of_all_implementations_are_timed_interleaved(causal: Causal, 
     found = run_bench(problem, 0)
     names = [row.name for row in found.rows]
     assert names[0] == OURS, found.left_out
-    assert {"sdpa-flash", FLEX, STANDARD} <= set(names), found.left_out
+    assert {"sdpa-flash", FLEX, UNFUSED} <= set(names), found.left_out
     for row in found.rows:
         assert 0 < row.p20 <= row.ms <= row.p80
         assert row.error <= 1

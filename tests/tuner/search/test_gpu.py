@@ -84,8 +84,8 @@ def test_space_of_known_bad_configs_selects_no_wrong_kernel(store: Store, device
         Axis("num_warps", (4, 8)),
         Axis("num_stages", (2, 3, 4)),
         Axis("loads", (Loads.DESCRIPTOR,), ordered=False),
-        Axis("decomposed", (True,)),
-        Axis("qk_ahead", (True,)),
+        Axis("split_head_dim", (True,)),
+        Axis("overlap_qk", (True,)),
     )
     problem = a_problem(dtype=Dtype.BF16, head_dim=96, value_head_dim=96, seqlen_q=1024, seqlen_kv=1024)
     target = device_target(0)
@@ -174,10 +174,10 @@ def test_baselines_compute_the_same_problem(
         first = output[0] if isinstance(output, tuple) else output
         assert isinstance(first, torch.Tensor)
         outputs[name] = first.float()
-    assert "standard" in outputs
+    assert "unfused" in outputs
     assert len(outputs) >= 2
     for name, output in outputs.items():
-        assert torch.allclose(output, outputs["standard"], atol=2e-2), name
+        assert torch.allclose(output, outputs["unfused"], atol=2e-2), name
 
 
 def test_final_measurement_times_candidates_and_baselines(device: torch.device) -> None:
@@ -188,7 +188,7 @@ def test_final_measurement_times_candidates_and_baselines(device: torch.device) 
     # They run on where they are close.
     assert [measurement.samples for measurement in measured] in ([5, 5], [5 * MORE_ROUNDS] * 2)
     assert measured[0].peers == measured[1].peers
-    assert {"standard", "sdpa-flash"} <= {peer.name for peer in measured[0].peers}
+    assert {"unfused", "sdpa-flash"} <= {peer.name for peer in measured[0].peers}
 
 
 def test_final_measurement_times_shared_masks_and_sdpa(device: torch.device) -> None:

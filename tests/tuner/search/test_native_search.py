@@ -59,7 +59,7 @@ def timed(candidate: Candidate, factor: float) -> Evaluation:
 def chosen(store: Store) -> tuple[list[str], list[str]]:
     return (
         [row.record.family for row in store.selections()],
-        [row.record.family for row in store.stand_ins()],
+        [row.record.family for row in store.fallbacks()],
     )
 
 
@@ -68,47 +68,47 @@ def test_best_portable_kernel_is_the_fallback_of_a_native_winner(native: Family,
     assert chosen(store) == ([native.name], [PORTABLE])
     assert result.best is not None
     assert result.best.family == native.name
-    assert result.stand_in == store.stand_ins()[0].record
+    assert result.fallback == store.fallbacks()[0].record
     # It was timed with the finalists, and with their peers.
     (entrants,) = measurer.entrants
-    assert result.stand_in is not None
-    assert result.stand_in.config is not None
-    assert Candidate(PORTABLE, result.stand_in.config) in entrants
-    assert result.stand_in.measurement is not None
-    assert [peer.name for peer in result.stand_in.measurement.peers] == ["sdpa-cudnn"]
+    assert result.fallback is not None
+    assert result.fallback.config is not None
+    assert Candidate(PORTABLE, result.fallback.config) in entrants
+    assert result.fallback.measurement is not None
+    assert [peer.name for peer in result.fallback.measurement.peers] == ["sdpa-cudnn"]
     portable = [candidate for candidate in measurer.seen if candidate.family == PORTABLE]
     fastest = min(timed(candidate, 1.0).measurement.ms for candidate in portable)  # type: ignore[union-attr]
-    assert result.stand_in.ms == pytest.approx(fastest)
+    assert result.fallback.ms == pytest.approx(fastest)
     (line,) = (line for line in summary_lines(result, "here") if line.startswith("other strides"))
     assert PORTABLE in line
 
 
 def test_portable_winner_has_no_fallback(native: Family, store: Store) -> None:
     result, _ = search(store, {native.name: 1.5, PORTABLE: 0.8})
-    assert result.stand_in is None
+    assert result.fallback is None
     assert chosen(store) == ([PORTABLE], [])
 
 
 @pytest.mark.slow
 def test_search_of_the_portable_family_updates_the_fallback(native: Family, store: Store) -> None:
     search(store, {native.name: 0.5}, trials=30)
-    before = store.stand_ins()[0].record
+    before = store.fallbacks()[0].record
     result, _ = search(store, {native.name: 0.5, PORTABLE: 0.9}, trials=60, families=(PORTABLE,))
     assert not result.pinned
     assert chosen(store) == ([native.name], [PORTABLE])
-    assert store.stand_ins()[0].record == result.stand_in
-    assert result.stand_in is not None
-    assert (result.stand_in.ms or 0) < (before.ms or 0)
+    assert store.fallbacks()[0].record == result.fallback
+    assert result.fallback is not None
+    assert (result.fallback.ms or 0) < (before.ms or 0)
 
 
 @pytest.mark.slow
 def test_predictions_are_fallbacks_only_of_predictions(native: Family, store: Store) -> None:
     search(store, {native.name: 0.5}, trials=30)
-    measured = chosen(store), store.stand_ins()[0].record
+    measured = chosen(store), store.fallbacks()[0].record
     result, _ = search(store, {}, measurer=Predictor())
     assert not result.pinned
-    assert result.stand_in is None
-    assert (chosen(store), store.stand_ins()[0].record) == measured
+    assert result.fallback is None
+    assert (chosen(store), store.fallbacks()[0].record) == measured
 
 
 def test_initial_design_includes_every_promising_family(native: Family) -> None:
@@ -141,7 +141,7 @@ def test_warm_start_includes_winners_of_each_family(
     monkeypatch.setattr("flashtune.tuner.search.warm_start.shipped_table", lambda name: None)
     result, _ = search(store, {native.name: 0.5}, trials=40)
     assert result.best is not None
-    assert result.stand_in is not None
+    assert result.fallback is not None
     near = msgspec.structs.replace(LONG, seqlen_q=8192, seqlen_kv=8192)
     scope = SearchTask(near, H200, Specialization(), open_spaces(near, H200, ()))
     warm = warm_configs(known_winners(store), scope)

@@ -121,7 +121,7 @@ def test_a_throttled_clock_is_noted(result: SearchResult) -> None:
     assert result.best is not None
     assert result.best.measurement is not None
     measurement = msgspec.structs.replace(
-        result.best.measurement, throttled=True, peers=(PeerTime("standard", 9.0),)
+        result.best.measurement, throttled=True, peers=(PeerTime("unfused", 9.0),)
     )
     best = msgspec.structs.replace(result.best, measurement=measurement)
     text = "\n".join(summary_lines(msgspec.structs.replace(result, best=best), "here"))

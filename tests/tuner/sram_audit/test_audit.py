@@ -14,7 +14,7 @@ from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import TARGETS, Target, find_target
 from flashtune.templates.common.model import sram
 from flashtune.templates.family import Family, unsupported_reason
-from flashtune.templates.forward_q_outer.space import Loads, Products, QOuterConfig
+from flashtune.templates.forward_q_outer.space import InputPrecision, Loads, QOuterConfig
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
@@ -136,7 +136,7 @@ def test_items_have_descriptive_names() -> None:
 
 
 def test_descriptors_and_qk_overlap_change_the_model() -> None:
-    config = a_config(loads=Loads.DESCRIPTOR, qk_ahead=True)
+    config = a_config(loads=Loads.DESCRIPTOR, overlap_qk=True)
     assert items(H100, config, a_problem(128), Specialization())["k of the block ahead"] == 16384
     unaligned = items(H100, config, a_problem(128), Specialization(Alignment.ANY))
     assert "k of the block ahead" not in unaligned
@@ -145,7 +145,7 @@ def test_descriptors_and_qk_overlap_change_the_model() -> None:
 def test_float32_has_other_items() -> None:
     wide = a_problem(64, Dtype.FP32)
     plain = items(H100, a_config(), wide, Specialization())
-    thirds = items(H100, a_config(products=Products.TF32X3), wide, Specialization())
+    thirds = items(H100, a_config(input_precision=InputPrecision.TF32X3), wide, Specialization())
     assert plain["weights"] == 64 * 64 * 4
     assert thirds["q in halves of tf32"] == thirds["q"] == 64 * 64 * 4
 

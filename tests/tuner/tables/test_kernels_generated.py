@@ -70,8 +70,8 @@ def test_speeds_are_over_cudnn_or_else_the_fastest_backend() -> None:
         return kernels._speed(msgspec.structs.replace(PLAIN, measurement=measurement))
 
     assert speed(("sdpa-flash", 1.1), ("sdpa-cudnn", 1.25)) == "1.25 (sdpa-cudnn)"
-    assert speed(("sdpa-flash", 1.5), ("sdpa-efficient", 1.1), ("standard", 0.5)) == "1.10 (sdpa-efficient)"
-    assert speed(("standard", 2)) == speed() == ""
+    assert speed(("sdpa-flash", 1.5), ("sdpa-efficient", 1.1), ("unfused", 0.5)) == "1.10 (sdpa-efficient)"
+    assert speed(("unfused", 2)) == speed() == ""
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

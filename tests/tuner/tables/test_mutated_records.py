@@ -137,12 +137,12 @@ def read_all(path: Path) -> list[Record]:
     attempt(lambda: reader.check(check.digest, TARGET, check.versions), "check")
     attempt(lambda: reader.remembered(check.digest, TARGET, check.versions), "remembered")
     attempt(lambda: reader.selection(base_records()[0].problem.key, TARGET), "selection")
-    return [*reader.selections(TARGET), *reader.stand_ins(TARGET)]
+    return [*reader.selections(TARGET), *reader.fallbacks(TARGET)]
 
 
 def list_all(path: Path) -> int:
     with open_store(str(path)) as store:
-        return len((*store.records(), *store.selections(), *store.stand_ins()))
+        return len((*store.records(), *store.selections(), *store.fallbacks()))
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_only_common_baselines_are_compared() -> None:
     (lost,) = losses([Change(record.problem.key, old, new)])
     assert lost.words == "0.909"
     # One of three peers was disturbed.
-    many = {"sdpa_cudnn": 0.5, "sdpa_flash": 2.0, "standard": 9.0}
+    many = {"sdpa_cudnn": 0.5, "sdpa_flash": 2.0, "unfused": 9.0}
     change = Change(
         record.problem.key,
         with_peers(record, 1.0, **many),
@@ -313,6 +313,6 @@ def test_timing_is_skipped_without_comparisons() -> None:
 def test_baselines_are_not_timed_again(on_gpu: Callable[..., Finals]) -> None:
     on_gpu(0.8, 0.9)
     fast, _ = pair()
-    baseline = msgspec.structs.replace(fast, family="standard", config=None, kernel=None)
+    baseline = msgspec.structs.replace(fast, family="unfused", config=None, kernel=None)
     with pytest.raises(UsageError, match="a baseline serves"):
         retime_losses([Change(fast.problem.key, baseline, fast)], table_of(fast))

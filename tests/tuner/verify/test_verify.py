@@ -46,7 +46,7 @@ def make_record(seqlen: int = 512, **changes: Any) -> Record:
     plain_config = msgspec.convert(
         {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}, FAMILY.config_type
     )
-    config = changes.pop("config", plain_config) if changes.get("family") != "standard" else plain_config
+    config = changes.pop("config", plain_config) if changes.get("family") != "unfused" else plain_config
     kernel = render(FAMILY, problem, config, Specialization())
     plain = Record(
         problem=problem,
@@ -165,7 +165,7 @@ def test_interpreted_predictions_need_no_receipt() -> None:
 
 @pytest.mark.usefixtures("quick_jobs")
 def test_baselines_are_counted_but_not_checked() -> None:
-    report = verify_records([make_record(family="standard", config=None, kernel=None)], gpu=None)
+    report = verify_records([make_record(family="unfused", config=None, kernel=None)], gpu=None)
     assert report == Report((), 1)
 
 
@@ -311,6 +311,6 @@ def test_slowest_interpreted_kernels_start_first(
     record_checks._interpret(
         [subject for subject in subjects if isinstance(subject, verify_jobs.Subject)], Runs()
     )
-    sizes = [task.problem.head_dim * getattr(task.config, "splits", 1) for task in begun]
+    sizes = [task.problem.head_dim * getattr(task.config, "num_splits", 1) for task in begun]
     assert len(set(sizes)) > 2
     assert sizes == sorted(sizes, reverse=True)

@@ -89,7 +89,7 @@ def test_one_record_of_a_class_is_sampled_in_any_order() -> None:
 
 def test_records_without_a_config_are_sampled() -> None:
     baselines = tuple(
-        msgspec.structs.replace(record_of("standard", batch=batch), config=None) for batch in (1, 2)
+        msgspec.structs.replace(record_of("unfused", batch=batch), config=None) for batch in (1, 2)
     )
 
     assert sample((*baselines, PLAIN)) == (*baselines, PLAIN)

@@ -7,9 +7,9 @@ import resource
 import time
 from collections.abc import Callable
 
+from flashtune.core.canonical import shape_text
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Problem
-from flashtune.core.shape_format import shape_text
 from flashtune.tuner.workloads.shape_values import ALONE, KEYS
 from flashtune.tuner.workloads.shapes import MAX_PROBLEMS, parse_shape
 

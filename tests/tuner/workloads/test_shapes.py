@@ -91,12 +91,12 @@ def test_lengths_of_queries_and_keys_may_differ() -> None:
         ("heads=32,seqlen=4,head_dim=64,window=8,window_left=4", "leave one of the two ways out"),
         ("heads=32,seqlen=4,head_dim=64,softcap=50", "choose one of true, false"),
         ("heads=32,seqlen=4,head_dim=64,page_size=24", "16, 32, 64, 128, 256"),
-        ("heads=32,seqlen=4,head_dim=64,page_size=16,lengths", "leave lengths out"),
+        ("heads=32,seqlen=4,head_dim=64,page_size=16,seqlens_k", "leave seqlens_k out"),
         ("heads=32,seqlen=4,head_dim=64,kv_dtype=int4", "did you mean 'int8'?"),
         ("heads=32,seqlen=4,head_dim=64,kv_scale=page", "add kv_dtype"),
         ("heads=32,seqlen=4,head_dim=64,dtype=e4m3,kv_dtype=int8", "leave queries in"),
         ("heads=32,seqlen=4,head_dim=64,bias=alibi", "additive"),
-        ("heads=32,seqlen=4,head_dim=64,sink", "did you mean 'sinks'?"),
+        ("heads=32,seqlen=4,head_dim=64,sink", "did you mean 'sink_tokens' or 'sinks'?"),
     ],
 )
 def test_invalid_shapes_raise_one_helpful_sentence(text: str, part: str) -> None:
@@ -132,14 +132,14 @@ def test_a_window_bounds_one_side_or_both() -> None:
 
 def test_every_feature_has_a_key() -> None:
     text = (
-        "heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=4096,head_dim=64,causal,window=1023,first_tokens=4,chunk=2048,"
-        "prefix,softcap,alibi,bias=boolean,sinks,packed=65536,page_size=16,kv_dtype=e4m3,kv_scale=page,latent,"
+        "heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=4096,head_dim=64,causal,window=1023,sink_tokens=4,attention_chunk=2048,"
+        "prefix,softcap,alibi,bias=boolean,sinks,total_q=65536,page_size=16,kv_dtype=e4m3,kv_scale=page,mla,"
         "dropout,backward,deterministic"
     )
     (problem,) = parse_shape(text)
-    assert set(Feature) - problem.features == {Feature.LENGTHS}
-    (dense,) = parse_shape("heads=8,seqlen=64,head_dim=64,lengths")
-    assert dense.features == {Feature.LENGTHS}
+    assert set(Feature) - problem.features == {Feature.SEQLENS_K}
+    (dense,) = parse_shape("heads=8,seqlen=64,head_dim=64,seqlens_k")
+    assert dense.features == {Feature.SEQLENS_K}
 
 
 def test_backward_pass_is_a_separate_shape() -> None:

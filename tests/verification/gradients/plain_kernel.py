@@ -29,7 +29,7 @@ class TwoTiles(Config, frozen=True):
     dq_block_n: int = 16
     num_warps: int = 4
     num_stages: int = 1
-    max_registers: int = 0
+    maxnreg: int = 0
 
 
 class Scores(NamedTuple):
@@ -85,7 +85,7 @@ def _one(
 ) -> None:
     rows, count = query_rows(problem, sequence, side), key_count(problem, sequence, side)
     first = 0 if side.cu_seqlens_kv is None else int(side.cu_seqlens_kv[sequence])
-    block, keys = 0 if problem.packed else sequence, slice(first, first + count)
+    block, keys = 0 if problem.total_q else sequence, slice(first, first + count)
     low = tensors.q.dtype
     head = hooks.head(torch.arange(problem.heads) // problem.group_size)
     own = torch.arange(problem.heads) // problem.group_size

@@ -20,7 +20,7 @@ def test_all_supported_features_and_pairs_are_drawn() -> None:
     drawn = {subject.problem.features for subject in SUBJECTS}
     absent = {asked for asked in feature_sets() if asked not in drawn}
     # No family lays a bias over packed sequences.
-    assert absent <= {frozenset({"bias", "packed"})}
+    assert absent <= {frozenset({"bias", "varlen"})}
     assert "backward_split" in {subject.family for subject in SUBJECTS}
 
 

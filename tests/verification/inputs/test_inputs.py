@@ -135,7 +135,7 @@ def test_cases_give_programs_several_tiles_for_any_tuned_shape(level: Level) -> 
 
 def test_cases_have_full_and_partial_head_packs() -> None:
     problem = hopper.a_problem(kv_heads=1, seqlen_q=16)
-    config = hopper.a_config(problem, pack=4)
+    config = hopper.a_config(problem, pack_gqa=4)
     groups = {case.problem.group_size for case in companions(problem, config, Level.FULL, reduced=False)}
     assert any(group < 4 for group in groups)
     assert any(group > 4 and group % 4 for group in groups)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # As in `bench_grid` and `bench_peers`, whose import would slow down `--help`.
 GRIDS = ("paper", "gqa", "fp8", "backward", "decode")
 MAX_RESULT_BYTES = 2**28
-PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "standard")
+PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "unfused")
 
 
 def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[AnyCommand], AnyCommand]:

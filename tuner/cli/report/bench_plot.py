@@ -26,7 +26,7 @@ COLORS = {
     "flex": "#cc79a7",
     "sdpa-flash": "#56b4e9",
     "sdpa-efficient": "#e69f00",
-    "standard": "#999999",
+    "unfused": "#999999",
 }
 CEILINGS = (CEILING, COPY)
 CEILING_COLOR = "#000000"

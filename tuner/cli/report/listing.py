@@ -30,7 +30,7 @@ def _selections_table(rows: Sequence[Listed]) -> Table:
         record = row.found.record
         predicted = "~" if record.provenance is Provenance.PREDICTED else ""
         table.add_row(
-            "  other strides" if row.stands_in else short_shape(record.problem),
+            "  other strides" if row.is_fallback else short_shape(record.problem),
             "" if record.ms is None else f"{predicted}{_four_digits(record.ms)}",
             "" if row.tflops is None else f"{row.tflops:.0f}",
             f"{row.best_sdpa_ms / record.ms:.2f}" if row.best_sdpa_ms and record.ms else "",
@@ -51,7 +51,7 @@ def wide_selections_table(rows: Sequence[Listed]) -> Table:
         table.add_row(
             plain(record.target),
             record.problem.key,
-            plain(record.family) + (" (other strides)" if row.stands_in else ""),
+            plain(record.family) + (" (other strides)" if row.is_fallback else ""),
             _config(record),
             _number(record.ms, 4),
             _number(row.tflops, 1),

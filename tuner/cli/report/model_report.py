@@ -27,7 +27,7 @@ WIDTH = 1200
 PANEL_HEIGHT = 360
 GIB = 2**30
 # Distinguishable without colour vision.
-COLORS = {"standard": "#999999", "flash": "#d55e00", "KV": "#0072b2", "speed-up": "#009e73"}
+COLORS = {"unfused": "#999999", "flash": "#d55e00", "KV": "#0072b2", "speed-up": "#009e73"}
 PANELS = ("memory, GiB", "HBM traffic of all layers, GiB", "at least, ms", "speed-up by the roofline")
 
 Lines = dict[str, list[float]]
@@ -90,7 +90,7 @@ def _table(*columns: Column) -> Table:
 def _pair(head: str, overview: Overview, cell: Callable[[Way], str]) -> tuple[Column, Column]:
     """Returns the two columns of a quantity."""
     return (
-        Column(f"{head}\nstandard", tuple(cell(point.standard) for point in overview.points)),
+        Column(f"{head}\nunfused", tuple(cell(point.unfused) for point in overview.points)),
         Column(f"{head}\nflash", tuple(cell(point.flash) for point in overview.points)),
     )
 
@@ -148,16 +148,16 @@ def _title(overview: Overview) -> str:
 def _panels(points: Sequence[Point]) -> tuple[Lines, ...]:
     """Returns the lines of each panel."""
     memory = {
-        "standard": [point.standard.memory / GIB for point in points],
+        "unfused": [point.unfused.memory / GIB for point in points],
         "flash": [point.flash.memory / GIB for point in points],
         "KV": [point.kv_bytes / GIB for point in points],
     }
     traffic = {
-        "standard": [point.standard.traffic / GIB for point in points],
+        "unfused": [point.unfused.traffic / GIB for point in points],
         "flash": [point.flash.traffic / GIB for point in points],
     }
     times = {
-        "standard": [point.standard.bound_ms for point in points],
+        "unfused": [point.unfused.bound_ms for point in points],
         "flash": [point.flash.bound_ms for point in points],
     }
     return memory, traffic, times, {"speed-up": [point.speedup for point in points]}

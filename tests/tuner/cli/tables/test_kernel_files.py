@@ -159,5 +159,5 @@ def test_triton_configs_are_valid(run: Run, two_gpus: Stored, tmp_path: Path) ->
         chosen.num_stages,
         None,
     )
-    capped = rendered(two_gpus[2], config=msgspec.structs.replace(chosen, max_registers=128))
+    capped = rendered(two_gpus[2], config=msgspec.structs.replace(chosen, maxnreg=128))
     assert "maxnreg=128" in triton_configs((capped,))

@@ -34,9 +34,9 @@ def test_neighbours_differ_on_one_axis_by_a_step() -> None:
 
 
 def test_inactive_axes_take_their_first_value() -> None:
-    found = changed(a_space(), loads=Loads.DESCRIPTOR, qk_ahead=True)
-    assert (("qk_ahead", False),) in found
-    assert (("loads", Loads.POINTER), ("qk_ahead", False)) in found
+    found = changed(a_space(), loads=Loads.DESCRIPTOR, overlap_qk=True)
+    assert (("overlap_qk", False),) in found
+    assert (("loads", Loads.POINTER), ("overlap_qk", False)) in found
 
 
 def test_config_outside_the_space_has_neighbours_inside() -> None:

@@ -88,7 +88,7 @@ def test_inactive_axes_are_not_suggested(scope: SearchTask) -> None:
         proposer.tell(candidate, TrialResult(ms_of(candidate)))
     for trial in trials_of(proposer):
         descriptor = trial.params[f"{FAMILY}.loads"] == 1
-        assert (f"{FAMILY}.qk_ahead" in trial.params) is descriptor
+        assert (f"{FAMILY}.overlap_qk" in trial.params) is descriptor
         assert f"{FAMILY}.num_stages" not in trial.params
 
 

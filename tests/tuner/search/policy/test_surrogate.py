@@ -26,7 +26,7 @@ def test_steps_count_the_axes_that_differ(pool: CandidateGrid) -> None:
     assert apart[pool.places[Candidate(FAMILY, a_config(block_m=128))]] == 1
     assert apart[pool.places[Candidate(FAMILY, a_config(block_m=128, num_warps=8))]] == 2
     assert pool.axes == tuple(
-        f"{FAMILY}.{name}" for name in ("block_m", "block_n", "num_warps", "loads", "qk_ahead")
+        f"{FAMILY}.{name}" for name in ("block_m", "block_n", "num_warps", "loads", "overlap_qk")
     )
 
 
