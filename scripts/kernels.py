@@ -3,8 +3,8 @@
     python -m scripts.kernels
 
 A class is a family, the width of an element type, the head dims and the causal mask, on one GPU. Its file is
-the kernel of the selection with the most work; of equal ones, of that with the fewest features, then of that
-with the last key. `flashtune export --format python` writes the kernels of all selections.
+the kernel of the selection with the most work. Ties go to the fewest features, then to the last key.
+`flashtune export --format python` writes the kernels of all selections.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ else over the fastest other backend of SDPA.
 
 
 def shipped_records() -> tuple[Record, ...]:
-    """Every record of the shipped tables."""
+    """Returns every record of the shipped tables."""
     return tuple(record for table in shipped_tables() for record in table.records)
 
 
 def winners(records: Iterable[Record]) -> dict[str, Record]:
-    """The record that shows each class, by the path of its file, in order."""
+    """Returns the record of each class by the path of its file, in order."""
     classes: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         if record.config is not None:
@@ -59,7 +59,7 @@ def winners(records: Iterable[Record]) -> dict[str, Record]:
 
 
 def files(records: Iterable[Record]) -> dict[str, str]:
-    """The text of every file of the folder by its path, but for `__init__.py`."""
+    """Returns the text of every file of the folder by its path, except `__init__.py`."""
     chosen = winners(records)
     texts = {path: file.text for path, record in chosen.items() for file in kernel_files((record,))}
     return {INDEX: "\n".join(_index(chosen)) + "\n", **texts}
@@ -100,7 +100,7 @@ def _row(path: str, record: Record) -> tuple[str, ...]:
 
 
 def _speed(record: Record) -> str:
-    """How often the peer's time is the kernel's, and the peer."""
+    """Returns the speed relative to the fastest peer, and the peer."""
     if record.measurement is None:
         return ""
     peers = {peer.name: peer.ms for peer in record.measurement.peers if peer.name.startswith("sdpa-")}

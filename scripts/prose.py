@@ -25,7 +25,7 @@ ALLOWED = ROOT / "scripts/prose_allowed.toml"
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 # Generated from the help texts of commands, which are checked where they are written.
 GENERATED = frozenset({"docs/cli.md"})
-CODE = ("flashtune", "tuner", "templates", "db", "benchmarks")
+CODE = ("flashtune", "tuner", "templates", "db", "benchmarks", "examples", "scripts")
 MAX_WORDS = 25
 
 # Patterns of words that have a plain or a standard alternative, and the advice.

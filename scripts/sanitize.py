@@ -2,12 +2,12 @@
 
     python scripts/sanitize.py --seconds 500                         # memcheck and racecheck
     python scripts/sanitize.py --tool synccheck --samples 20
-    python scripts/sanitize.py --load FILE                           # prints what was found; needs no GPU
+    python scripts/sanitize.py --load FILE                           # prints a saved report; needs no GPU
 
-Kernels are compiled and run on all cores, families in turn, many in one process under the tool; where a
-report does not say whose it is, each kernel of its process runs again by itself. A run that is cut short has
-written what it had, and the same command goes on from there. `python -m benchmarks.documents --write` puts
-the table of the kept run into docs/sanitizer.md, which also says what each tool sees of asynchronous copies.
+Kernels are compiled and run on all cores, many per process, alternating between families. If a report does
+not name a kernel, each kernel of its process runs again alone. An interrupted run has written its results,
+and the same command continues it. `python -m benchmarks.documents --write` writes the table of the saved run
+into docs/sanitizer.md, which also describes the limits of each tool for asynchronous copies.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _options() -> argparse.Namespace:
 
 
 def _work(options: argparse.Namespace) -> int:
-    """What runs under the tool: kernels that are offered in a folder, each once."""
+    """Runs under the tool: each kernel of a folder, once."""
     import torch
 
     from benchmarks.sanitizer.tensors import launch_once
@@ -85,7 +85,7 @@ def _work(options: argparse.Namespace) -> int:
 
 
 def _examined(options: argparse.Namespace) -> SanitizerReport:
-    """Both tools, each with its share of what time is left."""
+    """Runs both tools, each with its share of the time."""
     import triton
 
     until = time.time() + options.seconds
@@ -121,7 +121,7 @@ def _by_tool(
     until: float,
     stopped: threading.Event,
 ) -> SanitizerReport:
-    """The report with what one tool finds in the time that it has; writes it as it grows."""
+    """Returns the report of one tool within its time. Writes it after each kernel."""
     from benchmarks.sanitizer.runner import Examination, examine
 
     listed = subjects(target, options.samples, options.seed)
@@ -144,7 +144,7 @@ def _by_tool(
 
 
 def _version(sanitizer: Path) -> str:
-    """The last line of what it says of itself, such as `Version 2025.4.0.0 (build ...)`."""
+    """Returns the last line of the tool's version output, such as `Version 2025.4.0.0 (build ...)`."""
     said = subprocess.run([str(sanitizer), "--version"], capture_output=True, text=True, check=False)
     return next((line for line in said.stdout.splitlines() if line.startswith("Version")), "unknown")
 

@@ -190,7 +190,7 @@ def _example(document: example.Document) -> Iterator[str]:
     )
     yield from table(heads, lines)
     yield ""
-    yield f"A model that knows how the data is made has a loss of {document.floor:.4f}."
+    yield f"The entropy of the data, the lowest possible loss, is {document.floor:.4f}."
 
 
 def _dropout(rows: tuple[dropout.Row, ...]) -> Iterator[str]:

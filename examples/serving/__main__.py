@@ -1,13 +1,13 @@
-"""Continuous batching of a small transformer over a paged cache, held against a plain loop token by token.
+"""Continuous batching of a small transformer with a paged cache, compared with a loop without a cache.
 
     python -m examples.serving                      # on a GPU, in bf16; decoding replays a CUDA graph
     TRITON_INTERPRET=1 python -m examples.serving   # without one, in fp32, under Triton's interpreter
 
-Run it from the root of the repository. Requests come and go. Each step runs the model once over the next
-tokens of all that are served: a prompt's next chunk, or one token of a request that generates. Their keys
-and values lie in pages of one `PagedKVCache`; requests with equal prompts share the pages of them, and where
-pages run out the youngest request begins anew later. The plain loop has no cache: it runs the whole sequence
-again, by torch's own attention. Weights are random, so that nothing but arithmetic can make the two agree.
+Run it from the root of the repository. Requests arrive and end. Each step runs the model once on the next
+tokens of all active requests: the next chunk of a prompt, or one token of a request that generates. A
+`PagedKVCache` stores the keys and values. Requests with equal prompts share pages. If no page is free, the
+youngest request gives up its pages and starts again later. The reference loop has no cache. It computes the
+whole sequence for each token, with torch's attention. Weights are random.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from examples.serving.server import LONGEST, PAGE_SIZE, Backend, Request
 
 
 def main() -> None:
-    """Serves, compares and says what the cache held."""
+    """Serves, compares and prints the use of the cache."""
     parser = argparse.ArgumentParser(description="Continuous batching over a paged cache.")
     parser.add_argument("--requests", type=int, help="how many; 24 on a GPU, 6 without")
     parser.add_argument("--pages", type=int, help="pages of the cache, of 16 tokens; 24 on a GPU, 4 without")
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def drawn(count: int, vocabulary: int, *, long: bool) -> list[Request]:
-    """Random requests; every third has the prompt of the one before."""
+    """Returns random requests. Every third has the prompt of the previous one."""
     generator = torch.Generator().manual_seed(1)
 
     def number(least: int, most: int) -> int:
@@ -83,7 +83,7 @@ def drawn(count: int, vocabulary: int, *, long: bool) -> list[Request]:
 
 
 def plainly(model: Transformer, tokens: list[int], device: torch.device) -> Tensor:
-    """The logits behind every token by torch's own attention, without a cache: [tokens, vocabulary]."""
+    """Returns the logits after every token without a cache, by torch's attention: [tokens, vocabulary]."""
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
@@ -93,7 +93,7 @@ def plainly(model: Transformer, tokens: list[int], device: torch.device) -> Tens
 
 
 def differing(model: Transformer, request: Request, device: torch.device, margin: float) -> int:
-    """Tokens of an answer that the plain loop would not have given, ties within `margin` aside."""
+    """Returns the tokens of an answer that differ from the reference loop's, except ties within `margin`."""
     logits = plainly(model, request.tokens[:-1], device)[len(request.prompt) - 1 :]
     given = logits.gather(1, integers(request.answer, device)[:, None])[:, 0]
     return int((given < logits.amax(-1) - margin).sum())

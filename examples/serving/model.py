@@ -1,4 +1,4 @@
-"""A small transformer with random weights: how its layers attend is the caller's."""
+"""A small transformer with random weights. The caller supplies the attention of its layers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Shape:
 
 
 class Transformer:
-    """Layers of attention and a gated perceptron; how they attend is the caller's."""
+    """Layers of attention and a gated perceptron. The caller supplies the attention."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        """Random weights, the same for the same shape."""
+        """Makes random weights, the same for the same shape."""
         generator = torch.Generator().manual_seed(0)
 
         def weight(rows: int, columns: int) -> Tensor:
@@ -52,12 +52,12 @@ class Transformer:
         ]
 
     def __call__(self, tokens: Tensor, places: Tensor, attend: Attend) -> Tensor:
-        """The logits of each token, [tokens, vocabulary] in float32.
+        """Returns the logits of each token, [tokens, vocabulary] in float32.
 
         Args:
             tokens: [tokens].
-            places: Where each stands in its sequence: [tokens].
-            attend: How each layer attends.
+            places: Position of each token in its sequence: [tokens].
+            attend: The attention of each layer.
         """
         shape = self.shape
         hidden = self.embedding[tokens]
@@ -73,12 +73,12 @@ class Transformer:
 
 
 def normalised(hidden: Tensor) -> Tensor:
-    """Of root mean square 1."""
+    """Returns a tensor scaled to a root mean square of 1."""
     return rms_norm(hidden, hidden.shape[-1:])
 
 
 def rotated(heads: Tensor, places: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021): [tokens, heads, head_dim]."""
+    """Applies rotary positions (Su et al., 2021): [tokens, heads, head_dim]."""
     half = heads.shape[-1] // 2
     steps = torch.arange(half, device=heads.device, dtype=torch.float32)
     angle = places[:, None, None] * ROPE_BASE ** (-steps / half)
@@ -88,5 +88,5 @@ def rotated(heads: Tensor, places: Tensor) -> Tensor:
 
 
 def integers(values: Iterable[int], device: torch.device) -> Tensor:
-    """Numbers on a device, in int64."""
+    """Returns numbers as an int64 tensor on a device."""
     return torch.tensor(list(values), device=device)

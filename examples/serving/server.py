@@ -1,4 +1,4 @@
-"""Continuous batching over a `PagedKVCache`: requests come and go, and each step runs the model once."""
+"""Continuous batching with a `PagedKVCache`. Each step runs the model once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONGEST = 128
 
 @dataclass
 class Request:
-    """A prompt, how many tokens are wanted, and what came of it so far."""
+    """A prompt, the number of tokens to generate, and the tokens so far."""
 
     prompt: list[int]
     wanted: int
@@ -32,17 +32,17 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """All that is known of it."""
+        """Returns the prompt and the generated tokens."""
         return self.prompt + self.answer
 
     @property
     def is_done(self) -> bool:
-        """Whether it has all that was wanted."""
+        """Returns whether all tokens are generated."""
         return len(self.answer) == self.wanted
 
 
 class Backend:
-    """Serves requests by one model and one cache, in steps."""
+    """Serves requests with one model and one cache, in steps."""
 
     def __init__(self, model: Transformer, cache: flashtune.PagedKVCache) -> None:
         """Nothing is served yet."""
@@ -53,7 +53,7 @@ class Backend:
         self._decoder = Decoder(model, cache) if cache.device.type == "cuda" else None
 
     def step(self) -> None:
-        """Runs the model over the next tokens of all that are served."""
+        """Runs the model on the next tokens of all active requests."""
         self._admit()
         while not (chunks := self._chunks()):
             self._make_way()
@@ -71,7 +71,7 @@ class Backend:
                 self.running.remove(request)
 
     def _admit(self) -> None:
-        """Takes requests in while there is room; what another one has stored of a prompt is shared."""
+        """Activates requests while pages are free. Pages of an equal prompt are shared."""
         while self.waiting and len(self.running) < PLACES:
             request = self.waiting.popleft()
             twin = next((one for one in self.running if one.prompt == request.prompt and one.stored), None)
@@ -85,7 +85,7 @@ class Backend:
             self.running.append(request)
 
     def _chunks(self) -> list[tuple[Request, list[int]]]:
-        """Whose tokens are next, and which; nobody's where no page is free for anybody."""
+        """Returns the next tokens of each request, none for a request without a free page."""
         left, chunks = STEP_TOKENS, []
         for request in self.running:
             chunk = request.tokens[request.stored :][: max(left, 0)]
@@ -99,7 +99,7 @@ class Backend:
         return chunks
 
     def _make_way(self) -> None:
-        """Takes its pages from the youngest request, which begins anew later."""
+        """Frees the pages of the youngest request, which starts again later."""
         youngest = self.running.pop()
         if not self.running:
             raise CacheFullError("a request does not fit into the cache by itself: give it more pages")
@@ -109,7 +109,7 @@ class Backend:
         self.preempted += 1
 
     def _mixed(self, chunks: list[tuple[Request, list[int]]]) -> Tensor:
-        """Logits behind the last token of each chunk: prompts' chunks and single tokens in one pass."""
+        """Returns the logits after the last token of each chunk, all chunks in one pass."""
         sequences = [request.sequence for request, _ in chunks]
         counts = [len(chunk) for _, chunk in chunks]
         slots = self.cache.slots(sequences, counts)
@@ -138,7 +138,7 @@ class Backend:
 
 
 class Decoder:
-    """One token of up to `PLACES` requests at once, replayed from a CUDA graph."""
+    """Decodes one token of up to `PLACES` requests at once, as a replayed CUDA graph."""
 
     def __init__(self, model: Transformer, cache: flashtune.PagedKVCache) -> None:
         """Plans and captures; lengths and block tables change in place from then on."""
@@ -163,7 +163,7 @@ class Decoder:
             self._logits = model(self._tokens, self._places, attend)
 
     def __call__(self, chunks: list[tuple[Request, list[int]]]) -> Tensor:
-        """Logits of one token of each request."""
+        """Returns the logits of one token of each request."""
         sequences = [request.sequence for request, _ in chunks]
         self._tokens[: len(chunks)] = torch.tensor([chunk[0] for _, chunk in chunks])
         self._places[: len(chunks)] = torch.tensor([request.stored for request, _ in chunks])

@@ -1,16 +1,16 @@
-"""A GPT-2-sized decoder trained with torch's SDPA and with flashtune: losses, time and memory side by side.
+"""Trains a GPT-2-sized decoder with torch's SDPA and with flashtune, and compares loss, time and memory.
 
     python -m examples.training --save training.json --plot training.html     # on a GPU: 124 million weights
     TRITON_INTERPRET=1 python -m examples.training --tiny                     # without one, in fp32
 
-Run it from the root of the repository. The data is random and can be learned (`examples.training.data`), so
-that the loss falls. Weights, data and their order are the same in all runs: only attention differs. On a GPU
-products are in bfloat16 by autocast, weights and AdamW's moments in float32.
+Run it from the root of the repository. The data is random and can be learned (`examples.training.data`).
+Weights, data and their order are the same in all runs. Only the attention differs. On a GPU, products are in
+bfloat16 by autocast. Weights and AdamW's moments are in float32.
 
-A third run trains with another of SDPA's backends. Rounding in another order moves the losses of a training
-that is right, and that run says how far: losses of flashtune may be three times as far from SDPA's, or by
-2^-8 of the first loss, one spacing of bfloat16 (1e-4 in float32). Beyond that the program exits with 1.
-With dropout each way drops other weights, and all of that is part of the same measure.
+A third run uses another SDPA backend. It measures the difference in loss between two correct runs, which
+round in different orders. flashtune's losses may differ from SDPA's by three times as much. They may always
+differ by 2^-8 of the first loss, one spacing of bfloat16 (1e-4 in float32). Otherwise the program exits with
+1. With dropout, each implementation drops other weights.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import torch
 import triton
 from rich.console import Console
 
+from examples.training.attention_impls import ours, ways
 from examples.training.data import floor, sequences
 from examples.training.model import TINY, Decoder, Shape
 from examples.training.report import Document, difference, figure, table, tolerance
 from examples.training.trainer import Setting, train
-from examples.training.ways import ours, ways
 
 
 def main() -> None:
-    """Trains, compares and writes what is asked for."""
+    """Trains, compares and writes the requested files."""
     options = _options()
     on_gpu = torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET")
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def compare(setting: Setting, device: torch.device) -> Document:
-    """Trains in each way and holds the losses against one another."""
+    """Trains with each implementation and compares the losses."""
     shape = setting.shape
     print(f"{setting.steps} steps of {setting.batch} x {shape.context} random tokens on {device}", flush=True)
     tokens = sequences(setting.steps * setting.batch, shape.context + 1, shape.vocabulary, setting.seed)

@@ -1,4 +1,4 @@
-"""Random data that can be learned: each sequence is written in one of a few languages."""
+"""Random data that can be learned: each sequence is in one of a few languages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOISE = 0.1
 
 
 def sequences(count: int, length: int, vocabulary: int, seed: int) -> Tensor:
-    """Sequences of tokens, int64 [count, length] on the CPU; the same ones for the same seed."""
+    """Returns sequences of tokens, int64 [count, length] on the CPU, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     words = min(WORDS, vocabulary)
     follows = torch.randint(words, (LANGUAGES, words), generator=generator)
@@ -30,6 +30,6 @@ def sequences(count: int, length: int, vocabulary: int, seed: int) -> Tensor:
 
 
 def floor(vocabulary: int) -> float:
-    """The loss of a model that knows all languages and which one it reads, in nats a token; nearly."""
+    """Returns the approximate entropy of the data, in nats per token. It is the lowest possible loss."""
     kinds = min(WORDS, vocabulary) // LANGUAGES
     return -((1 - NOISE) * math.log(1 - NOISE) + NOISE * math.log(NOISE / kinds))

@@ -1,4 +1,4 @@
-"""A decoder of GPT-2's structure (Radford et al., 2019): how its layers attend is the caller's."""
+"""A decoder of GPT-2's structure (Radford et al., 2019). The caller supplies the attention."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ DEVIATION = 0.02
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Sizes of the model; by default GPT-2's, of 124 million parameters.
+    """Sizes of the model; by default GPT-2's, with 124 million parameters.
 
     Attributes:
         layers: Blocks of attention and a perceptron.
         heads: Heads of attention.
         width: Columns of the hidden state.
         context: Tokens of a sequence.
-        vocabulary: Tokens that there are, padded to a multiple of 64.
-        dropout: Share of attention weights, and of what blocks add, that is dropped.
+        vocabulary: Number of tokens, padded to a multiple of 64.
+        dropout: Probability of dropout, of attention weights and of the outputs of blocks.
     """
 
     layers: int = 12
@@ -40,7 +40,7 @@ TINY = Shape(layers=2, heads=2, width=32, context=32, vocabulary=64)
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a normalisation and added to what came in."""
+    """Attention and a perceptron, each with a normalisation before it and a residual connection."""
 
     def __init__(self, shape: Shape, attend: Attend) -> None:
         """Weights of one layer, not initialised yet."""

@@ -1,4 +1,4 @@
-"""What runs come to: how far their losses are apart, a table, a document and a plot."""
+"""The results of training runs: differences in loss, a table, a document and a plot."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ COLORS = {"flashtune": "#d55e00", "torch SDPA": "#0072b2", "another SDPA": "#999
 
 
 class Document(msgspec.Struct, frozen=True):
-    """What was trained, where, and what came of it.
+    """The results of all runs and their setting.
 
     Attributes:
         device: The GPU, or the CPU.
         torch: Its version.
         triton: Its version.
-        setting: What all runs share.
-        parameters: Weights of the model.
-        floor: The loss of one who knows how the data is made, nearly.
-        difference: The largest difference of losses of one step, flashtune's and SDPA's.
-        noise: The same, of two of SDPA's own backends.
-        tolerance: How far losses may be apart.
-        runs: Each way's.
+        setting: The common setting of all runs.
+        parameters: Number of weights of the model.
+        floor: The approximate entropy of the data, the lowest possible loss.
+        difference: The largest difference of a step's loss between flashtune and SDPA.
+        noise: The same between two SDPA backends.
+        tolerance: The largest allowed difference.
+        runs: The results of each implementation.
     """
 
     device: str
@@ -54,20 +54,20 @@ class Document(msgspec.Struct, frozen=True):
 
 
 def difference(one: Run, other: Run) -> float:
-    """The largest difference of losses of one step; not a number where a loss is none."""
+    """Returns the largest difference of a step's loss, NaN if a loss is NaN."""
     gaps = torch.tensor(one.losses, dtype=torch.float64) - torch.tensor(other.losses, dtype=torch.float64)
     return float(gaps.abs().max())
 
 
 def tolerance(first: Run, noise: float, *, in_bf16: bool) -> float:
-    """How far losses of right ways may be apart.
+    """Returns the largest allowed difference of a step's loss.
 
-    Rounding is chaotic in training, so that it is measured: two of SDPA's own backends, which round in
-    another order, make `noise`. No less than one spacing of bfloat16 at the first loss is asked for.
+    Rounding differences grow during training. Two SDPA backends, which round in different orders, give
+    `noise`. The tolerance is at least one spacing of bfloat16 at the first loss.
 
     Args:
         first: SDPA's run.
-        noise: What SDPA's backends differ by.
+        noise: The difference between SDPA's backends.
         in_bf16: Whether products were in bfloat16.
     """
     least = BF16_SPACING * first.losses[0] if in_bf16 else FP32_MARGIN
@@ -75,12 +75,12 @@ def tolerance(first: Run, noise: float, *, in_bf16: bool) -> float:
 
 
 def median_ms(run: Run) -> float:
-    """Median time of a step, the first ones left out."""
+    """Returns the median time of a step in ms, without the first steps."""
     return statistics.median(run.step_ms[left_out(len(run.step_ms)) :])
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """One line for each way; ratios are over the first one's."""
+    """Returns one line per implementation, with ratios to the first one."""
     shown = Table(title="Training", title_justify="left")
     for number, header in enumerate(("", "first loss", "last loss", "step, ms", "", "peak, MiB", "")):
         shown.add_column(header, justify="left" if number == 0 else "right")
@@ -99,7 +99,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def figure(document: Document) -> Figure:
-    """Losses over steps, one line for each way, and the floor."""
+    """Returns a plot of losses over steps, with the lowest possible loss."""
     from plotly.graph_objects import Figure, Scatter
 
     plot = Figure()
@@ -107,7 +107,7 @@ def figure(document: Document) -> Figure:
         # Lines lie upon one another: each is dashed in its own way.
         line = {"color": COLORS.get(run.name), "dash": "dot" if run.name == "flashtune" else "solid"}
         plot.add_trace(Scatter(y=run.losses, name=run.name, mode="lines", line=line))
-    plot.add_hline(y=document.floor, line_dash="dash", annotation_text="knows how the data is made")
+    plot.add_hline(y=document.floor, line_dash="dash", annotation_text="entropy of the data")
     plot.update_xaxes(title_text="step")
     plot.update_yaxes(title_text="loss, nats a token", rangemode="tozero")
     title = (

@@ -1,4 +1,4 @@
-"""Training with one way of attention: losses, times of steps and peak memory."""
+"""Trains with one attention implementation: losses, times of steps and peak memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ LEFT_OUT = 10
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What all runs share.
+    """The common setting of all runs.
 
     Attributes:
         shape: Sizes of the model.
-        steps: How often weights change.
-        batch: Sequences of a step.
-        rate: The learning rate behind the warm-up.
-        seed: Of weights and data.
-        checkpointing: Whether blocks are computed again in the backward pass.
-        compiled: Whether the model goes through torch.compile.
+        steps: Number of steps.
+        batch: Sequences per step.
+        rate: Learning rate after the warm-up.
+        seed: Seed of weights and data.
+        checkpointing: Whether the backward pass computes blocks again.
+        compiled: Whether to use torch.compile.
     """
 
     shape: Shape
@@ -43,13 +43,13 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One way of attention.
+    """An attention implementation.
 
     Attributes:
-        name: What it is called.
-        attend: How layers attend.
-        around: Makes what its run is within.
-        dropout_seed: What torch's generator starts from; implementations draw from it each in its own way.
+        name: Its name.
+        attend: The attention of the layers.
+        around: Returns a context for the whole run.
+        dropout_seed: Seed of torch's generator. Implementations draw from it differently.
     """
 
     name: str
@@ -59,13 +59,13 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What came of one way.
+    """The results of one implementation.
 
     Attributes:
-        name: The way.
-        losses: Of each step, in nats a token.
-        step_ms: Time of each step, the GPU waited for.
-        peak_bytes: What torch's allocator gave out at most, the data aside; 0 without a GPU.
+        name: The implementation.
+        losses: Loss of each step, in nats per token.
+        step_ms: Time of each step in ms, with a synchronisation.
+        peak_bytes: Peak memory of torch's allocator without the data; 0 without a GPU.
     """
 
     name: str
@@ -75,13 +75,13 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def train(way: Way, setting: Setting, tokens: Tensor, device: torch.device) -> Run:
-    """Trains a fresh model; two calls differ in how layers attend, and in nothing else.
+    """Trains a new model and returns the results.
 
     Args:
-        way: How layers attend.
-        setting: What all runs share.
+        way: The attention implementation.
+        setting: The common setting of all runs.
         tokens: The data, int64 [steps, batch, context + 1] on the device.
-        device: Where it is trained: on a GPU products are in bfloat16, and weights in float32.
+        device: The device. On a GPU, products are in bfloat16 and weights in float32.
     """
     torch.compiler.reset()
     gc.collect()
@@ -108,12 +108,12 @@ def train(way: Way, setting: Setting, tokens: Tensor, device: torch.device) -> R
 
 
 def left_out(steps: int) -> int:
-    """How many of all steps neither times nor memory are told of."""
+    """Returns the number of first steps that times and memory leave out."""
     return min(LEFT_OUT, steps // 2)
 
 
 class Step:
-    """One change of the weights: forward and backward pass, and AdamW."""
+    """One training step: forward and backward pass, and AdamW."""
 
     def __init__(self, model: Decoder, setting: Setting, device: torch.device) -> None:
         """No moments yet; matrices decay, biases and normalisations do not."""

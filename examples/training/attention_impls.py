@@ -1,4 +1,4 @@
-"""Ways of attention that a model is trained with."""
+"""The attention implementations to train with."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from examples.training.trainer import Way
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """By generated kernels, never by SDPA."""
+    """Computes attention with generated kernels only."""
     return flashtune.attention(q, k, v, causal=True, layout="bshd", dropout_p=dropout, prefer="generated")
 
 
 def sdpas(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """By torch's SDPA."""
+    """Computes attention with torch's SDPA."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout).transpose(1, 2)
 
 
 def ways(device: torch.device) -> tuple[Way, Way, Way]:
-    """SDPA as torch chooses its backend, flashtune, and SDPA by another backend.
+    """Returns SDPA with its default backend, flashtune, and SDPA with another backend.
 
-    The last says how far two right ways drift apart: both round in another order, and drop other weights.
+    The last one measures the difference between two correct implementations. Both round in different orders,
+    and drop different weights.
     """
     other = SDPBackend.EFFICIENT_ATTENTION if device.type == "cuda" else SDPBackend.MATH
     return (
