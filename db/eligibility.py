@@ -49,7 +49,7 @@ def serves_any_tensors(record: Record) -> bool:
 
     If a selection does not, a second record of the problem may be its fallback.
     """
-    return record.config is None or find_family(record.family).takes(record.problem.dtype, ANY_TENSORS)
+    return record.config is None or find_family(record.family).can_address(record.problem.dtype, ANY_TENSORS)
 
 
 def by_problem(records: Iterable[Record]) -> dict[str, tuple[Record, ...]]:

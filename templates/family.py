@@ -55,7 +55,7 @@ class Family(Protocol):
         """Returns the reason why the family does not compute this problem on this target, None if it does."""
         ...
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         """Returns whether its kernels can address tensors with only these known properties.
 
         A kernel for tensors without known properties can address all tensors.
@@ -91,7 +91,7 @@ class Family(Protocol):
         """
         ...
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         """Returns the makespan of a launch, in ms: from its tiles, their programs and the traffic.
 
         Use it for ratios between shapes and between configs; other parameters of a config are ignored. Fast
@@ -162,6 +162,6 @@ def unsupported_reason(
     if unknown:
         return f"{family.name} has no {', '.join(sorted(unknown))}"
     reason = family.supports(problem, target)
-    if reason is None and not family.takes(problem.dtype, specialization):
+    if reason is None and not family.can_address(problem.dtype, specialization):
         return f"{family.name} cannot address tensors with such strides or addresses"
     return reason

@@ -36,7 +36,7 @@ from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.target import Target, device_target
 from flashtune.launch.kernel_cache import binary_of, kernel_of
 from flashtune.runtime import self_check
-from flashtune.runtime.self_check import passes_self_check, rehearsing
+from flashtune.runtime.self_check import passes_self_check, preloading
 from flashtune.tuner.cli.output import table
 
 LIMIT_MS = 300.0
@@ -158,7 +158,7 @@ def _compile(cases: Sequence[Case], target: Target) -> None:
             job.result()
 
 
-def _first_use(case: Case, database: Path, *, rehearsed: bool = True) -> First:
+def _first_use(case: Case, database: Path, *, preloaded: bool = True) -> First:
     """Compiles or finds, loads and checks a kernel with an empty database."""
     os.environ["FLASHTUNE_DB"] = str(database)
     self_check._known.clear()
@@ -174,8 +174,8 @@ def _first_use(case: Case, database: Path, *, rehearsed: bool = True) -> First:
     # What a collector of garbage has to do by now, 0.15 s of a slow core, is no check's.
     gc.collect()
     start = time.perf_counter()
-    rehearsal = rehearsing(kernel, problem, record.config, target, device)
-    with rehearsal if rehearsed else contextlib.nullcontext():
+    preload = preloading(kernel, problem, record.config, target, device)
+    with preload if preloaded else contextlib.nullcontext():
         binary = binary_of(kernel, target, device)
         loaded = time.perf_counter()
     passed = passes_self_check(kernel, problem, record.config, target, device, binary)
@@ -197,7 +197,7 @@ def _first_product() -> float:
 def _one(case: Case, way: Way) -> None:
     """Prints the times of the first matrix product and the first use; runs in a separate process."""
     product_ms = _first_product() if way is Way.CACHED else 0.0
-    first = _first_use(case, Path(os.environ["FLASHTUNE_DB"]), rehearsed=way is not Way.ALONE)
+    first = _first_use(case, Path(os.environ["FLASHTUNE_DB"]), preloaded=way is not Way.ALONE)
     print(product_ms, first.compiling_ms, first.check_ms)
 
 
@@ -275,7 +275,7 @@ def _compiling(rows: Sequence[Row]) -> str:
     alone = sum(one.alone_ms for one in found) / 1e3
     return (
         f"Compiling and loading these {len(found)} kernels took {both:.1f} s in all while their checks were "
-        f"rehearsed, and {alone:.1f} s where nothing else went on."
+        f"preloaded, and {alone:.1f} s where nothing else went on."
     )
 
 

@@ -166,10 +166,10 @@ class Replay:
             return job
         error = ERROR_OF_MEDIAN * (row.first.p80 - row.first.p20) / max(1, row.first.samples) ** 0.5
         seen = max(ms / 2, self._noise.gauss(ms, error))
-        hopeless = drop_above_ms is not None and seen > drop_above_ms
+        pruned = drop_above_ms is not None and seen > drop_above_ms
         measurement = Measurement(seen, seen, seen, row.first.samples)
-        verdict = None if hopeless else _PASSED
-        seconds = (QUICK_SECONDS if hopeless else PROOF_SECONDS) + LAUNCHES * ms / 1e3
+        verdict = None if pruned else _PASSED
+        seconds = (QUICK_SECONDS if pruned else PROOF_SECONDS) + LAUNCHES * ms / 1e3
         job = self._gpu.submit(seconds, Evaluation(Outcome.OK, verdict, measurement))
         job.add_done_callback(lambda done: self._log(candidate, seen))
         return job

@@ -34,7 +34,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         problem: The problem of the call.
         target: Name of the GPU, or an empty string if it does not matter.
-        backend: The backend: `generated`, `interpreter`, `sdpa`, `standard` or `none`.
+        backend: The backend: `generated`, `interpreter`, `sdpa`, `unfused` or `none`.
         reason: The reason for the backend.
         selection: The selected record, with its status and source. None if no record was looked up.
         specialization: Properties of the tensors that the kernel assumes. None without a generated kernel.

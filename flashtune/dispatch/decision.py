@@ -37,7 +37,7 @@ class Backend(enum.StrEnum):
     GENERATED = "generated"
     INTERPRETER = "interpreter"
     SDPA = "sdpa"
-    STANDARD = "standard"
+    UNFUSED = "unfused"
     NONE = "none"
 
 
@@ -71,7 +71,7 @@ def decide(
     if request.is_empty:
         return Decision(Backend.NONE, "there is nothing to attend to")
     if request.is_double:
-        return Decision(Backend.STANDARD, DOUBLE)
+        return Decision(Backend.UNFUSED, DOUBLE)
     if interpreting():
         target = find_target(INTERPRETED_TARGET)
         needed = required_specialization(request, q, k, v, side)
@@ -99,7 +99,7 @@ def baseline(request: Request) -> Backend:
     """Returns the baseline of a request: SDPA, or unfused if the call needs a log-sum-exp or has features."""
     same_bits = request.needs_grad and request.deterministic
     plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
-    return Backend.SDPA if plain else Backend.STANDARD
+    return Backend.SDPA if plain else Backend.UNFUSED
 
 
 def required_specialization(
@@ -140,7 +140,7 @@ def _of_selection(
         sharing = None if bias is None else sharing_of(request.problem, bias)
         peer = _faster_peer(request, selection, sharing, *given)
         if peer is not None:
-            backend = Backend.STANDARD if peer == UNFUSED else Backend.SDPA
+            backend = Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
             timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
             reason = peer_reason(peer, selection, sharing=sharing if timed else None)
             return Decision(backend, reason, target, selection)

@@ -1,13 +1,14 @@
 """Selects the config with the lowest estimated time at an untuned shape, among the tuned configs.
 
-The estimate is the time of the config's schedule (`Family.span`) times a correction. The correction is the
-mean ratio of measured to scheduled time over the family's tuned shapes, with larger weights for near shapes
-(Nadaraya-Watson kernel regression). At a tuned shape, no other config can be faster than the winner. If the
-schedule of another config is shorter there, a penalty is added to that config's estimates at near shapes.
+The estimate is the time of the config's schedule (`Family.makespan_ms`) times a correction. The correction
+is the mean ratio of measured to scheduled time over the family's tuned shapes, with larger weights for near
+shapes (Nadaraya-Watson kernel regression). At a tuned shape, no other config can be faster than the winner.
+If the schedule of another config is shorter there, a penalty is added to that config's estimates at near
+shapes.
 
-Problems without a tuned shape of the same head dims and type use shapes of another head dim or 16-bit type. A
-head dim without tuned shapes is computed in tiles of the next wider one, and both 16-bit types are equally
-fast. The ranking of configs, and their comparison with SDPA, are therefore assumed to be the same.
+Problems without a tuned shape of the same head dims and type use shapes of another head dim or 16-bit type.
+A head dim without tuned shapes is computed in tiles of the next wider one, and both 16-bit types are
+equally fast. The ranking of configs, and their comparison with SDPA, are therefore assumed to be the same.
 """
 
 from __future__ import annotations
@@ -117,12 +118,12 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
         return known.distance, known.record is not anchor, known.record.problem.key
 
     known = sorted((_known(record, problem, target) for record in records), key=order)
-    longer = _longer(known)
+    correction = _correction(known)
     # Variants of several starting configs are often the same.
-    span = functools.cache(lambda config: family.span(here, config, target))
+    span = functools.cache(lambda config: family.makespan_ms(here, config, target))
 
     def expected(config: Config) -> float:
-        return span(config) * math.exp(longer + _held_up(config, known[:MAX_NEIGHBOURS], target))
+        return span(config) * math.exp(correction + _penalty(config, known[:MAX_NEIGHBOURS], target))
 
     doubt = PORTABLE_MARGIN * known[0].distance if family.interpreted else 0.0
     tuned: dict[Config, _Candidate] = {}
@@ -154,7 +155,7 @@ class _Known(NamedTuple):
     won: float
 
     @property
-    def longer(self) -> float | None:
+    def correction(self) -> float | None:
         """The logarithm of the winner's measured over its schedule time, or None if it was not timed."""
         return math.log(self.record.ms / self.won) if self.record.ms else None
 
@@ -165,27 +166,27 @@ def _known(record: Record, problem: Problem, target: Target) -> _Known:
     return _Known(record, distance(record.problem, problem), won)
 
 
-def _longer(known: Sequence[_Known]) -> float:
+def _correction(known: Sequence[_Known]) -> float:
     """Returns the family's correction at the shape: the logarithm of measured over schedule time."""
-    timed = [(one.longer, one.distance) for one in known if one.longer is not None]
+    timed = [(one.correction, one.distance) for one in known if one.correction is not None]
     return regression(timed) if timed else 0.0
 
 
-def _held_up(config: Config, near: Sequence[_Known], target: Target) -> float:
+def _penalty(config: Config, near: Sequence[_Known], target: Target) -> float:
     """Returns the penalty of a config: the logarithm of extra time that the schedule does not contain."""
-    held = total = 0.0
+    penalty = total = 0.0
     for one in near:
         share = weight(one.distance, PENALTY_LENGTH_SCALE)
         ahead = math.log(one.won / _span(one.record.family, one.record.problem, config, target))
-        held += share * min(MAX_PENALTY, max(0.0, ahead))
+        penalty += share * min(MAX_PENALTY, max(0.0, ahead))
         total += share
-    return held / (total + PRIOR_WEIGHT)
+    return penalty / (total + PRIOR_WEIGHT)
 
 
 @functools.lru_cache(maxsize=8192)
 def _span(family: str, problem: Problem, config: Config, target: Target) -> float:
     """Returns the schedule time of a config at a tuned shape, in ms."""
-    return find_family(family).span(problem, config, target)
+    return find_family(family).makespan_ms(problem, config, target)
 
 
 def _is_plain_prompt(problem: Problem) -> bool:
@@ -227,8 +228,8 @@ def expected_peers(problem: Problem, records: Iterable[Record], target: Target) 
         assert record.measurement is not None
         for peer in record.measurement.peers:
             if peer.name.startswith(SDPA):
-                longer = math.log(peer.ms / _schedule_ms(record.problem, target))
-                pairs.setdefault(peer.name, []).append((longer, distance(record.problem, problem)))
+                correction = math.log(peer.ms / _schedule_ms(record.problem, target))
+                pairs.setdefault(peer.name, []).append((correction, distance(record.problem, problem)))
     return tuple(
         PeerTime(name, _schedule_ms(problem, target) * math.exp(regression(known)))
         for name, known in sorted(pairs.items())

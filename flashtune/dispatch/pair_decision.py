@@ -186,7 +186,7 @@ def _generated(request: Request, assumed: Assumptions) -> PairDecision:
     backward = select(request.backward, target, tables, assumed.backward, generated=True)
     peer = _faster_peer(request, forward, backward, assumed.usual)
     if peer is not None:
-        backend = Backend.STANDARD if peer == UNFUSED else Backend.SDPA
+        backend = Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
         reason = peer_reason(peer, forward, backward)
         return PairDecision(
             Decision(backend, reason, target, forward), Decision(backend, reason, target, backward)

@@ -159,13 +159,13 @@ def baseline_executor(backend: Backend, request: Request) -> Executor:
                 )
         return layout.as_given(out) if lse is None else (layout.as_given(out), lse.view(request.lse_shape))
 
-    return run_unfused if backend is Backend.STANDARD else run_sdpa
+    return run_unfused if backend is Backend.UNFUSED else run_sdpa
 
 
 def masked_executor(request: Request, backend: str | None) -> Executor:
     """Returns an executor by SDPA with a mask, or unfused if SDPA selects another backend at the call."""
     default_scale, layout, problem = request.default_scale, request.layout, request.problem
-    standard = baseline_executor(Backend.STANDARD, request)
+    standard = baseline_executor(Backend.UNFUSED, request)
 
     def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> Result:
         assert side.bias is not None

@@ -13,7 +13,7 @@ from flashtune.dispatch.lookup import default_selections, nearest_selection, pro
 from flashtune.dispatch.nearest import is_far
 from flashtune.launch.kernel_cache import binary_of, kernel_of
 from flashtune.request.request import Prefer
-from flashtune.runtime.self_check import passes_self_check, rehearsing
+from flashtune.runtime.self_check import passes_self_check, preloading
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def chosen(selection: Selection, target: Target, key: KernelKey) -> LoadedKernel
     if proven_by(selection, kernel.digest):
         return LoadedKernel(kernel, target, binary_of(kernel, target, key.device))
     problem = msgspec.structs.replace(key.problem, causal=record.problem.causal)
-    with rehearsing(kernel, problem, record.config, target, key.device):
+    with preloading(kernel, problem, record.config, target, key.device):
         binary = binary_of(kernel, target, key.device)
     if not passes_self_check(kernel, problem, record.config, target, key.device, binary):
         raise VerificationError(

@@ -129,7 +129,7 @@ def prepare_alone(
 
 def recomputed(request: Request) -> BackwardExecutor:
     """Returns an executor that computes the forward pass again, unfused, and differentiates it."""
-    standard = baseline_executor(Backend.STANDARD, request)
+    standard = baseline_executor(Backend.UNFUSED, request)
     written = {"bias": request.problem.bias is Bias.ADDITIVE, "slopes": request.problem.alibi}
     names = [name for name, given in written.items() if given]
 

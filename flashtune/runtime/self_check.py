@@ -31,7 +31,7 @@ LOCK_SECONDS = 30.0
 # Verdicts that this process computed or read, by (digest, target's name).
 _known: dict[tuple[str, str], bool] = {}
 # Kinds of checks whose modules and CUDA kernels this process has preloaded.
-_rehearsed: set[tuple[Direction, Dtype, frozenset[Feature]]] = set()
+_preloaded: set[tuple[Direction, Dtype, frozenset[Feature]]] = set()
 
 
 def known_verdict(kernel: Kernel, target: Target) -> bool | None:
@@ -117,7 +117,7 @@ def passes_self_check(
 
 
 @contextlib.contextmanager
-def rehearsing(
+def preloading(
     kernel: Kernel, problem: Problem, config: Config, target: Target, device: torch.device
 ) -> Iterator[None]:
     """Prepares the check of a kernel without a verdict, in a thread that ends with the block.
@@ -128,23 +128,23 @@ def rehearsing(
     workspace of 32 MiB on Hopper for the next thread.
     """
     kind = (problem.direction, problem.dtype, problem.features)
-    if kind in _rehearsed or _remembered(kernel, target) is not None:
+    if kind in _preloaded or _remembered(kernel, target) is not None:
         yield
         return
-    _rehearsed.add(kind)
+    _preloaded.add(kind)
     enough = threading.Event()
     # Memory freed on this stream can be reused by later work on it.
     stream = torch.cuda.current_stream(device)
 
-    def rehearsed() -> None:
-        from flashtune.verification.check import rehearse
+    def run() -> None:
+        from flashtune.verification.check import preload
 
         # Errors are ignored here, because the check reports them. A new thread's device is the first one.
         # After the stream's block alone, torch would return to it and start to use it.
         with contextlib.suppress(RuntimeError), torch.cuda.device(device), torch.cuda.stream(stream):
-            rehearse(kernel, problem, config, target, device, enough.is_set)
+            preload(kernel, problem, config, target, device, enough.is_set)
 
-    thread = threading.Thread(target=rehearsed, name="flashtune-rehearsal", daemon=True)
+    thread = threading.Thread(target=run, name="flashtune-preload", daemon=True)
     thread.start()
     try:
         yield

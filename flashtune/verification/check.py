@@ -4,7 +4,7 @@ The figures stay on the device and are read once at the end. A check therefore t
 launches.
 
 The first check of a process imports modules and loads torch's CUDA kernels. This takes as long as the check
-itself and does not depend on the kernel. `rehearse` does it while the kernel compiles.
+itself and does not depend on the kernel. `preload` does it while the kernel compiles.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def _in_a_new_thread(function: Callable[[], Result]) -> Result:
         return thread.submit(function).result()
 
 
-def rehearse(
+def preload(
     kernel: Kernel,
     problem: Problem,
     config: Config,

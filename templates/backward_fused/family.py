@@ -82,7 +82,7 @@ class BackwardFused:
     def supports(self, problem: Problem, target: Target) -> str | None:
         return refusal(self.name, problem)
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         return True
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -145,7 +145,7 @@ class BackwardFused:
     def overlap(self, config: Config) -> float | None:
         return None
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, FusedConfig)
         problem = unpacked(problem)
         keys = keys_span(

@@ -104,7 +104,7 @@ class BackwardHopper:
             return f"backward_hopper drops weights of head dims up to {WIDE}"
         return None
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         return specialization.takes_descriptors(dtype)
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -146,7 +146,7 @@ class BackwardHopper:
     def overlap(self, config: Config) -> float | None:
         return OVERLAP
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, HopperBackwardConfig)
         return hopper_backward_span(problem, config, target)
 

@@ -72,7 +72,7 @@ class BackwardSplit:
     def supports(self, problem: Problem, target: Target) -> str | None:
         return refusal(self.name, problem)
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         return True
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -147,7 +147,7 @@ class BackwardSplit:
     def overlap(self, config: Config) -> float | None:
         return None
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, SplitConfig)
         return split_span(unpacked(problem), config, target)
 

@@ -88,7 +88,7 @@ class DecodeLatentHopper:
             )
         return None
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         return specialization.takes_descriptors(dtype)
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -133,7 +133,7 @@ class DecodeLatentHopper:
     def overlap(self, config: Config) -> float | None:
         return OVERLAP
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, LatentConfig)
         return latent_span(problem, config, target)
 

@@ -115,7 +115,7 @@ class DecodeSplitKV:
             )
         return None
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         return True
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -163,7 +163,7 @@ class DecodeSplitKV:
     def overlap(self, config: Config) -> float | None:
         return None
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, DecodeConfig)
         return decode_span(problem, config, target)
 

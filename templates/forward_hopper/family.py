@@ -106,7 +106,7 @@ class ForwardHopper:
             return f"forward_hopper takes {problem.dtype.value} head dims from {least} on, in steps of {step}"
         return None
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         return specialization.takes_descriptors(dtype)
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -157,7 +157,7 @@ class ForwardHopper:
     def overlap(self, config: Config) -> float | None:
         return OVERLAP
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, HopperConfig)
         return hopper_span(problem, config, target)
 

@@ -73,7 +73,7 @@ class ForwardKVOuter:
             return f"forward_kv_outer takes no {problem.dtype}"
         return None
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         return True
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -145,7 +145,7 @@ class ForwardKVOuter:
     def overlap(self, config: Config) -> float | None:
         return None
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, KVOuterConfig)
         return portable_span(problem, config.block_m, config.block_n, target)
 

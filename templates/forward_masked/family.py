@@ -97,7 +97,7 @@ class ForwardMasked:
             return f"forward_masked reads keys of {problem.kv_dtype} from sm_{CONVERTS_E4M3} on"
         return None
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         return True
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -158,7 +158,7 @@ class ForwardMasked:
     def overlap(self, config: Config) -> float | None:
         return None
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, MaskedConfig)
         return portable_span(
             unpacked(problem),

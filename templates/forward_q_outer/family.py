@@ -68,7 +68,7 @@ class ForwardQOuter:
             return f"forward_q_outer takes no {problem.dtype}"
         return None
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         return True
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -160,7 +160,7 @@ class ForwardQOuter:
     def overlap(self, config: Config) -> float | None:
         return None
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         assert isinstance(config, QOuterConfig)
         return portable_span(
             problem,

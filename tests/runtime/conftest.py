@@ -122,7 +122,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernel_fallback, "binary_of", fake.binary_of)
     monkeypatch.setattr(prepare, "bind", fake.bind)
-    monkeypatch.setattr(kernel_fallback, "rehearsing", fake.rehearsing)
+    monkeypatch.setattr(kernel_fallback, "preloading", fake.preloading)
     monkeypatch.setattr(kernel_fallback, "passes_self_check", fake.passes)
     monkeypatch.setattr(backward_executors, "bind_backward", fake.bind_backward)
     return fake

@@ -31,7 +31,7 @@ from flashtune.runtime.self_check import (
     known_seconds,
     known_verdict,
     passes_self_check,
-    rehearsing,
+    preloading,
 )
 from flashtune.verification import check
 from tests.support.process_state import forget_verdicts
@@ -159,8 +159,8 @@ def test_verdict_of_another_process_is_used_after_the_wait(
     assert checker.calls == 0
 
 
-class Rehearsal:
-    """Stands in for a rehearsal: waits until it is told that it is enough."""
+class FakePreload:
+    """Stands in for a preload: waits until it is told that it is enough."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
@@ -189,7 +189,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
     monkeypatch.setattr(torch.cuda, "stream", enter)
     monkeypatch.setattr(torch.cuda, "device", enter)
-    monkeypatch.setattr(self_check, "_rehearsed", set())
+    monkeypatch.setattr(self_check, "_preloaded", set())
     return found
 
 
@@ -201,24 +201,24 @@ def test_preload_runs_while_the_kernel_compiles(
     entered: list[object],
     error: KernelError | None,
 ) -> None:
-    rehearsal = Rehearsal()
-    monkeypatch.setattr(flashtune.verification.check, "rehearse", rehearsal)
+    preload = FakePreload()
+    monkeypatch.setattr(flashtune.verification.check, "preload", preload)
     record = make_record(problem)
     assert record.config is not None
     raised = contextlib.nullcontext() if error is None else pytest.raises(KernelError)
-    with raised, rehearsing(kernel_for(record), problem, record.config, TARGET, DEVICE):
-        assert rehearsal.began.wait(20)
-        assert not rehearsal.ended.is_set()
+    with raised, preloading(kernel_for(record), problem, record.config, TARGET, DEVICE):
+        assert preload.began.wait(20)
+        assert not preload.ended.is_set()
         if error is not None:
             raise error
-    assert rehearsal.ended.is_set()
+    assert preload.ended.is_set()
     assert entered == [DEVICE, f"the caller's on {DEVICE}"]
 
 
 def test_preload_runs_once_for_kernels_of_a_kind(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
 ) -> None:
-    monkeypatch.setattr(flashtune.verification.check, "rehearse", lambda *_: None)
+    monkeypatch.setattr(flashtune.verification.check, "preload", lambda *_: None)
     record = make_record(problem)
     assert record.config is not None
     kinds = (
@@ -227,7 +227,7 @@ def test_preload_runs_once_for_kernels_of_a_kind(
         msgspec.structs.replace(problem, window_left=9),
     )
     for kind, devices in zip(kinds, (1, 1, 2), strict=True):
-        with rehearsing(kernel_for(record), kind, record.config, TARGET, DEVICE):
+        with preloading(kernel_for(record), kind, record.config, TARGET, DEVICE):
             pass
         assert entered.count(DEVICE) == devices
 
@@ -237,28 +237,28 @@ def test_preload_runs_once_for_kernels_of_a_kind(
 def test_errors_of_the_preload_are_ignored(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rehearsal = Rehearsal(fails=True)
-    monkeypatch.setattr(flashtune.verification.check, "rehearse", rehearsal)
+    preload = FakePreload(fails=True)
+    monkeypatch.setattr(flashtune.verification.check, "preload", preload)
     record = make_record(problem)
     assert record.config is not None
-    with rehearsing(kernel_for(record), problem, record.config, TARGET, DEVICE):
-        assert rehearsal.began.wait(20)
+    with preloading(kernel_for(record), problem, record.config, TARGET, DEVICE):
+        assert preload.began.wait(20)
 
 
 def test_verified_kernel_needs_no_preload(
     problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
 ) -> None:
-    rehearsal = Rehearsal()
-    monkeypatch.setattr(flashtune.verification.check, "rehearse", rehearsal)
+    preload = FakePreload()
+    monkeypatch.setattr(flashtune.verification.check, "preload", preload)
     monkeypatch.setattr(check, "check_rendered", Checker(True))
     record = make_record(problem)
     assert record.config is not None
     kernel = kernel_for(record)
     passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
     forget_verdicts()
-    with rehearsing(kernel, problem, record.config, TARGET, DEVICE):
+    with preloading(kernel, problem, record.config, TARGET, DEVICE):
         pass
-    assert not rehearsal.began.is_set()
+    assert not preload.began.is_set()
     assert not entered
 
 

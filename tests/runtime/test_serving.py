@@ -103,7 +103,7 @@ def test_unfused_attention_may_serve_short_sequences(
     machine.usual = None
     tuned(machine, make_record(problem, ms=1.0, peers={"unfused": 0.5}))
     q, k, v = inputs(problem)
-    assert flashtune.explain(q, k, v, causal=True).backend == "standard"
+    assert flashtune.explain(q, k, v, causal=True).backend == "unfused"
     torch.testing.assert_close(flashtune.attention(q, k, v, causal=True), expected(q, k, v))
     assert machine.launches == 0
 

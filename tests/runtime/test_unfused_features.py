@@ -35,7 +35,7 @@ MASKS: list[dict[str, Any]] = [
 def check(call: Call) -> None:
     request = read_call(call, False)
     assert request.problem.features
-    serve = baseline_executor(Backend.STANDARD, request)
+    serve = baseline_executor(Backend.UNFUSED, request)
     agrees(call, serve(call.q, call.k, call.v, call.scale, call.side))
 
 

@@ -34,8 +34,8 @@ class Machine:
         self.usual: str | None = "sdpa-cudnn"
 
     @contextlib.contextmanager
-    def rehearsing(self, *_: object) -> Iterator[None]:
-        self.steps.append("rehearse")
+    def preloading(self, *_: object) -> Iterator[None]:
+        self.steps.append("preload")
         yield
         self.steps.append("end")
 

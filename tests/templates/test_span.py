@@ -95,7 +95,7 @@ def test_windows_and_varlen_reduce_the_makespan() -> None:
         msgspec.structs.replace(whole, batch=64, total_q=20000),
     ]
     full, window, *packed = (
-        hopper.span(problem, hopper.default(problem, H200), H200) for problem in (whole, *others)
+        hopper.makespan_ms(problem, hopper.default(problem, H200), H200) for problem in (whole, *others)
     )
     # A ninth of the blocks.
     assert full / 9 < window < full / 5
@@ -140,7 +140,7 @@ def test_every_family_has_a_makespan_for_every_problem(changes: dict[str, int]) 
     for causal in Causal:
         problem = msgspec.structs.replace(a_problem(64, causal=causal), **changes)
         for family in families():
-            span = family.span(problem, family.default(problem, H200), H200)
+            span = family.makespan_ms(problem, family.default(problem, H200), H200)
             assert 0 < span < math.inf
 
 
@@ -160,7 +160,7 @@ def test_makespans_rank_tiles_and_schedules_as_measured(index: int) -> None:
             continue
         config = table.candidate(row).config
         tile = tuple(int(getattr(config, name, 1)) for name in ("groups", "block_m", "block_n"))
-        span = family.span(table.problem, config, H200)
+        span = family.makespan_ms(table.problem, config, H200)
         best[tile] = min(best.get(tile, (math.inf, math.inf)), (ms, span))
     usual = statistics.median(span / ms for ms, span in best.values())
     errors = [abs(math.log(span / ms / usual)) for ms, span in best.values()]
@@ -207,14 +207,14 @@ def test_makespan_of_hopper_tiles_includes_their_overhead() -> None:
     usual = hopper.default(problem, H200)
 
     def span(**changes: object) -> float:
-        return hopper.span(problem, msgspec.structs.replace(usual, **changes), H200)
+        return hopper.makespan_ms(problem, msgspec.structs.replace(usual, **changes), H200)
 
     # Measured on an H200: 200 and 211 µs for one tile a head, whose order is nothing but arithmetic.
     assert 1.03 < span(order=Order.SERPENTINE) / span(order=Order.LINEAR) < 1.07
     assert 1.0 < span(q_stages=1) / span(q_stages=2) < 1.15
     longer = msgspec.structs.replace(problem, heads=32, kv_heads=32, batch=18, seqlen_q=917, seqlen_kv=917)
     even, all_of_them = (
-        hopper.span(
+        hopper.makespan_ms(
             longer,
             msgspec.structs.replace(usual, head_swizzle=4, order=Order.SERPENTINE, balanced_grid=even),
             H200,

@@ -16,7 +16,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification import check, comparison, passes
 from flashtune.verification.cases import Case, Level
-from flashtune.verification.check import rehearse
+from flashtune.verification.check import preload
 from flashtune.verification.gradients import comparison as gradient_findings
 from flashtune.verification.inputs import prepared
 from flashtune.verification.passes import planned_cases
@@ -86,13 +86,13 @@ def test_preload_covers_every_torch_operation_of_a_check(problem: Problem) -> No
     family = find_family("backward_split" if problem.is_backward else "forward_masked")
     config = family.default(problem, H200)
     kernel = render(family, problem, config, SPECIALIZATION)
-    with Operations() as rehearsed:
-        rehearse(kernel, problem, config, H200, CPU, never)
+    with Operations() as preloaded:
+        preload(kernel, problem, config, H200, CPU, never)
     with Operations() as checked:
         verdict = check.check_rendered(kernel, problem, config, H200, CPU, Level.QUICK, seed=3)
     assert not verdict.passed, "nothing was written"
     assert len(checked.met) > 50
-    assert checked.met <= rehearsed.met
+    assert checked.met <= preloaded.met
 
 
 @pytest.mark.usefixtures("quiet")
@@ -111,6 +111,6 @@ def test_preload_runs_one_case_of_each_probe_up_to_a_limit(
         return prepare(case, *rest)
 
     monkeypatch.setattr(prepared, "prepare", noted)
-    rehearse(kernel, PROBLEM, config, H200, CPU, lambda: len(met) >= most)
+    preload(kernel, PROBLEM, config, H200, CPU, lambda: len(met) >= most)
     probes = [case.probe for case, _ in planned_cases(kernel, PROBLEM, config, Level.QUICK, 0)]
     assert [case.probe for case in met] == list(dict.fromkeys(probes))[:most]

@@ -103,13 +103,13 @@ def evaluate_candidate(
         prove = functools.partial(
             check_kernel, family, problem, candidate.config, specialization, target, device
         )
-        hopeless = drop_above_ms is not None and once(run, device) > drop_above_ms
-        verdict = prove(Level.QUICK if hopeless else Level.FULL)
+        pruned = drop_above_ms is not None and once(run, device) > drop_above_ms
+        verdict = prove(Level.QUICK if pruned else Level.FULL)
         if not verdict.passed:
             return Evaluation(Outcome.WRONG_RESULT, verdict, message=verdict.failed)
         throttled = clock_probe(index).is_throttled()
         measurement = measure(run, device, drop_above_ms=drop_above_ms, throttled=throttled)
-        if hopeless and drop_above_ms is not None:
+        if pruned and drop_above_ms is not None:
             if measurement.ms > drop_above_ms:
                 return Evaluation(Outcome.OK, None, measurement, UNPROVEN)
             # The first time was an outlier. Kernels that can be selected need the full verification.

@@ -11,10 +11,10 @@ from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.perf_model.calibration import Calibration
 from flashtune.tuner.search.optuna_study import TrialResult
 from flashtune.tuner.search.proposer import DefaultStrategy
-from flashtune.tuner.search.ranking import opening, rank
+from flashtune.tuner.search.ranking import initial_design, rank
 
 # Candidates that are tried in the order of their predicted times before the sampler is used.
-START = 24
+NUM_STARTUP_TRIALS = 24
 # Spaces of up to this many candidates are enumerated.
 ENUMERATED = 96
 
@@ -59,5 +59,5 @@ def default_policy(known: SearchContext) -> DefaultStrategy:
     ranked = rank(known.scope, known.seed, known.fit)
     everything = tuple(entry.candidate for entry in ranked)
     few = len(everything) <= ENUMERATED and (known.trials is None or len(everything) <= known.trials)
-    start = (*known.enqueued, *(everything if few else opening(ranked, START)))
+    start = (*known.enqueued, *(everything if few else initial_design(ranked, NUM_STARTUP_TRIALS)))
     return DefaultStrategy(known.scope, start, ranked, known.answers, known.seed)

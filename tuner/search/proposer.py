@@ -88,19 +88,19 @@ class DefaultStrategy:
         return candidate not in self._answers and candidate not in self._open
 
     def _is_worth_trying(self, candidate: Candidate) -> bool:
-        return self._is_new(candidate) and not self._is_hopeless(candidate.family)
+        return self._is_new(candidate) and not self._is_pruned(candidate.family)
 
-    def _is_hopeless(self, family: str) -> bool:
+    def _is_pruned(self, family: str) -> bool:
         times = self._times[family]
         fastest = min((ms for times in self._times.values() for ms in times), default=math.inf)
         return len(times) >= FAMILY_CHANCES and min(times) > HOPELESS_FACTOR * fastest
 
     def _free(self) -> NDArray[np.bool_]:
         """Returns, for each candidate of the pool, whether it can be proposed."""
-        hopeless = {family for family in self._spaces if self._is_hopeless(family)}
+        pruned = {family for family in self._spaces if self._is_pruned(family)}
         return np.array(
             [
-                self._is_new(candidate) and candidate.family not in hopeless
+                self._is_new(candidate) and candidate.family not in pruned
                 for candidate in self._pool.candidates
             ],
             dtype=bool,

@@ -74,7 +74,7 @@ def _predict(scope: SearchTask, candidate: Candidate, need: Demand, fit: Calibra
     return expected_ms(scope.problem, family, candidate.config, resources, scope.target, fit)
 
 
-def opening(ranked: Sequence[Ranked], limit: int) -> tuple[Candidate, ...]:
+def initial_design(ranked: Sequence[Ranked], limit: int) -> tuple[Candidate, ...]:
     """Returns the initial design: the fastest predicted candidates of each promising family, in turn."""
     if not ranked:
         return ()

@@ -1,8 +1,8 @@
 """Cost model of attention by the units of a GPU, in microseconds: for ratios, not for absolute times.
 
-`Family.span` uses it. Dispatch uses that to transfer measured times of configs from one shape to another. The
-constants below were fitted to times of configs at random shapes on an H200, and tested at others:
-docs/dispatch.md.
+`Family.makespan_ms` uses it. Dispatch uses that to transfer measured times of configs from one shape to
+another. The constants below were fitted to times of configs at random shapes on an H200, and tested at
+others: docs/dispatch.md.
 """
 
 from __future__ import annotations

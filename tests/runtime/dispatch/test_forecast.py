@@ -135,7 +135,7 @@ def test_few_queries(records: tuple[Record, ...], seqlen_q: int) -> None:
     selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
     assert selection.record.config is not None
     family = find_family(selection.record.family)
-    assert 0 < family.span(problem, selection.record.config, TARGET) < 10
+    assert 0 < family.makespan_ms(problem, selection.record.config, TARGET) < 10
 
 
 def test_forecast_packs_heads_where_queries_are_few(records: tuple[Record, ...]) -> None:

@@ -95,7 +95,7 @@ def test_untuned_head_dim_uses_configs_of_the_next_wider_one(records: tuple[Reco
     assert nearest_selection(selection) is None, "it is of another head dim"
     family = find_family("forward_hopper")
     wide = square(64, 12, 6, 640)
-    assert family.span(wide, record.config, TARGET) < 0.85 * family.span(
+    assert family.makespan_ms(wide, record.config, TARGET) < 0.85 * family.makespan_ms(
         wide, family.default(wide, TARGET), TARGET
     )
 

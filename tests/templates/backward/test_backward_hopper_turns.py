@@ -42,7 +42,7 @@ def test_dropout_excludes_early_dv(dropout: bool) -> None:
 def test_alternate_dq_has_a_shorter_predicted_time() -> None:
     problem = a_problem(batch=16, seqlen_q=2048, seqlen_kv=2048)
     halves, wholes = (
-        FAMILY.span(problem, config_of(problem, alternate_dq=turns), H200) for turns in (False, True)
+        FAMILY.makespan_ms(problem, config_of(problem, alternate_dq=turns), H200) for turns in (False, True)
     )
     assert 0.88 < wholes / halves < 0.95
 

@@ -116,17 +116,17 @@ def test_time_and_traffic_grow_with_visible_pairs() -> None:
     config = usual(a_problem(), H100)
     long = {"seqlen_q": 8192, "seqlen_kv": 8192}
     causal, full = a_problem(**long), a_problem(**long, causal=Causal.NONE)
-    assert 1.5 < FAMILY.span(full, config, H100) / FAMILY.span(causal, config, H100) < 2.1
+    assert 1.5 < FAMILY.makespan_ms(full, config, H100) / FAMILY.makespan_ms(causal, config, H100) < 2.1
     moved = [sum(item.bytes for item in FAMILY.hbm_items(one, config)) for one in (causal, full)]
     assert moved[0] < moved[1]
     cached = sum(item.bytes for item in FAMILY.hbm_items(full, config, H100))
     assert full.minimal_bytes() <= cached < moved[1]
     # The kernel that keeps keys has as little to do behind a window as the one that keeps queries.
-    windowed = FAMILY.span(a_problem(**long, window_left=128), config, H100)
-    assert windowed < FAMILY.span(causal, config, H100) / 4
+    windowed = FAMILY.makespan_ms(a_problem(**long, window_left=128), config, H100)
+    assert windowed < FAMILY.makespan_ms(causal, config, H100) / 4
     # What a launch costs whatever it does is not multiplied by the heads that share keys.
     small = {"batch": 1, "seqlen_q": 16, "seqlen_kv": 16, "kv_heads": 1}
-    alone, shared = (FAMILY.span(a_problem(**small, heads=heads), config, H100) for heads in (1, 8))
+    alone, shared = (FAMILY.makespan_ms(a_problem(**small, heads=heads), config, H100) for heads in (1, 8))
     assert alone < shared < 3 * alone
     for changes in (
         {"window_left": 128},
@@ -134,7 +134,7 @@ def test_time_and_traffic_grow_with_visible_pairs() -> None:
         {"seqlen_kv": 0},
         {"seqlen_q": 9, "seqlen_kv": 8192},
     ):
-        assert 0 < FAMILY.span(a_problem(**changes), config, H100) < math.inf
+        assert 0 < FAMILY.makespan_ms(a_problem(**changes), config, H100) < math.inf
 
 
 @pytest.mark.slow

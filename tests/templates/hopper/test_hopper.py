@@ -68,7 +68,7 @@ def test_supported_tensors_can_be_addressed_by_tma() -> None:
         for alignment in Alignment:
             for index_bits in (32, 64):
                 specialization = Specialization(alignment, index_bits)
-                assert FAMILY.takes(dtype, specialization) is (alignment >= least)
+                assert FAMILY.can_address(dtype, specialization) is (alignment >= least)
     problem = a_problem()
     assert unsupported_reason(FAMILY, problem, H200, Specialization(Alignment.EIGHT, 64)) is None
     assert "cannot address" in str(unsupported_reason(FAMILY, problem, H200, Specialization(Alignment.ANY)))

@@ -22,7 +22,7 @@ from flashtune.tuner.execution.evaluation import Evaluation, Predictor
 from flashtune.tuner.perf_model.calibration import NOTHING
 from flashtune.tuner.perf_model.roofline import predict_ms
 from flashtune.tuner.search.driver import run_search
-from flashtune.tuner.search.ranking import opening, rank
+from flashtune.tuner.search.ranking import initial_design, rank
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
 from flashtune.tuner.search.summary import summary_lines
 from flashtune.tuner.search.warm_start import WARM_CONFIGS, known_winners, warm_configs
@@ -114,13 +114,13 @@ def test_predictions_are_fallbacks_only_of_predictions(native: Family, store: St
 def test_initial_design_includes_every_promising_family(native: Family) -> None:
     scope = SearchTask(LONG, H200, Specialization(), open_spaces(LONG, H200, ()))
     ranked = rank(scope, seed=0, fit=NOTHING)
-    start = opening(ranked, 24)
+    start = initial_design(ranked, 24)
     assert 20 <= len(start) == len(set(start)) <= 24
     families = [candidate.family for candidate in start]
     assert set(families[:2]) == {native.name, PORTABLE}
     assert min(families.count(native.name), families.count(PORTABLE)) >= 7
     assert "forward_kv_outer" not in families, "it is predicted to be far behind"
-    assert opening((), 24) == ()
+    assert initial_design((), 24) == ()
 
 
 def test_families_that_cannot_address_the_tensors_are_not_searched(native: Family) -> None:

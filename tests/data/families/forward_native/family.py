@@ -43,7 +43,7 @@ class ForwardNative:
             return "forward_native takes head dims 64, 128 and 256 and up to 64 heads"
         return None
 
-    def takes(self, dtype: Dtype, specialization: Specialization) -> bool:
+    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
         return specialization.takes_descriptors(dtype)
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -80,7 +80,7 @@ class ForwardNative:
     def overlap(self, config: Config) -> float | None:
         return 0.9
 
-    def span(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
         return problem.flops() / target.peak.half / 1e9
 
     def schedule_variants(self, problem: Problem, config: Config, target: Target) -> tuple[Config, ...]:
