@@ -26,7 +26,7 @@ PROBLEM = Problem(
     left=st.none() | st.integers(0, 10),
     right=st.none() | st.integers(0, 10),
     first=st.integers(0, 3),
-    attention_chunk=st.integers(0, 10),
+    chunk=st.integers(0, 10),
     ragged=st.booleans(),
     prefix=st.integers(0, 3),
 )
