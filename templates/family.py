@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -12,9 +12,14 @@ from flashtune.core.kernel import Argument, Kernel, Specialization, Step
 from flashtune.core.problem import Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 
+C_contra = TypeVar("C_contra", bound=Config, contravariant=True)
+
 
 class Context(msgspec.Struct, frozen=True):
-    """Base of the values that a family passes to its template: ints, bools and enums only, never text."""
+    """Base of the values that a template gets in addition to its config's fields.
+
+    A value replaces the config's field of the same name. Values are ints, bools and enums, never text.
+    """
 
 
 class BytesItem(msgspec.Struct, frozen=True):
@@ -24,8 +29,8 @@ class BytesItem(msgspec.Struct, frozen=True):
     bytes: int
 
 
-class Family(Protocol):
-    """An implementation of attention: template, search space, SRAM model, arguments.
+class FamilyOf(Protocol[C_contra]):
+    """An implementation of attention with one type of config: template, search space, SRAM model, arguments.
 
     The template renders a module that depends only on torch and triton. It holds the jitted kernel `name`,
     `launch_plan(q, k, v, out)` and `attention(q, k, v, scale)`. If the kernel's arguments are descriptors, it
@@ -60,7 +65,7 @@ class Family(Protocol):
 
         A kernel for tensors without known properties can address all tensors.
         """
-        ...
+        return True
 
     def space(self, problem: Problem, target: Target) -> Space:
         """Returns the search space of the problem on the target."""
@@ -71,27 +76,27 @@ class Family(Protocol):
         ...
 
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: C_contra, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
         """Returns the SRAM model, item by item, in bytes: a lower bound of the compiler's SRAM."""
         ...
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
+    def tensor_memory_columns(self, problem: Problem, config: C_contra, target: Target) -> int:
         """Returns the minimum columns of tensor memory of a config (0 without such memory)."""
-        ...
+        return 0
 
-    def programs(self, problem: Problem, config: Config) -> int:
+    def programs(self, problem: Problem, config: C_contra) -> int:
         """Returns the programs of one launch: the size of the kernel's grid."""
         ...
 
-    def overlap(self, config: Config) -> float | None:
+    def overlap(self, config: C_contra) -> float | None:
         """Returns the fraction of the shorter of products and softmax that the kernel's own schedule hides.
 
         None without such a schedule: then only other warps of the SM overlap.
         """
-        ...
+        return None
 
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: C_contra, target: Target) -> float:
         """Returns the makespan of a launch, in ms: from its tiles, their programs and the traffic.
 
         Use it for ratios between shapes and between configs; other parameters of a config are ignored. Fast
@@ -99,12 +104,12 @@ class Family(Protocol):
         """
         ...
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(self, problem: Problem, config: C_contra, target: Target) -> Iterable[Config]:
         """Returns configs of the space that differ from one only in the schedule of work on the GPU."""
-        ...
+        return ()
 
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: C_contra, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
         """Returns HBM traffic of the loop order, item by item, in bytes.
 
@@ -113,27 +118,31 @@ class Family(Protocol):
         """
         ...
 
-    def context(self, problem: Problem, config: Config, specialization: Specialization) -> Context:
-        """Returns the typed values for the template."""
+    def context(self, problem: Problem, config: C_contra, specialization: Specialization) -> Context:
+        """Returns the values for the template, without the fields of the config."""
         ...
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: C_contra, specialization: Specialization
     ) -> tuple[Argument, ...]:
         """Returns the kernel's run-time arguments, in order, for this specialisation."""
         ...
 
-    def options(self, config: Config) -> LaunchOptions:
+    def options(self, config: C_contra) -> LaunchOptions:
         """Returns the compiler's options."""
-        ...
+        return LaunchOptions(config.num_warps, config.num_stages)
 
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+    def prologue(self, problem: Problem, config: C_contra, specialization: Specialization) -> Step | None:
         """Returns the step before the kernel, None if none; its module then also holds `prologue_plan`."""
-        ...
+        return None
 
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+    def epilogue(self, problem: Problem, config: C_contra, specialization: Specialization) -> Step | None:
         """Returns the step after the kernel, None if none; its module then also holds `epilogue_plan`."""
-        ...
+        return None
+
+
+# Any family, where the type of its configs is not known.
+Family: TypeAlias = FamilyOf[Any]
 
 
 def kernel_of_source(

@@ -28,7 +28,7 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
         KernelError: The context holds a value that is not a number, bool or enum.
     """
     environment = _environment()
-    values = _values(family.context(problem, config, specialization))
+    values = _values(config) | _values(family.context(problem, config, specialization))
     checks = environment.get_template(CHECKS).render(_values(checks_of(family, problem, specialization)))
     source = environment.get_template(f"{family.name}/{TEMPLATE}").render(
         values,
@@ -39,8 +39,8 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
     return kernel_of_source(family, problem, config, specialization, source)
 
 
-def _values(context: Context) -> dict[str, object]:
-    return {name: _checked(name, getattr(context, name)) for name in context.__struct_fields__}
+def _values(given: Config | Context) -> dict[str, object]:
+    return {name: _checked(name, getattr(given, name)) for name in given.__struct_fields__}
 
 
 @functools.cache

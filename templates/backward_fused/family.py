@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
-from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
-from flashtune.core.problem import Bias, Direction, Dtype, Feature, Problem
+from flashtune.core.problem import Bias, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_fused.space import (
     FusedConfig,
-    InputPrecision,
     Reduction,
     can_copy,
     can_turn,
@@ -28,15 +26,15 @@ from flashtune.templates.common.args.backward_arguments import (
 )
 from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
-    PortableContext,
-    portable_fields,
+    BackwardContext,
+    backward_fields,
     refusal,
     rows_of_step,
 )
 from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.model.sram import Chunk, head_chunks
 from flashtune.templates.common.model.traffic import cycled_rows, programs_by_key_block, unpacked
-from flashtune.templates.family import BytesItem
+from flashtune.templates.family import BytesItem, Context, FamilyOf
 
 FLOAT32 = 4
 # Maximum number of elements that a program of the prologue clears at once.
@@ -46,26 +44,17 @@ SUMS = "workspace_2"
 RANDOM_WORKSPACE = 3
 
 
-class FusedContext(PortableContext, frozen=True):
-    """The values for the template."""
+class FusedContext(BackwardContext, frozen=True):
+    """The values for the template in addition to the config."""
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int
     reduction: Reduction
-    split_masked_loop: bool
     transpose_dq: bool
-    split_head_dim: bool
-    heads_innermost: bool
-    input_precision: InputPrecision
     sum_chunk: Chunk
     sum_rows: int
     sum_piece: int
 
 
-class BackwardFused:
+class BackwardFused(FamilyOf[FusedConfig]):
     """The family, without state."""
 
     name = "backward_fused"
@@ -82,29 +71,25 @@ class BackwardFused:
     def supports(self, problem: Problem, target: Target) -> str | None:
         return refusal(self.name, problem)
 
-    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
-        return True
-
     def space(self, problem: Problem, target: Target) -> Space:
         return fused_space(problem, target)
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def default(self, problem: Problem, target: Target) -> FusedConfig:
         """Returns tiles that fit every target of the table, for untuned shapes."""
         return usual_config(problem, target)
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: FusedConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
         dbias = ("dbias",) if problem.bias is Bias.ADDITIVE else ()
         dslopes = ("dslopes",) if problem.alibi else ()
         read = ("q", "k", "v", "dout", "workspace_0", "workspace_1", SUMS, *_random(problem))
         return backward_arguments(problem, specialization, (*read, "dk", "dv", *dbias, *dslopes))
 
-    def options(self, config: Config) -> LaunchOptions:
-        assert isinstance(config, FusedConfig)
+    def options(self, config: FusedConfig) -> LaunchOptions:
         return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
 
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+    def prologue(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Step | None:
         dlse = ("dlse",) if specialization.lse else ()
         dslopes = ("dslopes",) if problem.alibi else ()
         workspaces = ("workspace_0", "workspace_1", SUMS, *_random(problem))
@@ -118,7 +103,7 @@ class BackwardFused:
         )
         return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
 
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+    def epilogue(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Step | None:
         packed = problem.total_q > 0
         arguments = (
             *plain_arguments(problem.dtype, specialization, (SUMS, "dq")),
@@ -130,23 +115,14 @@ class BackwardFused:
         return Step("convert_sums", arguments, LaunchOptions(STEP_WARPS, 1))
 
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: FusedConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, FusedConfig)
         return fused_items(problem, config, target, specialization)
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        return 0
-
-    def programs(self, problem: Problem, config: Config) -> int:
-        assert isinstance(config, FusedConfig)
+    def programs(self, problem: Problem, config: FusedConfig) -> int:
         return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // config.block_n)
 
-    def overlap(self, config: Config) -> float | None:
-        return None
-
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
-        assert isinstance(config, FusedConfig)
+    def makespan_ms(self, problem: Problem, config: FusedConfig, target: Target) -> float:
         problem = unpacked(problem)
         keys = keys_span(
             problem,
@@ -158,13 +134,9 @@ class BackwardFused:
         )
         return delta_span(problem, target) + keys
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
-        return ()
-
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: FusedConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, FusedConfig)
         problem = unpacked(problem)
         size = problem.dtype.itemsize
         both = (problem.head_dim + problem.value_head_dim) * size
@@ -183,23 +155,13 @@ class BackwardFused:
             BytesItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
         )
 
-    def context(self, problem: Problem, config: Config, specialization: Specialization) -> FusedContext:
-        assert isinstance(config, FusedConfig)
+    def context(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Context:
         sum_chunk = head_chunks(problem.head_dim, False)[0]
         chunks = chunks_of(problem, config)
         return FusedContext(
-            **portable_fields(problem, specialization, chunks, RANDOM_WORKSPACE),
-            block_m=config.block_m,
-            block_n=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            maxnreg=config.maxnreg,
+            **backward_fields(problem, specialization, chunks, RANDOM_WORKSPACE),
             reduction=config.reduction if can_copy(problem) else Reduction.ATOMICS,
-            split_masked_loop=config.split_masked_loop,
             transpose_dq=config.transpose_dq and can_turn(problem, specialization.alignment),
-            split_head_dim=config.split_head_dim,
-            heads_innermost=config.heads_innermost,
-            input_precision=config.input_precision,
             sum_chunk=sum_chunk,
             sum_rows=min(config.block_m, rows_of_step(sum_chunk)),
             sum_piece=math.gcd(CLEARED, config.block_m * problem.head_dim),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
@@ -33,7 +33,7 @@ from flashtune.templates.backward_hopper.span import hopper_backward_span
 from flashtune.templates.backward_hopper.sram import hopper_backward_items
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
 from flashtune.templates.common.model.traffic import cycled_rows, programs_by_key_block
-from flashtune.templates.family import BytesItem, Context
+from flashtune.templates.family import BytesItem, Context, FamilyOf
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
@@ -47,7 +47,7 @@ STEP_WARPS = 4
 
 
 class HopperBackwardContext(Context, frozen=True):
-    """The values for the template."""
+    """The values for the template in addition to the config."""
 
     dtype: Dtype
     causal: Causal
@@ -56,21 +56,8 @@ class HopperBackwardContext(Context, frozen=True):
     width: int
     rows: int
     swizzle: int
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    do_stages: int
-    ds_stages: int
-    early_dv: bool
-    defer_dp_wait: bool
-    early_dk: bool
-    init_accumulators: bool
-    defer_dq: bool
-    alternate_dq: bool
     stagger_start: bool
     ordered: bool
-    interleaved_heads: int
     multiprocessors: int
     consumer_registers: int
     producer_registers: int
@@ -79,7 +66,7 @@ class HopperBackwardContext(Context, frozen=True):
     dropout: bool
 
 
-class BackwardHopper:
+class BackwardHopper(FamilyOf[HopperBackwardConfig]):
     """The family, without state."""
 
     name = "backward_hopper"
@@ -110,56 +97,49 @@ class BackwardHopper:
     def space(self, problem: Problem, target: Target) -> Space:
         return hopper_backward_space(problem)
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def default(self, problem: Problem, target: Target) -> HopperBackwardConfig:
         return usual_config(problem)
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
-        assert isinstance(config, HopperBackwardConfig)
         return kernel_arguments(problem, config)
 
-    def options(self, config: Config) -> LaunchOptions:
-        return LaunchOptions(config.num_warps, config.num_stages)
-
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        assert isinstance(config, HopperBackwardConfig)
+    def prologue(
+        self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
+    ) -> Step | None:
         arguments = prepare_arguments(problem, config, specialization)
         return Step("prepare", arguments, LaunchOptions(STEP_WARPS, 1))
 
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+    def epilogue(
+        self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
+    ) -> Step | None:
         return Step("finish", finish_arguments(problem, specialization), LaunchOptions(STEP_WARPS, 1))
 
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: HopperBackwardConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, HopperBackwardConfig)
         return hopper_backward_items(problem, config)
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        return 0
-
-    def programs(self, problem: Problem, config: Config) -> int:
-        assert isinstance(config, HopperBackwardConfig)
+    def programs(self, problem: Problem, config: HopperBackwardConfig) -> int:
         return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // config.block_n)
 
-    def overlap(self, config: Config) -> float | None:
+    def overlap(self, config: HopperBackwardConfig) -> float | None:
         return OVERLAP
 
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
-        assert isinstance(config, HopperBackwardConfig)
+    def makespan_ms(self, problem: Problem, config: HopperBackwardConfig, target: Target) -> float:
         return hopper_backward_span(problem, config, target)
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
+    def schedule_variants(
+        self, problem: Problem, config: HopperBackwardConfig, target: Target
+    ) -> Iterable[HopperBackwardConfig]:
         """Returns configs that differ only in the programs' first query blocks."""
-        assert isinstance(config, HopperBackwardConfig)
         if may_rotate(problem):
             yield msgspec.structs.replace(config, stagger_start=not config.stagger_start)
 
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: HopperBackwardConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, HopperBackwardConfig)
         size = problem.dtype.itemsize
         both = (problem.head_dim + problem.value_head_dim) * size
         heads = problem.batch * problem.heads
@@ -178,9 +158,8 @@ class BackwardHopper:
         )
 
     def context(
-        self, problem: Problem, config: Config, specialization: Specialization
-    ) -> HopperBackwardContext:
-        assert isinstance(config, HopperBackwardConfig)
+        self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
+    ) -> Context:
         return HopperBackwardContext(
             dtype=problem.dtype,
             causal=problem.causal,
@@ -189,21 +168,8 @@ class BackwardHopper:
             width=width_of(problem),
             rows=ROWS,
             swizzle=SWIZZLE,
-            block_m=config.block_m,
-            block_n=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            do_stages=config.do_stages,
-            ds_stages=config.ds_stages,
-            early_dv=config.early_dv,
-            defer_dp_wait=config.defer_dp_wait,
-            early_dk=config.early_dk,
-            init_accumulators=config.init_accumulators,
-            defer_dq=config.defer_dq,
-            alternate_dq=config.alternate_dq,
             stagger_start=config.stagger_start and may_rotate(problem),
             ordered=problem.deterministic,
-            interleaved_heads=config.interleaved_heads,
             multiprocessors=MULTIPROCESSORS,
             consumer_registers=CONSUMER_REGISTERS,
             producer_registers=PRODUCER_REGISTERS,

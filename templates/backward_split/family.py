@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
-from flashtune.core.problem import Bias, Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.problem import Bias, Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_split.space import (
-    InputPrecision,
     SplitConfig,
     chunks_of,
     split_space,
@@ -25,38 +22,19 @@ from flashtune.templates.common.args.backward_arguments import (
 )
 from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
-    PortableContext,
-    portable_fields,
+    BackwardContext,
+    backward_fields,
     refusal,
 )
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import unpacked
-from flashtune.templates.family import BytesItem
+from flashtune.templates.family import BytesItem, Context, FamilyOf
 
 # Features that hide keys from only some queries of a block.
 MASKS = frozenset({Feature.WINDOW, Feature.ATTENTION_CHUNK})
 
 
-class SplitContext(PortableContext, frozen=True):
-    """The values for the template."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    dq_block_m: int
-    dq_block_n: int
-    dq_warps: int
-    dq_stages: int
-    maxnreg: int
-    split_masked_loop: bool
-    split_head_dim: bool
-    lpt: bool
-    heads_innermost: bool
-    input_precision: InputPrecision
-
-
-class BackwardSplit:
+class BackwardSplit(FamilyOf[SplitConfig]):
     """The family, without state."""
 
     name = "backward_split"
@@ -72,13 +50,10 @@ class BackwardSplit:
     def supports(self, problem: Problem, target: Target) -> str | None:
         return refusal(self.name, problem)
 
-    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
-        return True
-
     def space(self, problem: Problem, target: Target) -> Space:
         return split_space(problem, target)
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def default(self, problem: Problem, target: Target) -> SplitConfig:
         """Returns tiles that fit every target of the table, for untuned shapes."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         masked = bool(problem.features & MASKS) or problem.causal is not Causal.NONE
@@ -99,15 +74,14 @@ class BackwardSplit:
         )
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: SplitConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
         return backward_arguments(problem, specialization, (*_read(problem), "dk", "dv"))
 
-    def options(self, config: Config) -> LaunchOptions:
-        assert isinstance(config, SplitConfig)
+    def options(self, config: SplitConfig) -> LaunchOptions:
         return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
 
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+    def prologue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
         dlse = ("dlse",) if specialization.lse else ()
         clears_slopes = problem.alibi and problem.total_q > 0
         dslopes = ("dslopes",) if clears_slopes else ()
@@ -122,8 +96,7 @@ class BackwardSplit:
         )
         return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
 
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        assert isinstance(config, SplitConfig)
+    def epilogue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
         options = LaunchOptions(config.dq_warps, config.dq_stages, config.maxnreg)
         dbias = ("dbias",) if problem.bias is Bias.ADDITIVE else ()
         dslopes = ("dslopes",) if problem.alibi else ()
@@ -131,54 +104,28 @@ class BackwardSplit:
         return Step("gradient_of_queries", backward_arguments(problem, specialization, tensors), options)
 
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: SplitConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, SplitConfig)
         return split_items(problem, config, target, specialization)
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        assert isinstance(config, SplitConfig)
+    def tensor_memory_columns(self, problem: Problem, config: SplitConfig, target: Target) -> int:
         return split_columns(problem, config, target)
 
-    def programs(self, problem: Problem, config: Config) -> int:
-        assert isinstance(config, SplitConfig)
+    def programs(self, problem: Problem, config: SplitConfig) -> int:
         return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // config.block_n)
 
-    def overlap(self, config: Config) -> float | None:
-        return None
-
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
-        assert isinstance(config, SplitConfig)
+    def makespan_ms(self, problem: Problem, config: SplitConfig, target: Target) -> float:
         return split_span(unpacked(problem), config, target)
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
-        return ()
-
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: SplitConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, SplitConfig)
         return split_traffic(unpacked(problem), config, target)
 
-    def context(self, problem: Problem, config: Config, specialization: Specialization) -> SplitContext:
-        assert isinstance(config, SplitConfig)
+    def context(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Context:
         chunks = chunks_of(problem, config)
-        return SplitContext(
-            **portable_fields(problem, specialization, chunks, _random_workspace(problem)),
-            block_m=config.block_m,
-            block_n=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            dq_block_m=config.dq_block_m,
-            dq_block_n=config.dq_block_n,
-            dq_warps=config.dq_warps,
-            dq_stages=config.dq_stages,
-            maxnreg=config.maxnreg,
-            split_masked_loop=config.split_masked_loop,
-            split_head_dim=config.split_head_dim,
-            lpt=config.lpt,
-            heads_innermost=config.heads_innermost,
-            input_precision=config.input_precision,
+        return BackwardContext(
+            **backward_fields(problem, specialization, chunks, _random_workspace(problem)),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
@@ -24,7 +24,7 @@ from flashtune.templates.decode_latent_hopper.space import (
 )
 from flashtune.templates.decode_latent_hopper.span import FLOAT32, latent_span, splits_otherwise
 from flashtune.templates.decode_latent_hopper.sram import latent_items
-from flashtune.templates.family import BytesItem, Context
+from flashtune.templates.family import BytesItem, Context, FamilyOf
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
@@ -35,7 +35,7 @@ OVERLAP = 0.5
 
 
 class LatentContext(Context, frozen=True):
-    """The values for the template."""
+    """The values for the template in addition to the config."""
 
     dtype: Dtype
     causal: Causal
@@ -43,10 +43,6 @@ class LatentContext(Context, frozen=True):
     value_head_dim: int
     half: int
     rest: int
-    queries: int
-    num_stages: int
-    num_splits: int
-    overlap_pv: bool
     split_tile: int
     combined: int
     combine_warps: int
@@ -57,7 +53,7 @@ class LatentContext(Context, frozen=True):
     lse: bool
 
 
-class DecodeLatentHopper:
+class DecodeLatentHopper(FamilyOf[LatentConfig]):
     """The family, without state."""
 
     name = "decode_latent_hopper"
@@ -94,7 +90,7 @@ class DecodeLatentHopper:
     def space(self, problem: Problem, target: Target) -> Space:
         return latent_space(problem, target)
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def default(self, problem: Problem, target: Target) -> LatentConfig:
         """Returns a config with enough splits to use all SMs."""
         space = latent_space(problem, target)
         usual = LatentConfig(num_warps=GROUP_WARPS, num_stages=2, overlap_pv=True)
@@ -102,49 +98,35 @@ class DecodeLatentHopper:
         return min(spread, key=lambda config: (latent_span(problem, config, target), config.num_splits))
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: LatentConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
-        assert isinstance(config, LatentConfig)
         return latent_arguments(problem, config, specialization)
 
-    def options(self, config: Config) -> LaunchOptions:
-        return LaunchOptions(config.num_warps, config.num_stages)
-
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        return None
-
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        assert isinstance(config, LatentConfig)
+    def epilogue(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Step | None:
         return combine_step(problem, config, specialization)
 
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: LatentConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, LatentConfig)
         return latent_items(problem, config)
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        return 0
-
-    def programs(self, problem: Problem, config: Config) -> int:
-        assert isinstance(config, LatentConfig)
+    def programs(self, problem: Problem, config: LatentConfig) -> int:
         return row_tiles(problem, config) * problem.batch * config.num_splits
 
-    def overlap(self, config: Config) -> float | None:
+    def overlap(self, config: LatentConfig) -> float | None:
         return OVERLAP
 
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
-        assert isinstance(config, LatentConfig)
+    def makespan_ms(self, problem: Problem, config: LatentConfig, target: Target) -> float:
         return latent_span(problem, config, target)
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
-        assert isinstance(config, LatentConfig)
+    def schedule_variants(
+        self, problem: Problem, config: LatentConfig, target: Target
+    ) -> Iterable[LatentConfig]:
         return splits_otherwise(config, latent_space(problem, target))
 
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: LatentConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, LatentConfig)
         rows = problem.batch * problem.seqlen_q * problem.heads
         tiles = row_tiles(problem, config)
         keys = problem.batch * distinct_keys(problem.sight) * problem.head_dim * problem.kv_itemsize
@@ -161,8 +143,7 @@ class DecodeLatentHopper:
         written = rows * problem.value_head_dim * problem.out_dtype.itemsize
         return (*items, BytesItem("out written once", written))
 
-    def context(self, problem: Problem, config: Config, specialization: Specialization) -> LatentContext:
-        assert isinstance(config, LatentConfig)
+    def context(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Context:
         return LatentContext(
             dtype=problem.dtype,
             causal=problem.causal,
@@ -170,10 +151,6 @@ class DecodeLatentHopper:
             value_head_dim=problem.value_head_dim,
             half=problem.value_head_dim // 2,
             rest=problem.head_dim - problem.value_head_dim,
-            queries=config.queries,
-            num_stages=config.num_stages,
-            num_splits=config.num_splits,
-            overlap_pv=config.overlap_pv,
             split_tile=split_tile(config),
             combined=combined_columns(problem, config),
             combine_warps=COMBINE_WARPS,

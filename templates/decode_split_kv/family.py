@@ -7,13 +7,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.config import Config, LaunchOptions, Space
-from flashtune.core.kernel import Alignment, Argument, Specialization, Step
+from flashtune.core.config import Space
+from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import (
     MAX_HEAD_DIM,
     Bias,
-    Causal,
     Direction,
     Dtype,
     Feature,
@@ -23,7 +22,8 @@ from flashtune.core.problem import (
 )
 from flashtune.core.target import Target
 from flashtune.templates.common.args.feature_context import CONVERTS_E4M3, FeatureContext, asked_of
-from flashtune.templates.common.model.sram import Chunk, power_of_two
+from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
+from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.decode_split_kv.arguments import combine_step, split_arguments
 from flashtune.templates.decode_split_kv.space import (
     COMBINE_WARPS,
@@ -41,26 +41,16 @@ from flashtune.templates.decode_split_kv.space import (
 )
 from flashtune.templates.decode_split_kv.span import decode_span, splits_otherwise
 from flashtune.templates.decode_split_kv.sram import decode_items
-from flashtune.templates.family import BytesItem, Context
+from flashtune.templates.family import BytesItem, Context, FamilyOf
 
 # Maximum number of queries; other families compute more.
 MAX_QUERIES = 16
 MAX_LATENT = 1024
 
 
-class DecodeContext(Context, frozen=True):
-    """The values for the template."""
+class DecodeContext(PortableContext, frozen=True):
+    """The values for the template in addition to the config."""
 
-    dtype: Dtype
-    causal: Causal
-    head_dim: int
-    value_head_dim: int
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    num_splits: int
-    split_head_dim: bool
     early_combine: bool
     combine_warps: int
     split_tile: int
@@ -69,16 +59,11 @@ class DecodeContext(Context, frozen=True):
     asks: FeatureContext
     is_int8: bool
     latent: bool
-    qk_chunks: tuple[Chunk, ...]
-    v_chunks: tuple[Chunk, ...]
     column_widths: tuple[int, ...]
     paired: bool
-    alignment: Alignment
-    index_bits: int
-    lse: bool
 
 
-class DecodeSplitKV:
+class DecodeSplitKV(FamilyOf[DecodeConfig]):
     """The family, without state."""
 
     name = "decode_split_kv"
@@ -115,13 +100,10 @@ class DecodeSplitKV:
             )
         return None
 
-    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
-        return True
-
     def space(self, problem: Problem, target: Target) -> Space:
         return decode_space(problem, target)
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def default(self, problem: Problem, target: Target) -> DecodeConfig:
         """Returns tiles that use all of an H200's bandwidth, and enough splits to use all SMs."""
         space = decode_space(problem, target)
         usual = _usual_tiles(problem, target)
@@ -129,52 +111,35 @@ class DecodeSplitKV:
         return min(spread, key=lambda config: (decode_span(problem, config, target), config.num_splits))
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: DecodeConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
-        assert isinstance(config, DecodeConfig)
         return split_arguments(problem, config, specialization)
 
-    def options(self, config: Config) -> LaunchOptions:
-        return LaunchOptions(config.num_warps, config.num_stages)
-
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        return None
-
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        assert isinstance(config, DecodeConfig)
+    def epilogue(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Step | None:
         return combine_step(problem, config, specialization)
 
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: DecodeConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, DecodeConfig)
         return decode_items(problem, config, target, specialization)
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        return 0
-
-    def programs(self, problem: Problem, config: Config) -> int:
-        assert isinstance(config, DecodeConfig)
+    def programs(self, problem: Problem, config: DecodeConfig) -> int:
         tiles = math.ceil(group_rows(problem) / config.block_m) * problem.batch
         if problem.total_q:
             tiles = problem.total_q * problem.group_size // config.block_m + problem.batch
         return tiles * problem.kv_heads * config.num_splits
 
-    def overlap(self, config: Config) -> float | None:
-        return None
-
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
-        assert isinstance(config, DecodeConfig)
+    def makespan_ms(self, problem: Problem, config: DecodeConfig, target: Target) -> float:
         return decode_span(problem, config, target)
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
-        assert isinstance(config, DecodeConfig)
+    def schedule_variants(
+        self, problem: Problem, config: DecodeConfig, target: Target
+    ) -> Iterable[DecodeConfig]:
         return splits_otherwise(config, decode_space(problem, target))
 
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: DecodeConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, DecodeConfig)
         rows = (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
         tiles = math.ceil(group_rows(problem) / config.block_m)
         width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
@@ -192,24 +157,14 @@ class DecodeSplitKV:
         written = rows * problem.value_head_dim * problem.out_dtype.itemsize
         return (*items, BytesItem("out written once", written))
 
-    def context(self, problem: Problem, config: Config, specialization: Specialization) -> DecodeContext:
-        assert isinstance(config, DecodeConfig)
+    def context(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Context:
         qk_chunks = query_chunks(problem, config.split_head_dim)
         v_chunks = value_chunks(problem, config.split_head_dim)
         combined = combined_columns(problem, config)
         widths = {chunk.width for chunk in (*qk_chunks, *v_chunks)}
         paired = loads_pairs(problem, config, specialization)
         return DecodeContext(
-            dtype=problem.dtype,
-            causal=problem.causal,
-            head_dim=problem.head_dim,
-            value_head_dim=problem.value_head_dim,
-            block_m=config.block_m,
-            block_n=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            num_splits=config.num_splits,
-            split_head_dim=config.split_head_dim,
+            **portable_fields(problem, specialization, qk_chunks, v_chunks),
             early_combine=combines_early(problem, config),
             combine_warps=COMBINE_WARPS,
             split_tile=split_tile(config),
@@ -218,13 +173,8 @@ class DecodeSplitKV:
             asks=asked_of(problem),
             is_int8=problem.kv_dtype is KvDtype.INT8,
             latent=problem.mla,
-            qk_chunks=qk_chunks,
-            v_chunks=v_chunks,
             column_widths=tuple(sorted({*widths, *(width // 2 for width in widths if paired)})),
             paired=paired,
-            alignment=specialization.alignment,
-            index_bits=specialization.index_bits,
-            lse=specialization.lse,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashtune.core.config import Config, LaunchOptions, Space
+from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Feature, Problem
@@ -12,7 +12,7 @@ from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
 from flashtune.templates.common.model.traffic import streamed_items, unpacked
-from flashtune.templates.family import BytesItem, Context
+from flashtune.templates.family import BytesItem, Context, FamilyOf
 from flashtune.templates.forward_hopper.arguments import hopper_arguments
 from flashtune.templates.forward_hopper.space import (
     CONSUMER_REGISTERS,
@@ -43,28 +43,15 @@ SPARE_BYTES = 1024
 
 
 class HopperContext(Context, frozen=True):
-    """The values for the template."""
+    """The values for the template in addition to the config."""
 
     dtype: Dtype
     causal: Causal
     head_dim: int
     value_head_dim: int
-    num_consumer_groups: int
-    rows_per_group: int
-    block_n: int
-    num_stages: int
-    q_stages: int
-    split_epilogue: bool
     ping_pong: bool
-    defer_pv_wait: bool
-    conditional_rescale: bool
-    p_stages: int
-    split_head_dim: bool
-    pack_gqa: int
-    head_swizzle: int
     lpt: bool
     serpentine: bool
-    balanced_grid: bool
     consumer_registers: int
     producer_registers: int
     qk_chunks: tuple[Chunk, ...]
@@ -79,7 +66,7 @@ class HopperContext(Context, frozen=True):
     dropout: bool
 
 
-class ForwardHopper:
+class ForwardHopper(FamilyOf[HopperConfig]):
     """The family, without state."""
 
     name = "forward_hopper"
@@ -112,7 +99,7 @@ class ForwardHopper:
     def space(self, problem: Problem, target: Target) -> Space:
         return hopper_space(problem)
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def default(self, problem: Problem, target: Target) -> HopperConfig:
         """Returns the best config of most lengths, for untuned shapes; padded if needed to fit."""
         usual = usual_config(problem)
         room = target.sram_per_block - SPARE_BYTES
@@ -120,61 +107,47 @@ class ForwardHopper:
         return usual if fits else padded(problem, usual)
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: HopperConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
-        assert isinstance(config, HopperConfig)
         return hopper_arguments(problem, config, specialization)
 
-    def options(self, config: Config) -> LaunchOptions:
-        return LaunchOptions(config.num_warps, config.num_stages)
-
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
+    def prologue(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Step | None:
         """Returns the prologue of 8-bit kernels, which transposes V: TMA cannot."""
         if not problem.dtype.is_quantized:
             return None
         arguments = transpose_arguments(problem.dtype, specialization, WORKSPACE)
         return Step("transpose_values", arguments, LaunchOptions(GROUP_WARPS, 1))
 
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        return None
-
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: HopperConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, HopperConfig)
         return hopper_items(problem, config)
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        return 0
-
-    def programs(self, problem: Problem, config: Config) -> int:
-        assert isinstance(config, HopperConfig)
+    def programs(self, problem: Problem, config: HopperConfig) -> int:
         if problem.total_q:
             # The number of the sequences' tiles is unknown on the host, so use its maximum.
             return problem.heads * (problem.total_q // config.block_m + problem.batch)
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
 
-    def overlap(self, config: Config) -> float | None:
+    def overlap(self, config: HopperConfig) -> float | None:
         return OVERLAP
 
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
-        assert isinstance(config, HopperConfig)
+    def makespan_ms(self, problem: Problem, config: HopperConfig, target: Target) -> float:
         return hopper_span(problem, config, target)
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
-        assert isinstance(config, HopperConfig)
+    def schedule_variants(
+        self, problem: Problem, config: HopperConfig, target: Target
+    ) -> Iterable[HopperConfig]:
         return schedule_variants(config, hopper_space(problem))
 
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: HopperConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, HopperConfig)
         problem = unpacked(problem)
         at_once = running_programs(problem, config, target)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
-    def context(self, problem: Problem, config: Config, specialization: Specialization) -> HopperContext:
-        assert isinstance(config, HopperConfig)
+    def context(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Context:
         if problem.total_q and config.pack_gqa > 1:
             raise KernelError("heads share no tiles in varlen batches: set pack_gqa to 1")
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
@@ -184,22 +157,9 @@ class ForwardHopper:
             causal=problem.causal,
             head_dim=problem.head_dim,
             value_head_dim=problem.value_head_dim,
-            num_consumer_groups=config.num_consumer_groups,
-            rows_per_group=config.rows_per_group,
-            block_n=config.block_n,
-            num_stages=config.num_stages,
-            q_stages=config.q_stages,
-            split_epilogue=config.split_epilogue,
             ping_pong=config.ping_pong and config.num_consumer_groups > 1,
-            defer_pv_wait=config.defer_pv_wait,
-            conditional_rescale=config.conditional_rescale,
-            p_stages=config.p_stages,
-            split_head_dim=config.split_head_dim,
-            pack_gqa=config.pack_gqa,
-            head_swizzle=config.head_swizzle,
             lpt=config.order is not Order.LINEAR,
             serpentine=config.order is Order.SERPENTINE,
-            balanced_grid=config.balanced_grid,
             consumer_registers=CONSUMER_REGISTERS[config.num_consumer_groups],
             producer_registers=PRODUCER_REGISTERS,
             qk_chunks=qk_chunks,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from flashtune.core.config import Axis, BlockSize, Config, LaunchOptions, RegisterCap, Space
-from flashtune.core.kernel import Alignment, Argument, Specialization, Step
-from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.kernel import Argument, Specialization
+from flashtune.core.problem import MAX_HEAD_DIM, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
+from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.makespan import portable_span
-from flashtune.templates.common.model.sram import Chunk, Tiles, engine_of, head_chunks, is_exact, power_of_two
+from flashtune.templates.common.model.sram import Tiles, engine_of, head_chunks, is_exact, power_of_two
 from flashtune.templates.common.model.traffic import AtOnce, cycled_rows, missed
-from flashtune.templates.family import BytesItem, Context
+from flashtune.templates.family import BytesItem, Context, FamilyOf
 from flashtune.templates.forward_kv_outer.sram import cycle_columns, cycle_items
 
 # State of a row between blocks of keys, in global memory and in float32.
@@ -36,28 +35,7 @@ class KVOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     maxnreg: RegisterCap = 0
 
 
-class KVOuterContext(Context, frozen=True):
-    """The values for the template."""
-
-    dtype: Dtype
-    causal: Causal
-    head_dim: int
-    value_head_dim: int
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int
-    split_head_dim: bool
-    qk_chunks: tuple[Chunk, ...]
-    v_chunks: tuple[Chunk, ...]
-    widths: tuple[int, ...]
-    alignment: Alignment
-    index_bits: int
-    lse: bool
-
-
-class ForwardKVOuter:
+class ForwardKVOuter(FamilyOf[KVOuterConfig]):
     """The family, without state."""
 
     name = "forward_kv_outer"
@@ -73,9 +51,6 @@ class ForwardKVOuter:
             return f"forward_kv_outer takes no {problem.dtype}"
         return None
 
-    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
-        return True
-
     def space(self, problem: Problem, target: Target) -> Space:
         odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
         axes = (
@@ -89,7 +64,7 @@ class ForwardKVOuter:
         )
         return Space(KVOuterConfig, axes)
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def default(self, problem: Problem, target: Target) -> KVOuterConfig:
         """Returns a small tile that fits every target of the table."""
         row_bytes = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         side = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
@@ -98,29 +73,20 @@ class ForwardKVOuter:
         return KVOuterConfig(block_m=side, block_n=side, num_warps=4, num_stages=1)
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: KVOuterConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
         return forward_arguments(problem.dtype, specialization, WORKSPACES)
 
-    def options(self, config: Config) -> LaunchOptions:
-        assert isinstance(config, KVOuterConfig)
+    def options(self, config: KVOuterConfig) -> LaunchOptions:
         return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
 
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        return None
-
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        return None
-
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: KVOuterConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, KVOuterConfig)
         tiles = self._tiles(problem, config, target)
         return cycle_items(tiles) if tiles else ()
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        assert isinstance(config, KVOuterConfig)
+    def tensor_memory_columns(self, problem: Problem, config: KVOuterConfig, target: Target) -> int:
         tiles = self._tiles(problem, config, target)
         return cycle_columns(tiles) if tiles else 0
 
@@ -138,24 +104,16 @@ class ForwardKVOuter:
             engine=engine,
         )
 
-    def programs(self, problem: Problem, config: Config) -> int:
+    def programs(self, problem: Problem, config: KVOuterConfig) -> int:
         # Programs on the same rows would race: one for each head.
         return problem.batch * problem.heads
 
-    def overlap(self, config: Config) -> float | None:
-        return None
-
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
-        assert isinstance(config, KVOuterConfig)
+    def makespan_ms(self, problem: Problem, config: KVOuterConfig, target: Target) -> float:
         return portable_span(problem, config.block_m, config.block_n, target)
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
-        return ()
-
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: KVOuterConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, KVOuterConfig)
         size = problem.dtype.itemsize
         all_heads = problem.batch * problem.heads
         rows = all_heads * problem.seqlen_q
@@ -178,28 +136,10 @@ class ForwardKVOuter:
             BytesItem("out written once", rows * problem.value_head_dim * size),
         )
 
-    def context(self, problem: Problem, config: Config, specialization: Specialization) -> KVOuterContext:
-        assert isinstance(config, KVOuterConfig)
+    def context(self, problem: Problem, config: KVOuterConfig, specialization: Specialization) -> Context:
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
         v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
-        return KVOuterContext(
-            dtype=problem.dtype,
-            causal=problem.causal,
-            head_dim=problem.head_dim,
-            value_head_dim=problem.value_head_dim,
-            block_m=config.block_m,
-            block_n=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            maxnreg=config.maxnreg,
-            split_head_dim=config.split_head_dim,
-            qk_chunks=qk_chunks,
-            v_chunks=v_chunks,
-            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
-            alignment=specialization.alignment,
-            index_bits=specialization.index_bits,
-            lse=specialization.lse,
-        )
+        return PortableContext(**portable_fields(problem, specialization, qk_chunks, v_chunks))
 
 
 FAMILY = ForwardKVOuter()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from flashtune.core.config import Config, LaunchOptions, Space
-from flashtune.core.kernel import Alignment, Argument, Specialization, Step
+from flashtune.core.config import LaunchOptions, Space
+from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import (
     MAX_HEAD_DIM,
     Bias,
@@ -24,13 +22,13 @@ from flashtune.templates.common.args.feature_context import (
     asked_arguments,
     asked_of,
 )
+from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.makespan import portable_span
-from flashtune.templates.common.model.sram import Chunk, head_chunks, power_of_two
+from flashtune.templates.common.model.sram import head_chunks, power_of_two
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries, unpacked
-from flashtune.templates.family import BytesItem, Context
+from flashtune.templates.family import BytesItem, Context, FamilyOf
 from flashtune.templates.forward_masked.space import (
     HOPPER,
-    InputPrecision,
     MaskedConfig,
     masked_space,
     value_chunks,
@@ -41,33 +39,13 @@ SMALL_SRAM = 128 * 1024
 SHORT = 64
 
 
-class MaskedContext(Context, frozen=True):
-    """The values for the template."""
+class MaskedContext(PortableContext, frozen=True):
+    """The values for the template in addition to the config."""
 
-    dtype: Dtype
-    causal: Causal
-    head_dim: int
-    value_head_dim: int
     asks: FeatureContext
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int
-    split_masked_loop: bool
-    split_head_dim: bool
-    lpt: bool
-    heads_innermost: bool
-    input_precision: InputPrecision
-    qk_chunks: tuple[Chunk, ...]
-    v_chunks: tuple[Chunk, ...]
-    widths: tuple[int, ...]
-    alignment: Alignment
-    index_bits: int
-    lse: bool
 
 
-class ForwardMasked:
+class ForwardMasked(FamilyOf[MaskedConfig]):
     """The family, without state."""
 
     name = "forward_masked"
@@ -97,13 +75,10 @@ class ForwardMasked:
             return f"forward_masked reads keys of {problem.kv_dtype} from sm_{CONVERTS_E4M3} on"
         return None
 
-    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
-        return True
-
     def space(self, problem: Problem, target: Target) -> Space:
         return masked_space(problem, target)
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def default(self, problem: Problem, target: Target) -> MaskedConfig:
         """Returns a tile that fits every target of the table, for untuned shapes."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         near = problem.window_left is not None or problem.attention_chunk > 0
@@ -125,41 +100,27 @@ class ForwardMasked:
         )
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: MaskedConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
         return asked_arguments(problem, specialization, ())
 
-    def options(self, config: Config) -> LaunchOptions:
-        assert isinstance(config, MaskedConfig)
+    def options(self, config: MaskedConfig) -> LaunchOptions:
         return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
 
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        return None
-
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        return None
-
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: MaskedConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, MaskedConfig)
         return masked_items(problem, config, target, specialization)
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        assert isinstance(config, MaskedConfig)
+    def tensor_memory_columns(self, problem: Problem, config: MaskedConfig, target: Target) -> int:
         return masked_columns(problem, config, target)
 
-    def programs(self, problem: Problem, config: Config) -> int:
-        assert isinstance(config, MaskedConfig)
+    def programs(self, problem: Problem, config: MaskedConfig) -> int:
         if problem.total_q:
             return (problem.total_q // config.block_m + problem.batch) * problem.heads
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
 
-    def overlap(self, config: Config) -> float | None:
-        return None
-
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
-        assert isinstance(config, MaskedConfig)
+    def makespan_ms(self, problem: Problem, config: MaskedConfig, target: Target) -> float:
         return portable_span(
             unpacked(problem),
             config.block_m,
@@ -169,43 +130,19 @@ class ForwardMasked:
             heads_innermost=config.heads_innermost,
         )
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
-        return ()
-
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: MaskedConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, MaskedConfig)
         problem = unpacked(problem)
         at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
-    def context(self, problem: Problem, config: Config, specialization: Specialization) -> MaskedContext:
-        assert isinstance(config, MaskedConfig)
+    def context(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Context:
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
         v_chunks = value_chunks(problem, config)
         return MaskedContext(
-            dtype=problem.dtype,
-            causal=problem.causal,
-            head_dim=problem.head_dim,
-            value_head_dim=problem.value_head_dim,
+            **portable_fields(problem, specialization, qk_chunks, v_chunks),
             asks=asked_of(problem),
-            block_m=config.block_m,
-            block_n=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            maxnreg=config.maxnreg,
-            split_masked_loop=config.split_masked_loop,
-            split_head_dim=config.split_head_dim,
-            lpt=config.lpt,
-            heads_innermost=config.heads_innermost,
-            input_precision=config.input_precision,
-            qk_chunks=qk_chunks,
-            v_chunks=v_chunks,
-            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
-            alignment=specialization.alignment,
-            index_bits=specialization.index_bits,
-            lse=specialization.lse,
         )
 
 

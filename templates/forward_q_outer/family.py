@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from flashtune.core.config import Config, LaunchOptions, Space
-from flashtune.core.kernel import Alignment, Argument, Specialization, Step
+from flashtune.core.config import LaunchOptions, Space
+from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
+from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.makespan import portable_span, resident_programs
-from flashtune.templates.common.model.sram import Chunk, Tiles, engine_of, head_chunks, power_of_two
+from flashtune.templates.common.model.sram import Tiles, engine_of, head_chunks, power_of_two
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
-from flashtune.templates.family import BytesItem, Context
+from flashtune.templates.family import BytesItem, Context, FamilyOf
 from flashtune.templates.forward_q_outer.space import (
     HOPPER,
     InputPrecision,
@@ -25,34 +24,14 @@ from flashtune.templates.forward_q_outer.space import (
 SMALL_SRAM = 128 * 1024
 
 
-class QOuterContext(Context, frozen=True):
-    """The values for the template."""
+class QOuterContext(PortableContext, frozen=True):
+    """The values for the template in addition to the config."""
 
-    dtype: Dtype
-    causal: Causal
-    head_dim: int
-    value_head_dim: int
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int
     loads: Loads
     overlap_qk: bool
-    split_masked_loop: bool
-    split_head_dim: bool
-    lpt: bool
-    heads_innermost: bool
-    input_precision: InputPrecision
-    qk_chunks: tuple[Chunk, ...]
-    v_chunks: tuple[Chunk, ...]
-    widths: tuple[int, ...]
-    alignment: Alignment
-    index_bits: int
-    lse: bool
 
 
-class ForwardQOuter:
+class ForwardQOuter(FamilyOf[QOuterConfig]):
     """The family, without state."""
 
     name = "forward_q_outer"
@@ -68,13 +47,10 @@ class ForwardQOuter:
             return f"forward_q_outer takes no {problem.dtype}"
         return None
 
-    def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
-        return True
-
     def space(self, problem: Problem, target: Target) -> Space:
         return q_outer_space(problem, target)
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def default(self, problem: Problem, target: Target) -> QOuterConfig:
         """Returns a tile that fits every target of the table, for untuned shapes."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         lpt = problem.causal is not Causal.NONE
@@ -100,24 +76,16 @@ class ForwardQOuter:
         )
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: QOuterConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
         return forward_arguments(problem.dtype, specialization, ())
 
-    def options(self, config: Config) -> LaunchOptions:
-        assert isinstance(config, QOuterConfig)
+    def options(self, config: QOuterConfig) -> LaunchOptions:
         return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
 
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        return None
-
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> Step | None:
-        return None
-
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: QOuterConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, QOuterConfig)
         tiles = self._tiles(problem, config, target)
         if tiles is None:
             return ()
@@ -132,8 +100,7 @@ class ForwardQOuter:
         )
         return stream_items(stream)
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        assert isinstance(config, QOuterConfig)
+    def tensor_memory_columns(self, problem: Problem, config: QOuterConfig, target: Target) -> int:
         tiles = self._tiles(problem, config, target)
         halves = problem.dtype is Dtype.FP32
         return stream_columns(tiles, config.num_stages, halves) if tiles else 0
@@ -153,15 +120,10 @@ class ForwardQOuter:
             engine=engine,
         )
 
-    def programs(self, problem: Problem, config: Config) -> int:
-        assert isinstance(config, QOuterConfig)
+    def programs(self, problem: Problem, config: QOuterConfig) -> int:
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
 
-    def overlap(self, config: Config) -> float | None:
-        return None
-
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
-        assert isinstance(config, QOuterConfig)
+    def makespan_ms(self, problem: Problem, config: QOuterConfig, target: Target) -> float:
         return portable_span(
             problem,
             config.block_m,
@@ -181,44 +143,20 @@ class ForwardQOuter:
             ),
         )
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> Iterable[Config]:
-        return ()
-
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: QOuterConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, QOuterConfig)
         at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
-    def context(self, problem: Problem, config: Config, specialization: Specialization) -> QOuterContext:
-        assert isinstance(config, QOuterConfig)
+    def context(self, problem: Problem, config: QOuterConfig, specialization: Specialization) -> Context:
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
         v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
         descriptors = config.loads is Loads.DESCRIPTOR and specialization.takes_descriptors(problem.dtype)
         return QOuterContext(
-            dtype=problem.dtype,
-            causal=problem.causal,
-            head_dim=problem.head_dim,
-            value_head_dim=problem.value_head_dim,
-            block_m=config.block_m,
-            block_n=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            maxnreg=config.maxnreg,
+            **portable_fields(problem, specialization, qk_chunks, v_chunks),
             loads=Loads.DESCRIPTOR if descriptors else Loads.POINTER,
             overlap_qk=config.overlap_qk and descriptors,
-            split_masked_loop=config.split_masked_loop,
-            split_head_dim=config.split_head_dim,
-            lpt=config.lpt,
-            heads_innermost=config.heads_innermost,
-            input_precision=config.input_precision,
-            qk_chunks=qk_chunks,
-            v_chunks=v_chunks,
-            widths=tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
-            alignment=specialization.alignment,
-            index_bits=specialization.index_bits,
-            lse=specialization.lse,
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from flashtune.core.config import Axis, BlockSize, Config, LaunchOptions, Space
+from flashtune.core.config import Axis, BlockSize, Config, Space
 from flashtune.core.problem import Feature
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import Direction, Dtype, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
-from flashtune.templates.family import Context, BytesItem
+from flashtune.templates.family import BytesItem, Context, FamilyOf
 
 HOPPER = 90
 WIDTHS = (64, 128, 256)
@@ -24,10 +24,10 @@ class NativeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class NativeContext(Context, frozen=True):
-    block_m: int
+    """The template needs only the config's fields."""
 
 
-class ForwardNative:
+class ForwardNative(FamilyOf[NativeConfig]):
     name = "forward_native"
     config_type = NativeConfig
     features = frozenset[Feature]()
@@ -57,57 +57,39 @@ class ForwardNative:
         )
         return Space(NativeConfig, axes)
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def default(self, problem: Problem, target: Target) -> NativeConfig:
         return NativeConfig(block_m=128, block_n=128, num_warps=4, num_stages=2)
 
     def sram_items(
-        self, problem: Problem, config: Config, target: Target, specialization: Specialization
+        self, problem: Problem, config: NativeConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        assert isinstance(config, NativeConfig)
         row = problem.head_dim * problem.dtype.itemsize
         return (
             BytesItem("q", config.block_m * row),
             BytesItem("k and v", 2 * config.num_stages * config.block_n * row),
         )
 
-    def tensor_memory_columns(self, problem: Problem, config: Config, target: Target) -> int:
-        return 0
-
-    def programs(self, problem: Problem, config: Config) -> int:
-        assert isinstance(config, NativeConfig)
+    def programs(self, problem: Problem, config: NativeConfig) -> int:
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
 
-    def overlap(self, config: Config) -> float | None:
+    def overlap(self, config: NativeConfig) -> float | None:
         return 0.9
 
-    def makespan_ms(self, problem: Problem, config: Config, target: Target) -> float:
+    def makespan_ms(self, problem: Problem, config: NativeConfig, target: Target) -> float:
         return problem.flops() / target.peak.half / 1e9
 
-    def schedule_variants(self, problem: Problem, config: Config, target: Target) -> tuple[Config, ...]:
-        return ()
-
     def hbm_items(
-        self, problem: Problem, config: Config, target: Target | None = None
+        self, problem: Problem, config: NativeConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
         return (BytesItem("all of it once", problem.minimal_bytes()),)
 
-    def context(self, problem: Problem, config: Config, specialization: Specialization) -> NativeContext:
-        assert isinstance(config, NativeConfig)
-        return NativeContext(config.block_m)
+    def context(self, problem: Problem, config: NativeConfig, specialization: Specialization) -> NativeContext:
+        return NativeContext()
 
     def arguments(
-        self, problem: Problem, config: Config, specialization: Specialization
+        self, problem: Problem, config: NativeConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
         return forward_arguments(problem.dtype, specialization, ())
-
-    def options(self, config: Config) -> LaunchOptions:
-        return LaunchOptions(config.num_warps, config.num_stages)
-
-    def prologue(self, problem: Problem, config: Config, specialization: Specialization) -> None:
-        return None
-
-    def epilogue(self, problem: Problem, config: Config, specialization: Specialization) -> None:
-        return None
 
 
 FAMILY = ForwardNative()

@@ -1,0 +1,49 @@
+"""Values for the templates of portable families, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.templates.common.model.sram import Chunk
+from flashtune.templates.family import Context
+
+
+class PortableContext(Context, frozen=True, kw_only=True):
+    """The values for the templates of all portable families."""
+
+    dtype: Dtype
+    causal: Causal
+    head_dim: int
+    value_head_dim: int
+    qk_chunks: tuple[Chunk, ...]
+    v_chunks: tuple[Chunk, ...]
+    widths: tuple[int, ...]
+    alignment: Alignment
+    index_bits: int
+    lse: bool
+
+
+def portable_fields(
+    problem: Problem,
+    specialization: Specialization,
+    qk_chunks: tuple[Chunk, ...],
+    v_chunks: tuple[Chunk, ...],
+) -> dict[str, Any]:
+    """Returns the fields of a `PortableContext`, by name.
+
+    `qk_chunks` are the tiles of queries' and keys' columns, `v_chunks` those of values' columns.
+    """
+    return {
+        "dtype": problem.dtype,
+        "causal": problem.causal,
+        "head_dim": problem.head_dim,
+        "value_head_dim": problem.value_head_dim,
+        "qk_chunks": qk_chunks,
+        "v_chunks": v_chunks,
+        "widths": tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
+        "alignment": specialization.alignment,
+        "index_bits": specialization.index_bits,
+        "lse": specialization.lse,
+    }
