@@ -20,14 +20,7 @@ from flashtune.core.earlier_names import TABLES, present_record
 from flashtune.core.errors import TableError
 from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, fingerprint, raw_bytes
 from flashtune.db.errors import UnreadableRecord, sqlite_error
-from flashtune.db.limits import (
-    FOREIGN,
-    MAX_VALUE_BYTES,
-    foreign_object,
-    is_too_large,
-    require_file,
-    restrict,
-)
+from flashtune.db.limits import FOREIGN, MAX_VALUE_BYTES, foreign_object, is_too_large, require_file, restrict
 from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
 
 if TYPE_CHECKING:

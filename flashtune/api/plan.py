@@ -12,13 +12,7 @@ from flashtune.api.feature_plans import DensePlan, plan_words
 from flashtune.core.arguments import checked, read_scale
 from flashtune.core.errors import ProblemError
 from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
-from flashtune.request.options import (
-    CausalOption,
-    DenseOptions,
-    LayoutOption,
-    PreferOption,
-    is_plain,
-)
+from flashtune.request.options import CausalOption, DenseOptions, LayoutOption, PreferOption, is_plain
 from flashtune.request.quantization import given_scales, negated
 from flashtune.request.request import Executor, Request, Result, read_request, require_tensors, requires_grad
 from flashtune.runtime.autograd import go_back, leaves_like

@@ -8,6 +8,7 @@ from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Bias, Direction, Feature, Problem
 from flashtune.core.target import Target
+from flashtune.templates.backward_fused.perf_model import fused_items, fused_span
 from flashtune.templates.backward_fused.space import (
     FusedConfig,
     Reduction,
@@ -17,7 +18,6 @@ from flashtune.templates.backward_fused.space import (
     fused_space,
     usual_config,
 )
-from flashtune.templates.backward_fused.sram import fused_items
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
     plain_arguments,
@@ -31,12 +31,10 @@ from flashtune.templates.common.args.backward_portable import (
     refusal,
     rows_of_step,
 )
-from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.model.sram import Chunk, head_chunks
-from flashtune.templates.common.model.traffic import cycled_rows, programs_by_key_block, unpacked
+from flashtune.templates.common.model.traffic import summed_items, unpacked
 from flashtune.templates.family import BytesItem, Context, FamilyOf
 
-FLOAT32 = 4
 # Maximum number of elements that a program of the prologue clears at once.
 CLEARED = 4096
 SUMS = "workspace_2"
@@ -123,37 +121,14 @@ class BackwardFused(FamilyOf[FusedConfig]):
         return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // config.block_n)
 
     def makespan_ms(self, problem: Problem, config: FusedConfig, target: Target) -> float:
-        problem = unpacked(problem)
-        keys = keys_span(
-            problem,
-            config.block_m,
-            config.block_n,
-            target,
-            heads_innermost=config.heads_innermost,
-            products=PRODUCTS_OF_ALL,
-        )
-        return delta_span(problem, target) + keys
+        return fused_span(unpacked(problem), config, target)
 
     def hbm_items(
         self, problem: Problem, config: FusedConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
         problem = unpacked(problem)
-        size = problem.dtype.itemsize
-        both = (problem.head_dim + problem.value_head_dim) * size
-        heads = problem.batch * problem.heads
-        rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
-        sums = problem.head_dim * FLOAT32
-        at_once = programs_by_key_block(problem, config.block_n, target, inner=config.heads_innermost)
-        row_bytes = both + 2 * FLOAT32 + sums
-        walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, at_once, target)
-        return (
-            BytesItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
-            BytesItem("sums of dq cleared", rows * sums),
-            BytesItem("k and v read once, dk and dv written", 2 * keys * both),
-            BytesItem(f"q and dout read {often}", walked * (both + 2 * FLOAT32)),
-            BytesItem(f"sums of dq added to {often}", walked * sums),
-            BytesItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
-        )
+        inner = config.heads_innermost
+        return summed_items(problem, config.block_m, config.block_n, problem.head_dim, target, inner=inner)
 
     def context(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Context:
         sum_chunk = head_chunks(problem.head_dim, False)[0]

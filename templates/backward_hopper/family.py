@@ -15,6 +15,7 @@ from flashtune.templates.backward_hopper.arguments import (
     kernel_arguments,
     prepare_arguments,
 )
+from flashtune.templates.backward_hopper.perf_model import hopper_backward_items, hopper_backward_span
 from flashtune.templates.backward_hopper.space import (
     CONSUMER_REGISTERS,
     MULTIPROCESSORS,
@@ -29,10 +30,8 @@ from flashtune.templates.backward_hopper.space import (
     usual_config,
     width_of,
 )
-from flashtune.templates.backward_hopper.span import hopper_backward_span
-from flashtune.templates.backward_hopper.sram import hopper_backward_items
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
-from flashtune.templates.common.model.traffic import cycled_rows, programs_by_key_block
+from flashtune.templates.common.model.traffic import summed_items
 from flashtune.templates.family import BytesItem, Context, FamilyOf
 
 HOPPER = 90
@@ -41,7 +40,6 @@ DTYPES = (Dtype.BF16, Dtype.FP16)
 COLUMN_STEP = 8
 # Fraction of products and softmax that overlaps by the kernel's schedule.
 OVERLAP = 0.8
-FLOAT32 = 4
 # Warps of the prologue and the epilogue.
 STEP_WARPS = 4
 
@@ -140,22 +138,7 @@ class BackwardHopper(FamilyOf[HopperBackwardConfig]):
     def hbm_items(
         self, problem: Problem, config: HopperBackwardConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        size = problem.dtype.itemsize
-        both = (problem.head_dim + problem.value_head_dim) * size
-        heads = problem.batch * problem.heads
-        rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
-        sums = width_of(problem) * FLOAT32
-        row_bytes = both + 2 * FLOAT32 + sums
-        at_once = programs_by_key_block(problem, config.block_n, target)
-        walked, often = cycled_rows(problem, config.block_m, config.block_n, row_bytes, at_once, target)
-        return (
-            BytesItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
-            BytesItem("sums of dq cleared", rows * sums),
-            BytesItem("k and v read once, dk and dv written", 2 * keys * both),
-            BytesItem(f"q and dout read {often}", walked * (both + 2 * FLOAT32)),
-            BytesItem(f"sums of dq added to {often}", walked * sums),
-            BytesItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
-        )
+        return summed_items(problem, config.block_m, config.block_n, width_of(problem), target)
 
     def context(
         self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization

@@ -6,14 +6,13 @@ from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Bias, Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_split.space import (
-    SplitConfig,
-    chunks_of,
-    split_space,
-    usual_tiles,
+from flashtune.templates.backward_split.perf_model import (
+    split_columns,
+    split_items,
+    split_span,
+    split_traffic,
 )
-from flashtune.templates.backward_split.span import split_span, split_traffic
-from flashtune.templates.backward_split.sram import split_columns, split_items
+from flashtune.templates.backward_split.space import SplitConfig, chunks_of, split_space, usual_tiles
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
     plain_arguments,

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization, Step
-from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.model.traffic import split_keys_items
 from flashtune.templates.decode_latent_hopper.arguments import combine_step, latent_arguments
+from flashtune.templates.decode_latent_hopper.perf_model import latent_items, latent_span, splits_otherwise
 from flashtune.templates.decode_latent_hopper.space import (
     COMBINE_WARPS,
     GROUP_WARPS,
@@ -22,8 +23,6 @@ from flashtune.templates.decode_latent_hopper.space import (
     split_tile,
     worker_registers,
 )
-from flashtune.templates.decode_latent_hopper.span import FLOAT32, latent_span, splits_otherwise
-from flashtune.templates.decode_latent_hopper.sram import latent_items
 from flashtune.templates.family import BytesItem, Context, FamilyOf
 
 HOPPER = 90
@@ -127,21 +126,8 @@ class DecodeLatentHopper(FamilyOf[LatentConfig]):
     def hbm_items(
         self, problem: Problem, config: LatentConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        rows = problem.batch * problem.seqlen_q * problem.heads
         tiles = row_tiles(problem, config)
-        keys = problem.batch * distinct_keys(problem.sight) * problem.head_dim * problem.kv_itemsize
-        queries = rows * problem.head_dim * problem.dtype.itemsize
-        # Tiles of one sequence run concurrently, and a cache holds the data that all of them read.
-        name = "k read once" if tiles == 1 or target else "k read for every tile of rows"
-        items = [
-            BytesItem("q read by every part", config.num_splits * queries),
-            BytesItem(name, keys * (1 if target else tiles)),
-        ]
-        if config.num_splits > 1:
-            partial = config.num_splits * rows * (problem.value_head_dim + 1) * FLOAT32
-            items.append(BytesItem("parts written and read", 2 * partial))
-        written = rows * problem.value_head_dim * problem.out_dtype.itemsize
-        return (*items, BytesItem("out written once", written))
+        return split_keys_items(problem, tiles, config.num_splits, target, tensors="k")
 
     def context(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Context:
         return LatentContext(

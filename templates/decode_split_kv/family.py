@@ -9,25 +9,16 @@ import msgspec
 
 from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization, Step
-from flashtune.core.mask_geometry import distinct_keys
-from flashtune.core.problem import (
-    MAX_HEAD_DIM,
-    Bias,
-    Direction,
-    Dtype,
-    Feature,
-    KvDtype,
-    KvScale,
-    Problem,
-)
+from flashtune.core.problem import MAX_HEAD_DIM, Bias, Direction, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.feature_context import CONVERTS_E4M3, FeatureContext, asked_of
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.model.traffic import split_keys_items
 from flashtune.templates.decode_split_kv.arguments import combine_step, split_arguments
+from flashtune.templates.decode_split_kv.perf_model import decode_items, decode_span, splits_otherwise
 from flashtune.templates.decode_split_kv.space import (
     COMBINE_WARPS,
-    FLOAT32,
     DecodeConfig,
     block_bytes,
     combined_columns,
@@ -39,8 +30,6 @@ from flashtune.templates.decode_split_kv.space import (
     split_tile,
     value_chunks,
 )
-from flashtune.templates.decode_split_kv.span import decode_span, splits_otherwise
-from flashtune.templates.decode_split_kv.sram import decode_items
 from flashtune.templates.family import BytesItem, Context, FamilyOf
 
 # Maximum number of queries; other families compute more.
@@ -140,22 +129,8 @@ class DecodeSplitKV(FamilyOf[DecodeConfig]):
     def hbm_items(
         self, problem: Problem, config: DecodeConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        rows = (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
         tiles = math.ceil(group_rows(problem) / config.block_m)
-        width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
-        keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight) * width * problem.kv_itemsize
-        queries = rows * problem.head_dim * problem.dtype.itemsize
-        # Tiles of one KV head run concurrently, and a cache holds the data that all of them read.
-        name = "k and v read once" if tiles == 1 or target else "k and v read for every tile of rows"
-        items = [
-            BytesItem("q read by every part", config.num_splits * queries),
-            BytesItem(name, keys * (1 if target else tiles)),
-        ]
-        if config.num_splits > 1:
-            partial = config.num_splits * rows * (problem.value_head_dim + 1) * FLOAT32
-            items.append(BytesItem("parts written and read", 2 * partial))
-        written = rows * problem.value_head_dim * problem.out_dtype.itemsize
-        return (*items, BytesItem("out written once", written))
+        return split_keys_items(problem, tiles, config.num_splits, target)
 
     def context(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Context:
         qk_chunks = query_chunks(problem, config.split_head_dim)

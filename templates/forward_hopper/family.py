@@ -14,6 +14,12 @@ from flashtune.templates.common.model.sram import MIN_DOT_WIDTH, Chunk, columns,
 from flashtune.templates.common.model.traffic import streamed_items, unpacked
 from flashtune.templates.family import BytesItem, Context, FamilyOf
 from flashtune.templates.forward_hopper.arguments import hopper_arguments
+from flashtune.templates.forward_hopper.perf_model import (
+    hopper_items,
+    hopper_span,
+    running_programs,
+    schedule_variants,
+)
 from flashtune.templates.forward_hopper.space import (
     CONSUMER_REGISTERS,
     GROUP_WARPS,
@@ -25,8 +31,6 @@ from flashtune.templates.forward_hopper.space import (
     padded,
     usual_config,
 )
-from flashtune.templates.forward_hopper.span import hopper_span, running_programs, schedule_variants
-from flashtune.templates.forward_hopper.sram import hopper_items
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)

@@ -23,17 +23,11 @@ from flashtune.templates.common.args.feature_context import (
     asked_of,
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
-from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries, unpacked
 from flashtune.templates.family import BytesItem, Context, FamilyOf
-from flashtune.templates.forward_masked.space import (
-    HOPPER,
-    MaskedConfig,
-    masked_space,
-    value_chunks,
-)
-from flashtune.templates.forward_masked.sram import masked_columns, masked_items
+from flashtune.templates.forward_masked.perf_model import masked_columns, masked_items, masked_span
+from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, masked_space, value_chunks
 
 SMALL_SRAM = 128 * 1024
 SHORT = 64
@@ -121,14 +115,7 @@ class ForwardMasked(FamilyOf[MaskedConfig]):
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
 
     def makespan_ms(self, problem: Problem, config: MaskedConfig, target: Target) -> float:
-        return portable_span(
-            unpacked(problem),
-            config.block_m,
-            config.block_n,
-            target,
-            longest_first=config.lpt,
-            heads_innermost=config.heads_innermost,
-        )
+        return masked_span(unpacked(problem), config, target)
 
     def hbm_items(
         self, problem: Problem, config: MaskedConfig, target: Target | None = None

@@ -8,18 +8,11 @@ from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Featu
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
-from flashtune.templates.common.model.makespan import portable_span, resident_programs
-from flashtune.templates.common.model.sram import Tiles, engine_of, head_chunks, power_of_two
-from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
+from flashtune.templates.common.model.sram import head_chunks, power_of_two
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
 from flashtune.templates.family import BytesItem, Context, FamilyOf
-from flashtune.templates.forward_q_outer.space import (
-    HOPPER,
-    InputPrecision,
-    Loads,
-    QOuterConfig,
-    q_outer_space,
-)
+from flashtune.templates.forward_q_outer.perf_model import q_outer_columns, q_outer_items, q_outer_span
+from flashtune.templates.forward_q_outer.space import HOPPER, Loads, QOuterConfig, q_outer_space
 
 SMALL_SRAM = 128 * 1024
 
@@ -86,62 +79,16 @@ class ForwardQOuter(FamilyOf[QOuterConfig]):
     def sram_items(
         self, problem: Problem, config: QOuterConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
-        tiles = self._tiles(problem, config, target)
-        if tiles is None:
-            return ()
-        descriptors = config.loads is Loads.DESCRIPTOR and specialization.takes_descriptors(problem.dtype)
-        stream = Stream(
-            tiles=tiles,
-            stages=config.num_stages,
-            descriptors=descriptors,
-            ahead=config.overlap_qk and descriptors,
-            aligned_bytes=specialization.alignment * problem.dtype.itemsize,
-            halves=problem.dtype is Dtype.FP32 and config.input_precision is InputPrecision.TF32X3,
-        )
-        return stream_items(stream)
+        return q_outer_items(problem, config, target, specialization)
 
     def tensor_memory_columns(self, problem: Problem, config: QOuterConfig, target: Target) -> int:
-        tiles = self._tiles(problem, config, target)
-        halves = problem.dtype is Dtype.FP32
-        return stream_columns(tiles, config.num_stages, halves) if tiles else 0
-
-    def _tiles(self, problem: Problem, config: QOuterConfig, target: Target) -> Tiles | None:
-        """Returns the tiles of a program, None for unknown architectures."""
-        ieee = config.input_precision is InputPrecision.IEEE
-        engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee)
-        return engine and Tiles(
-            block_m=config.block_m,
-            block_n=config.block_n,
-            qk_chunks=head_chunks(problem.head_dim, config.split_head_dim),
-            v_chunks=head_chunks(problem.value_head_dim, config.split_head_dim),
-            itemsize=problem.dtype.itemsize,
-            warps=config.num_warps,
-            warp_size=target.warp_size,
-            engine=engine,
-        )
+        return q_outer_columns(problem, config, target)
 
     def programs(self, problem: Problem, config: QOuterConfig) -> int:
         return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
 
     def makespan_ms(self, problem: Problem, config: QOuterConfig, target: Target) -> float:
-        return portable_span(
-            problem,
-            config.block_m,
-            config.block_n,
-            target,
-            longest_first=config.lpt,
-            heads_innermost=config.heads_innermost,
-            descriptors=config.loads is Loads.DESCRIPTOR,
-            resident=resident_programs(
-                problem,
-                config.block_m,
-                config.block_n,
-                config.num_warps,
-                config.num_stages,
-                config.maxnreg,
-                target,
-            ),
-        )
+        return q_outer_span(problem, config, target)
 
     def hbm_items(
         self, problem: Problem, config: QOuterConfig, target: Target | None = None

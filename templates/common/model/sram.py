@@ -12,7 +12,7 @@ from importlib import metadata
 
 import msgspec
 
-from flashtune.core.problem import Dtype
+from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import KIB, Target
 
 # Architectures of the audit. The model claims nothing of others.
@@ -151,6 +151,33 @@ def engine_of(target: Target, dtype: Dtype, block_m: int, num_warps: int, ieee: 
         if target.capability == BLACKWELL and num_warps in (WARPGROUP, 2 * WARPGROUP):
             return Engine.TENSOR_MEMORY
     return Engine.WARP
+
+
+def tiles_of(
+    problem: Problem,
+    target: Target,
+    blocks: tuple[int, int],
+    warps: int,
+    chunks: tuple[tuple[Chunk, ...], tuple[Chunk, ...]],
+    *,
+    ieee: bool,
+) -> Tiles | None:
+    """Returns the tiles of a forward program, None if the architecture is not audited.
+
+    `blocks` are the rows of tiles of queries and of keys. `chunks` are the tiles of queries' and keys'
+    columns, and those of values' columns. `ieee` is as in `engine_of`.
+    """
+    engine = engine_of(target, problem.dtype, blocks[0], warps, ieee)
+    return engine and Tiles(
+        block_m=blocks[0],
+        block_n=blocks[1],
+        qk_chunks=chunks[0],
+        v_chunks=chunks[1],
+        itemsize=problem.dtype.itemsize,
+        warps=warps,
+        warp_size=target.warp_size,
+        engine=engine,
+    )
 
 
 def reordered(tile: int) -> int:

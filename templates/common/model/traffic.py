@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
 from flashtune.templates.family import BytesItem
@@ -15,6 +16,7 @@ CACHE_COPIES = 2
 # Accuracy of the solved fraction of reads. This close to a ratio of 1, the fraction is linear.
 SOLVED = 1e-9
 NEAR_ONE = 1e-5
+FLOAT32 = 4
 EVERY_TILE = "for every tile of queries"
 EVERY_BLOCK = "for every block of keys"
 
@@ -229,6 +231,55 @@ def programs_by_key_block(
     kept = one_tile_each(problem.batch * problem.kv_heads, problem.seqlen_kv, block_n, target, inner=inner)
     # A program iterates over all query heads of its KV head before it reads one of them again.
     return AtOnce(kept.programs, kept.heads * problem.group_size, kept.readers)
+
+
+def summed_items(
+    problem: Problem, block_m: int, block_n: int, width: int, target: Target | None, *, inner: bool = False
+) -> tuple[BytesItem, ...]:
+    """Returns the traffic of a backward pass that adds rows of dq to float32 sums of this width, in bytes.
+
+    `inner` means that neighbouring programs compute different heads.
+    """
+    size = problem.dtype.itemsize
+    both = (problem.head_dim + problem.value_head_dim) * size
+    heads = problem.batch * problem.heads
+    rows, keys = heads * problem.seqlen_q, problem.batch * problem.kv_heads * problem.seqlen_kv
+    sums = width * FLOAT32
+    row_bytes = both + 2 * FLOAT32 + sums
+    at_once = programs_by_key_block(problem, block_n, target, inner=inner)
+    walked, often = cycled_rows(problem, block_m, block_n, row_bytes, at_once, target)
+    return (
+        BytesItem("out and dout read for delta", 2 * rows * problem.value_head_dim * size),
+        BytesItem("sums of dq cleared", rows * sums),
+        BytesItem("k and v read once, dk and dv written", 2 * keys * both),
+        BytesItem(f"q and dout read {often}", walked * (both + 2 * FLOAT32)),
+        BytesItem(f"sums of dq added to {often}", walked * sums),
+        BytesItem("sums of dq read, dq written", rows * (sums + problem.head_dim * size)),
+    )
+
+
+def split_keys_items(
+    problem: Problem, tiles: int, num_splits: int, target: Target | None, *, tensors: str = "k and v"
+) -> tuple[BytesItem, ...]:
+    """Returns the traffic of a forward pass over split keys, in bytes.
+
+    Each KV head has this many tiles of rows. `tensors` are those of keys and values, for the items' names.
+    """
+    rows = (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
+    width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
+    keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight) * width * problem.kv_itemsize
+    queries = rows * problem.head_dim * problem.dtype.itemsize
+    # Tiles of one KV head run concurrently, and a cache holds the data that all of them read.
+    often = "once" if tiles == 1 or target else "for every tile of rows"
+    items = [
+        BytesItem("q read by every part", num_splits * queries),
+        BytesItem(f"{tensors} read {often}", keys * (1 if target else tiles)),
+    ]
+    if num_splits > 1:
+        partial = num_splits * rows * (problem.value_head_dim + 1) * FLOAT32
+        items.append(BytesItem("parts written and read", 2 * partial))
+    written = rows * problem.value_head_dim * problem.out_dtype.itemsize
+    return (*items, BytesItem("out written once", written))
 
 
 def _tiles(extent: int, block: int) -> int:

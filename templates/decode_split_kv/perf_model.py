@@ -1,4 +1,4 @@
-"""Makespan of a launch over split keys, and the splits of the search space."""
+"""Performance model of split keys: minimum SRAM and makespan; other splits of a config."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import msgspec
 
 from flashtune.core.config import Space
+from flashtune.core.kernel import Specialization
 from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.sram import columns
+from flashtune.templates.common.model.sram import Engine, columns, tiles_of
+from flashtune.templates.common.model.sram_stream import Stream
 from flashtune.templates.decode_split_kv.space import (
     FLOAT32,
     WARPGROUP_ROWS,
@@ -20,6 +22,7 @@ from flashtune.templates.decode_split_kv.space import (
     query_chunks,
     value_chunks,
 )
+from flashtune.templates.family import BytesItem
 
 # In µs: an empty launch, a program before and after its keys, and a launch of the combine kernel.
 LAUNCH = 3.7
@@ -35,6 +38,38 @@ WARP_RATE = 0.3
 # loads in pairs. Several programs of an SM do so concurrently, up to this many.
 LONE_EIGHT_BITS = 22e3
 SIDE_BY_SIDE = 3
+
+
+def decode_items(
+    problem: Problem, config: DecodeConfig, target: Target, specialization: Specialization
+) -> tuple[BytesItem, ...]:
+    """Returns the items that are live at one point of the main loop."""
+    chunks = query_chunks(problem, config.split_head_dim), value_chunks(problem, config.split_head_dim)
+    blocks = config.block_m, config.block_n
+    tiles = tiles_of(problem, target, blocks, config.num_warps, chunks, ieee=True)
+    # AMD's units reorder tiles in registers, other units read them from SRAM.
+    if tiles is None or tiles.engine is Engine.MFMA:
+        return ()
+    stored = msgspec.structs.replace(tiles, itemsize=problem.kv_itemsize)
+    # Columns beyond a head dim are masked in groups, whose size divides it.
+    together = math.gcd(specialization.alignment, problem.head_dim, problem.value_head_dim)
+    stream = Stream(
+        tiles=stored,
+        stages=config.num_stages,
+        descriptors=False,
+        ahead=False,
+        aligned_bytes=together * problem.kv_itemsize,
+        halves=False,
+    )
+    grouped = tiles.engine is Engine.WARPGROUP and problem.kv_dtype is None
+    # Tensor Cores of warp groups read SRAM; others, and conversions, read registers.
+    flight = config.num_stages if grouped else config.num_stages - 1
+    items = [BytesItem(f"k, {flight} in flight", flight * stream.k)]
+    if not problem.mla:
+        items.append(BytesItem(f"v, {flight} in flight", flight * stream.v))
+    if grouped:
+        items.append(BytesItem("q", sum(tile for tile in tiles.q if tiles.worth_a_copy(tile))))
+    return tuple(item for item in items if item.bytes)
 
 
 def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float:

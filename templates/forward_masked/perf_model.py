@@ -1,4 +1,4 @@
-"""The minimum SRAM of a tile of queries and a stream of K and V, in any storage."""
+"""Performance model of a tile of queries and a stream of K and V: minimum SRAM and makespan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import msgspec
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.sram import Engine, Tiles, engine_of, head_chunks
+from flashtune.templates.common.model.makespan import portable_span
+from flashtune.templates.common.model.sram import Engine, Tiles, head_chunks, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.family import BytesItem
 from flashtune.templates.forward_masked.space import InputPrecision, MaskedConfig, value_chunks
@@ -53,17 +54,8 @@ def _waits_for_pages(problem: Problem, config: MaskedConfig) -> bool:
 def _tiles(problem: Problem, config: MaskedConfig, target: Target) -> Tiles | None:
     """Returns the tiles of a program as the products read them."""
     ieee = config.input_precision is InputPrecision.IEEE
-    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee)
-    return engine and Tiles(
-        block_m=config.block_m,
-        block_n=config.block_n,
-        qk_chunks=head_chunks(problem.head_dim, config.split_head_dim),
-        v_chunks=value_chunks(problem, config),
-        itemsize=problem.dtype.itemsize,
-        warps=config.num_warps,
-        warp_size=target.warp_size,
-        engine=engine,
-    )
+    chunks = head_chunks(problem.head_dim, config.split_head_dim), value_chunks(problem, config)
+    return tiles_of(problem, target, (config.block_m, config.block_n), config.num_warps, chunks, ieee=ieee)
 
 
 def _converted_items(stream: Stream) -> tuple[BytesItem, ...]:
@@ -80,3 +72,15 @@ def _converted_items(stream: Stream) -> tuple[BytesItem, ...]:
     if tiles.engine is Engine.WARPGROUP:
         items.append(BytesItem("k or v in the type of q", max(*tiles.k, *tiles.v)))
     return tuple(item for item in items if item.bytes)
+
+
+def masked_span(problem: Problem, config: MaskedConfig, target: Target) -> float:
+    """Returns the time of a launch, in ms. A varlen batch is passed as a batch."""
+    return portable_span(
+        problem,
+        config.block_m,
+        config.block_n,
+        target,
+        longest_first=config.lpt,
+        heads_innermost=config.heads_innermost,
+    )

@@ -1,4 +1,4 @@
-"""The minimum SRAM of the fused kernel: resident tiles, streamed tiles and staged results."""
+"""Performance model of the fused backward kernel: minimum SRAM and makespan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flashtune.templates.backward_fused.space import (
     can_copy,
     chunks_of,
 )
+from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, engine_of
 from flashtune.templates.family import BytesItem
 
@@ -45,3 +46,16 @@ def fused_items(
         BytesItem("gradients of scores", config.block_m * config.block_n * size),
         BytesItem("dq on its way to its sums", staged),
     )
+
+
+def fused_span(problem: Problem, config: FusedConfig, target: Target) -> float:
+    """Returns the time of the prologue and the kernel, in ms. A varlen batch is passed as a batch."""
+    keys = keys_span(
+        problem,
+        config.block_m,
+        config.block_n,
+        target,
+        heads_innermost=config.heads_innermost,
+        products=PRODUCTS_OF_ALL,
+    )
+    return delta_span(problem, target) + keys

@@ -1,16 +1,22 @@
-"""The minimum SRAM of a tile of K and V and a loop over queries, item by item."""
+"""Performance model of a loop over queries for each tile of K and V: minimum SRAM and HBM traffic."""
 
 from __future__ import annotations
 
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import (
     SHARING_RELEASE,
     Engine,
     Tiles,
     columns_of,
+    head_chunks,
     reordered,
+    tiles_of,
     triton_release,
 )
+from flashtune.templates.common.model.traffic import AtOnce, cycled_rows, missed
 from flashtune.templates.family import BytesItem
+from flashtune.templates.forward_kv_outer.space import KVOuterConfig
 
 FLOAT32_BYTES = 4
 # Rows of one warp's matrix instruction.
@@ -19,11 +25,14 @@ MFMA_ROWS = 32
 MANY_WARPS = 8
 
 
-def cycle_items(tiles: Tiles) -> tuple[BytesItem, ...]:
+def cycle_items(problem: Problem, config: KVOuterConfig, target: Target) -> tuple[BytesItem, ...]:
     """Returns the items that are live at one point of the inner loop.
 
     Both loops contain a barrier, so nothing is pipelined and alignment changes nothing.
     """
+    tiles = _tiles(problem, config, target)
+    if tiles is None:
+        return ()
     if tiles.engine is Engine.MFMA:
         return (BytesItem("the largest tile in passing", _largest_reordered(tiles)),)
     weights = tiles.weights if tiles.engine is Engine.VECTOR else tiles.crossing_weights()
@@ -35,14 +44,49 @@ def cycle_items(tiles: Tiles) -> tuple[BytesItem, ...]:
     )
 
 
-def cycle_columns(tiles: Tiles) -> int:
+def cycle_columns(problem: Problem, config: KVOuterConfig, target: Target) -> int:
     """Returns columns of tensor memory: of scores and output, which is there only during its update."""
+    tiles = _tiles(problem, config, target)
+    if tiles is None:
+        return 0
     scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
     if triton_release() >= SHARING_RELEASE:
         return columns_of(tiles, max(scores, output))
     # Probabilities are half as wide as scores. Scores that are summed over chunks are stored twice.
     twice = min(len(tiles.qk_chunks), 2)
     return columns_of(tiles, scores * twice + scores // 2 + output)
+
+
+def cycle_traffic(problem: Problem, config: KVOuterConfig, target: Target | None) -> tuple[BytesItem, ...]:
+    """Returns HBM traffic, item by item, in bytes."""
+    size = problem.dtype.itemsize
+    all_heads = problem.batch * problem.heads
+    rows = all_heads * problem.seqlen_q
+    state = (problem.value_head_dim + 2) * FLOAT32_BYTES
+    # One program for each head. It iterates over all queries of its head and their state.
+    programs = min(all_heads, target.sm_count) if target else all_heads
+    row_bytes = problem.head_dim * size + state
+    visits, often = cycled_rows(
+        problem, config.block_m, config.block_n, row_bytes, AtOnce(programs, programs), target
+    )
+    last = rows * missed(programs * problem.seqlen_q * row_bytes, target)
+    keys = all_heads * problem.seqlen_kv * (problem.head_dim + problem.value_head_dim) * size
+    return (
+        BytesItem("k and v read once for every query head", keys),
+        BytesItem("carried max, sum and output first written", rows * state),
+        BytesItem(f"q read {often}", visits * problem.head_dim * size),
+        BytesItem(f"carried max, sum and output read {often}", visits * state),
+        BytesItem(f"carried max, sum and output written {often}", visits * state),
+        BytesItem("carried max, sum and output last read", round(last) * state),
+        BytesItem("out written once", rows * problem.value_head_dim * size),
+    )
+
+
+def _tiles(problem: Problem, config: KVOuterConfig, target: Target) -> Tiles | None:
+    """Returns the tiles of a program, None for unknown architectures."""
+    qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
+    chunks = qk_chunks, head_chunks(problem.value_head_dim, config.split_head_dim)
+    return tiles_of(problem, target, (config.block_m, config.block_n), config.num_warps, chunks, ieee=True)
 
 
 def _largest_reordered(tiles: Tiles) -> int:

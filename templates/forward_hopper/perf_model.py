@@ -1,4 +1,4 @@
-"""Makespan of the Hopper family, and other schedules of the same work."""
+"""Performance model of the Hopper family: SRAM and makespan; other schedules of the same work."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from flashtune.core.config import Space
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.cost import CostParams, block_us, tile_us, together_us, traffic_us
+from flashtune.templates.common.model.sram import columns, head_chunks
 from flashtune.templates.common.model.tile_schedule import (
     TileCost,
     Tiling,
@@ -20,8 +21,12 @@ from flashtune.templates.common.model.tile_schedule import (
     staying,
 )
 from flashtune.templates.common.model.traffic import AtOnce, unpacked
+from flashtune.templates.family import BytesItem
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 
+BARRIER_BYTES = 8
+# Each ring has barriers for full and for empty tiles.
+SIDES = 2
 # By consumer groups: more groups overlap more of the softmax with the others' products.
 PACES = {
     1: CostParams(launch=9.9, block=0.173, tile=0.663, hidden=-0.1, exposed=0.5),
@@ -38,6 +43,28 @@ ALTERNATING = 0.25
 WAITING = 0.43
 # Fraction of time lost if programs of a group of heads change heads in each round.
 OUT_OF_STEP = 0.05
+
+
+def hopper_items(problem: Problem, config: HopperConfig) -> tuple[BytesItem, ...]:
+    """Returns all allocations of a program, in bytes."""
+    size = problem.dtype.itemsize
+    queries = columns(head_chunks(problem.head_dim, config.split_head_dim)) * size
+    values = columns(head_chunks(problem.value_head_dim, config.split_head_dim))
+    q_slots = config.q_stages * config.num_consumer_groups
+    staged = values // 2 if config.split_epilogue else values
+    block = config.num_stages * config.block_n
+    barriers = SIDES * (q_slots + 2 * config.num_stages) * BARRIER_BYTES
+    items = (
+        BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries),
+        BytesItem(f"k, {config.num_stages} in flight", block * queries),
+        BytesItem(f"v, {config.num_stages} in flight", block * values * size),
+        BytesItem(
+            f"weights, {config.p_stages} in flight", config.p_stages * config.block_m * config.block_n * size
+        ),
+        BytesItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
+        BytesItem("barriers", barriers),
+    )
+    return tuple(item for item in items if item.bytes)
 
 
 def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float:

@@ -1,4 +1,4 @@
-"""Makespan of a launch over split latent keys, and the splits of the search space."""
+"""Performance model of split latent keys: SRAM and makespan; other splits of a config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.decode_latent_hopper.space import BLOCK_N, ROWS, LatentConfig, row_tiles
+from flashtune.templates.family import BytesItem
 
+BARRIER_BYTES = 8
+FLOAT32 = 4
+# Blocks of probabilities in transit between the groups.
+SLOTS = 2
+# Barriers of halves, of the rest, of probabilities; of queries, and of the end.
+BARRIERS_A_STAGE = 4
+OTHER_BARRIERS = 2 + 2 * SLOTS + 2
 # In µs: an empty launch, a program before and after its keys, and a launch of the combine kernel.
 LAUNCH = 4.0
 PROGRAM = 3.0
@@ -20,7 +28,23 @@ COMBINE = 2.2
 # Fraction of the Tensor Cores' peak, and of the datasheet's bandwidth of HBM.
 RATE = 0.65
 BANDWIDTH_SHARE = 0.9
-FLOAT32 = 4
+
+
+def latent_items(problem: Problem, config: LatentConfig) -> tuple[BytesItem, ...]:
+    """Returns all allocations of a program, in bytes."""
+    size = problem.dtype.itemsize
+    rest = problem.head_dim - problem.value_head_dim
+    barriers = BARRIERS_A_STAGE * config.num_stages + OTHER_BARRIERS
+    return (
+        BytesItem("q", ROWS * problem.head_dim * size),
+        BytesItem(
+            f"k, {config.num_stages} in flight",
+            BLOCK_N * (config.num_stages * problem.value_head_dim + rest) * size,
+        ),
+        BytesItem("weights", SLOTS * ROWS * BLOCK_N * size),
+        BytesItem("factors of rows", (SLOTS + 1) * ROWS * FLOAT32),
+        BytesItem("barriers", barriers * BARRIER_BYTES),
+    )
 
 
 def latent_span(problem: Problem, config: LatentConfig, target: Target) -> float:

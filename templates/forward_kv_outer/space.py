@@ -1,0 +1,38 @@
+"""The search space of the family with an outer loop over keys."""
+
+from __future__ import annotations
+
+from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
+from flashtune.core.problem import Problem
+from flashtune.templates.common.model.sram import is_exact
+
+
+class KVOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One point of the space.
+
+    Attributes:
+        block_m: Queries of a tile.
+        block_n: Keys of a tile.
+        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
+        maxnreg: Limit of registers per thread, 0 for none.
+    """
+
+    block_m: BlockSize
+    block_n: BlockSize
+    split_head_dim: bool = False
+    maxnreg: RegisterCap = 0
+
+
+def kv_outer_space(problem: Problem) -> Space:
+    """Returns the search space."""
+    odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    axes = (
+        Axis("block_m", (16, 32, 64, 128)),
+        Axis("block_n", (16, 32, 64, 128, 256)),
+        Axis("num_warps", (2, 4, 8, 16)),
+        # Triton does not pipeline loops that contain a barrier: more stages change nothing.
+        Axis("num_stages", (1,)),
+        Axis("split_head_dim", (False, True) if odd_width else (False,)),
+        Axis("maxnreg", (0,)),
+    )
+    return Space(KVOuterConfig, axes)

@@ -1,0 +1,68 @@
+"""Performance model of a tile of queries and a stream of K and V: minimum SRAM and makespan."""
+
+from __future__ import annotations
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.target import Target
+from flashtune.templates.common.model.makespan import portable_span, resident_programs
+from flashtune.templates.common.model.sram import Tiles, head_chunks, tiles_of
+from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
+from flashtune.templates.family import BytesItem
+from flashtune.templates.forward_q_outer.space import InputPrecision, Loads, QOuterConfig
+
+
+def q_outer_items(
+    problem: Problem, config: QOuterConfig, target: Target, specialization: Specialization
+) -> tuple[BytesItem, ...]:
+    """Returns the items that are live at one point of the main loop."""
+    tiles = _tiles(problem, config, target)
+    if tiles is None:
+        return ()
+    descriptors = config.loads is Loads.DESCRIPTOR and specialization.takes_descriptors(problem.dtype)
+    stream = Stream(
+        tiles=tiles,
+        stages=config.num_stages,
+        descriptors=descriptors,
+        ahead=config.overlap_qk and descriptors,
+        aligned_bytes=specialization.alignment * problem.dtype.itemsize,
+        halves=problem.dtype is Dtype.FP32 and config.input_precision is InputPrecision.TF32X3,
+    )
+    return stream_items(stream)
+
+
+def q_outer_columns(problem: Problem, config: QOuterConfig, target: Target) -> int:
+    """Returns columns of tensor memory, 0 for unknown architectures."""
+    tiles = _tiles(problem, config, target)
+    halves = problem.dtype is Dtype.FP32
+    return stream_columns(tiles, config.num_stages, halves) if tiles else 0
+
+
+def q_outer_span(problem: Problem, config: QOuterConfig, target: Target) -> float:
+    """Returns the time of a launch, in ms."""
+    return portable_span(
+        problem,
+        config.block_m,
+        config.block_n,
+        target,
+        longest_first=config.lpt,
+        heads_innermost=config.heads_innermost,
+        descriptors=config.loads is Loads.DESCRIPTOR,
+        resident=resident_programs(
+            problem,
+            config.block_m,
+            config.block_n,
+            config.num_warps,
+            config.num_stages,
+            config.maxnreg,
+            target,
+        ),
+    )
+
+
+def _tiles(problem: Problem, config: QOuterConfig, target: Target) -> Tiles | None:
+    """Returns the tiles of a program, None for unknown architectures."""
+    ieee = config.input_precision is InputPrecision.IEEE
+    qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
+    chunks = qk_chunks, head_chunks(problem.value_head_dim, config.split_head_dim)
+    return tiles_of(problem, target, (config.block_m, config.block_n), config.num_warps, chunks, ieee=ieee)
