@@ -111,7 +111,10 @@ def decode_earlier_record(raw: bytes) -> Record:
 
 
 def decode_stored(payload: object, problem_key: object, target: object) -> Record:
-    """Returns the record of a row. It must match the row's problem and target.
+    """Returns the record of a row, also one with earlier names. It must match the row's problem and target.
+
+    A database may have such rows: the runtime migrates none, and a program of an earlier version may still
+    write to one that another program migrated.
 
     Raises:
         TableError: The row holds no record, or the record of another row.
@@ -120,7 +123,11 @@ def decode_stored(payload: object, problem_key: object, target: object) -> Recor
         raise TableError(f"a row has no record, or one of more than {MAX_RECORD_BYTES} bytes")
     if not isinstance(payload, str):
         raise TableError(f"a row holds {type(payload).__name__} where a record's JSON should be")
-    record = decode_record(raw_bytes(payload))
+    raw = raw_bytes(payload)
+    try:
+        record = decode_record(raw)
+    except TableError:
+        record = decode_earlier_record(raw)
     if (record.problem.key, record.target) != (problem_key, target):
         raise TableError(
             f"a record of {record.problem.key} on {record.target} is stored under another problem or target"

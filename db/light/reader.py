@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashtune.core.earlier_names import TABLES, present_record
+from flashtune.core.earlier_names import TABLES
 from flashtune.core.errors import TableError
 from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, fingerprint, raw_bytes
 from flashtune.db.errors import UnreadableRecord, sqlite_error
@@ -122,22 +122,11 @@ class Reader:
     def _readable(self, rows: Rows) -> Iterator[Record]:
         for problem_key, target, payload in rows:
             try:
-                yield _decoded(payload, problem_key, target)
+                yield decode_stored(payload, problem_key, target)
             except TableError as error:
                 warnings.warn(
                     f"a selection of {self._where} was skipped: {error}", UnreadableRecord, stacklevel=4
                 )
-
-
-def _decoded(payload: object, problem_key: object, target: object) -> Record:
-    """Returns the record of a row, also with earlier names of fields: the runtime migrates no database."""
-    try:
-        return decode_stored(payload, problem_key, target)
-    except TableError:
-        if not isinstance(payload, str):
-            raise
-        present = present_record(raw_bytes(payload)).decode(errors="surrogateescape")
-        return decode_stored(present, problem_key, target)
 
 
 def _check_key(digest: str, target: str, versions: Versions) -> Values:
@@ -153,6 +142,8 @@ def _query_file(path: Path, url: str, table: str, question: str, values: Values)
     require_file(path)
     try:
         with closing(_connect(path)) as connection:
+            # All statements see one state of the file: another process may rename the tables meanwhile.
+            connection.execute("BEGIN")
             foreign = connection.execute(FOREIGN).fetchone()
             if foreign is not None:
                 raise foreign_object(str(foreign[0]), describe(url))

@@ -23,6 +23,7 @@ from flashtune.core.record import Measurement, Outcome, PeerTime, Record, Versio
 from flashtune.db import migrate
 from flashtune.db.codec import encode_record, fingerprint
 from flashtune.db.errors import UnreadableRecord
+from flashtune.db.light import reader as light_reader
 from flashtune.db.light.bootstrap import HEAD, REVISIONS
 from flashtune.db.light.reader import open_reader
 from flashtune.db.migrate import MIGRATIONS, Upgraded, upgrade
@@ -239,6 +240,46 @@ def test_records_with_earlier_names_become_those_of_a_new_database(path: Path, t
     with closing(sqlite3.connect(path)) as connection:
         for view in ("fallback_records", "stand_in_records"):
             assert connection.execute(f"SELECT count(*) FROM {view}").fetchone() == (len(records),)
+
+
+def test_reader_sees_one_state_of_a_database_that_is_migrated(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = shipped_records()
+    earlier_database(path, records)
+    opened = open_reader(str(path))
+    assert opened is not None
+    tables: list[str] = []
+
+    def migrate_after_first(connection: sqlite3.Connection, table: str) -> bool:
+        found = is_there(connection, table)
+        tables.append(table)
+        upgrade(str(path))
+        return found
+
+    is_there = light_reader._is_there
+    monkeypatch.setattr(light_reader, "_is_there", migrate_after_first)
+    assert len(opened.fallbacks("nvidia-h200")) == len(records)
+    assert tables == ["fallbacks", "stand_ins"]
+    assert len(opened.fallbacks("nvidia-h200")) == len(records)
+    assert tables[2:] == ["fallbacks"]
+
+
+def test_rows_with_earlier_names_in_a_migrated_database_are_read(path: Path) -> None:
+    with open_store(str(path)) as store:
+        for record in shipped_records():
+            store.pin(store.add(record))
+        expected = [stored.record for stored in store.selections()]
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for number, record in enumerate(shipped_records(), 1):
+            payload = earlier_json(record).decode()
+            connection.execute("UPDATE records SET payload = ? WHERE id = ?", (payload, number))
+    with open_store(str(path)) as store, warnings.catch_warnings():
+        warnings.simplefilter("error", UnreadableRecord)
+        assert [stored.record for stored in store.selections()] == expected
+        assert {stored.record.problem.key for stored in store.records()} == {
+            record.problem.key for record in expected
+        }
 
 
 @pytest.mark.parametrize(
