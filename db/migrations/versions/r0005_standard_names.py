@@ -14,7 +14,6 @@ import sqlalchemy as sa
 from alembic import op
 
 from flashtune.core.earlier_names import BASELINES, present_record
-from flashtune.db.limits import is_too_large
 
 revision = "0005"
 down_revision = "0004"
@@ -50,9 +49,7 @@ def _each_if_needed(
     try:
         with connection.begin_nested():
             change(connection, keys)
-    except sa.exc.DBAPIError as error:
-        if not (isinstance(error, sa.exc.IntegrityError) or is_too_large(error.orig)):
-            raise
+    except (sa.exc.DataError, sa.exc.IntegrityError):
         if len(keys) > 1:
             for key in keys:
                 _each_if_needed(connection, [key], change)
