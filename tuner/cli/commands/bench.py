@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import msgspec
 
+from flashtune.core.earlier_names import BASELINES
 from flashtune.core.errors import UsageError, VerificationError
 from flashtune.core.file_lock import read_bounded
 from flashtune.tuner.cli.command import flashtune_command
@@ -22,10 +23,17 @@ if TYPE_CHECKING:
     from flashtune.tuner.bench.grids import PeerFile
     from flashtune.tuner.bench.results import BenchRun
 
-# As in `bench_grid` and `bench_peers`, whose import would slow down `--help`.
+# As in `grids` and `peer_runs` of `flashtune.tuner.bench`, whose import would slow down `--help`.
 GRIDS = ("paper", "gqa", "fp8", "backward", "decode")
 MAX_RESULT_BYTES = 2**28
 PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "unfused")
+
+
+class _Peer(click.Choice[str]):
+    """A baseline's name, also an earlier one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(BASELINES.get(value, value), param, ctx)
 
 
 def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[AnyCommand], AnyCommand]:
@@ -63,7 +71,7 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     "--peer",
     "peers",
     multiple=True,
-    type=click.Choice(PEERS),
+    type=_Peer(PEERS),
     help="Implementation to compare with. Default: all that are installed. flex is compiled for each shape, "
     "which takes seconds. Repeatable.",
 )
@@ -76,7 +84,9 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     help="Samples of each implementation.",
 )
 @_file_option(
-    "against", "JSON file with published times of other implementations; they are shown too.", exists=True
+    "against",
+    "JSON file with speeds of other implementations from another run. The report compares with them.",
+    exists=True,
 )
 @_file_option("save", "Write the results to FILE as JSON, after each shape.")
 @_file_option("load", "Show a file that --save wrote, without timing. Needs no GPU.", exists=True)
