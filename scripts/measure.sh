@@ -33,7 +33,7 @@ measure $name-random-problems.json \
 measure $name-random-gradients.json \
     python -m tests.gpu.random.random_gradients 580 --seed 1 --kernels 60 --save $results/$name-random-gradients.json
 named $name-sanitizer.json.gz \
-    python scripts/sanitize.py --seconds 270 --out $results/$name-sanitizer.json.gz
+    python -m scripts.sanitize --seconds 270 --out $results/$name-sanitizer.json.gz
 cp $results/sources.json "$out/"
 ls -l "$out"
 [ -z "$failed" ] || { echo "failed:$failed"; exit 1; }

@@ -1,8 +1,8 @@
 """Runs the shipped kernels and random ones of every family under NVIDIA's compute-sanitizer.
 
-    python scripts/sanitize.py --seconds 500                         # memcheck and racecheck
-    python scripts/sanitize.py --tool synccheck --samples 20
-    python scripts/sanitize.py --load FILE                           # prints a saved report; needs no GPU
+    python -m scripts.sanitize --seconds 500                         # memcheck and racecheck
+    python -m scripts.sanitize --tool synccheck --samples 20
+    python -m scripts.sanitize --load FILE                           # prints a saved report; needs no GPU
 
 Kernels are compiled and run on all cores, many per process, alternating between families. If a report does
 not name a kernel, each kernel of its process runs again alone. An interrupted run has written its results,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,17 @@ def test_every_measured_number_is_generated_or_exempt(page: str) -> None:
     text = (numbers.ROOT / page).read_text(encoding="utf-8")
     found = [f"{page}:{one.line}: {one.number!r}: {one.around}" for one in unbacked(page, text, EXEMPTIONS)]
     assert not found, "bind each to a saved result, or exempt it with a reason: python -m benchmarks.numbers"
+
+
+@pytest.mark.parametrize("page", sorted({*numbers.pages(), "CHANGELOG.md", "CONTRIBUTING.md"}))
+def test_commands_name_modules_that_exist(page: str) -> None:
+    lines = (numbers.ROOT / page).read_text(encoding="utf-8").splitlines()
+    # The commands in the table of results are those of the time of the run.
+    text = "\n".join(line for line in lines if not line.startswith("| ["))
+    names = re.findall(r"python -m ((?:benchmarks|examples|flashtune|scripts|tests)[\w.]*\w)", text)
+    for name in names:
+        path = numbers.ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), name
 
 
 def test_every_exemption_matches_a_number_of_its_page() -> None:
