@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
 from examples.serving.model import Shape, Transformer, integers
-from examples.serving.server import LONGEST, PAGE_SIZE, Backend, Request
+from examples.serving.server import LONGEST, PAGE_SIZE, Request, Server
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
         device=device,
     )
     requests = drawn(options.requests or (24 if on_gpu else 6), shape.vocabulary, long=on_gpu)
-    server = Backend(model, cache)
+    server = Server(model, cache)
     server.waiting.extend(requests)
     steps, fullest, started = 0, 0, time.perf_counter()
     while server.waiting or server.running:

@@ -41,7 +41,7 @@ class Request:
         return len(self.answer) == self.wanted
 
 
-class Backend:
+class Server:
     """Serves requests with one model and one cache, in steps."""
 
     def __init__(self, model: Transformer, cache: flashtune.PagedKVCache) -> None:
