@@ -66,7 +66,7 @@ def test_backend_with_the_faster_sum_serves_both_passes(
 ) -> None:
     q, k, v = leaves(problem, torch.bfloat16)
 
-    def server(forward: float, backward: float) -> tuple[str, str]:
+    def backends(forward: float, backward: float) -> tuple[str, str]:
         call_cache.forget_executors()
         tuned(
             machine,
@@ -79,12 +79,12 @@ def test_backend_with_the_faster_sum_serves_both_passes(
         assert flashtune.explain(q, k, v, causal=True, return_lse=True).backend == "generated"
         return told.backend, told.backward.backend
 
-    assert server(0.5, 3.4) == ("sdpa", "sdpa")
-    assert server(0.5, 3.6) == ("generated", "generated"), "the slower pass outweighs the faster one"
-    assert server(1.5, 2.53) == ("sdpa", "sdpa"), "the kernels gain no more than noise"
-    assert server(1.5, 2.55) == ("generated", "generated")
+    assert backends(0.5, 3.4) == ("sdpa", "sdpa")
+    assert backends(0.5, 3.6) == ("generated", "generated"), "the slower pass outweighs the faster one"
+    assert backends(1.5, 2.53) == ("sdpa", "sdpa"), "the kernels gain no more than noise"
+    assert backends(1.5, 2.55) == ("generated", "generated")
     machine.usual = None
-    assert server(0.1, 0.1) == ("generated", "generated")
+    assert backends(0.1, 0.1) == ("generated", "generated")
 
 
 def test_compile_traces_operators_of_the_backend_of_both_passes(

@@ -94,14 +94,14 @@ def test_number_of_cached_launches_is_bounded(
         found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
     assert len(machine.kernels) == 1 + 4
-    server = executor_of(out)
-    assert len(server._launches) == 2
+    bound = executor_of(out)
+    assert len(bound._launches) == 2
 
 
 def test_saved_tensors_with_other_strides_are_refused(machine: Machine, problem: Problem) -> None:
     q, k, v = leaves(problem, torch.bfloat16)
     out = flashtune.attention(q, k, v, causal=True)
-    server = executor_of(out)
+    bound = executor_of(out)
     odd = torch.empty(*q.shape[:3], q.shape[3] + 3, dtype=q.dtype)[..., : q.shape[3]]
     with pytest.raises(KernelError, match="hooks of saved tensors keep their strides"):
-        server(odd, k, v, out, torch.zeros(q.shape[:3]), torch.zeros_like(out), None, None)
+        bound(odd, k, v, out, torch.zeros(q.shape[:3]), torch.zeros_like(out), None, None)

@@ -54,6 +54,6 @@ def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 def executor_of(out: Tensor) -> backward_executors.BoundBackward:
     """What goes back from an output."""
-    server = out.grad_fn.call[0].backward.__self__  # type: ignore[union-attr]
-    assert isinstance(server, backward_executors.BoundBackward)
-    return server
+    bound = out.grad_fn.call[0].backward.__self__  # type: ignore[union-attr]
+    assert isinstance(bound, backward_executors.BoundBackward)
+    return bound

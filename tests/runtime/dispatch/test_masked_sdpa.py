@@ -235,7 +235,7 @@ def test_only_the_sdpa_backend_in_use_is_compared(
     assert flashtune.explain(*given, **options).backend == "generated"
 
 
-@pytest.mark.parametrize(("peer", "server"), [(0.5, "sdpa"), (1.2, "generated")])
+@pytest.mark.parametrize(("peer", "backend"), [(0.5, "sdpa"), (1.2, "generated")])
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_untuned_masks_are_served_by_estimated_times(
@@ -244,16 +244,16 @@ def test_untuned_masks_are_served_by_estimated_times(
     biased: Problem,
     make_record: Make,
     peer: float,
-    server: str,
+    backend: str,
     dtype: Dtype,
 ) -> None:
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=peer))
     given, options = call_of(msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700, dtype=dtype))
     told = flashtune.explain(*given, **options)
-    assert told.backend == server
-    assert ("is expected to be faster" in told.reason) == (server == "sdpa")
+    assert told.backend == backend
+    assert ("is expected to be faster" in told.reason) == (backend == "sdpa")
     flashtune.attention(*given, **options)
-    assert launches == [] if server == "sdpa" else ["forward_masked"]
+    assert launches == [] if backend == "sdpa" else ["forward_masked"]
 
 
 def finite_masks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, enable_gqa: bool) -> Tensor:

@@ -182,33 +182,33 @@ def test_the_order_of_records_does_not_matter(records: tuple[Record, ...]) -> No
     assert expected_peers(problem, alike, TARGET) == expected_peers(problem, alike[::-1], TARGET)
 
 
-@pytest.mark.parametrize(("peer", "server"), [(0.5, "sdpa"), (0.97, "generated"), (1.5, "generated")])
+@pytest.mark.parametrize(("peer", "backend"), [(0.5, "sdpa"), (0.97, "generated"), (1.5, "generated")])
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_untuned_shapes_are_served_by_estimated_times(
-    machine: Machine, problem: Problem, make_record: Make, peer: float, server: str
+    machine: Machine, problem: Problem, make_record: Make, peer: float, backend: str
 ) -> None:
     tuned(machine, make_record(problem, peers={CUDNN: peer}))
     q, k, v = inputs(msgspec.structs.replace(problem, seqlen_q=700, seqlen_kv=700))
     told = flashtune.explain(q, k, v, causal=True)
-    assert told.backend == server
+    assert told.backend == backend
     assert told.selection is not None
     assert told.selection.forecast is not None
-    if server == "sdpa":
+    if backend == "sdpa":
         assert told.reason == f"{CUDNN} is expected to be faster"
         assert f"expected here: {told.selection.forecast.ms:.4g} ms, {CUDNN} " in str(told)
     flashtune.attention(q, k, v, causal=True)
-    assert machine.launches == (server == "generated")
+    assert machine.launches == (backend == "generated")
 
 
-@pytest.mark.parametrize(("peer", "server"), [(0.4, "sdpa"), (1.5, "generated")])
+@pytest.mark.parametrize(("peer", "backend"), [(0.4, "sdpa"), (1.5, "generated")])
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_both_passes_of_untuned_shapes_are_served_by_estimated_times(
-    machine: Machine, problem: Problem, make_record: Make, peer: float, server: str
+    machine: Machine, problem: Problem, make_record: Make, peer: float, backend: str
 ) -> None:
     peers = {CUDNN: peer}
     tuned(machine, make_record(problem, peers=peers), backward_record(make_record, problem, 1.0, peers))
     q, k, v = inputs(msgspec.structs.replace(problem, seqlen_q=700, seqlen_kv=700))
     told = flashtune.explain(q.requires_grad_(), k, v, causal=True)
     assert told.backward is not None
-    assert (told.backend, told.backward.backend) == (server, server)
-    assert ("both passes together" in told.reason) == (server == "sdpa")
+    assert (told.backend, told.backward.backend) == (backend, backend)
+    assert ("both passes together" in told.reason) == (backend == "sdpa")
