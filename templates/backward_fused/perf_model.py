@@ -5,15 +5,10 @@ from __future__ import annotations
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_fused.space import (
-    FusedConfig,
-    InputPrecision,
-    Reduction,
-    can_copy,
-    chunks_of,
-)
+from flashtune.templates.backward_fused.space import FusedConfig, Reduction, can_copy, chunks_of
 from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, engine_of
+from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.family import BytesItem
 
 FLOAT32 = 4

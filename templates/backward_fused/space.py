@@ -15,16 +15,10 @@ from flashtune.templates.common.model.sram_backward import (
     may_split,
     usual_tiles_of_keys,
 )
+from flashtune.templates.common.precision import InputPrecision, precision_axis
 
 # TMA addresses are multiples of this many float32 elements.
 DESCRIBED_NUMBERS = 4
-
-
-class InputPrecision(enum.StrEnum):
-    """Products of float32 tiles: in float32, or as three products of tf32 halves."""
-
-    IEEE = "ieee"
-    TF32X3 = "tf32x3"
 
 
 class Reduction(enum.StrEnum):
@@ -89,11 +83,7 @@ def fused_space(problem: Problem, target: Target) -> Space:
         Axis("transpose_dq", (False, True) if has_whole_words(problem) else (False,)),
         Axis("split_head_dim", (False, True) if odd and may_split(problem) else (False,)),
         Axis("heads_innermost", (False, True)),
-        Axis(
-            "input_precision",
-            tuple(InputPrecision) if wide and target.is_nvidia else (InputPrecision.IEEE,),
-            False,
-        ),
+        precision_axis(problem, target),
     )
     return Space(FusedConfig, axes, lambda config: fits_registers(problem, config, target))
 

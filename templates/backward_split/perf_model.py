@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_split.space import InputPrecision, SplitConfig, chunks_of
+from flashtune.templates.backward_split.space import SplitConfig, chunks_of
 from flashtune.templates.common.model.makespan_backward import (
     PRODUCTS_OF_KEYS,
     delta_span,
@@ -20,6 +20,7 @@ from flashtune.templates.common.model.traffic import (
     streamed_item,
     tiles_of_queries,
 )
+from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.family import BytesItem
 
 KEYS, QUERIES = "k and v", "q and dout"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
@@ -17,13 +16,7 @@ from flashtune.templates.common.model.sram_backward import (
     may_split,
     usual_tiles_of_keys,
 )
-
-
-class InputPrecision(enum.StrEnum):
-    """Products of float32 tiles: in float32, or as three products of tf32 halves."""
-
-    IEEE = "ieee"
-    TF32X3 = "tf32x3"
+from flashtune.templates.common.precision import InputPrecision, precision_axis
 
 
 class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -86,11 +79,7 @@ def split_space(problem: Problem, target: Target) -> Space:
         Axis("split_head_dim", (False, True) if odd and may_split(problem) else (False,)),
         Axis("lpt", (False, True) if problem.causal is not Causal.NONE else (False,)),
         Axis("heads_innermost", (False, True)),
-        Axis(
-            "input_precision",
-            tuple(InputPrecision) if wide and target.is_nvidia else (InputPrecision.IEEE,),
-            False,
-        ),
+        precision_axis(problem, target),
     )
     return Space(SplitConfig, axes, lambda config: fits_registers(problem, config, target))
 

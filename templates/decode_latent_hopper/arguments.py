@@ -1,17 +1,13 @@
-"""Run-time arguments of the kernel, with descriptors, and of the combine kernel."""
+"""Run-time arguments of the kernel, with descriptors."""
 
 from __future__ import annotations
 
-from flashtune.core.config import LaunchOptions
-from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization, Step
+from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Problem
-from flashtune.templates.common.args.arguments import forward_arguments, pointer_type
+from flashtune.templates.common.args.arguments import PARTIALS, pointer_type
 from flashtune.templates.common.args.side import side_tensors
-from flashtune.templates.decode_latent_hopper.space import COMBINE_WARPS, ROWS, LatentConfig, copied_keys
+from flashtune.templates.decode_latent_hopper.space import ROWS, LatentConfig, copied_keys
 
-# Partial results of every program: outputs, and log-sum-exps in units of log2.
-WORKSPACES = ("partial_out", "partial_lse")
-COMBINED = ("out", "lse", *WORKSPACES, "stride_ob", "stride_oh", "stride_os", "heads", "seqlen_q")
 # TMA's widest row without bank conflicts, in bytes.
 WIDEST_SWIZZLE = 128
 
@@ -33,23 +29,12 @@ def latent_arguments(
         # A kernel without a log-sum-exp gets `out` in its place and never accesses it.
         Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
         *side_tensors(problem),
-        *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in WORKSPACES if many),
+        *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in PARTIALS if many),
         Argument("scale", "fp32"),
         *(Argument(name, "i32") for name in counts),
         *((Argument("stride_table", f"i{specialization.index_bits}"),) if problem.page_size else ()),
         *((Argument("splits", "i32"),) if many else ()),
     )
-
-
-def combine_step(problem: Problem, config: LatentConfig, specialization: Specialization) -> Step | None:
-    """Returns the combine kernel's launch if keys are split."""
-    if config.num_splits == 1:
-        return None
-    plain = {
-        argument.name: argument for argument in forward_arguments(problem.dtype, specialization, WORKSPACES)
-    }
-    arguments = (*(plain[name] for name in COMBINED), Argument("rows", "i32"), Argument("splits", "i32"))
-    return Step("combine", arguments, LaunchOptions(COMBINE_WARPS, 1))
 
 
 def _descriptor(name: str, problem: Problem, box: tuple[int, ...]) -> Argument:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashtune.core.config import Space
+from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
+from flashtune.templates.common.args.arguments import combine_step
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import split_keys_items
-from flashtune.templates.decode_latent_hopper.arguments import combine_step, latent_arguments
+from flashtune.templates.decode_latent_hopper.arguments import latent_arguments
 from flashtune.templates.decode_latent_hopper.perf_model import latent_items, latent_span, splits_otherwise
 from flashtune.templates.decode_latent_hopper.space import (
     COMBINE_WARPS,
@@ -102,7 +103,9 @@ class DecodeLatentHopper(FamilyOf[LatentConfig]):
         return latent_arguments(problem, config, specialization)
 
     def epilogue(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Step | None:
-        return combine_step(problem, config, specialization)
+        if config.num_splits == 1:
+            return None
+        return combine_step(problem.dtype, specialization, LaunchOptions(COMBINE_WARPS, 1))
 
     def sram_items(
         self, problem: Problem, config: LatentConfig, target: Target, specialization: Specialization

@@ -11,6 +11,7 @@ from flashtune.core.config import Space
 from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
+from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
 from flashtune.templates.decode_latent_hopper.space import BLOCK_N, ROWS, LatentConfig, row_tiles
 from flashtune.templates.family import BytesItem
 
@@ -21,13 +22,11 @@ SLOTS = 2
 # Barriers of halves, of the rest, of probabilities; of queries, and of the end.
 BARRIERS_A_STAGE = 4
 OTHER_BARRIERS = 2 + 2 * SLOTS + 2
-# In µs: an empty launch, a program before and after its keys, and a launch of the combine kernel.
+# In µs: an empty launch, and a program before and after its keys.
 LAUNCH = 4.0
 PROGRAM = 3.0
-COMBINE = 2.2
-# Fraction of the Tensor Cores' peak, and of the datasheet's bandwidth of HBM.
+# Fraction of the Tensor Cores' peak.
 RATE = 0.65
-BANDWIDTH_SHARE = 0.9
 
 
 def latent_items(problem: Problem, config: LatentConfig) -> tuple[BytesItem, ...]:
@@ -59,15 +58,7 @@ def latent_span(problem: Problem, config: LatentConfig, target: Target) -> float
     block = products / (target.peak.half * 1e6 / target.sm_count * RATE)
     bandwidth = target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE
     busy = max(rounds * (blocks * block + PROGRAM), problem.minimal_bytes() / bandwidth + PROGRAM)
-    return (LAUNCH + busy + _combining(problem, config, bandwidth)) / 1e3
-
-
-def _combining(problem: Problem, config: LatentConfig, bandwidth: float) -> float:
-    """Returns the time to write, read and combine partial results, in µs."""
-    if config.num_splits == 1:
-        return 0.0
-    rows = problem.batch * problem.seqlen_q * problem.heads
-    return COMBINE + 2 * config.num_splits * rows * problem.value_head_dim * FLOAT32 / bandwidth
+    return (LAUNCH + busy + combining_us(problem, config.num_splits, target)) / 1e3
 
 
 def splits_otherwise(config: LatentConfig, space: Space) -> Iterator[LatentConfig]:

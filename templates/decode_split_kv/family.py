@@ -11,16 +11,22 @@ from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import MAX_HEAD_DIM, Bias, Direction, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.args.feature_context import CONVERTS_E4M3, FeatureContext, asked_of
+from flashtune.templates.common.args.arguments import PARTIALS, combine_step
+from flashtune.templates.common.args.feature_context import (
+    CONVERTS_E4M3,
+    FeatureContext,
+    asked_arguments,
+    asked_of,
+)
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import split_keys_items
-from flashtune.templates.decode_split_kv.arguments import combine_step, split_arguments
 from flashtune.templates.decode_split_kv.perf_model import decode_items, decode_span, splits_otherwise
 from flashtune.templates.decode_split_kv.space import (
     COMBINE_WARPS,
     DecodeConfig,
     block_bytes,
+    combine_options,
     combined_columns,
     combines_early,
     decode_space,
@@ -102,10 +108,14 @@ class DecodeSplitKV(FamilyOf[DecodeConfig]):
     def arguments(
         self, problem: Problem, config: DecodeConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
-        return split_arguments(problem, config, specialization)
+        if config.num_splits == 1:
+            return asked_arguments(problem, specialization, ())
+        return (*asked_arguments(problem, specialization, PARTIALS), Argument("splits", "i32"))
 
     def epilogue(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Step | None:
-        return combine_step(problem, config, specialization)
+        if config.num_splits == 1:
+            return None
+        return combine_step(problem.dtype, specialization, combine_options(problem, config))
 
     def sram_items(
         self, problem: Problem, config: DecodeConfig, target: Target, specialization: Specialization

@@ -12,10 +12,10 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import Target
+from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
 from flashtune.templates.common.model.sram import Engine, columns, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream
 from flashtune.templates.decode_split_kv.space import (
-    FLOAT32,
     WARPGROUP_ROWS,
     DecodeConfig,
     group_rows,
@@ -24,12 +24,10 @@ from flashtune.templates.decode_split_kv.space import (
 )
 from flashtune.templates.family import BytesItem
 
-# In µs: an empty launch, a program before and after its keys, and a launch of the combine kernel.
+# In µs: an empty launch, and a program before and after its keys.
 LAUNCH = 3.7
 PROGRAM = 1.2
-COMBINE = 2.2
-# Fraction of the datasheet's bandwidth of HBM, and an SM's maximum over its equal share.
-BANDWIDTH_SHARE = 0.9
+# An SM's maximum bandwidth over its equal share.
 GREED = 1.1
 # Fractions of the Tensor Cores' peak: in warp groups, and in warps.
 WARPGROUP_RATE = 0.5
@@ -96,15 +94,7 @@ def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float
     if problem.kv_dtype is not None:
         busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_EIGHT_BITS + PROGRAM))
     moved = problem.minimal_bytes() / bandwidth + PROGRAM
-    return (LAUNCH + max(busy, moved) + _combining(problem, config, bandwidth)) / 1e3
-
-
-def _combining(problem: Problem, config: DecodeConfig, bandwidth: float) -> float:
-    """Returns the time to write, read and combine partial results, in µs."""
-    if config.num_splits == 1:
-        return 0.0
-    rows = (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
-    return COMBINE + 2 * config.num_splits * rows * problem.value_head_dim * FLOAT32 / bandwidth
+    return (LAUNCH + max(busy, moved) + combining_us(problem, config.num_splits, target)) / 1e3
 
 
 def splits_otherwise(config: DecodeConfig, space: Space) -> Iterator[DecodeConfig]:

@@ -43,7 +43,6 @@ PROGRAMS_PER_SM = 8
 HOPPER = 90
 MAX_REGISTERS = 255
 SPARE_REGISTERS = 24
-FLOAT32 = 4
 # Rows of a group of warps, and minimum columns of a warp's matrix product.
 WARPGROUP_ROWS = 64
 WARP_COLUMNS = 8

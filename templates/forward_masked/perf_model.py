@@ -10,8 +10,9 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.common.model.sram import Engine, Tiles, head_chunks, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
+from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.family import BytesItem
-from flashtune.templates.forward_masked.space import InputPrecision, MaskedConfig, value_chunks
+from flashtune.templates.forward_masked.space import MaskedConfig, value_chunks
 
 # If a page number is loaded just before its keys, each load waits for another: two stages are left.
 STAGES_OF_PAGES = 2

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import enum
-
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, is_exact
-
-
-class InputPrecision(enum.StrEnum):
-    """Products of float32 tiles: in float32, or as three products of tf32 halves."""
-
-    IEEE = "ieee"
-    TF32X3 = "tf32x3"
+from flashtune.templates.common.precision import InputPrecision, precision_axis
 
 
 class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,11 +58,7 @@ def masked_space(problem: Problem, target: Target) -> Space:
         Axis("split_head_dim", (False, True) if splits else (False,)),
         Axis("lpt", (False, True) if _ends_differ(problem) else (False,)),
         Axis("heads_innermost", (False, True)),
-        Axis(
-            "input_precision",
-            tuple(InputPrecision) if wide and target.is_nvidia else (InputPrecision.IEEE,),
-            False,
-        ),
+        precision_axis(problem, target),
     )
     return Space(MaskedConfig, axes, lambda config: _fits_registers(problem, config, target))
 

@@ -8,8 +8,9 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.makespan import portable_span, resident_programs
 from flashtune.templates.common.model.sram import Tiles, head_chunks, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
+from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.family import BytesItem
-from flashtune.templates.forward_q_outer.space import InputPrecision, Loads, QOuterConfig
+from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 
 
 def q_outer_items(

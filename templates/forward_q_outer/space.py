@@ -8,6 +8,7 @@ from flashtune.core.config import Axis, AxisValue, BlockSize, Config, RegisterCa
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import columns, head_chunks, is_exact, power_of_two
+from flashtune.templates.common.precision import InputPrecision, precision_axis
 
 
 class Loads(enum.StrEnum):
@@ -15,13 +16,6 @@ class Loads(enum.StrEnum):
 
     POINTER = "pointer"
     DESCRIPTOR = "descriptor"
-
-
-class InputPrecision(enum.StrEnum):
-    """Products of float32 tiles: in float32, or as three products of tf32 halves."""
-
-    IEEE = "ieee"
-    TF32X3 = "tf32x3"
 
 
 class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -90,11 +84,7 @@ def q_outer_space(problem: Problem, target: Target) -> Space:
         Axis("split_masked_loop", (True, False) if causal or few_keys else (True,), False),
         Axis("lpt", (False, True) if causal else (False,)),
         Axis("heads_innermost", (False, True)),
-        Axis(
-            "input_precision",
-            tuple(InputPrecision) if wide and target.is_nvidia else (InputPrecision.IEEE,),
-            False,
-        ),
+        precision_axis(problem, target),
         Axis("maxnreg", (0, 128, 232) if widest <= NARROW_HEAD and target.is_nvidia else (0,)),
     )
     return Space(QOuterConfig, axes, lambda config: _is_possible(problem, config, target))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization
+from flashtune.core.config import LaunchOptions
+from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization, Step
 from flashtune.core.problem import Dtype
 
 TENSORS = ("q", "k", "v", "out")
 SCALES = ("q_scale", "k_scale", "v_scale")
 COUNTS = ("heads", "group_size", "all_heads", "seqlen_q", "seqlen_kv")
+# Partial results of programs over split keys: outputs, and log-sum-exps in units of log2.
+PARTIALS = ("partial_out", "partial_lse")
+COMBINED = ("out", "lse", *PARTIALS, "stride_ob", "stride_oh", "stride_os", "heads", "seqlen_q")
 # Triton's names of element types that differ from ours.
 TRITON_TYPES = {Dtype.E4M3: "fp8e4nv"}
 
@@ -35,6 +39,13 @@ def forward_arguments(
         *(_stride(name, specialization) for name in strides),
         *(Argument(name, "i32") for name in COUNTS),
     )
+
+
+def combine_step(dtype: Dtype, specialization: Specialization, options: LaunchOptions) -> Step:
+    """Returns the launch of a kernel that combines the partial results of split keys."""
+    plain = {argument.name: argument for argument in forward_arguments(dtype, specialization, PARTIALS)}
+    numbers = (Argument(name, "i32") for name in ("rows", "splits"))
+    return Step("combine", (*(plain[name] for name in COMBINED), *numbers), options)
 
 
 def transpose_arguments(dtype: Dtype, specialization: Specialization, workspace: str) -> tuple[Argument, ...]:

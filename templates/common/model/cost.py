@@ -20,6 +20,9 @@ EXPONENTIALS_PER_CLOCK = 10.1
 CACHE_SHARE = 0.98
 # Fraction of HBM's bandwidth that a launch reaches without other limits: that of a plain copy.
 BANDWIDTH_SHARE = 0.9
+# Time of a launch of a combine kernel, in µs.
+COMBINE = 2.2
+FLOAT32 = 4
 # Work and transfers of similar duration overlap only in part: norm of this order of the two.
 HIDING = 4
 
@@ -84,6 +87,15 @@ def traffic_us(
         once = max(once, round(streamed_keys * both / together))
     rows = problem.batch * problem.heads * problem.seqlen_q * _row_bytes(problem)
     return (once + rows) / (target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE)
+
+
+def combining_us(problem: Problem, num_splits: int, target: Target) -> float:
+    """Returns the time to write, read and combine the partial results of split keys."""
+    if num_splits == 1:
+        return 0.0
+    rows = (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
+    moved = 2 * num_splits * rows * problem.value_head_dim * FLOAT32
+    return COMBINE + moved / (target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE)
 
 
 def _row_bytes(problem: Problem) -> int:

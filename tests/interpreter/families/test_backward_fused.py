@@ -13,7 +13,8 @@ import torch
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.launch.compilation import load_module
-from flashtune.templates.backward_fused.space import FusedConfig, InputPrecision, Reduction
+from flashtune.templates.backward_fused.space import FusedConfig, Reduction
+from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render

@@ -14,7 +14,8 @@ import torch
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal
 from flashtune.launch.compilation import load_module
-from flashtune.templates.backward_split.space import InputPrecision, SplitConfig
+from flashtune.templates.backward_split.space import SplitConfig
+from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.problems import backward_calls

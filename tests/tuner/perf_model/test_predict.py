@@ -13,9 +13,10 @@ from flashtune.core.errors import UsageError
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Resources
 from flashtune.core.target import find_target
+from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.family import Family
 from flashtune.templates.forward_kv_outer.space import KVOuterConfig
-from flashtune.templates.forward_q_outer.space import InputPrecision, QOuterConfig
+from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.tuner.perf_model.roofline import (
     BANDWIDTH_SHARE,

@@ -13,8 +13,9 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import TARGETS, Target, find_target
 from flashtune.templates.common.model import sram
+from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.family import Family, unsupported_reason
-from flashtune.templates.forward_q_outer.space import InputPrecision, Loads, QOuterConfig
+from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
