@@ -11,11 +11,13 @@ import numpy as np
 from benchmarks.exhaustive.truth_table import TruthTable
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.perf_model.calibration import NOTHING, Calibration, FamilyFit, features, formula_ms
+from flashtune.tuner.perf_model.calibration import Calibration, FamilyFit, features, formula_ms
 
 # Weight of the penalty on large weights, compared with the residuals.
 RIDGE = 10.0
 DIGITS = 5
+# No correction.
+NOTHING = Calibration("", (), {})
 
 
 def fit_tables(tables: Sequence[TruthTable]) -> Calibration:

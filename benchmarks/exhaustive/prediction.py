@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.exhaustive.fitting import fit_tables
+from benchmarks.exhaustive.fitting import NOTHING, fit_tables
 from benchmarks.exhaustive.truth_table import TruthTable, read_tables
 from benchmarks.saved import ROOT
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.perf_model.calibration import FILE, NOTHING, Calibration, expected_ms
+from flashtune.tuner.perf_model.calibration import FILE, Calibration, expected_ms
 
 TABLES = ROOT / "tests/data/truth"
 FITTED = ROOT / "tuner" / FILE

@@ -27,6 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from benchmarks.exhaustive.fitting import NOTHING
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target, device_target
@@ -36,7 +37,6 @@ from flashtune.tuner.candidates import Candidate, contiguous_specialization
 from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.timed_runs import kernel_run
 from flashtune.tuner.execution.timing import measure_interleaved
-from flashtune.tuner.perf_model.calibration import NOTHING
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import SearchRequest, WarmStart
 from flashtune.tuner.search.selection import candidate_of

@@ -27,6 +27,7 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
+from benchmarks.exhaustive.fitting import NOTHING
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Problem
@@ -37,7 +38,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, demand, open_spaces
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.timed_runs import run_finals
-from flashtune.tuner.perf_model.calibration import NOTHING, shipped_fit
+from flashtune.tuner.perf_model.calibration import shipped_fit
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, WarmStart
 from flashtune.tuner.search.selection import candidate_of

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.exhaustive.fitting import NOTHING
 from benchmarks.exhaustive.truth_table import TruthTable, read_tables
 from benchmarks.search_replay.baselines import POLICIES
 from benchmarks.search_replay.replays import (
@@ -35,7 +36,6 @@ from benchmarks.search_replay.replays import (
 from flashtune.core.errors import FlashtuneError
 from flashtune.db.store import open_store
 from flashtune.tuner.execution.processes import usable_cores
-from flashtune.tuner.perf_model.calibration import NOTHING
 from flashtune.tuner.search.request import WarmStart
 
 TABLES = Path("tests/data/truth")

@@ -20,9 +20,8 @@ from flashtune.core.record import Resources, ShortText
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner.binary.resources import occupancy
-from flashtune.tuner.perf_model.roofline import Tiled, predict_ms
+from flashtune.tuner.perf_model.roofline import Persistent, Tiled, imbalance, predict_ms
 from flashtune.tuner.perf_model.roofline_backward import passes, predict_backward_ms
-from flashtune.tuner.perf_model.wave_balance import Persistent, imbalance
 
 WARP = 32
 # Fields that the size features replace, and fields that predictions model fully.
@@ -133,9 +132,6 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arch: ShortText
     problems: tuple[ShortText, ...]
     families: dict[ShortText, FamilyFit]
-
-
-NOTHING = Calibration("", (), {})
 
 
 def expected_ms(

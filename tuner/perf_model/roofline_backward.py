@@ -22,7 +22,6 @@ from flashtune.templates.common.model.sram import columns, head_chunks
 from flashtune.templates.family import Family
 from flashtune.tuner.binary.resources import occupancy
 from flashtune.tuner.perf_model import roofline
-from flashtune.tuner.perf_model.wave_balance import imbalance
 
 
 @runtime_checkable
@@ -144,4 +143,4 @@ def _seconds(walk: Pass, family: Family, config: Config, resources: Resources, t
     matrix, softmax = 2 * pairs * walk.columns / rate, roofline.softmax_seconds(pairs, target)
     loop = max(matrix, softmax) + (1 - hidden) * min(matrix, softmax)
     tiles = walk.problem.batch * walk.problem.heads * -(-walk.problem.seqlen_q // tile.block_m)
-    return loop * imbalance(walk.problem, tile, tiles, target.sm_count * resident.blocks, target)
+    return loop * roofline.imbalance(walk.problem, tile, tiles, target.sm_count * resident.blocks, target)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.exhaustive.fitting import fit_tables
+from benchmarks.exhaustive.fitting import NOTHING, fit_tables
 from benchmarks.exhaustive.truth_table import TruthTable, read_tables
 from benchmarks.search_replay.replay import replay_scope
 from flashtune.core.record import Resources
@@ -14,7 +14,6 @@ from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.binary.resources import occupancy
 from flashtune.tuner.perf_model.calibration import (
-    NOTHING,
     Calibration,
     estimated,
     expected_ms,

@@ -12,7 +12,7 @@ from flashtune.core.target import find_target
 from flashtune.templates.common.model.tile_schedule import Tiling, blocks, place
 from flashtune.templates.forward_hopper.space import HopperConfig, usual_config
 from flashtune.templates.forward_q_outer.space import QOuterConfig
-from flashtune.tuner.perf_model.wave_balance import imbalance, whole_waves
+from flashtune.tuner.perf_model.roofline import imbalance, whole_waves
 from flashtune.tuner.workloads.shapes import parse_shape
 from tests.emulator.hopper_schedule import COUNTS, LOCATES
 from tests.problems.hopper import a_config as hopper_config

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.exhaustive.fitting import NOTHING
 from flashtune.core.config import Axis, Config, Space
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
@@ -19,7 +20,6 @@ from flashtune.tuner.candidates import Candidate, SearchTask, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation, Predictor
-from flashtune.tuner.perf_model.calibration import NOTHING
 from flashtune.tuner.perf_model.roofline import predict_ms
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.ranking import initial_design, rank

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.exhaustive.fitting import NOTHING
 from benchmarks.exhaustive.truth_table import TruthTable, read_tables
 from benchmarks.search_replay.baselines import POLICIES
 from benchmarks.search_replay.replays import (
@@ -18,7 +19,6 @@ from benchmarks.search_replay.replays import (
 )
 from flashtune.db.store import open_store
 from flashtune.tuner.candidates import SearchTask
-from flashtune.tuner.perf_model.calibration import NOTHING
 from flashtune.tuner.search.optuna_study import TrialResult
 from flashtune.tuner.search.policy import SearchContext
 from tests.benchmarks.research.truth_fakes import a_table

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
+from benchmarks.exhaustive.fitting import NOTHING
 from flashtune.core.errors import UsageError
 from flashtune.core.kernel import Specialization
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, FamilySpace, SearchTask, open_spaces
-from flashtune.tuner.perf_model.calibration import NOTHING
 from flashtune.tuner.search.optuna_study import TrialResult
 from flashtune.tuner.search.proposer import FAMILY_CHANCES, DefaultStrategy
 from flashtune.tuner.search.ranking import Ranked, rank, varied
