@@ -15,10 +15,10 @@ from flashtune.templates.common.model.sram import columns, head_chunks
 from flashtune.templates.common.model.tile_schedule import (
     TileCost,
     Tiling,
-    are_alike,
-    busiest,
     extremes,
-    staying,
+    have_equal_length,
+    largest_load,
+    persistent_programs,
 )
 from flashtune.templates.common.model.traffic import AtOnce, unpacked
 from flashtune.templates.family import BytesItem
@@ -35,14 +35,14 @@ PACES = {
 }
 MAX_GROUPS = max(PACES)
 # No larger number was ever the fastest: benchmarks/results/hopper.md.
-SECTIONS = (0, 1, 4)
+SWIZZLES = (0, 1, 4)
 BLOCKS = (64, 128)
 # Additional time of a tile, in µs: two divisions in serpentine order, and the load of the next queries if
 # there is only one buffer.
-ALTERNATING = 0.25
-WAITING = 0.43
+SERPENTINE_US = 0.25
+SINGLE_Q_STAGE_US = 0.43
 # Fraction of time lost if programs of a group of heads change heads in each round.
-OUT_OF_STEP = 0.05
+DRIFT_PENALTY = 0.05
 
 
 def hopper_items(problem: Problem, config: HopperConfig) -> tuple[BytesItem, ...]:
@@ -78,38 +78,43 @@ def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float
         block_us(problem, config.block_m * config.block_n, pace, target),
         tile_us(problem, config.block_m, pace, target) + _between(config),
     )
-    workers = staying(tiling.total, config.balanced_grid, target.sm_count)
-    busy = busiest(tiling, workers, config.head_swizzle, config.order.value, cost)
+    num_programs = persistent_programs(tiling.total, config.balanced_grid, target.sm_count)
+    busy = largest_load(tiling, num_programs, config.head_swizzle, config.order.value, cost)
     streamed = extremes(tiling).mean * tiling.total * config.block_n
-    section = min(config.head_swizzle or tiling.heads, tiling.heads)
+    head_swizzle = min(config.head_swizzle or tiling.heads, tiling.heads)
     moving = traffic_us(
-        problem, streamed, section / tiling.packs, workers, target, neighbours=min(section, tiling.packs)
+        problem,
+        streamed,
+        head_swizzle / tiling.packs,
+        num_programs,
+        target,
+        neighbours=min(head_swizzle, tiling.packs),
     )
-    lost = OUT_OF_STEP if _falls_out(tiling, workers, section, target) else 0.0
+    lost = DRIFT_PENALTY if _programs_drift(tiling, num_programs, head_swizzle, target) else 0.0
     return (1 + lost) * (pace.launch + together_us(busy, moving)) / 1e3
 
 
 def running_programs(problem: Problem, config: HopperConfig, target: Target | None) -> AtOnce:
     """Counts the persistent programs, and the KV heads whose tiles they share."""
     tiling = Tiling(problem, config.block_m // config.pack_gqa, config.block_n, config.pack_gqa)
-    section = min(config.head_swizzle or tiling.heads, tiling.heads)
+    head_swizzle = min(config.head_swizzle or tiling.heads, tiling.heads)
     programs = min(tiling.total, target.sm_count if target else 1)
     # Tiles are not rounded up here, so the working set is continuous in the number of queries.
-    heads = min(tiling.heads, max(section, programs / max(1.0, problem.seqlen_q / tiling.rows) + 1))
-    return AtOnce(programs, max(1.0, heads / tiling.packs), min(section, tiling.packs))
+    heads = min(tiling.heads, max(head_swizzle, programs / max(1.0, problem.seqlen_q / tiling.rows) + 1))
+    return AtOnce(programs, max(1.0, heads / tiling.packs), min(head_swizzle, tiling.packs))
 
 
 def _between(config: HopperConfig) -> float:
     """Returns the time between tiles, by parameters of the config, in µs."""
-    alternating = ALTERNATING if config.order is Order.SERPENTINE else 0.0
-    return alternating + (WAITING if config.q_stages == 1 else 0.0)
+    alternating = SERPENTINE_US if config.order is Order.SERPENTINE else 0.0
+    return alternating + (SINGLE_Q_STAGE_US if config.q_stages == 1 else 0.0)
 
 
-def _falls_out(tiling: Tiling, workers: int, section: int, target: Target) -> bool:
+def _programs_drift(tiling: Tiling, num_programs: int, head_swizzle: int, target: Target) -> bool:
     """Returns whether programs on one head drift apart: tiles differ, and so do the heads of rounds."""
-    in_rounds = target.sm_count < tiling.total and workers < target.sm_count
-    differ = tiling.tiles > 1 and not are_alike(tiling.problem)
-    return in_rounds and differ and section < tiling.heads and workers % section != 0
+    in_rounds = target.sm_count < tiling.total and num_programs < target.sm_count
+    differ = tiling.tiles > 1 and not have_equal_length(tiling.problem)
+    return in_rounds and differ and head_swizzle < tiling.heads and num_programs % head_swizzle != 0
 
 
 def schedule_variants(config: HopperConfig, space: Space) -> Iterator[HopperConfig]:
@@ -119,16 +124,16 @@ def schedule_variants(config: HopperConfig, space: Space) -> Iterator[HopperConf
     blocks of keys, with as many heads of a group in a tile as possible.
     """
     axes = {axis.name: axis.values for axis in space.axes}
-    sections = tuple(section for section in axes["head_swizzle"] if section in SECTIONS)
-    choices = (dict.fromkeys((config.num_consumer_groups, 1)), sections, axes["order"], axes["balanced_grid"])
-    for groups, section, order, even in itertools.product(*choices):
+    swizzles = tuple(head_swizzle for head_swizzle in axes["head_swizzle"] if head_swizzle in SWIZZLES)
+    choices = (dict.fromkeys((config.num_consumer_groups, 1)), swizzles, axes["order"], axes["balanced_grid"])
+    for groups, head_swizzle, order, balanced_grid in itertools.product(*choices):
         other = msgspec.structs.replace(
             config,
             num_consumer_groups=groups,
             ping_pong=config.ping_pong and groups > 1,
-            head_swizzle=section,
+            head_swizzle=head_swizzle,
             order=order,
-            balanced_grid=even,
+            balanced_grid=balanced_grid,
         )
         if other != config and space.contains(other):
             yield other

@@ -23,11 +23,11 @@ from flashtune.templates.common.model.tile_schedule import (
     TileCost,
     Tiling,
     blocks,
-    busiest,
-    coming_and_going,
     extremes,
-    place,
-    staying,
+    greedy_makespan,
+    largest_load,
+    persistent_programs,
+    tile_of,
 )
 from flashtune.templates.forward_hopper.space import Order
 from flashtune.templates.registry import families, find_family
@@ -48,17 +48,17 @@ COST = TileCost(block=1.0, tile=0.5)
 )
 @settings(max_examples=60, deadline=None)
 def test_busiest_program_matches_the_schedule_of_the_kernel(
-    order: str, causal: Causal, heads: int, seqlen: int, section: int, even: bool
+    order: str, causal: Causal, heads: int, seqlen: int, head_swizzle: int, balanced_grid: bool
 ) -> None:
     problem = a_problem(
         64, heads=heads, kv_heads=heads, batch=2, seqlen_q=seqlen, seqlen_kv=700, causal=causal
     )
     tiling = Tiling(problem, 64, 128, 1)
-    workers = staying(tiling.total, even, 7)
-    tile = place(np.arange(tiling.total), workers, tiling, section, order)
+    num_programs = persistent_programs(tiling.total, balanced_grid, 7)
+    tile = tile_of(np.arange(tiling.total), num_programs, tiling, head_swizzle, order)
     costs = blocks(tiling)[tile] * COST.block + COST.tile
-    work = [costs[worker::workers].sum() for worker in range(workers)]
-    assert busiest(tiling, workers, section, order, COST) == pytest.approx(max(work))
+    work = [costs[program::num_programs].sum() for program in range(num_programs)]
+    assert largest_load(tiling, num_programs, head_swizzle, order, COST) == pytest.approx(max(work))
 
 
 @pytest.mark.slow
@@ -80,9 +80,9 @@ def test_window_keeps_only_visible_blocks(
     )
     reach = problem.sight.right
     for tile, counted in enumerate(blocks(Tiling(problem, 64, 128, 1))):
-        place = 64 * tile + problem.diagonal
-        end = seqlen_kv if reach is None else min(place + 64 + reach, seqlen_kv)
-        seen = range(max(0, place - left) // 128, math.ceil(end / 128))
+        tile_of = 64 * tile + problem.diagonal
+        end = seqlen_kv if reach is None else min(tile_of + 64 + reach, seqlen_kv)
+        seen = range(max(0, tile_of - left) // 128, math.ceil(end / 128))
         assert counted == max(1, len(seen))
 
 
@@ -103,19 +103,19 @@ def test_windows_and_varlen_reduce_the_makespan() -> None:
     assert full / 2.5 < packed[0] < full
 
 
-@pytest.mark.parametrize("section", [0, 4])
+@pytest.mark.parametrize("head_swizzle", [0, 4])
 @pytest.mark.parametrize("order", ["linear", "alternate"])
-def test_makespan_of_many_tiles_is_extrapolated(section: int, order: str) -> None:
+def test_makespan_of_many_tiles_is_extrapolated(head_swizzle: int, order: str) -> None:
     problem = a_problem(
         64, heads=64, kv_heads=64, batch=64, seqlen_q=2048, seqlen_kv=2048, causal=Causal.TOP_LEFT
     )
     tiling = Tiling(problem, 128, 128, 1)
     assert tiling.total > 2 * MAX_TILES
-    workers = staying(tiling.total, False, 132)
-    tile = place(np.arange(tiling.total), workers, tiling, section, order)
+    num_programs = persistent_programs(tiling.total, False, 132)
+    tile = tile_of(np.arange(tiling.total), num_programs, tiling, head_swizzle, order)
     costs = blocks(tiling)[tile] * COST.block + COST.tile
-    exact = max(costs[worker::workers].sum() for worker in range(workers))
-    assert busiest(tiling, workers, section, order, COST) == pytest.approx(exact, rel=0.03)
+    exact = max(costs[program::num_programs].sum() for program in range(num_programs))
+    assert largest_load(tiling, num_programs, head_swizzle, order, COST) == pytest.approx(exact, rel=0.03)
 
 
 @pytest.mark.parametrize("causal", list(Causal))
@@ -196,7 +196,7 @@ def test_equal_programs_end_simultaneously(programs: int, rounds: float) -> None
     )
     assert (tiling.total, RESIDENT) == (programs, 2)
     mean = 10 * COST.block + COST.tile
-    assert coming_and_going(tiling, 132, False, COST, 1.5) == pytest.approx(rounds * mean)
+    assert greedy_makespan(tiling, 132, False, COST, 1.5) == pytest.approx(rounds * mean)
 
 
 def test_makespan_of_hopper_tiles_includes_their_overhead() -> None:
@@ -213,12 +213,14 @@ def test_makespan_of_hopper_tiles_includes_their_overhead() -> None:
     assert 1.03 < span(order=Order.SERPENTINE) / span(order=Order.LINEAR) < 1.07
     assert 1.0 < span(q_stages=1) / span(q_stages=2) < 1.15
     longer = msgspec.structs.replace(problem, heads=32, kv_heads=32, batch=18, seqlen_q=917, seqlen_kv=917)
-    even, all_of_them = (
+    balanced_grid, all_of_them = (
         hopper.makespan_ms(
             longer,
-            msgspec.structs.replace(usual, head_swizzle=4, order=Order.SERPENTINE, balanced_grid=even),
+            msgspec.structs.replace(
+                usual, head_swizzle=4, order=Order.SERPENTINE, balanced_grid=balanced_grid
+            ),
             H200,
         )
-        for even in (True, False)
+        for balanced_grid in (True, False)
     )
-    assert 1.03 < even / all_of_them < 1.07
+    assert 1.03 < balanced_grid / all_of_them < 1.07

@@ -24,7 +24,7 @@ from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Resources
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import columns, head_chunks
-from flashtune.templates.common.model.tile_schedule import Tiling, blocks, place, staying
+from flashtune.templates.common.model.tile_schedule import Tiling, blocks, persistent_programs, tile_of
 from flashtune.templates.common.model.traffic import streamed_keys
 from flashtune.templates.family import Family
 from flashtune.tuner.binary.resources import Occupancy, occupancy
@@ -220,10 +220,12 @@ def imbalance(problem: Problem, config: Config, programs: int, places: int, targ
         # Programs without tiles of queries have equal lengths.
         return whole_waves(programs, places, target)
     if isinstance(config, Persistent):
-        return _stay(tiling, config.head_swizzle, str(config.order), config.balanced_grid, target.sm_count)
+        return _persistent_imbalance(
+            tiling, config.head_swizzle, str(config.order), config.balanced_grid, target.sm_count
+        )
     longest_first = bool(getattr(config, "lpt", False))
     heads_innermost = bool(getattr(config, "heads_innermost", False))
-    return _come_and_go(tiling, longest_first, heads_innermost, places, target.sm_count)
+    return _greedy_imbalance(tiling, longest_first, heads_innermost, places, target.sm_count)
 
 
 def whole_waves(programs: int, places: int, target: Target) -> float:
@@ -247,23 +249,25 @@ def _lengths(tiling: Tiling) -> NDArray[np.float64]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _stay(tiling: Tiling, section: int, order: str, even: bool, multiprocessors: int) -> float:
-    workers = staying(tiling.total, even, multiprocessors)
+def _persistent_imbalance(
+    tiling: Tiling, head_swizzle: int, order: str, balanced_grid: bool, num_sms: int
+) -> float:
+    num_programs = persistent_programs(tiling.total, balanced_grid, num_sms)
     index = np.arange(tiling.total)
-    costs = _lengths(tiling)[place(index, workers, tiling, section, order)]
-    busiest = np.bincount(index % workers, weights=costs).max()
-    return float(busiest * multiprocessors / costs.sum())
+    costs = _lengths(tiling)[tile_of(index, num_programs, tiling, head_swizzle, order)]
+    largest_load = np.bincount(index % num_programs, weights=costs).max()
+    return float(largest_load * num_sms / costs.sum())
 
 
 @functools.lru_cache(maxsize=4096)
-def _come_and_go(
-    tiling: Tiling, longest_first: bool, heads_innermost: bool, places: int, multiprocessors: int
+def _greedy_imbalance(
+    tiling: Tiling, longest_first: bool, heads_innermost: bool, places: int, num_sms: int
 ) -> float:
     total = tiling.total
     if total <= places:
-        share = math.ceil(total / multiprocessors) * multiprocessors / total
+        share = math.ceil(total / num_sms) * num_sms / total
         costs = _lengths(tiling)
-        return float(share * costs.max() / costs.mean()) if total <= multiprocessors else share
+        return float(share * costs.max() / costs.mean()) if total <= num_sms else share
     if total > MANY_ROUNDS * places:
         return 1.0
     costs = _lengths(tiling)

@@ -11,9 +11,9 @@ from flashtune.templates.common.model.tile_schedule import (
     RESIDENT,
     TileCost,
     Tiling,
-    are_alike,
-    coming_and_going,
     extremes,
+    greedy_makespan,
+    have_equal_length,
 )
 
 PACE = CostParams(launch=9.3, block=0.0, tile=0.3, hidden=0.21, exposed=1.55)
@@ -49,10 +49,10 @@ def portable_span(
     if not tiling.total or not problem.seqlen_kv:
         return PACE.launch / 1e3
     block = block_us(problem, block_m * block_n, PACE, target)
-    cut = 0 if are_alike(problem) else math.ceil(block_m / block_n)
+    cut = 0 if have_equal_length(problem) else math.ceil(block_m / block_n)
     cost = TileCost(block, tile_us(problem, block_m, PACE, target) + cut * MASKED * block)
     lone = LONE_SHORT if block_m <= SHORT_TILE else 1.0
-    busy = coming_and_going(tiling, target.sm_count, longest_first, cost, lone, resident)
+    busy = greedy_makespan(tiling, target.sm_count, longest_first, cost, lone, resident)
     programs = min(tiling.total, resident * target.sm_count)
     heads = tiling.heads if heads_innermost else math.ceil(programs / tiling.tiles)
     streamed = extremes(tiling).mean * tiling.total * block_n

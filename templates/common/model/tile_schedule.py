@@ -1,4 +1,4 @@
-"""Tiles of each program, and the time of the busiest program.
+"""Tiles of each program, and the largest time of one program.
 
 Under a causal mask, tiles have different lengths, and their order decides when the last one ends. The caller
 chooses the unit of costs.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# With more tiles, only the first sections are simulated, or none.
+# With more tiles, only the first groups of heads are simulated, or none.
 MAX_TILES = 2**14
 # Fraction of the last programs' time without concurrent programs: on average they start at different times.
 LAST_SHARE = 0.29
@@ -89,7 +89,7 @@ def blocks(tiling: Tiling, tiles: NDArray[np.int64] | None = None) -> NDArray[np
     return counted
 
 
-def are_alike(problem: Problem) -> bool:
+def have_equal_length(problem: Problem) -> bool:
     """Returns whether every query sees all keys, so that all tiles have equally many blocks."""
     return problem.sight.left is None and problem.sight.right is None
 
@@ -105,7 +105,7 @@ class Extremes(msgspec.Struct, frozen=True):
 @functools.lru_cache(maxsize=4096)
 def extremes(tiling: Tiling) -> Extremes:
     """Returns the extremes of a head's tiles."""
-    if are_alike(tiling.problem):
+    if have_equal_length(tiling.problem):
         every = float(max(1, math.ceil(tiling.problem.seqlen_kv / tiling.columns)))
         return Extremes(every, every, every)
     import numpy as np
@@ -116,89 +116,89 @@ def extremes(tiling: Tiling) -> Extremes:
     return Extremes(float(counted.min()), float(counted.mean()), float(counted.max()))
 
 
-def place(
-    index: NDArray[np.int64], workers: int, tiling: Tiling, section: int, order: str
+def tile_of(
+    index: NDArray[np.int64], num_programs: int, tiling: Tiling, head_swizzle: int, order: str
 ) -> NDArray[np.int64]:
     """Returns the tile number within its head of the index-th tile of a persistent kernel."""
     import numpy as np
 
     total = tiling.total
     if order == "serpentine":
-        turn = index // workers
-        backwards = (turn % 2 == 1) & ((turn + 1) * workers <= total)
-        index = np.where(backwards, (2 * turn + 1) * workers - 1 - index, index)
-    section = min(section or tiling.heads, tiling.heads)
-    first = index // (section * tiling.tiles) * section
-    width = np.minimum(section, tiling.heads - first)
-    tile: NDArray[np.int64] = index % (section * tiling.tiles) // width
+        round_index = index // num_programs
+        backwards = (round_index % 2 == 1) & ((round_index + 1) * num_programs <= total)
+        index = np.where(backwards, (2 * round_index + 1) * num_programs - 1 - index, index)
+    head_swizzle = min(head_swizzle or tiling.heads, tiling.heads)
+    first = index // (head_swizzle * tiling.tiles) * head_swizzle
+    width = np.minimum(head_swizzle, tiling.heads - first)
+    tile: NDArray[np.int64] = index % (head_swizzle * tiling.tiles) // width
     return tile if order == "linear" else tiling.tiles - 1 - tile
 
 
-def staying(total: int, even: bool, multiprocessors: int) -> int:
-    """Returns the persistent programs; `even`: the fewest with the same number of rounds."""
-    if even:
-        return math.ceil(total / math.ceil(total / multiprocessors))
-    return min(total, multiprocessors)
+def persistent_programs(total: int, balanced_grid: bool, num_sms: int) -> int:
+    """Returns the number of persistent programs; `balanced_grid`: the fewest with as many rounds."""
+    if balanced_grid:
+        return math.ceil(total / math.ceil(total / num_sms))
+    return min(total, num_sms)
 
 
-def busiest(tiling: Tiling, workers: int, section: int, order: str, cost: TileCost) -> float:
-    """Returns the cost of the busiest persistent program."""
-    if are_alike(tiling.problem):
-        rounds = math.ceil(tiling.total / workers)
+def largest_load(tiling: Tiling, num_programs: int, head_swizzle: int, order: str, cost: TileCost) -> float:
+    """Returns the largest cost of a persistent program."""
+    if have_equal_length(tiling.problem):
+        rounds = math.ceil(tiling.total / num_programs)
         return rounds * (extremes(tiling).mean * cost.block + cost.tile)
-    loads = _loads(tiling, workers, section, order)
+    loads = _loads(tiling, num_programs, head_swizzle, order)
     return float((loads.blocks * cost.block + loads.tiles * cost.tile).max())
 
 
 class _Loads(msgspec.Struct, frozen=True):
-    """Blocks and tiles of each program, [workers]."""
+    """Blocks and tiles of each program, [num_programs]."""
 
     blocks: NDArray[np.floating]
     tiles: NDArray[np.floating]
 
 
 @functools.lru_cache(maxsize=512)
-def _loads(tiling: Tiling, workers: int, section: int, order: str) -> _Loads:
+def _loads(tiling: Tiling, num_programs: int, head_swizzle: int, order: str) -> _Loads:
     import numpy as np
 
-    heads = min(section or tiling.heads, tiling.heads)
+    heads = min(head_swizzle or tiling.heads, tiling.heads)
     counted = tiling.total
     if counted > MAX_TILES:
-        # Sections are alike: the first ones represent all.
+        # Groups of heads have equal loads, so the first ones represent all.
         counted = MAX_TILES // (heads * tiling.tiles) * heads * tiling.tiles
-    if counted < workers:
+    if counted < num_programs:
         # With this many tiles in one order, no program ends much later than the others.
-        share = tiling.total / workers
+        share = tiling.total / num_programs
         return _Loads(np.array([share * extremes(tiling).mean]), np.array([share]))
     index = np.arange(counted)
-    worker = index % workers
-    weights = blocks(tiling)[place(index, workers, tiling, section, order)]
+    program = index % num_programs
+    weights = blocks(tiling)[tile_of(index, num_programs, tiling, head_swizzle, order)]
     scale = tiling.total / counted
-    per_worker = (np.bincount(worker, weights=one) for one in (weights, np.ones(counted)))
-    return _Loads(*(scale * one for one in per_worker))
+    per_program = (np.bincount(program, weights=one) for one in (weights, np.ones(counted)))
+    return _Loads(*(scale * one for one in per_program))
 
 
-def coming_and_going(
+def greedy_makespan(
     tiling: Tiling,
-    multiprocessors: int,
+    num_sms: int,
     longest_first: bool,
     cost: TileCost,
-    lone: float,
+    alone: float,
     resident: int = RESIDENT,
 ) -> float:
     """Returns the end of the last program if each computes one tile, scheduled greedily.
 
-    Programs of one SM share its units. Costs are those of a program among others. `lone` is the time of a
+    Programs of one SM share its units. Costs are those of a program among others. `alone` is the time of a
     program that is alone on an SM, over its time at an equal share of the units.
     """
     found = extremes(tiling)
     least, mean, most = (cost.block * one + cost.tile for one in (found.least, found.mean, found.most))
-    if tiling.total <= multiprocessors:
-        return lone * most
-    slots = resident * multiprocessors
+    if tiling.total <= num_sms:
+        return alone * most
+    slots = resident * num_sms
     if least == most and tiling.total <= ROUNDS_IN_STEP * slots:
         whole, rest = divmod(tiling.total, slots)
-        last = max(lone, math.ceil(rest / multiprocessors)) if rest else 0.0
+        last = max(alone, math.ceil(rest / num_sms)) if rest else 0.0
         return (resident * whole + last) * mean
     last = least if longest_first else mean if found.least == found.most else most
-    return max(lone * most, tiling.total / multiprocessors * mean + lone * LAST_SHARE * last)
+    return max(alone * most, tiling.total / num_sms * mean + alone * LAST_SHARE * last)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.templates.common.model.tile_schedule import Tiling, blocks, place
+from flashtune.templates.common.model.tile_schedule import Tiling, blocks, tile_of
 from flashtune.templates.forward_hopper.space import HopperConfig, usual_config
 from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.tuner.perf_model.roofline import imbalance, whole_waves
@@ -38,16 +38,18 @@ FULL = a_problem("heads=16,seqlen=4096,head_dim=128,tokens=16384")
     st.integers(0, 12),
 )
 def test_tile_order_matches_the_kernels(
-    order: str, most: int, kv_heads: int, batch: int, tiles: int, section: int
+    order: str, most: int, kv_heads: int, batch: int, tiles: int, head_swizzle: int
 ) -> None:
     shape = f"heads={kv_heads},seqlen={tiles * 64},head_dim=64,batch={batch},causal"
     tiling = Tiling(a_problem(shape), 64, 128, 1)
     heads, total = batch * kv_heads, batch * kv_heads * tiles
-    workers = min(most, total)
+    num_programs = min(most, total)
     locate = LOCATES[order, 1]
-    width = min(section or heads, heads)
-    expected = [locate(index, workers, total, tiles, width, heads, kv_heads, 1)[0] for index in range(total)]
-    assert place(np.arange(total), workers, tiling, section, order).tolist() == expected
+    width = min(head_swizzle or heads, heads)
+    expected = [
+        locate(index, num_programs, total, tiles, width, heads, kv_heads, 1)[0] for index in range(total)
+    ]
+    assert tile_of(np.arange(total), num_programs, tiling, head_swizzle, order).tolist() == expected
 
 
 @pytest.mark.parametrize("problem", [CAUSAL, FULL])
@@ -64,7 +66,7 @@ def of_hopper(problem: Problem, **changes: Any) -> float:
 
 
 def test_imbalance_of_a_full_problem_is_one_extra_tile() -> None:
-    # 64 heads of 32 tiles on 132 multiprocessors: 16 rounds, the last one half empty.
+    # 64 heads of 32 tiles on 132 num_sms: 16 rounds, the last one half empty.
     assert of_hopper(FULL, num_consumer_groups=2, order="linear") == pytest.approx(16 * 132 / 2048)
 
 
