@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Mapping
 from importlib import resources
 
 import jinja2
@@ -14,6 +15,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.common.checks import checks_of
+from flashtune.templates.dead_branches import remove_dead_branches
 from flashtune.templates.family import Context, Family, kernel_of_source
 from flashtune.templates.registry import PACKAGE, TEMPLATE, template_hash
 
@@ -23,6 +25,9 @@ CHECKS = "common/checks.jinja"
 
 def render(family: Family, problem: Problem, config: Config, specialization: Specialization) -> Kernel:
     """Returns the kernel of a config for a problem. It does not depend on lengths, heads and batch.
+
+    Jinja repeats and names parts. Conditions on flags, the booleans of the config and the context in capital
+    letters, are Python: `remove_dead_branches` replaces them.
 
     Raises:
         KernelError: The context holds a value that is not a number, bool or enum.
@@ -36,11 +41,25 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
         kernel_name=family.name,
         checks=checks.strip(),
     )
+    source = remove_dead_branches(source, _flags(values))
     return kernel_of_source(family, problem, config, specialization, source)
 
 
 def _values(given: Config | Context) -> dict[str, object]:
-    return {name: _checked(name, getattr(given, name)) for name in given.__struct_fields__}
+    """Returns the fields of a config or a context, and a context's properties."""
+    names = list(given.__struct_fields__)
+    if isinstance(given, Context):
+        names += [name for name in dir(type(given)) if isinstance(getattr(type(given), name), property)]
+    return {name: _checked(name, getattr(given, name)) for name in names}
+
+
+def _flags(values: Mapping[str, object]) -> dict[str, bool]:
+    """Returns the flags of a template: all booleans, with names in capital letters."""
+    flags = {name.upper(): value for name, value in values.items() if isinstance(value, bool)}
+    for value in values.values():
+        if isinstance(value, Context):
+            flags |= _flags(_values(value))
+    return flags
 
 
 @functools.cache

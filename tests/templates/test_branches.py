@@ -1,11 +1,13 @@
 """Every branch that templates take for golden and shipped kernels is in the text of a file to review.
 
 Files are those of tests/golden and kernels_generated. A branch is a condition of a template and its value:
-of `if`, of `x if y else z`, of each side of `and` and `or`, and whether a loop runs.
+of `if`, of `x if y else z`, of each side of `and` and `or`, and whether a loop runs. Conditions are those of
+Jinja, and those of Python on flags.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,7 +17,7 @@ from jinja2 import nodes
 
 from flashtune.core.kernel import Kernel
 from flashtune.core.record import Record
-from flashtune.templates import rendering
+from flashtune.templates import dead_branches, rendering
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from scripts.kernels import shipped_records, winners
@@ -69,6 +71,24 @@ class Recorded(jinja2.Environment):
         return tree
 
 
+class RecordedFlags(dead_branches._Remover):
+    """Removal of branches that records each condition on flags, by its function and text."""
+
+    taken: set[Branch]
+    function = ""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.function = node.name
+        self.generic_visit(node)
+        self.function = ""
+
+    def _fold(self, node: ast.expr) -> bool | None:
+        value = super()._fold(node)
+        if value is not None:
+            self.taken.add((f"{self.function}: {ast.unparse(node)}", 0, 0, value))
+        return value
+
+
 Branches = Callable[[Callable[[], Kernel]], frozenset[Branch]]
 
 
@@ -77,6 +97,8 @@ def branches(monkeypatch: pytest.MonkeyPatch) -> Branches:
     """Gives the branches that a function takes, which renders."""
     environment = Recorded(rendering._environment())
     monkeypatch.setattr(rendering, "_environment", lambda: environment)
+    monkeypatch.setattr(dead_branches, "_Remover", RecordedFlags)
+    monkeypatch.setattr(RecordedFlags, "taken", environment.taken, raising=False)
 
     def taken(rendered: Callable[[], Kernel]) -> frozenset[Branch]:
         environment.taken.clear()

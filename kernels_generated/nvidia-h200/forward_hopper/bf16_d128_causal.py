@@ -71,7 +71,6 @@ WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
-
 @gluon.jit
 def next_slot(stage, phase, STAGES: gl.constexpr):
     """The slot of a ring after this one; each time around, the parity of its barriers flips."""

@@ -8,6 +8,7 @@ from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
+from flashtune.templates.family import Context
 
 # Longer windows and chunks hide nothing, and the sum of two of these fits 32 bits.
 FARTHEST = 2**30 - 1
@@ -19,7 +20,7 @@ CONVERTS_E4M3 = 89
 STORED_TYPES = {KvDtype.E4M3: "*fp8e4nv", KvDtype.INT8: "*i8"}
 
 
-class FeatureContext(msgspec.Struct, frozen=True, kw_only=True):
+class FeatureContext(Context, frozen=True, kw_only=True):
     """The compile-time values of a problem's features, for `common/masks.jinja`.
 
     Attributes:
