@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.problem import Bias, Causal, Feature, KvScale, Problem
+from flashtune.core.features.table import DEFAULTS, FEATURES
+from flashtune.core.problem import Causal, Feature, Problem
 
 CAUSAL_WORDS = {Causal.NONE: "", Causal.BOTTOM_RIGHT: "causal", Causal.TOP_LEFT: "causal=top_left"}
 
@@ -62,30 +63,11 @@ def rounded_up(tokens: int) -> int:
     return 1 << max(0, tokens - 1).bit_length()
 
 
-# Values of each feature's fields in a problem without the feature.
-DEFAULTS: dict[Feature, dict[str, object]] = {
-    Feature.WINDOW: {"window_left": None, "window_right": None},
-    Feature.SINK_TOKENS: {"sink_tokens": 0},
-    Feature.ATTENTION_CHUNK: {"attention_chunk": 0},
-    Feature.PREFIX: {"prefix": False},
-    Feature.SOFTCAP: {"softcap": False},
-    Feature.ALIBI: {"alibi": False},
-    Feature.BIAS: {"bias": Bias.NONE},
-    Feature.SINKS: {"sinks": False},
-    Feature.VARLEN: {"total_q": 0},
-    Feature.SEQLENS_K: {"seqlens_k": False},
-    Feature.PAGES: {"page_size": 0},
-    Feature.QUANTIZED_KV: {"kv_dtype": None},
-    Feature.MLA: {"mla": False},
-    Feature.DROPOUT: {"dropout": False},
-    Feature.DETERMINISTIC: {"deterministic": False},
-}
-
-
 def without(problem: Problem, features: Iterable[Feature]) -> Problem:
     """Returns a problem without some features."""
-    changes = {field: value for feature in features for field, value in DEFAULTS[feature].items()}
-    return msgspec.structs.replace(problem, **changes)
+    found = [FEATURES[feature] for feature in features]
+    fields = [field for one in found for field in (*one.fields, *one.details)]
+    return msgspec.structs.replace(problem, **{field: DEFAULTS[field] for field in fields})
 
 
 def shape_text(problem: Problem) -> str:
@@ -114,24 +96,18 @@ def shape_text(problem: Problem) -> str:
 
 def _feature_texts(problem: Problem) -> tuple[str, ...]:
     """Returns the features of a problem except the causal mask, each as a key or an empty text."""
-    return (
-        _window_text(problem),
-        f"sink_tokens={problem.sink_tokens}" if problem.sink_tokens else "",
-        f"attention_chunk={problem.attention_chunk}" if problem.attention_chunk else "",
-        "prefix" if problem.prefix else "",
-        "softcap" if problem.softcap else "",
-        "alibi" if problem.alibi else "",
-        f"bias={problem.bias}" if problem.bias is not Bias.NONE else "",
-        "sinks" if problem.sinks else "",
-        f"total_q={problem.total_q}" if problem.total_q else "",
-        "seqlens_k" if problem.seqlens_k else "",
-        f"page_size={problem.page_size}" if problem.page_size else "",
-        f"kv_dtype={problem.kv_dtype}" if problem.kv_dtype else "",
-        f"kv_scale={problem.kv_scale}" if problem.kv_dtype and problem.kv_scale is not KvScale.TENSOR else "",
-        "mla" if problem.mla else "",
-        "dropout" if problem.dropout else "",
-        "deterministic" if problem.deterministic else "",
+    has = problem.features
+    fields = [
+        field
+        for feature, one in FEATURES.items()
+        if feature in has and feature is not Feature.WINDOW
+        for field in (*one.fields, *one.details)
+    ]
+    values = [(field, getattr(problem, field)) for field in fields]
+    texts = (
+        field if value is True else f"{field}={value}" for field, value in values if value != DEFAULTS[field]
     )
+    return _window_text(problem), *texts
 
 
 def _window_text(problem: Problem) -> str:

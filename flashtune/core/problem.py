@@ -2,208 +2,44 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Annotated
-
 import msgspec
 
 from flashtune.core.errors import ProblemError
+from flashtune.core.features.plain_problem import Causal, Direction, Dtype
+from flashtune.core.features.table import (
+    FEATURES,
+    Bias,
+    Feature,
+    FeatureFields,
+    KvDtype,
+    KvScale,
+    feature_words,
+    features_of,
+)
 from flashtune.core.mask_geometry import MaskInfo, distinct_keys, visible_pairs
 
+# Other packages import the types of a problem's fields from here.
+__all__ = [
+    "Bias",
+    "Causal",
+    "Direction",
+    "Dtype",
+    "Feature",
+    "KvDtype",
+    "KvScale",
+    "Problem",
+    "feature_words",
+]
+
 PAGE_SIZES = (16, 32, 64, 128, 256)
-
-
-class Feature(enum.StrEnum):
-    """A part of a problem that not every kernel family computes."""
-
-    WINDOW = "window"
-    SOFTCAP = "softcap"
-    ALIBI = "alibi"
-    BIAS = "bias"
-    SINKS = "sinks"
-    SINK_TOKENS = "sink_tokens"
-    PREFIX = "prefix"
-    ATTENTION_CHUNK = "attention_chunk"
-    VARLEN = "varlen"
-    SEQLENS_K = "seqlens_k"
-    PAGES = "pages"
-    QUANTIZED_KV = "quantized_kv"
-    MLA = "mla"
-    DROPOUT = "dropout"
-    DETERMINISTIC = "deterministic"
-
-
-class Bias(enum.StrEnum):
-    """The kind of the attention bias of a call.
-
-    none      No bias.
-    additive  Numbers in q's type, added to the scaled (and capped) scores.
-    boolean   Whether a query sees a key.
-    """
-
-    NONE = "none"
-    ADDITIVE = "additive"
-    BOOLEAN = "boolean"
-
-
-class KvDtype(enum.StrEnum):
-    """Element types of quantised caches with queries that are not quantised."""
-
-    E4M3 = "e4m3"
-    INT8 = "int8"
-
-
-class KvScale(enum.StrEnum):
-    """The granularity of the scales of a quantised cache: per tensor, per head, or per head and page."""
-
-    TENSOR = "tensor"
-    HEAD = "head"
-    PAGE = "page"
-
-
-def feature_words(problem: Problem) -> str:
-    """Returns the features of a problem as the end of its key, empty without features."""
-    left, right = ("" if side is None else side for side in (problem.window_left, problem.window_right))
-    words = (
-        (Feature.WINDOW, f"window{left}:{right}"),
-        (Feature.SINK_TOKENS, f"first{problem.sink_tokens}"),
-        (Feature.ATTENTION_CHUNK, f"chunk{problem.attention_chunk}"),
-        (Feature.PREFIX, "prefix"),
-        (Feature.SOFTCAP, "softcap"),
-        (Feature.ALIBI, "alibi"),
-        (Feature.BIAS, f"bias-{problem.bias}"),
-        (Feature.SINKS, "sinks"),
-        (Feature.VARLEN, f"packed{problem.total_q}"),
-        (Feature.SEQLENS_K, "lengths"),
-        (Feature.PAGES, f"page{problem.page_size}"),
-        (Feature.QUANTIZED_KV, f"kv-{problem.kv_dtype}-{problem.kv_scale}"),
-        (Feature.MLA, "latent"),
-        (Feature.DROPOUT, "dropout"),
-        (Feature.DETERMINISTIC, "deterministic"),
-    )
-    has = problem.features
-    return "".join(f"_{text}" for feature, text in words if feature in has)
-
-
 MAX_HEAD_DIM = 256
-Extent = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-HeadDim = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
-class Direction(enum.StrEnum):
-    """The pass: forward computes the output, backward the gradients of the inputs."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-class Dtype(enum.StrEnum):
-    """The element type of queries, keys and values. Outputs have it too, except for `e4m3`.
-
-    `e4m3` is an 8-bit float of 4 exponent and 3 mantissa bits (torch's `float8_e4m3fn`), for quantised
-    tensors with a scale for each head.
-    """
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-    E4M3 = "e4m3"
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return {Dtype.E4M3: 1, Dtype.FP32: 4}.get(self, 2)
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether tensors of this type come with scales."""
-        return self is Dtype.E4M3
-
-    @property
-    def out(self) -> Dtype:
-        """The element type of the output. 8 bits are not precise enough for it."""
-        return Dtype.BF16 if self.is_quantized else self
-
-
-class Causal(enum.StrEnum):
-    """The causal mask and its alignment.
-
-    Top-left: query i sees keys 0..i, as with SDPA's `is_causal`. Bottom-right: query i sees keys
-    0..i + seqlen_kv - seqlen_q, as in flash_attn, so that the last query sees every key.
-    """
-
-    NONE = "none"
-    TOP_LEFT = "top_left"
-    BOTTOM_RIGHT = "bottom_right"
-
-
-# Defaults are omitted from stored problems, so that older stored problems still load with the same hash. The
-# mask and the direction were always stored.
-class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One attention computation.
+class Problem(FeatureFields, frozen=True, kw_only=True):
+    """One attention computation: the fields of `PlainProblem` and those of its features.
 
     The position p of a query among the keys is its index plus `diagonal`.
-
-    Attributes:
-        dtype: Element type of q, k and v. The output has `out_dtype`.
-        head_dim: Width of queries and keys.
-        value_head_dim: Width of values and outputs.
-        heads: Query heads.
-        kv_heads: Key and value heads; divides `heads`.
-        batch: Number of sequences.
-        seqlen_q: Queries per sequence.
-        seqlen_kv: Keys per sequence.
-        causal: The causal mask and its alignment.
-        direction: Forward or backward pass.
-        window_left: A query at p sees no key before p - window_left; None means unbounded.
-        window_right: A query at p sees no key after p + window_right; None means unbounded.
-        sink_tokens: Keys at the start that stay visible at any distance (Xiao et al., 2023).
-        attention_chunk: A query sees only keys of its own chunk of this size; 0 means no chunks (Llama 4).
-        prefix: Whether each sequence has a prefix that all its queries see.
-        softcap: Whether scores s become cap · tanh(s / cap).
-        alibi: Whether slope · distance is subtracted from the scores (Press et al., 2022).
-        bias: The kind of the attention bias.
-        sinks: Whether each head has a learned logit without a value (gpt-oss).
-        total_q: Number of query tokens in a varlen batch. The lengths above are then those of the longest
-            sequence. 0 means no varlen batch.
-        seqlens_k: Whether a tensor on the device has the number of keys of each sequence, at most
-            `seqlen_kv`.
-        page_size: Keys per page of a paged cache; 0 means no pages.
-        kv_dtype: Element type of keys and values if it is not q's.
-        kv_scale: Granularity of the scales of a quantised cache.
-        mla: Whether values are the first `value_head_dim` columns of the keys (DeepSeek's MLA).
-        dropout: Whether probabilities are dropped at random. Both passes use the same seed.
-        deterministic: Whether gradients must be reproducible bit for bit. Without effect on the forward pass.
     """
-
-    dtype: Dtype
-    head_dim: HeadDim
-    value_head_dim: HeadDim
-    heads: Count
-    kv_heads: Count
-    batch: Extent
-    seqlen_q: Extent
-    seqlen_kv: Extent
-    causal: Causal = msgspec.field(default_factory=lambda: Causal.NONE)
-    direction: Direction = msgspec.field(default_factory=lambda: Direction.FORWARD)
-    window_left: Extent | None = None
-    window_right: Extent | None = None
-    sink_tokens: Extent = 0
-    attention_chunk: Extent = 0
-    prefix: bool = False
-    softcap: bool = False
-    alibi: bool = False
-    bias: Bias = Bias.NONE
-    sinks: bool = False
-    total_q: Extent = 0
-    seqlens_k: bool = False
-    page_size: Extent = 0
-    kv_dtype: KvDtype | None = None
-    kv_scale: KvScale = KvScale.TENSOR
-    mla: bool = False
-    dropout: bool = False
-    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -236,24 +72,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def features(self) -> frozenset[Feature]:
         """The features that the problem needs and not every family supports."""
-        has = {
-            Feature.WINDOW: self.window_left is not None or self.window_right is not None,
-            Feature.SINK_TOKENS: self.sink_tokens > 0,
-            Feature.ATTENTION_CHUNK: self.attention_chunk > 0,
-            Feature.PREFIX: self.prefix,
-            Feature.SOFTCAP: self.softcap,
-            Feature.ALIBI: self.alibi,
-            Feature.BIAS: self.bias is not Bias.NONE,
-            Feature.SINKS: self.sinks,
-            Feature.VARLEN: self.total_q > 0,
-            Feature.SEQLENS_K: self.seqlens_k,
-            Feature.PAGES: self.page_size > 0,
-            Feature.QUANTIZED_KV: self.kv_dtype is not None,
-            Feature.MLA: self.mla,
-            Feature.DROPOUT: self.dropout,
-            Feature.DETERMINISTIC: self.deterministic,
-        }
-        return frozenset(feature for feature, given in has.items() if given)
+        return features_of(self)
 
     @property
     def computation(self) -> Problem:
@@ -362,7 +181,7 @@ def flops(problem: Problem) -> int:
 
 def nominal_flops(problem: Problem) -> int:
     """Returns the nominal number of operations; see `Problem.nominal_flops`."""
-    if problem.features & {Feature.WINDOW, Feature.ATTENTION_CHUNK, Feature.VARLEN}:
+    if any(FEATURES[feature].is_sparse for feature in problem.features):
         return flops(problem)
     pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
     full = 2 * pairs * product_widths(problem)

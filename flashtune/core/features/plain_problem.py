@@ -1,0 +1,89 @@
+"""`PlainProblem`: the shape, element type, causal mask and pass of one attention computation."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+
+Extent = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+HeadDim = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+class Direction(enum.StrEnum):
+    """The pass: forward computes the output, backward the gradients of the inputs."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Dtype(enum.StrEnum):
+    """The element type of queries, keys and values. Outputs have it too, except for `e4m3`.
+
+    `e4m3` is an 8-bit float of 4 exponent and 3 mantissa bits (torch's `float8_e4m3fn`), for quantised
+    tensors with a scale for each head.
+    """
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+    E4M3 = "e4m3"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return {Dtype.E4M3: 1, Dtype.FP32: 4}.get(self, 2)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether tensors of this type come with scales."""
+        return self is Dtype.E4M3
+
+    @property
+    def out(self) -> Dtype:
+        """The element type of the output. 8 bits are not precise enough for it."""
+        return Dtype.BF16 if self.is_quantized else self
+
+
+class Causal(enum.StrEnum):
+    """The causal mask and its alignment.
+
+    Top-left: query i sees keys 0..i, as with SDPA's `is_causal`. Bottom-right: query i sees keys
+    0..i + seqlen_kv - seqlen_q, as in flash_attn, so that the last query sees every key.
+    """
+
+    NONE = "none"
+    TOP_LEFT = "top_left"
+    BOTTOM_RIGHT = "bottom_right"
+
+
+# Defaults are omitted from stored problems, so that older stored problems still load with the same hash. The
+# mask and the direction were always stored.
+class PlainProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One attention computation without features.
+
+    Attributes:
+        dtype: Element type of q, k and v. The output has `dtype.out`.
+        head_dim: Width of queries and keys.
+        value_head_dim: Width of values and outputs.
+        heads: Query heads.
+        kv_heads: Key and value heads; divides `heads`.
+        batch: Number of sequences.
+        seqlen_q: Queries per sequence.
+        seqlen_kv: Keys per sequence.
+        causal: The causal mask and its alignment.
+        direction: Forward or backward pass.
+    """
+
+    dtype: Dtype
+    head_dim: HeadDim
+    value_head_dim: HeadDim
+    heads: Count
+    kv_heads: Count
+    batch: Extent
+    seqlen_q: Extent
+    seqlen_kv: Extent
+    causal: Causal = msgspec.field(default_factory=lambda: Causal.NONE)
+    direction: Direction = msgspec.field(default_factory=lambda: Direction.FORWARD)
