@@ -24,7 +24,8 @@ SIMPLE = ast.Name, ast.Constant, ast.Call, ast.Attribute, ast.Subscript, ast.Tup
 def remove_dead_branches(source: str, flags: Mapping[str, bool]) -> str:
     """Returns a source in which each condition on flags is replaced by its chosen branch or operand.
 
-    A flag is `True` or `False` by its name. A comment belongs to the branch that has its indentation.
+    A flag is `True` or `False` by its name. These constants are conditions too, for arguments of macros. A
+    comment belongs to the branch that has its indentation.
 
     Raises:
         SyntaxError: The source is not valid Python.
@@ -221,6 +222,8 @@ class _Remover(ast.NodeVisitor):
         """Returns the value of a condition on flags, or None if it depends on anything else."""
         if isinstance(node, ast.Name):
             return self._flags.get(node.id)
+        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             value = self._fold(node.operand)
             return None if value is None else not value

@@ -27,22 +27,31 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
     """Returns the kernel of a config for a problem. It does not depend on lengths, heads and batch.
 
     Jinja repeats and names parts. Conditions on flags, the booleans of the config and the context in capital
-    letters, are Python: `remove_dead_branches` replaces them.
+    letters, are Python: `remove_dead_branches` replaces them. `parameters` has the parameters of each
+    launched function, by its name.
 
     Raises:
         KernelError: The context holds a value that is not a number, bool or enum.
     """
     environment = _environment()
     values = _values(config) | _values(family.context(problem, config, specialization))
+    kernel = kernel_of_source(family, problem, config, specialization, "")
     checks = environment.get_template(CHECKS).render(_values(checks_of(family, problem, specialization)))
     source = environment.get_template(f"{family.name}/{TEMPLATE}").render(
         values,
         template_hash=template_hash(family.name)[:12],
         kernel_name=family.name,
+        parameters=_parameters(kernel),
         checks=checks.strip(),
     )
-    source = remove_dead_branches(source, _flags(values))
-    return kernel_of_source(family, problem, config, specialization, source)
+    return msgspec.structs.replace(kernel, source=remove_dead_branches(source, _flags(values)))
+
+
+def _parameters(kernel: Kernel) -> dict[str, str]:
+    """Returns the parameters of the kernel and its steps, by the names of their functions, one a line."""
+    steps = (step for step in (kernel.prologue, kernel.epilogue) if step)
+    arguments = {kernel.entry: kernel.arguments} | {step.entry: step.arguments for step in steps}
+    return {entry: ",\n    ".join(one.name for one in given) for entry, given in arguments.items()}
 
 
 def _values(given: Config | Context) -> dict[str, object]:

@@ -58,6 +58,7 @@ def test_statements_on_flags_become_their_branch(source: str, expected: str) -> 
         ("a = b and c and not NO", "a = b and c"),
         ("a = (NO or YES) and b and c", "a = b and c"),
         ("a = f(YES and b)", "a = f(b)"),
+        ("a = b if True and NO else c", "a = c"),
     ],
 )
 def test_expressions_on_flags_become_their_operand(source: str, expected: str) -> None:
