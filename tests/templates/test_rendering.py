@@ -16,6 +16,7 @@ from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.common.model.sram import Chunk, columns, head_chunks
 from flashtune.templates.family import Context, Family
+from flashtune.templates.forward_q_outer.family import ForwardQOuter
 from flashtune.templates.registry import (
     TEMPLATE,
     _imported,
@@ -61,11 +62,8 @@ class HostileContext(Context, frozen=True):
     value: object
 
 
-class HostileFamily:
+class HostileFamily(ForwardQOuter):
     """A family whose context holds what it should not."""
-
-    name = "forward_q_outer"
-    interpreted = True
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -81,7 +79,7 @@ def test_context_refuses_other_types_than_numbers(value: object) -> None:
     problem = a_problem()
     config = a_config(FORWARD[0])
     with pytest.raises(KernelError, match="must be ints, bools or enums"):
-        render(HostileFamily(value), problem, config, Specialization())  # type: ignore[arg-type]
+        render(HostileFamily(value), problem, config, Specialization())
 
 
 def test_context_accepts_numbers_bools_enums_and_tuples() -> None:
@@ -90,7 +88,7 @@ def test_context_accepts_numbers_bools_enums_and_tuples() -> None:
     for value in (1, True, Causal.NONE, (1, 2), Chunk(0, 0, 16, False), (Chunk(0, 0, 16, False),)):
         # Past the check, the template misses everything that it needs.
         with pytest.raises(jinja2.UndefinedError):
-            render(HostileFamily(value), problem, config, Specialization())  # type: ignore[arg-type]
+            render(HostileFamily(value), problem, config, Specialization())
 
 
 def test_text_enums_render_only_their_members() -> None:
