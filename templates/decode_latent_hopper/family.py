@@ -14,6 +14,7 @@ from flashtune.templates.common.model.traffic import split_keys_items
 from flashtune.templates.decode_latent_hopper.arguments import latent_arguments
 from flashtune.templates.decode_latent_hopper.perf_model import latent_items, latent_span, splits_otherwise
 from flashtune.templates.decode_latent_hopper.space import (
+    BLOCK_N,
     COMBINE_WARPS,
     GROUP_WARPS,
     LatentConfig,
@@ -50,7 +51,33 @@ class LatentContext(Context, frozen=True):
     lengths: bool
     page_size: int
     copied_keys: int
+    num_splits: int
     lse: bool
+
+    @property
+    def is_causal(self) -> bool:
+        return self.causal is not Causal.NONE
+
+    @property
+    def is_top_left(self) -> bool:
+        return self.causal is Causal.TOP_LEFT
+
+    @property
+    def is_split(self) -> bool:
+        return self.num_splits > 1
+
+    @property
+    def is_paged(self) -> bool:
+        return self.page_size > 0
+
+    @property
+    def has_small_pages(self) -> bool:
+        """Whether a block of keys is several pages."""
+        return self.copied_keys < BLOCK_N
+
+    @property
+    def page_is_block(self) -> bool:
+        return self.page_size == BLOCK_N
 
 
 class DecodeLatentHopper(FamilyOf[LatentConfig]):
@@ -147,6 +174,7 @@ class DecodeLatentHopper(FamilyOf[LatentConfig]):
             lengths=problem.seqlens_k or problem.page_size > 0,
             page_size=problem.page_size,
             copied_keys=copied_keys(problem),
+            num_splits=config.num_splits,
             lse=specialization.lse,
         )
 

@@ -4,7 +4,7 @@ Computes     bf16, head dim 576, value head dim 512, causal: bottom_right
 Keys         in pages of 64, as many as seqlens_kv says; values are their first columns
 Config       1 queries and 64 heads a tile, 2 stages, 1 parts, overlap_pv True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     decode_latent_hopper b69a387ec9e9
+Template     decode_latent_hopper 4a15279ce2b2
 
 All heads share one KV head, so that heads (and queries) fill the rows of a tile. A block of keys is
 copied in once, as the left and the right half of the values and the rest, and serves both products.
@@ -514,11 +514,13 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
         return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
     tensors = (q, k, v, out, seqlens_kv, block_table)
     row_lse = out if lse is None else lse
-    grid, _, integers = launch_plan(*tensors)
+    grid, shapes, integers = launch_plan(*tensors)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     decode_latent_hopper[grid](
         *(descriptor for parts in descriptors(*tensors[:4]) for descriptor in parts),
         row_lse,
         *tensors[4:],
+        *workspaces,
         max(scale, 1e-30),
         *integers,
         num_warps=4,

@@ -4,7 +4,7 @@ Computes     fp16, head dim 576, value head dim 512, causal: bottom_right
 Keys         of each sequence in one piece, as many as seqlens_kv says; values are their first columns
 Config       4 queries and 16 heads a tile, 2 stages, 6 parts, overlap_pv False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     decode_latent_hopper b69a387ec9e9
+Template     decode_latent_hopper 4a15279ce2b2
 
 All heads share one KV head, so that heads (and queries) fill the rows of a tile. A block of keys is
 copied in once, as the left and the right half of the values and the rest, and serves both products.
