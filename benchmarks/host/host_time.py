@@ -27,7 +27,8 @@ import flashtune
 from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.dispatch.versions import driver_version
 from flashtune.launch.compilation import kernel_folder
-from flashtune.request.request import read_request
+from flashtune.request.call import dense_call
+from flashtune.request.read_call import read_call
 from flashtune.runtime import call_cache, executors
 
 # Fewer calls than a launch queue holds.
@@ -141,8 +142,8 @@ def _gpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
 
 def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
     """Key, lookup and allocation alone."""
-    request = read_request(q, k, v, options.causal, "bhsd", False, "generated")
-    key = call_cache.call_key(q, k, v, options.causal, "bhsd", False, "generated")
+    call = dense_call(q, k, v, causal=options.causal, prefer="generated")
+    request = read_call(call)
 
     def nothing(
         q: Tensor,
@@ -155,13 +156,13 @@ def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
     ) -> None:
         """Replaces the launch."""
 
-    call_cache._executors[key] = executors.launcher(nothing, request, q)
-    call = {
+    call_cache._executors[call_cache.call_key(call)] = executors.launcher(nothing, request, q)
+    timed = {
         "generated_without_launch": lambda: flashtune.attention(
             q, k, v, causal=options.causal, prefer="generated"
         )
     }
-    return {"host_us": _host_times(call)}
+    return {"host_us": _host_times(timed)}
 
 
 def _host_times(calls_by_name: Mapping[str, Callable[[], object]]) -> dict[str, float]:

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
-from flashtune.core.arguments import checked, read_count
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
-from flashtune.request.options import (
-    Call,
-    CausalOption,
-    DenseOptions,
-    LayoutOption,
-    Options,
-    PreferOption,
-    Window,
-    is_plain,
-    read_bias,
-    read_dropout,
-    read_softcap,
-    read_window,
-)
-from flashtune.request.quantization import E4M3, given_scales
-from flashtune.request.request import Result, check_flags, require_tensors
-from flashtune.runtime.call_cache import check_arguments, serve
-from flashtune.runtime.torch_modes import runs_eagerly
-from flashtune.runtime.torch_ops import attend, call_op
+from flashtune.request.call import CausalOption, DenseOptions, LayoutOption, PreferOption, dense_call
+from flashtune.request.request import Result
+from flashtune.runtime.call_cache import known_executor
+from flashtune.runtime.torch_ops import attend
+
+# Numbers that mean the same as None if they are 0.
+NUMBERS = ("softcap", "sink_tokens", "chunk", "dropout_p")
 
 
 @overload
@@ -47,25 +33,12 @@ def attention(
     v: Tensor,
     *,
     causal: CausalOption = False,
-    window: Window | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sink_tokens: int = 0,
-    prefix_lengths: Tensor | None = None,
-    chunk: int = 0,
-    kv_lengths: Tensor | None = None,
     scale: float | None = None,
     layout: LayoutOption = "bhsd",
     return_lse: bool = False,
     prefer: PreferOption = "fastest",
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    dropout_p: float = 0.0,
     deterministic: bool = False,
+    **features: Any,
 ) -> Result:
     """Computes softmax(scale · q·kᵀ, masked) · v with the kernel that is selected for this GPU and shape.
 
@@ -113,6 +86,7 @@ def attention(
             outside of training. The log-sum-exp ignores dropout.
         deterministic: Whether gradients must be bit-identical between runs.
             torch.use_deterministic_algorithms(True) has the same effect. The output is always bit-identical.
+        **features: The arguments above that are not in the signature.
 
     Returns:
         The output [batch, heads, seqlen_q, value_head_dim] in the call's layout: bfloat16 if the inputs are
@@ -126,110 +100,26 @@ def attention(
             is "generated" and no kernel compiles or loads on this GPU.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    check_flags(causal, return_lse, deterministic)
-    scales = given_scales(q_scale, k_scale, v_scale)
-    try:
-        is_simple = (
-            window is None
-            and softcap is None
-            and alibi_slopes is None
-            and attn_bias is None
-            and attn_mask is None
-            and sinks is None
-            and prefix_lengths is None
-            and kv_lengths is None
-            and not sink_tokens
-            and not chunk
-            and not dropout_p
-            and (scales is NO_EXTRA_INPUTS or getattr(q, "dtype", E4M3) is E4M3)
-        )
-    except (RuntimeError, ValueError):
-        # Arrays instead of numbers have no truth value. `dense_call` raises the error.
-        is_simple = False
-    if not is_simple:
-        call = dense_call(
-            q,
-            k,
-            v,
-            return_lse=return_lse,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            attn_bias=attn_bias,
-            attn_mask=attn_mask,
-            sinks=sinks,
-            sink_tokens=sink_tokens,
-            prefix_lengths=prefix_lengths,
-            chunk=chunk,
-            kv_lengths=kv_lengths,
-            scale=scale,
-            layout=layout,
-            prefer=prefer,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            dropout_p=dropout_p,
-            deterministic=deterministic,
-        )
-        if not is_plain(call):
-            return attend(call)
-    options = causal, scale, layout, return_lse, prefer, scales, deterministic
-    if runs_eagerly(q, k, v):
-        return checked(serve, check_arguments, q, k, v, *options)
-    require_tensors(q, k, v)
-    return checked(call_op, check_arguments, q, k, v, *options)
-
-
-def dense_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: bool,
-    causal: CausalOption = False,
-    window: Window | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sink_tokens: int = 0,
-    prefix_lengths: Tensor | None = None,
-    chunk: int = 0,
-    kv_lengths: Tensor | None = None,
-    scale: float | None = None,
-    layout: LayoutOption = "bhsd",
-    prefer: PreferOption = "fastest",
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-) -> Call:
-    """The record of a call of `attention`; arguments and errors are its own."""
-    check_flags(causal, return_lse, deterministic)
-    options = Options(
-        causal,
-        layout,
-        layout,
-        return_lse,
-        prefer,
-        read_window(window),
-        read_count("sink_tokens", sink_tokens, "how many first tokens stay visible"),
-        read_count("chunk", chunk, "how many keys are a chunk, or 0 for no chunks"),
+    common = causal, scale, layout, return_lse, prefer, deterministic
+    if not features or not any(_has_effect(name, value) for name, value in features.items()):
+        executor = known_executor(q, k, v, *common)
+        if executor is not None:
+            return executor(q, k, v, scale)
+    call = dense_call(
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=scale,
+        layout=layout,
+        return_lse=return_lse,
+        prefer=prefer,
         deterministic=deterministic,
+        **features,
     )
-    side = ExtraInputs(
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        slopes=alibi_slopes,
-        bias=read_bias(attn_bias, attn_mask),
-        sinks=sinks,
-        prefix=prefix_lengths,
-        seqlens_kv=kv_lengths,
-        softcap=read_softcap(softcap),
-        dropout=read_dropout(dropout_p),
-    )
-    return Call(q, k, v, scale, options, side)
+    return attend(call)
+
+
+def _has_effect(name: str, value: object) -> bool:
+    """Returns whether an argument needs more than the look-up of a call without features."""
+    return value is not None and not (name in NUMBERS and type(value) in (int, float) and value == 0)

@@ -7,10 +7,6 @@ from typing import Unpack
 import msgspec
 from torch import Tensor
 
-from flashtune.api.attention import dense_call
-from flashtune.api.paged import paged_call
-from flashtune.api.varlen import varlen_call
-from flashtune.core.arguments import read_scale
 from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.notices import search_command
@@ -20,11 +16,18 @@ from flashtune.dispatch.decision import Backend, Decision, baseline, decide, req
 from flashtune.dispatch.lookup import nearest_selection, proven_by
 from flashtune.dispatch.pair_decision import backward_specialization, decide_pair
 from flashtune.launch.kernel_cache import kernel_of
-from flashtune.request.feature_request import read_call
-from flashtune.request.options import Call, DenseOptions, PagedCallOptions, VarlenOptions, is_plain
-from flashtune.request.quantization import given_scales
-from flashtune.request.request import Prefer, Request, read_request, require_tensors, requires_grad
-from flashtune.runtime.feature_call_cache import unsigned
+from flashtune.request.call import (
+    Call,
+    DenseOptions,
+    PagedCallOptions,
+    VarlenOptions,
+    dense_call,
+    paged_call,
+    varlen_call,
+)
+from flashtune.request.read_call import read_call
+from flashtune.request.request import Prefer, Request
+from flashtune.runtime.call_cache import unsigned
 from flashtune.runtime.self_check import known_seconds, known_verdict
 
 
@@ -93,17 +96,7 @@ def explain(
         ProblemError: As `attention`.
         StoreError: The user's database cannot be read.
     """
-    require_tensors(q, k, v)
-    call = dense_call(q, k, v, return_lse=return_lse, **options)
-    if not is_plain(call):
-        return explain_call(call)
-    scales = given_scales(options.get("q_scale"), options.get("k_scale"), options.get("v_scale"))
-    read_scale(call.scale)
-    causal, layout, _, _, prefer, *_ = call.options
-    common = causal, layout, return_lse, prefer
-    request = read_request(q, k, v, *common, scales=scales, deterministic=call.options.deterministic)
-    needs_grad = requires_grad(q, k, v, scales)
-    return _explained(msgspec.structs.replace(request, needs_grad=needs_grad), q, k, v, scales)
+    return explain_call(dense_call(q, k, v, return_lse=return_lse, **options))
 
 
 def explain_varlen(
@@ -150,20 +143,17 @@ def explain_paged(
 
 
 def explain_call(call: Call) -> Explanation:
-    """Returns the explanation of a call with features."""
-    read_call(call, False)
+    """Returns the explanation of a call."""
+    # Check the call before its queries are negated.
+    read_call(call)
     call = unsigned(call)
-    request = read_call(call, requires_grad(call.q, call.k, call.v, call.side))
-    return _explained(request, call.q, call.k, call.v, call.side)
-
-
-def _explained(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Explanation:
+    request, given = read_call(call), (call.q, call.k, call.v, call.side)
     if request.needs_grad:
-        return _of_both(request, q, k, v, side)
-    decision = decide(request, q, k, v, side)
+        return _of_both(request, *given)
+    decision = decide(request, *given)
     if decision.backend is not Backend.GENERATED:
         return _explanation(request.problem, decision)
-    return _of_kernel(request.problem, request, decision, required_specialization(request, q, k, v, side))
+    return _of_kernel(request.problem, request, decision, required_specialization(request, *given))
 
 
 def _of_both(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Explanation:

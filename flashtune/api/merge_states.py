@@ -16,8 +16,10 @@ from flashtune.core.arguments import read_count
 from flashtune.core.errors import ProblemError
 from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.layouts import WIDE_FLOATS, Layout
-from flashtune.request.options import NO_WINDOW, Call
-from flashtune.request.request import Result, read_option, require_tensors
+from flashtune.request.arguments import read_option
+from flashtune.request.call import Call
+from flashtune.request.read_call import require_tensors
+from flashtune.request.request import Result
 from flashtune.request.side_inputs import check_kinds
 from flashtune.request.tensor_checks import require_dense
 from flashtune.runtime.torch_ops import attend
@@ -71,20 +73,17 @@ def merge_attention(
     return out.to(out_a.dtype), lse
 
 
-def attend_shared(
-    call: Call, tokens: int, attends: Sequence[Callable[[Call], Result]] = (attend, attend)
-) -> Result:
+def attend_shared(call: Call, attends: Sequence[Callable[[Call], Result]] = (attend, attend)) -> Result:
     """Returns the attention of a paged call whose sequences have a shared prefix.
 
     Args:
-        call: The call.
-        tokens: Length of the prefix: whole pages, all before the first query.
+        call: The call. Its prefix has whole pages, all before the first query.
         attends: Functions that compute the calls of `shared_calls`.
 
     Raises:
         ProblemError: The call cannot be split, or as `attention_paged`.
     """
-    results = [serve(part) for serve, part in zip(attends, shared_calls(call, tokens), strict=False)]
+    results = [serve(part) for serve, part in zip(attends, shared_calls(call), strict=False)]
     if len(results) == 1:
         return results[0]
     (seen, weight), (out, lse) = results
@@ -95,15 +94,16 @@ def attend_shared(
     return (out, lse) if call.options.return_lse else out
 
 
-def shared_calls(call: Call, tokens: int) -> tuple[Call, ...]:
+def shared_calls(call: Call) -> tuple[Call, ...]:
     """Returns the calls for the prefix and for the suffix, or the call itself if there are no sequences.
 
     Raises:
         ProblemError: The call cannot be split.
     """
-    require_tensors(call.q, call.k, call.v)
+    require_tensors(call)
     check_kinds(call.side, call.q.device)
-    pages = _shared_pages(call, tokens)
+    tokens, pages = call.shared_prefix, _shared_pages(call, call.shared_prefix)
+    call = call._replace(shared_prefix=0)
     if call.side.block_table is not None and not call.side.block_table.shape[0]:
         return (call,)
     return prefix_call(call, tokens, pages), suffix_call(call, tokens, pages)
@@ -165,7 +165,7 @@ def _shared_pages(call: Call, tokens: int) -> int:
             f"shared_prefix is {tokens} and pages hold {size} keys: share whole pages, a multiple of them"
         )
     names = {
-        "window": options.window != NO_WINDOW,
+        "window": options.window_left is not None or options.window_right is not None,
         "chunk": options.chunk > 0,
         "alibi_slopes": side.slopes is not None,
         "prefix_lengths": side.prefix is not None,

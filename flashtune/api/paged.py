@@ -6,28 +6,11 @@ from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
-from flashtune.api.feature_plans import PagedPlan
 from flashtune.api.merge_states import attend_shared, read_shared
-from flashtune.core.arguments import read_count, shown
-from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import ExtraInputs
-from flashtune.request.options import (
-    Call,
-    CausalOption,
-    Options,
-    PagedCallOptions,
-    PagedOptions,
-    PageLayoutOption,
-    PreferOption,
-    Window,
-    read_longest,
-    read_softcap,
-    read_window,
-)
-from flashtune.request.request import Result, check_flags
+from flashtune.api.plan import Plan, planned
+from flashtune.request.call import PagedCallOptions, PagedOptions, paged_call
+from flashtune.request.request import Result
 from flashtune.runtime.torch_ops import attend
-
-PAGE_LAYOUTS = {"nhd": "bshd", "hnd": "bhsd"}
 
 
 @overload
@@ -116,74 +99,7 @@ def attention_paged(
     """
     call = paged_call(q, k_cache, v_cache, block_table, seqlens_k, return_lse=return_lse, **options)
     shared_prefix = read_shared(shared_prefix)
-    return attend_shared(call, shared_prefix) if shared_prefix else attend(call)
-
-
-def paged_call(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    *,
-    return_lse: bool,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    causal: CausalOption = True,
-    window: Window | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sink_tokens: int = 0,
-    prefix_lengths: Tensor | None = None,
-    chunk: int = 0,
-    scale: float | None = None,
-    layout: PageLayoutOption = "nhd",
-    prefer: PreferOption = "fastest",
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    value_head_dim: int | None = None,
-) -> Call:
-    """Returns the record of a call of `attention_paged`, with the same arguments and errors."""
-    check_flags(causal, return_lse)
-    if not isinstance(layout, str) or layout not in PAGE_LAYOUTS:
-        raise ProblemError(f"layout cannot be {shown(layout)}: pass 'nhd' or 'hnd'")
-    if block_table is None or seqlens_k is None:
-        raise ProblemError("block_table or seqlens_k is None: pass the pages and lengths of sequences")
-    if (v_cache is None) != (value_head_dim is not None):
-        raise ProblemError(
-            "values are either a tensor or the first value_head_dim columns of the keys: pass one of v_cache "
-            "and value_head_dim"
-        )
-    latent = 0
-    if value_head_dim is not None:
-        latent = read_count("value_head_dim", value_head_dim, "how many columns of the keys are values", 1)
-    if (cu_seqlens_q is None) != (max_seqlen_q is None):
-        raise ProblemError("cu_seqlens_q and max_seqlen_q belong together: pass both for packed queries")
-    options = Options(
-        causal,
-        "thd" if cu_seqlens_q is not None else "bhd" if getattr(q, "ndim", 4) == 3 else "bshd",
-        PAGE_LAYOUTS[layout],
-        return_lse,
-        prefer,
-        read_window(window),
-        read_count("sink_tokens", sink_tokens, "how many first tokens stay visible"),
-        read_count("chunk", chunk, "how many keys are a chunk, or 0 for no chunks"),
-        0 if max_seqlen_q is None else read_longest(max_seqlen_q, q),
-        latent=latent,
-    )
-    side = ExtraInputs(
-        k_scale=k_scale,
-        v_scale=v_scale,
-        slopes=alibi_slopes,
-        sinks=sinks,
-        prefix=prefix_lengths,
-        cu_seqlens_q=cu_seqlens_q,
-        seqlens_kv=seqlens_k,
-        block_table=block_table,
-        softcap=read_softcap(softcap),
-    )
-    return Call(q, k_cache, k_cache if v_cache is None else v_cache, scale, options, side)
+    return attend_shared(call._replace(shared_prefix=shared_prefix)) if shared_prefix else attend(call)
 
 
 @overload
@@ -196,7 +112,7 @@ def plan_paged(
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[PagedOptions],
-) -> PagedPlan[Tensor]: ...
+) -> Plan[Tensor]: ...
 @overload
 def plan_paged(
     q: Tensor,
@@ -207,7 +123,7 @@ def plan_paged(
     *,
     return_lse: bool,
     **options: Unpack[PagedOptions],
-) -> PagedPlan[Result]: ...
+) -> Plan[Result]: ...
 def plan_paged(
     q: Tensor,
     k_cache: Tensor,
@@ -218,7 +134,7 @@ def plan_paged(
     return_lse: bool = False,
     shared_prefix: int = 0,
     **options: Unpack[PagedCallOptions],
-) -> PagedPlan[Result]:
+) -> Plan[Result]:
     """Prepares a call of `attention_paged` with the same arguments.
 
     Lengths and block tables may change from call to call, or in place between replays of a CUDA graph. The
@@ -231,5 +147,6 @@ def plan_paged(
     Raises:
         ProblemError: As `attention_paged`; KernelError and VerificationError too.
     """
-    call = paged_call(q, k_cache, v_cache, block_table, seqlens_k, return_lse=return_lse, **options)
-    return PagedPlan(call, read_shared(shared_prefix))
+    shared = read_shared(shared_prefix)
+    tensors = q, k_cache, v_cache, block_table, seqlens_k
+    return planned("plan_paged", paged_call, tensors, options, shared, return_lse=return_lse)

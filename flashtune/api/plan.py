@@ -1,114 +1,94 @@
-"""`plan` and the plans of plain calls: calls prepared in advance, for serving loops and CUDA graphs."""
+"""`plan` and the plans of all calls: calls prepared in advance, for serving loops and CUDA graphs."""
 
 from __future__ import annotations
 
-from typing import Generic, Literal, Protocol, TypedDict, TypeVar, Unpack, cast, overload
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
-import msgspec
 from torch import Tensor
 
-from flashtune.api.attention import dense_call
-from flashtune.api.feature_plans import DensePlan, plan_words
-from flashtune.core.arguments import checked, read_scale
+from flashtune.api.merge_states import attend_shared, shared_calls
+from flashtune.core.arguments import checked
+from flashtune.core.canonical import shape_text
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
-from flashtune.request.options import CausalOption, DenseOptions, LayoutOption, PreferOption, is_plain
-from flashtune.request.quantization import given_scales, negated
-from flashtune.request.request import Executor, Request, Result, read_request, require_tensors, requires_grad
+from flashtune.request.call import Call, DenseOptions, dense_call, seeded
+from flashtune.request.read_call import read_call
+from flashtune.request.request import Executor, Request, Result
 from flashtune.runtime.autograd import go_back, leaves_like
-from flashtune.runtime.call_cache import call_key, executor_of
+from flashtune.runtime.call_cache import call_key, executor_of, unsigned
 
 Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 
 
-class SideTensors(TypedDict, total=False):
-    """Tensors that a plan accepts in addition to q, k, v and scales."""
+class Prepared:
+    """The executor of one kind of call, or those of both parts of a call with a shared prefix."""
 
-    alibi_slopes: Tensor | None
-    attn_bias: Tensor | None
-    attn_mask: Tensor | None
-    sinks: Tensor | None
-    prefix_lengths: Tensor | None
-    kv_lengths: Tensor | None
+    __slots__ = ("_executor", "_key", "_parts")
+
+    def __init__(self, call: Call) -> None:
+        """Selects, compiles and loads kernels, and checks them if necessary.
+
+        Raises:
+            ProblemError: The call is invalid, or no backend supports it.
+            KernelError: A CUDA graph is being captured, or `prefer` is "generated" and no kernel loads.
+            VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
+        """
+        # Check the call before its key is computed.
+        read_call(call)
+        self._key = call_key(call)
+        self._parts: list[Prepared] = []
+        self._executor: Executor | None = None
+        if call.shared_prefix:
+            self._parts = [Prepared(part) for part in shared_calls(call)]
+        else:
+            # Negated queries can have other strides than those of the call: gaps of a view are not preserved.
+            served = unsigned(call)
+            self._executor = executor_of(call_key(served), served)
+
+    def run(self, call: Call) -> Result:
+        """Returns the attention of a call of this kind.
+
+        Raises:
+            ProblemError: The call is of another kind.
+        """
+        if checked(call_key, read_call, call) != self._key:
+            raise ProblemError(
+                "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
+                "grad or which are given: plan again with tensors like these"
+            )
+        if self._executor is None:
+            return attend_shared(call, [part.run for part in self._parts])
+        call = unsigned(seeded(call))
+        return self._executor(call.q, call.k, call.v, call.scale, call.side)
 
 
-class Plan(Protocol[Planned_co]):
-    """A prepared call of `attention`. It has little host overhead and can be captured in a CUDA graph."""
+class Plan(Generic[Planned_co]):
+    """A prepared call. It has little host overhead and can be captured in a CUDA graph."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        q_scale: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        attn_bias: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        sinks: Tensor | None = None,
-        prefix_lengths: Tensor | None = None,
-        kv_lengths: Tensor | None = None,
-    ) -> Planned_co:
-        """Returns the output, and the log-sum-exp if it was planned, as `attention`.
+    __slots__ = ("_make", "_prepared", "_text")
+
+    def __init__(self, make: Callable[..., Call], prepared: Prepared, text: str) -> None:
+        """Binds a prepared call. `make` returns the call of new tensors, and `text` is the plan's `repr`."""
+        self._make = make
+        self._prepared = prepared
+        self._text = text
+
+    def __repr__(self) -> str:
+        """Returns the planned shape, in the syntax of `--shape`, and the options."""
+        return self._text
+
+    def __call__(self, *tensors: Tensor | None, **named: Tensor | None) -> Planned_co:
+        """Returns the output, and the log-sum-exp if it was planned.
+
+        Args:
+            *tensors: The planned function's parameters that are tensors.
+            **named: Tensors that were passed as options to the planned function.
 
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
-        ...
-
-
-class PlainPlan(Generic[Planned_co]):
-    """The plan that `plan` returns for calls without masks, lengths or a quantized cache."""
-
-    __slots__ = ("_deterministic", "_executor", "_key", "_negated", "_options", "_scale", "_words")
-
-    def __init__(
-        self,
-        executor: Executor,
-        key: tuple[object, ...],
-        options: tuple[CausalOption, LayoutOption, bool, PreferOption],
-        scale: float | None,
-        request: Request,
-        deterministic: bool = False,
-    ) -> None:
-        self._executor = executor
-        self._words = plan_words(request, scale)
-        self._key = key
-        self._options = options
-        self._deterministic = deterministic
-        self._negated = scale is not None and scale < 0
-        self._scale = -scale if scale is not None and scale < 0 else scale
-
-    def __repr__(self) -> str:
-        """Returns the planned shape, in the syntax of `--shape`, and the options."""
-        return f"flashtune.plan({self._words})"
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        q_scale: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        **side: Unpack[SideTensors],
-    ) -> Planned_co:
-        """As `Plan`, but raises ProblemError if side tensors are given."""
-        scales = given_scales(q_scale, k_scale, v_scale)
-        given = any(value is not None for value in side.values()) if side else False
-        key = checked(call_key, read_request, q, k, v, *self._options, scales, self._deterministic)
-        if given or key != self._key:
-            raise ProblemError(
-                "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
-                "grad or which are given: call flashtune.plan(...) with these tensors"
-            )
-        query = negated(q) if self._negated else q
-        if scales is NO_EXTRA_INPUTS:
-            return cast("Planned_co", self._executor(query, k, v, self._scale))
-        return cast("Planned_co", self._executor(query, k, v, self._scale, scales))
+        return cast("Planned_co", self._prepared.run(self._make(*tensors, **named)))
 
 
 @overload
@@ -144,39 +124,54 @@ def plan(
         KernelError: As `attention`. Plan before a CUDA graph is captured, not during the capture.
         VerificationError: As `attention`.
     """
-    require_tensors(q, k, v)
-    call = dense_call(q, k, v, return_lse=return_lse, **options)
-    if is_plain(call):
-        return _plain_plan(q, k, v, return_lse, options)
-    planned: DensePlan[Result] = DensePlan(call)
-    return planned
+    return planned("plan", dense_call, (q, k, v), options, return_lse=return_lse)
 
 
-def _plain_plan(
-    q: Tensor, k: Tensor, v: Tensor, return_lse: bool, call_options: DenseOptions
-) -> Plan[Result]:
-    scale = read_scale(call_options.get("scale"))
-    scales = given_scales(
-        call_options.get("q_scale"), call_options.get("k_scale"), call_options.get("v_scale")
-    )
-    options = (
-        call_options.get("causal", False),
-        call_options.get("layout", "bhsd"),
-        return_lse,
-        call_options.get("prefer", "fastest"),
-    )
-    deterministic = call_options.get("deterministic", False)
-    # Check the call before its key is computed.
-    request = read_request(q, k, v, *options, scales=scales, deterministic=deterministic)
-    request = msgspec.structs.replace(request, needs_grad=requires_grad(q, k, v, scales))
-    key = call_key(q, k, v, *options, scales, deterministic)
-    # Negated queries can have other strides than those of the call: gaps of a view are not preserved.
-    query = negated(q) if scale is not None and scale < 0 else q
-    executor_key = call_key(query, k, v, *options, scales, deterministic)
-    executor = executor_of(executor_key, query, k, v, *options, scales, deterministic)
-    planned: PlainPlan[Result] = PlainPlan(executor, key, options, scale, request, deterministic)
+def planned(
+    name: str,
+    make: Callable[..., Call],
+    tensors: tuple[Tensor | None, ...],
+    options: Mapping[str, object],
+    shared_prefix: int = 0,
+    **numbers: object,
+) -> Plan[Any]:
+    """Returns a plan, after it was run once.
+
+    Args:
+        name: The name of the function that makes the plan.
+        make: Returns a call.
+        tensors: Arguments of `make` that later calls pass too.
+        options: Keyword arguments of `make`. Later calls pass those that are tensors.
+        shared_prefix: Number of first tokens that all sequences share.
+        **numbers: Other keyword arguments of `make`.
+    """
+    kept = {key: value for key, value in options.items() if not isinstance(value, Tensor)}
+    make = functools.partial(make, **kept, **numbers)
+    if shared_prefix:
+        make = functools.partial(_shared, make, shared_prefix)
+    call = make(*tensors, **{key: options[key] for key in options.keys() - kept.keys()})
+    request = read_call(call)
+    words = f", shared_prefix={shared_prefix}" if shared_prefix else ""
+    prepared = Prepared(call)
     # Libraries and allocators create state in the first run, which is not possible during a capture.
-    fresh = leaves_like(q, k, v)
-    result = planned(*fresh, q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)
-    go_back(result, fresh)
-    return planned
+    q, k, v = leaves_like(call.q, call.k, call.v)
+    go_back(prepared.run(call._replace(q=q, k=k, v=v)), (q, k, v))
+    return Plan(make, prepared, f"flashtune.{name}({_words(request, call.scale)}{words})")
+
+
+def _shared(make: Callable[..., Call], tokens: int, *tensors: Tensor, **named: Tensor | None) -> Call:
+    return make(*tensors, **named)._replace(shared_prefix=tokens)
+
+
+def _words(request: Request, scale: float | None) -> str:
+    """Returns the planned shape and the options that are not in the shape, as text."""
+    words = [
+        repr(shape_text(request.problem)),
+        f"layout={request.layout.value!r}",
+        f"device={str(request.device)!r}",
+        f"prefer={request.prefer.value!r}",
+        f"scale={scale!r}" if scale is not None else "",
+        "return_lse=True" if request.return_lse else "",
+        "with gradients" if request.needs_grad else "",
+    ]
+    return ", ".join(filter(None, words))

@@ -6,23 +6,9 @@ from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
-from flashtune.api.feature_plans import VarlenPlan
-from flashtune.core.arguments import read_count
-from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import ExtraInputs
-from flashtune.request.options import (
-    Call,
-    CausalOption,
-    Options,
-    PreferOption,
-    VarlenOptions,
-    Window,
-    read_dropout,
-    read_longest,
-    read_softcap,
-    read_window,
-)
-from flashtune.request.request import Result, check_flags
+from flashtune.api.plan import Plan, planned
+from flashtune.request.call import VarlenOptions, varlen_call
+from flashtune.request.request import Result
 from flashtune.runtime.torch_ops import attend
 
 
@@ -113,65 +99,6 @@ def attention_varlen(
     return attend(varlen_call(q, k, v, *lengths, return_lse=return_lse, **options))
 
 
-def varlen_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: bool,
-    causal: CausalOption = False,
-    window: Window | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sink_tokens: int = 0,
-    prefix_lengths: Tensor | None = None,
-    chunk: int = 0,
-    scale: float | None = None,
-    prefer: PreferOption = "fastest",
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-) -> Call:
-    """Returns the record of a call of `attention_varlen`, with the same arguments and errors."""
-    check_flags(causal, return_lse, deterministic)
-    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if starts is None:
-            raise ProblemError(
-                f"{name} is None: pass where sequences begin and the last ends, int32 [batch + 1]"
-            )
-    options = Options(
-        causal,
-        "thd",
-        "thd",
-        return_lse,
-        prefer,
-        read_window(window),
-        read_count("sink_tokens", sink_tokens, "how many first tokens stay visible"),
-        read_count("chunk", chunk, "how many keys are a chunk, or 0 for no chunks"),
-        read_longest(max_seqlen_q, q),
-        read_count("max_seqlen_k", max_seqlen_k, "the keys of the longest sequence"),
-        deterministic=deterministic,
-    )
-    side = ExtraInputs(
-        k_scale=k_scale,
-        v_scale=v_scale,
-        slopes=alibi_slopes,
-        sinks=sinks,
-        prefix=prefix_lengths,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_k,
-        softcap=read_softcap(softcap),
-        dropout=read_dropout(dropout_p),
-    )
-    return Call(q, k, v, scale, options, side)
-
-
 @overload
 def plan_varlen(
     q: Tensor,
@@ -184,7 +111,7 @@ def plan_varlen(
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[VarlenOptions],
-) -> VarlenPlan[Tensor]: ...
+) -> Plan[Tensor]: ...
 @overload
 def plan_varlen(
     q: Tensor,
@@ -197,7 +124,7 @@ def plan_varlen(
     *,
     return_lse: bool,
     **options: Unpack[VarlenOptions],
-) -> VarlenPlan[Result]: ...
+) -> Plan[Result]: ...
 def plan_varlen(
     q: Tensor,
     k: Tensor,
@@ -209,7 +136,7 @@ def plan_varlen(
     *,
     return_lse: bool = False,
     **options: Unpack[VarlenOptions],
-) -> VarlenPlan[Result]:
+) -> Plan[Result]:
     """Prepares a call of `attention_varlen` with the same arguments.
 
     Lengths may change from call to call, or in place between replays of a CUDA graph. No sequence may become
@@ -222,5 +149,5 @@ def plan_varlen(
     Raises:
         ProblemError: As `attention_varlen`; KernelError and VerificationError too.
     """
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return VarlenPlan(varlen_call(q, k, v, *lengths, return_lse=return_lse, **options))
+    numbers = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "return_lse": return_lse}
+    return planned("plan_varlen", varlen_call, (q, k, v, cu_seqlens_q, cu_seqlens_k), options, **numbers)

@@ -24,6 +24,7 @@ CALLED = {
     "cu_seqlens_kv": "cu_seqlens_k",
     "seqlens_kv": "seqlens_k or kv_lengths",
 }
+SCALES = ("q_scale", "k_scale", "v_scale")
 INTEGERS = ("prefix", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_kv", "block_table")
 
 
@@ -45,7 +46,7 @@ def check_kinds(side: ExtraInputs, device: torch.device) -> None:
         wanted = torch.int64 if name == "seed" else torch.int32 if name in INTEGERS else torch.float32
         if tensor.dtype is not wanted:
             raise ProblemError(f"{called} is {tensor.dtype}: pass {called}.to({wanted})")
-        if name not in ("slopes", "k_scale", "v_scale") and tensor.numel() > 1 and tensor.stride(-1) != 1:
+        if name not in ("slopes", *SCALES) and tensor.numel() > 1 and tensor.stride(-1) != 1:
             raise ProblemError(
                 f"{called}'s last dimension has stride {tensor.stride(-1)}: pass it contiguous"
             )

@@ -1,4 +1,4 @@
-"""Checks of the tensors of a dense call."""
+"""Checks of single tensors, and of the extents and types that kernels take."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from flashtune.core.arguments import MAX_TOKENS, kind_of
 from flashtune.core.errors import ProblemError
-from flashtune.core.layouts import DTYPES, Layout
-from flashtune.core.problem import MAX_HEAD_DIM, Dtype, Problem
+from flashtune.core.layouts import DTYPES
+from flashtune.core.problem import Dtype, Problem
 
 MAX_HEADS = 2**24
 
@@ -58,63 +58,4 @@ def check_double(q: Tensor, generated: bool) -> None:
         raise ProblemError(
             "q is torch.float64: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn, or "
             "prefer='fastest' to use the unfused computation"
-        )
-
-
-def check_tensor(name: str, tensor: Tensor, layout: Layout) -> None:
-    """Checks the rank, type, head dim and last stride of a tensor.
-
-    Raises:
-        ProblemError: No kernel takes the tensor.
-    """
-    order = (
-        "[batch, heads, seqlen, head_dim]" if layout is Layout.BHSD else "[batch, seqlen, heads, head_dim]"
-    )
-    if tensor.dim() != 4:
-        raise ProblemError(f"{name} has {tensor.dim()} dimensions: pass a dense tensor {order}")
-    if tensor.dtype not in DTYPES and tensor.dtype is not torch.float64:
-        raise ProblemError(
-            f"{name} is {tensor.dtype}: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn"
-        )
-    if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
-        raise ProblemError(f"{name} has head dim {tensor.shape[3]}: kernels take 1 to {MAX_HEAD_DIM}")
-    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
-        raise ProblemError(f"{name}'s last dimension has stride {tensor.stride(3)}: pass {name}.contiguous()")
-
-
-def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Checks that q, k and v have the same type and device.
-
-    Raises:
-        ProblemError: They differ in type or device.
-    """
-    if not q.dtype == k.dtype == v.dtype:
-        raise ProblemError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: give them one dtype")
-    if not q.device == k.device == v.device:
-        raise ProblemError(
-            f"q, k and v are on {q.device}, {k.device} and {v.device}: move them to one device"
-        )
-
-
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_axis: int, length_axis: int) -> None:
-    """Checks that the shapes of q, k and v match, with heads and lengths at the given axes.
-
-    Raises:
-        ProblemError: The shapes do not match.
-    """
-    batches = q.shape[0], k.shape[0], v.shape[0]
-    if not batches[0] == batches[1] == batches[2]:
-        raise ProblemError("q, k and v have batch sizes {}, {} and {}: make them equal".format(*batches))
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ProblemError(
-            f"k has {k.shape[heads_axis]} heads of {k.shape[length_axis]} keys and v has "
-            f"{v.shape[heads_axis]} of {v.shape[length_axis]}: make them equal"
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ProblemError(f"q has head dim {q.shape[3]} and k has {k.shape[3]}: make them equal")
-    heads, kv_heads = q.shape[heads_axis], k.shape[heads_axis]
-    if not heads or not kv_heads or heads % kv_heads:
-        raise ProblemError(
-            f"{heads} query heads do not divide among {kv_heads} KV heads: check the shapes "
-            "and layout='bhsd' or 'bshd'"
         )

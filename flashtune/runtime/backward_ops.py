@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import torch
@@ -28,23 +29,21 @@ from flashtune.dispatch.pair_decision import (
 )
 from flashtune.dispatch.sdpa import default_backend
 from flashtune.recording.recorder import counted
-from flashtune.request.feature_request import read_call
-from flashtune.request.options import Call
+from flashtune.request.call import Call
 from flashtune.request.request import Request, Result
 from flashtune.runtime.autograd import AllGradients, Pair, ServeAll, attend, only_once, with_side
-from flashtune.runtime.call_cache import known_executor, remembered
-from flashtune.runtime.feature_call_cache import key_of_call, unsigned
-from flashtune.runtime.op_library import CALL_ARGUMENTS, TAGS, call_of, library, operands
+from flashtune.runtime.call_cache import call_key, remembered, unsigned
+from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
 from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
 from flashtune.runtime.torch_modes import transforms
 
 NAME = "attention_backward"
-ARGUMENTS = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {CALL_ARGUMENTS})"
+ARGUMENTS = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {schema()})"
 
 # Assumed value of lengths that are unknown at compile time.
 UNKNOWN_LENGTH = 2048
 
-Forward = Callable[[Call], tuple[Tensor, Tensor]]
+Forward = Callable[[Call], Result]
 
 
 def differentiated(request: Request, call: Call, forward: Forward) -> Result:
@@ -53,7 +52,7 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
     Args:
         request: The request of the call, with gradients.
         call: The call's tensors and options. The scale is not negative.
-        forward: Returns the output and log-sum-exp of such a call by an operator.
+        forward: Returns the result of such a call by an operator.
 
     Raises:
         ProblemError: No backend supports the call.
@@ -122,8 +121,10 @@ def _forward_below(
     scale: float | None,
     side: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> tuple[Tensor, Tensor]:
+    options = call.options._replace(return_lse=True)
     with _below_autograd():
-        return forward(call._replace(q=q, k=k, v=v, scale=scale, side=side))
+        out, lse = forward(call._replace(q=q, k=k, v=v, scale=scale, options=options, side=side))
+    return out, lse
 
 
 def _backward_operator(
@@ -145,22 +146,17 @@ def _backward_operator(
     return AllGradients(*gradients[:3], *(None if one is None else gradient for one, gradient in extra))
 
 
-def _compute(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: object
-) -> tuple[Tensor, ...]:
-    call = call_of(*rest)  # type: ignore[arg-type]
-    key = NAME, call.options.deterministic, *key_of_call(call)
-    executor = known_executor(key)
-    if executor is None:
+def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
+    call = call_of(values)
 
-        def make(request: Request) -> ServeAll:
-            served = prepare_alone(request, call.q, call.k, call.v, call.side)
-            if not (request.is_empty or request.is_double):
-                needed = backward_specialization(request, call.q, call.k, call.v, call.side)
-                served = counted(served, request.backward, needed)
-            return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
+    def make(request: Request) -> ServeAll:
+        served = prepare_alone(request, call.q, call.k, call.v, call.side)
+        if not (request.is_empty or request.is_double):
+            needed = backward_specialization(request, call.q, call.k, call.v, call.side)
+            served = counted(served, request.backward, needed)
+        return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
 
-        executor = remembered(key, call.q, lambda: read_call(call, True), make)
+    executor = remembered((NAME, call.options.deterministic, *call_key(call)), call, make, needs_grad=True)
     served = unsigned(call)
     gradients: AllGradients = executor(*served[:3], out, lse, dout, dlse, served.scale, served.side)
     if served.q is not call.q:
@@ -168,9 +164,9 @@ def _compute(
     return tuple(lse.new_empty(0) if one is None else one for one in gradients)
 
 
-def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: object) -> tuple[Tensor, ...]:
+def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
     del dout, dlse, out
-    call = call_of(*rest)  # type: ignore[arg-type]
+    call = call_of(values)
     side = call.side
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
     extra = (lse.new_empty(0 if one is None else one.shape) for one in (side.sinks, side.slopes))

@@ -1,67 +1,114 @@
 """The per-process cache of executors: one entry for each kind of call, a few thousand at most.
 
 A call of a known kind only computes its key and looks up its executor. Other calls take the slow path under
-one lock, so that threads compile a kernel once.
+one lock, so that threads compile a kernel once. Each number of packed tokens is another kind of call. These
+kinds share the selected kernel and its binary, which are slow to make (`flashtune.runtime.prepare`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from flashtune.core.arguments import MAX_FLOAT32, read_scale
+from flashtune.core.arguments import MAX_FLOAT32
+from flashtune.core.canonical import rounded_up
 from flashtune.core.errors import KernelError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, TENSORS
 from flashtune.dispatch.decision import required_specialization
-from flashtune.dispatch.pair_decision import backward_specialization
+from flashtune.dispatch.pair_decision import backward_specialization, side_gradients
 from flashtune.recording.recorder import counted, on_change, recording
+from flashtune.request.call import requires_grad
 from flashtune.request.quantization import with_positive_scale
-from flashtune.request.request import Executor, Request, Result, read_request, requires_grad
+from flashtune.request.read_call import read_call
 from flashtune.runtime.kernel_fallback import forget_choices
 from flashtune.runtime.prepare import prepare
 from flashtune.runtime.prepare_training import prepare_pair
+from flashtune.runtime.torch_modes import runs_eagerly
 from flashtune.runtime.value_checks import with_checks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.request.call import Call
+    from flashtune.request.request import Executor, Request, Result
 
 # The cache is cleared at this size. Kernels stay loaded.
 MEMO_LIMIT = 4096
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
 
+SEED = TENSORS.index("seed")
+# Bound once, because each call uses it.
+is_grad_enabled = torch.is_grad_enabled
+
 _executors: dict[tuple[object, ...], Any] = {}
 _preparing = threading.RLock()
 
 
-def check_arguments(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool | str, scale: float | None, *options: Any
-) -> None:
-    """Checks the arguments of `serve`.
-
-    Raises:
-        ProblemError: The call is invalid.
-    """
-    read_scale(scale)
-    read_request(q, k, v, causal, *options)
-
-
-def call_key(
+def known_executor(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool | str,
-    layout: str,
-    return_lse: bool,
-    prefer: str,
-    scales: ExtraInputs = NO_EXTRA_INPUTS,
-    deterministic: bool = False,
-) -> tuple[object, ...]:
+    causal: object,
+    scale: float | None,
+    layout: object,
+    return_lse: object,
+    prefer: object,
+    deterministic: object,
+) -> Executor | None:
+    """Returns the executor of an eager call without features if the cache has it.
+
+    Most calls of a program need no more than this. The arguments are not checked, but invalid ones are never
+    found. A scale that is negative or not a float is not found either.
+    """
+    if scale is not None and not (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
+        return None
+    # 1 and 0 are equal to the flags in keys.
+    if type(return_lse) is not bool or type(deterministic) is not bool or not runs_eagerly(q, k, v):
+        return None
+    causal = "bottom_right" if causal is True else "none" if causal is False else causal
+    try:
+        return _executors.get(_tensor_key(q, k, v, (causal, layout, return_lse, prefer), deterministic))
+    except (RuntimeError, TypeError):
+        # A tensor has no strides, or an option is not hashable.
+        return None
+
+
+def call_key(call: Call) -> tuple[object, ...]:
     """Returns the cache key of a call: all properties on which its executor depends.
 
-    Values of tensors and scales are not part of it. Of addresses, only the alignment to 16 bytes is.
+    Values of tensors and numbers for kernels are not part of it. Of addresses, only the alignment to 16 bytes
+    is. Of the lengths of packed sequences, the key contains only the longest, rounded up to a power of two.
+    An invalid call may raise the errors that `flashtune.core.arguments.checked` handles.
     """
+    q, k, v, _, options, side, _ = call
+    if side is NO_EXTRA_INPUTS and not options.has_mask:
+        kind = options.causal, options.layout, options.return_lse, options.prefer
+        return _tensor_key(q, k, v, kind, options.deterministic)
+    extra = [None if tensor is None else _kind(tensor) for tensor in side.optional_tensors]
+    if options.max_seqlen_q or options.max_seqlen_k:
+        options = options._replace(
+            max_seqlen_q=rounded_up(options.max_seqlen_q), max_seqlen_k=rounded_up(options.max_seqlen_k)
+        )
+    if side.dropout is not None:
+        # Seeds of all calls have the same properties, and plans are made before there is a seed.
+        extra[SEED] = None
+    return (
+        *_tensor_key(q, k, v, options, options.deterministic),
+        *extra,
+        side.bias is None or side.bias.data_ptr() & 15 == 0,
+        side.softcap is None,
+        side.dropout is None,
+        requires_grad(call) and (_gradient_kind(options.deterministic), side_gradients(side)),
+    )
+
+
+def _tensor_key(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...], deterministic: bool
+) -> tuple[object, ...]:
     return (
         q.shape,
         k.shape,
@@ -76,34 +123,23 @@ def call_key(
         q.device,
         k.device,
         v.device,
-        causal,
-        layout,
-        return_lse,
-        prefer,
-        scales is not NO_EXTRA_INPUTS and (scales.presence, requires_grad(q, k, v, scales)),
-        torch.is_grad_enabled()
+        options,
+        is_grad_enabled()
         and (q.requires_grad or k.requires_grad or v.requires_grad)
-        and gradient_key(deterministic),
+        and _gradient_kind(deterministic),
     )
 
 
-def gradient_key(deterministic: bool) -> str:
-    """Returns the kind of gradients of a call, the part of a key that only calls with gradients have."""
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _gradient_kind(deterministic: bool) -> str:
+    """Returns the part of a key that only calls with gradients have."""
     return "same bits" if deterministic or torch.are_deterministic_algorithms_enabled() else "gradients"
 
 
-def serve(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool | str,
-    scale: float | None,
-    layout: str,
-    return_lse: bool,
-    prefer: str,
-    scales: ExtraInputs = NO_EXTRA_INPUTS,
-    deterministic: bool = False,
-) -> Result:
+def run_call(call: Call) -> Result:
     """Returns attention of tensors with memory, by the executor of their kind of call.
 
     Raises:
@@ -111,27 +147,24 @@ def serve(
         KernelError: The call is new, and a CUDA graph is being captured or no kernel can be loaded.
         VerificationError: The call is new, `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    if scale is not None and not (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
-        q, scale = with_positive_scale(q, scale)
-    key = call_key(q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
-    executor = _executors.get(key)
-    if executor is None:
-        executor = executor_of(key, q, k, v, causal, layout, return_lse, prefer, scales, deterministic)
-    return executor(q, k, v, scale) if scales is NO_EXTRA_INPUTS else executor(q, k, v, scale, scales)
+    call = unsigned(call)
+    return executor_of(call_key(call), call)(call.q, call.k, call.v, call.scale, call.side)
 
 
-def executor_of(
-    key: tuple[object, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool | str,
-    layout: str,
-    return_lse: bool,
-    prefer: str,
-    scales: ExtraInputs = NO_EXTRA_INPUTS,
-    deterministic: bool = False,
-) -> Executor:
+def unsigned(call: Call) -> Call:
+    """Returns a call with a scale that is not negative. A negative scale is replaced by negated queries.
+
+    Raises:
+        ProblemError: The scale is not a finite number.
+    """
+    scale = call.scale
+    if scale is None or (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
+        return call
+    q, scale = with_positive_scale(call.q, scale)
+    return call._replace(q=q, scale=scale)
+
+
+def executor_of(key: tuple[object, ...], call: Call) -> Executor:
     """Returns the executor of a kind of call. It is prepared if the cache does not contain it.
 
     Raises:
@@ -140,61 +173,45 @@ def executor_of(
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
 
-    def read() -> Request:
-        needs_grad = requires_grad(q, k, v, scales)
-        return read_request(q, k, v, causal, layout, return_lse, prefer, scales, deterministic, needs_grad)
-
-    return prepared(key, q, k, v, scales, read)
-
-
-def prepared(
-    key: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs, read: Callable[[], Request]
-) -> Executor:
-    """Returns the cached executor of a key, or a new one for the request that `read` returns.
-
-    Raises:
-        ProblemError: The call is invalid, or no backend supports it.
-        KernelError: A CUDA graph is being captured, or `prefer` is "generated" and no kernel loads.
-        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
-    """
-
     def make(request: Request) -> Executor:
-        executor = (prepare_pair if request.needs_grad else prepare)(request, q, k, v, side)
+        given = call.q, call.k, call.v, call.side
+        executor = (prepare_pair if request.needs_grad else prepare)(request, *given)
         executor = with_checks(executor, request)
         if not recording() or request.is_empty or request.is_double:
             return executor
         if request.needs_grad:
             # Such a call also has a backward pass.
-            executor = counted(executor, request.backward, backward_specialization(request, q, k, v, side))
+            executor = counted(executor, request.backward, backward_specialization(request, *given))
             request = request.forward
-        return counted(executor, request.problem, required_specialization(request, q, k, v, side))
+        return counted(executor, request.problem, required_specialization(request, *given))
 
-    return remembered(key, q, read, make)
+    return remembered(key, call, make)
 
 
 def remembered(
-    key: tuple[object, ...], q: Tensor, read: Callable[[], Request], make: Callable[[Request], AnyExecutor]
+    key: tuple[object, ...],
+    call: Call,
+    make: Callable[[Request], AnyExecutor],
+    needs_grad: bool | None = None,
 ) -> AnyExecutor:
-    """Returns the cached entry of a key, or a new one: `make` of the request that `read` returns.
+    """Returns the cached entry of a key, or a new one: `make` of the call's request.
 
     Raises:
-        KernelError: A CUDA graph is being captured. Errors of `read` and `make` are passed on.
+        KernelError: A CUDA graph is being captured. Errors of `read_call` and `make` are passed on.
     """
+    executor: AnyExecutor | None = _executors.get(key)
+    if executor is not None:
+        return executor
     with _preparing:
-        executor: AnyExecutor | None = _executors.get(key)
+        executor = _executors.get(key)
         if executor is None:
-            request = read()
-            _refuse_capture(q)
+            request = read_call(call, needs_grad)
+            _refuse_capture(call.q)
             executor = make(request)
             if len(_executors) >= MEMO_LIMIT:
                 _executors.clear()
             _executors[key] = executor
         return executor
-
-
-def known_executor(key: tuple[object, ...]) -> Any:
-    """Returns the cached executor of a key, or None."""
-    return _executors.get(key)
 
 
 def forget_executors() -> None:

@@ -1,13 +1,16 @@
-"""The library of this package's torch operators, and the conversion of a call to a list of operands."""
+"""The library of this package's torch operators: one list makes all schemas, operands and calls."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from flashtune.core.extra_inputs import ExtraInputs
-from flashtune.request.options import Call, Options
+from flashtune.core.extra_inputs import NUMBERS, TENSORS, ExtraInputs
+from flashtune.request.call import Call, Options, known_if_empty
 from flashtune.request.request import Result
 
 # Inductor must preserve the program's strides, because kernels are selected by them.
@@ -15,48 +18,49 @@ TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 library = Library("flashtune", "DEF")
 
-# Schema of a call of any kind, in the order of `operands`.
-CALL_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor? v, float? scale, str causal, str layout, str kv_layout, bool return_lse, "
-    "str prefer, SymInt? window_left, SymInt? window_right, SymInt sink_tokens, SymInt chunk, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt latent, bool deterministic, Tensor? q_scale, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? slopes, Tensor? bias, Tensor? sinks, Tensor? prefix, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqlens_kv, Tensor? block_table, "
-    "Tensor? seed, float? softcap, float? dropout"
-)
+SCHEMA_TYPES = {str: "str", bool: "bool", int: "SymInt", int | None: "SymInt?"}
+# The operands of a call and their types in schemas: q, k, v and the scale, options and extra inputs.
+OPERANDS = {
+    "q": "Tensor",
+    "k": "Tensor",
+    # An operator may neither return an input nor get the same tensor as two inputs: with MLA, v is absent.
+    "v": "Tensor?",
+    "scale": "float?",
+    **{name: SCHEMA_TYPES[kind] for name, kind in get_type_hints(Options).items()},
+    **dict.fromkeys(TENSORS, "Tensor?"),
+    **dict.fromkeys(NUMBERS, "float?"),
+}
+ALL = tuple(OPERANDS)
 
 
-def operands(call: Call) -> tuple[object, ...]:
+def schema(names: Sequence[str] = ALL, optional: int = 0) -> str:
+    """Returns the operands of a schema as text. The last `optional` ones have defaults."""
+    defaults = [""] * (len(names) - optional) + [
+        "=False" if OPERANDS[name] == "bool" else "=None" for name in names[len(names) - optional :]
+    ]
+    return ", ".join(
+        f"{OPERANDS[name]} {name}{default}" for name, default in zip(names, defaults, strict=True)
+    )
+
+
+def operands(call: Call, names: Sequence[str] = ALL) -> tuple[Any, ...]:
     """Returns the operands of an operator for a call."""
-    options = call.options
-    causal = options.causal
-    if isinstance(causal, bool):
-        causal = "bottom_right" if causal else "none"
-    # An operator may neither return an input nor get the same tensor as two inputs.
-    values = None if options.latent else call.v
-    tensors = call.q, call.k, values, call.scale
-    return (*tensors, causal, *options[1:5], *options.window, *options[6:], *call.side)
+    values = (call.q, call.k, None if call.options.latent else call.v, call.scale, *call.options, *call.side)
+    if names is ALL:
+        return values
+    given = dict(zip(ALL, values, strict=True))
+    return tuple([given[name] for name in names])
 
 
-def call_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    scale: float | None,
-    causal: str,
-    layout: str,
-    kv_layout: str,
-    return_lse: bool,
-    prefer: str,
-    window_left: int | None,
-    window_right: int | None,
-    *rest: object,
-) -> Call:
-    """Returns the call of an operator's operands."""
-    window = window_left, window_right
-    numbers = len(Options._fields) - 6
-    options = Options(causal, layout, kv_layout, return_lse, prefer, window, *rest[:numbers])  # type: ignore[arg-type]
-    return Call(q, k, k if v is None else v, scale, options, ExtraInputs(*rest[numbers:]))  # type: ignore[arg-type]
+def call_of(values: Sequence[Any], names: Sequence[str] = ALL, **others: object) -> Call:
+    """Returns the call of an operator's operands. `others` are options that are not operands."""
+    if names is not ALL:
+        given = dict.fromkeys(ALL) | Options._field_defaults | others | dict(zip(names, values, strict=False))
+        given["kv_layout"] = given["layout"]
+        values = tuple(given.values())
+    q, k, v, scale, *rest = values
+    options, side = Options(*rest[: len(Options._fields)]), ExtraInputs(*rest[len(Options._fields) :])
+    return Call(q, k, k if v is None else v, scale, options, known_if_empty(side))
 
 
 def contiguous(result: Result) -> Result:

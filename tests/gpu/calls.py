@@ -9,8 +9,8 @@ from torch import Tensor
 
 import flashtune
 from flashtune.dispatch.tables import tuned_records
-from flashtune.request.options import CausalOption
-from flashtune.request.request import read_request
+from flashtune.request.call import CausalOption, dense_call
+from flashtune.request.read_call import read_call
 from flashtune.runtime.call_cache import forget_executors
 from tests.support.process_state import forget_verdicts, forget_warnings
 
@@ -66,4 +66,4 @@ def generated(q: Tensor, k: Tensor, v: Tensor, causal: CausalOption = True, **op
 
 
 def request_of(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    return read_request(q, k, v, True, "bhsd", False, "generated")
+    return read_call(dense_call(q, k, v, causal=True, prefer="generated"))

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api.attention import dense_call
-from flashtune.api.paged import paged_call
-from flashtune.api.varlen import varlen_call
 from flashtune.core.extra_inputs import ExtraInputs
-from flashtune.request.options import Call
+from flashtune.request.call import Call, dense_call, paged_call, varlen_call
 from tests.problems.features import Paged, expected, paged, starts
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 64

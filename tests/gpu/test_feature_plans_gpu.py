@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api.paged import paged_call
-from flashtune.api.varlen import varlen_call
 from flashtune.launch import kernel_cache
+from flashtune.request.call import paged_call, varlen_call
 from tests.gpu.feature_calls import (
     GENERATED,
     HEADS,

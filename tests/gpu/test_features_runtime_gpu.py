@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune.api.paged import paged_call
+from flashtune.request.call import paged_call
 from tests.gpu.feature_calls import (
     GENERATED,
     HEADS,

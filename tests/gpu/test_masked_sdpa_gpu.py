@@ -13,7 +13,8 @@ from torch.nn.attention import sdpa_kernel
 from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.dispatch.masked_sdpa import masked_attention, refusal
-from flashtune.request.request import read_request
+from flashtune.request.call import dense_call
+from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.unfused import unfused_features
 from flashtune.tuner.execution.sdpa import BACKENDS
@@ -81,7 +82,7 @@ def test_backends_have_the_same_mask_semantics(
                 out = masked_attention(q, k, v, bias, scale, causal)
             if out is None:
                 # SDPA's checks or dispatch's trial must have refused the call.
-                request = read_request(q, k, v, causal.value, "bhsd", False, "fastest")
+                request = read_call(dense_call(q, k, v, causal=causal.value))
                 assert not admitted or refusal(request, name, q, k, v, bias), lengths
                 refused.append(lengths)
                 continue
@@ -113,7 +114,7 @@ def test_backends_have_the_same_mask_semantics(
 def test_check_passes_for_backends_with_masks(seqlen_q: int, name: str) -> None:
     forget_refusals()
     q, k, v = given((seqlen_q, 512), 4, 128)
-    request = read_request(q, k, v, False, "bhsd", False, "fastest")
+    request = read_call(dense_call(q, k, v))
     mask = torch.ones(2, 1, 1, 512, dtype=torch.bool, device="cuda")
     with sdpa_kernel(BACKENDS[name]):
         assert refusal(request, name, q, k, v, mask) is None

@@ -13,7 +13,7 @@ from torch import Tensor
 import flashtune
 from flashtune.core.kernel import Alignment
 from flashtune.dispatch import decision
-from flashtune.request.options import CausalOption
+from flashtune.request.call import CausalOption
 from tests.gpu.calls import TOLERANCE, close, generated, reference, request_of, tensors
 from tests.gpu.marks import SERVED
 

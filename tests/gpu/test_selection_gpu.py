@@ -23,7 +23,7 @@ from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.masked_sdpa import PEERS
 from flashtune.dispatch.sdpa import default_backend, sdpa_attention
 from flashtune.launch.kernel_cache import kernel_of
-from flashtune.request.options import CausalOption
+from flashtune.request.call import CausalOption
 from flashtune.verification import check
 from tests.gpu.calls import close, forget, generated, reference, request_of, tensors
 from tests.gpu.marks import SERVED

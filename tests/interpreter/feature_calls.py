@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api.attention import dense_call
-from flashtune.api.paged import paged_call
-from flashtune.api.varlen import varlen_call
 from flashtune.launch.compilation import interpreting
+from flashtune.request.call import dense_call, paged_call, varlen_call
 from flashtune.runtime.call_cache import forget_executors
 from tests.problems.features import KEYS, QUERIES, agrees, starts
 from tests.support.process_state import forget_warnings

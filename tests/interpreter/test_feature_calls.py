@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashtune
-from flashtune.api.paged import paged_call
+from flashtune.request.call import paged_call
 from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import (
     HEADS,

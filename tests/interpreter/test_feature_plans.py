@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api.attention import dense_call
-from flashtune.api.paged import paged_call
 from flashtune.core.errors import ProblemError
+from flashtune.request.call import dense_call, paged_call
 from flashtune.runtime.call_cache import forget_executors
 from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import HEADS, WIDTH, dense, packed
@@ -62,7 +61,7 @@ def test_plan_with_a_shared_prefix_caches_its_executors(monkeypatch: pytest.Monk
     out, lse = plan(q, *cache)
     agrees(paged_call(q, *cache, scale=-0.2, return_lse=True), (out, lse))
     forget_executors()
-    monkeypatch.delattr("flashtune.runtime.feature_call_cache.prepared")
+    monkeypatch.delattr("flashtune.runtime.call_cache.remembered")
     assert torch.equal(plan(q, *cache)[0], out)
 
 
@@ -96,10 +95,10 @@ def test_plans() -> None:
     agrees(paged_call(token, *cache, return_lse=True), decoding(token, *cache))
     shorter = cache._replace(seqlens_k=cache.seqlens_k // 2)
     agrees(paged_call(token, *shorter, return_lse=True), decoding(token, *shorter))
-    with pytest.raises(ProblemError, match="v_cache is None where the plan has a tensor"):
+    with pytest.raises(ProblemError, match="pass one of v_cache and value_head_dim"):
         decoding(token, cache.k_cache, None, *cache[2:])
     latent = flashtune.plan_paged(token, cache.k_cache, None, *cache[2:], value_head_dim=WIDTH // 2)
-    with pytest.raises(ProblemError, match="or the other way round"):
+    with pytest.raises(ProblemError, match="pass one of v_cache and value_head_dim"):
         latent(token, *cache)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.launch.compilation import interpreting
-from flashtune.request.options import CausalOption, LayoutOption
+from flashtune.request.call import CausalOption, LayoutOption
 from flashtune.runtime.call_cache import forget_executors
 from tests.support.process_state import forget_warnings
 

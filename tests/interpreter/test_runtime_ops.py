@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashtune
 import flashtune.runtime.torch_ops as ops
+from flashtune.request.call import dense_call
 
 Triple = tuple[Tensor, Tensor, Tensor]
 OPTIONS: list[dict[str, Any]] = [
@@ -113,7 +114,7 @@ def test_gradients_eager_compiled_and_functional(way: str, return_lse: bool) -> 
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if way == "operator":
-            result = ops.call_op(q, k, v, True, None, "bhsd", return_lse, "fastest")
+            result = ops.call_operator(dense_call(q, k, v, causal=True, return_lse=return_lse))
         else:
             result = flashtune.attention(q, k, v, causal=True, return_lse=return_lse)
         out = result if isinstance(result, Tensor) else result[0] + result[1][..., None]

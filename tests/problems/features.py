@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.request.feature_request import read_call
-from flashtune.request.options import Call
+from flashtune.request.call import Call
+from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
 from tests.problems.plain_masks import plain_attention
 
@@ -58,7 +58,7 @@ def paged(
 
 def expected(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call in float64 on the CPU, in the call's own forms."""
-    request = read_call(call, False)
+    request = read_call(call)
     q, k, v = request.views(call.q, call.k, call.v)
     side = side_views(request.problem, call.side, k.shape[0])
     scale = request.default_scale if call.scale is None else call.scale

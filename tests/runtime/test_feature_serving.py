@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api.attention import dense_call
-from flashtune.api.varlen import varlen_call
 from flashtune.core.errors import FlashtuneError, KernelError, ProblemError
 from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Kernel
@@ -23,7 +21,8 @@ from flashtune.core.problem import Causal, Feature
 from flashtune.dispatch import decision, lookup
 from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_alike
 from flashtune.recording.recorder import read_counts
-from flashtune.request.feature_request import read_call
+from flashtune.request.call import dense_call, varlen_call
+from flashtune.request.read_call import read_call
 from flashtune.runtime import prepare
 from flashtune.templates.registry import find_family
 from tests.problems.features import agrees, paged, starts
@@ -123,7 +122,7 @@ def test_records_with_other_features_are_not_neighbours(make_record: MakeRecord)
     q = torch.zeros(2, 8, 512, 64, dtype=torch.bfloat16)
     k = q[:, :2]
     plain, windowed, wider, sunk = (
-        read_call(dense_call(q, k, k, causal=True, return_lse=False, **options), False).problem
+        read_call(dense_call(q, k, k, causal=True, return_lse=False, **options)).problem
         for options in ({}, {"window": (99, 0)}, {"window": (199, 0)}, {"sinks": torch.zeros(8)})
     )
     replace = msgspec.structs.replace
@@ -137,9 +136,9 @@ def test_records_with_other_features_are_not_neighbours(make_record: MakeRecord)
 
 
 def test_ragged_lengths_canonicalise_causal_mask() -> None:
-    longest = read_call(varlen_call(*packed(64, 3), return_lse=False, causal=True), False).problem
+    longest = read_call(varlen_call(*packed(64, 3), return_lse=False, causal=True)).problem
     assert [same.causal for same in same_computation(longest)] == [Causal.BOTTOM_RIGHT]
-    single = read_call(varlen_call(*packed(1, 1), return_lse=False, causal=True), False).problem
+    single = read_call(varlen_call(*packed(1, 1), return_lse=False, causal=True)).problem
     assert {same.causal for same in same_computation(single)} == {Causal.BOTTOM_RIGHT, Causal.NONE}
 
 

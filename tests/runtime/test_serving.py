@@ -17,7 +17,8 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.dispatch import decision
-from flashtune.request.request import read_request
+from flashtune.request.call import dense_call
+from flashtune.request.read_call import read_call
 from flashtune.runtime import call_cache
 from tests.support.machine import Machine, expected, inputs, tuned
 
@@ -70,7 +71,7 @@ def test_executors_are_cached_by_alignment(machine: Machine, problem: Problem, m
 def test_large_strides_need_64_bit_indices() -> None:
     q = torch.empty_strided((2, 8, 512, 64), (2**31, 2**15, 64, 1), device="meta", dtype=torch.bfloat16)
     k = q[:, :2]
-    request = read_request(q, k, k, True, "bhsd", False, "fastest")
+    request = read_call(dense_call(q, k, k, causal=True))
     needed = decision.required_specialization(request, q, k, k)
     assert needed == Specialization(Alignment.SIXTEEN, 64, False)
 

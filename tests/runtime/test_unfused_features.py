@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from flashtune import merge_attention
-from flashtune.api.attention import dense_call
-from flashtune.api.paged import paged_call
-from flashtune.api.varlen import varlen_call
 from flashtune.core.errors import ProblemError
 from flashtune.dispatch.decision import Backend
-from flashtune.request.feature_request import read_call
-from flashtune.request.options import Call
+from flashtune.request.call import Call, dense_call, paged_call, varlen_call
+from flashtune.request.read_call import read_call
 from flashtune.runtime.executors import baseline_executor
 from tests.problems.features import KEYS, QUERIES, agrees, paged, starts
 
@@ -33,7 +30,7 @@ MASKS: list[dict[str, Any]] = [
 
 
 def check(call: Call) -> None:
-    request = read_call(call, False)
+    request = read_call(call)
     assert request.problem.features
     serve = baseline_executor(Backend.UNFUSED, request)
     agrees(call, serve(call.q, call.k, call.v, call.scale, call.side))

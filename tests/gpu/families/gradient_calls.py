@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.request.options import CausalOption
+from flashtune.request.call import CausalOption
 from tests.gpu.calls import Triple, tensors
 
 DEVICE = torch.device("cuda")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune.request.call import CausalOption
 from flashtune.request.dropout import draw_seed, kept_weights
-from flashtune.request.options import CausalOption
 from tests.gpu.calls import tensors
 from tests.gpu.families.gradient_calls import (
     DEVICE,

@@ -19,7 +19,8 @@ from flashtune.db.eligibility import by_problem
 from flashtune.db.store import Store, open_store
 from flashtune.dispatch import decision
 from flashtune.dispatch.tables import Tables
-from flashtune.request.request import read_request
+from flashtune.request.call import dense_call
+from flashtune.request.read_call import read_call
 from flashtune.runtime import kernel_fallback, prepare
 from flashtune.templates.registry import find_family
 from flashtune.tuner.search.driver import run_search
@@ -109,7 +110,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def searched(store: Store) -> SearchResult:
     q, k, v = tensors("aligned")
-    problem = read_request(q, k, v, True, "bhsd", False, "generated").problem
+    problem = read_call(dense_call(q, k, v, causal=True, prefer="generated")).problem
     request = SearchRequest(problem=problem, target=device_target(), device=0, budget=Budget(16, 60.0, None))
     return run_search(request, store)
 

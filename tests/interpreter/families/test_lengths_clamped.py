@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashtune.api.attention import dense_call
-from flashtune.api.paged import paged_call
-from flashtune.request.feature_request import read_call
-from flashtune.request.options import Call
+from flashtune.request.call import Call, dense_call, paged_call
+from flashtune.request.read_call import read_call
 from flashtune.request.request import Result
 from flashtune.runtime.prepare import prepare
 from flashtune.runtime.prepare_training import prepare_pair

@@ -13,7 +13,8 @@ from torch.utils.dlpack import from_dlpack
 from flashtune.core.problem import Causal
 from flashtune.dispatch.masked_sdpa import chosen_backend
 from flashtune.dispatch.sdpa import default_backend, sdpa_attention
-from flashtune.request.request import read_request
+from flashtune.request.call import dense_call
+from flashtune.request.read_call import read_call
 
 LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1), (4, 0), (3, 40)]
 
@@ -77,7 +78,7 @@ def test_unaligned_tensors_have_no_default_backend(index: int) -> None:
         return torch.randn(count + 1, dtype=torch.bfloat16)[moved : moved + count].view(shape)
 
     q, k, v, bias = (made((1, 2, 16, 16), one == index) for one in range(4))
-    problem = read_request(q, k, v, False, "bhsd", False, "fastest").problem
+    problem = read_call(dense_call(q, k, v)).problem
     assert default_backend(q, k, v, problem, bias) is None
     assert (default_backend(q, k, v, problem) is None) == (index < 3)
     assert default_backend(q.clone(), k.clone(), v.clone(), problem, bias.clone()) is not None
@@ -87,7 +88,7 @@ def test_unaligned_external_memory_has_no_default_backend() -> None:
     base = torch.randn(2 * 16 * 16 + 1, dtype=torch.bfloat16)
     q = from_dlpack(base[1:]).view(1, 2, 16, 16)
     k = q.clone()
-    problem = read_request(q, k, k, False, "bhsd", False, "fastest").problem
+    problem = read_call(dense_call(q, k, k)).problem
     assert q.storage_offset() == 0
     assert default_backend(q, k, k, problem) is None
     assert default_backend(k, k, k, problem) is not None
@@ -97,13 +98,13 @@ def test_unaligned_external_memory_has_no_default_backend() -> None:
 def test_fake_tensors_are_supported() -> None:
     with FakeTensorMode():
         q = torch.randn(1, 2, 16, 16, dtype=torch.bfloat16)
-        problem = read_request(q, q, q, False, "bhsd", False, "fastest").problem
+        problem = read_call(dense_call(q, q, q)).problem
         assert default_backend(q, q, q, problem) == chosen_backend(q, q, q, None, False)
 
 
 def test_default_backend_requires_a_call_without_mask() -> None:
     q = k = v = torch.randn(1, 2, 8, 16)
-    square = read_request(q, k, v, True, "bhsd", False, "fastest").problem
+    square = read_call(dense_call(q, k, v, causal=True)).problem
     assert default_backend(q, k, v, square) in {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", None}
-    lopsided = read_request(q, k[:, :, :5], v[:, :, :5], True, "bhsd", False, "fastest").problem
+    lopsided = read_call(dense_call(q, k[:, :, :5], v[:, :, :5], causal=True)).problem
     assert default_backend(q, k[:, :, :5], v[:, :, :5], lopsided) is None

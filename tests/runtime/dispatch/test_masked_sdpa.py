@@ -18,7 +18,8 @@ from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.record import Record
 from flashtune.dispatch import masked_sdpa
 from flashtune.dispatch.masked_sdpa import additive_mask, chosen_backend, masked_attention, refusal
-from flashtune.request.request import read_request
+from flashtune.request.call import dense_call
+from flashtune.request.read_call import read_call
 from flashtune.runtime import prepare
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -440,7 +441,7 @@ def test_cached_executor_serves_masks_with_other_strides(
 def test_sdpa_on_the_cpu_passes_its_check(seqlen_q: int, kv_heads: int, dtype: torch.dtype) -> None:
     q = torch.randn(2, 4, seqlen_q, 32, dtype=dtype)
     k = torch.randn(2, kv_heads, 90, 32, dtype=dtype)
-    request = read_request(q, k, k, False, "bhsd", False, "fastest")
+    request = read_call(dense_call(q, k, k))
     bias = torch.ones(2, 1, 1, 90, dtype=torch.bool)
     backend = chosen_backend(q, k, k, bias, False)
     assert refusal(request, backend, q, k, k, bias) is None

@@ -20,7 +20,9 @@ from flashtune.dispatch.decision import Backend, Decision, decide
 from flashtune.dispatch.lookup import default_selection, default_selections, select
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
-from flashtune.request.request import Request, read_request
+from flashtune.request.call import dense_call
+from flashtune.request.read_call import read_call
+from flashtune.request.request import Request
 from flashtune.runtime import prepare
 from flashtune.templates.family import Family
 
@@ -143,7 +145,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, tuned: Tables, misaligned: bool) ->
     monkeypatch.setattr(decision, "device_target", lambda index: H200)
     monkeypatch.setattr(decision, "tuned_records", lambda name: tuned)
     monkeypatch.setattr(decision, "check_device", lambda request: None)
-    request = read_request(q, k, v, True, "bhsd", False, "generated")
+    request = read_call(dense_call(q, k, v, causal=True, prefer="generated"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return request, decide(request, q, k, v)
 

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api.attention import dense_call
-from flashtune.api.paged import paged_call
-from flashtune.api.varlen import varlen_call
 from flashtune.core.errors import ProblemError
 from flashtune.core.layouts import Layout
 from flashtune.core.problem import Bias, Causal, KvDtype, KvScale
-from flashtune.request.feature_request import read_call
+from flashtune.request.call import dense_call, paged_call, varlen_call
+from flashtune.request.read_call import read_call
 
 INT = torch.int32
 
@@ -24,14 +22,14 @@ INT = torch.int32
 def dense(**options: Any) -> Any:
     q = torch.zeros(2, 4, 10, 32, dtype=torch.bfloat16)
     k, v = q.new_zeros(2, 2, 20, 32), q.new_zeros(2, 2, 20, 16)
-    return read_call(dense_call(q, k, v, return_lse=False, **options), False)
+    return read_call(dense_call(q, k, v, return_lse=False, **options))
 
 
 def varlen(tokens: int = 300, longest: int = 100, **options: Any) -> Any:
     q = torch.zeros(tokens, 4, 32)
     k = torch.zeros(500, 2, 32)
     ends = torch.zeros(4, dtype=INT)
-    return read_call(varlen_call(q, k, k, ends, ends, longest, 200, return_lse=False, **options), False)
+    return read_call(varlen_call(q, k, k, ends, ends, longest, 200, return_lse=False, **options))
 
 
 def cache(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -40,7 +38,7 @@ def cache(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 
 def pages(q: Tensor, *given: Any, **options: Any) -> Any:
-    return read_call(paged_call(q, *(given or cache()), return_lse=True, **options), False)
+    return read_call(paged_call(q, *(given or cache()), return_lse=True, **options))
 
 
 def test_masks() -> None:

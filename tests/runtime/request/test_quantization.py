@@ -15,8 +15,10 @@ from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.problem import Dtype
 from flashtune.launch.forward import MIN_SCALE, DeviceLaunch, QuantizedLaunch
 from flashtune.launch.workspaces import allocate_workspace
+from flashtune.request.call import dense_call
 from flashtune.request.quantization import negated, quantize
-from flashtune.request.request import Prefer, read_request
+from flashtune.request.read_call import read_call
+from flashtune.request.request import Prefer
 from flashtune.runtime import call_cache, executors
 from flashtune.runtime.call_cache import call_key
 from tests.emulator.tensor_maps import Noted
@@ -77,7 +79,7 @@ def test_negation_flips_only_signs(tensors: Triple) -> None:
 
 
 def test_a_request_of_quantized_inputs_has_a_wider_output(tensors: Triple) -> None:
-    request = read_request(*tensors, True, "bhsd", False, "fastest")
+    request = read_call(dense_call(*tensors, causal=True))
     assert request.problem.dtype is Dtype.E4M3
     assert request.out_dtype is torch.bfloat16
     assert request.prefer is Prefer.GENERATED, "no baseline takes such tensors"
@@ -102,7 +104,7 @@ def test_a_request_of_quantized_inputs_has_a_wider_output(tensors: Triple) -> No
 )
 def test_mismatched_scales_are_refused(tensors: Triple, scales: ExtraInputs, message: str) -> None:
     with pytest.raises(ProblemError, match=message):
-        read_request(*tensors, False, "bhsd", False, "fastest", scales=scales)
+        read_call(dense_call(*tensors)._replace(side=scales))
 
 
 def test_scales_of_other_inputs_are_refused() -> None:
@@ -121,13 +123,13 @@ def test_quantized_inputs_need_a_gpu_and_no_gradient(tensors: Triple) -> None:
 def test_call_key_depends_on_presence_of_scales_not_on_values(tensors: Triple) -> None:
     q, k, v = tensors
 
-    def key(*scales: Tensor | None) -> tuple[object, ...]:
-        return call_key(q, k, v, False, "bhsd", False, "fastest", ExtraInputs(*scales))  # type: ignore[arg-type]
+    def key(*scales: Any) -> tuple[object, ...]:
+        return call_key(dense_call(q, k, v)._replace(side=ExtraInputs(*scales)))
 
     one, two = scale_of(HEADS), scale_of(HEADS, 3.0)
     assert key(one, None, None) == key(two, None, None)
     presences = {key(one, None, None), key(None, one, None), key(one, one, one), key(one, one, None)}
-    presences.add(call_key(q, k, v, False, "bhsd", False, "fastest"))
+    presences.add(call_key(dense_call(q, k, v)))
     assert len(presences) == 5
 
 

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 import flashtune
-from flashtune.api.attention import dense_call
-from flashtune.api.varlen import varlen_call
 from flashtune.core.errors import ProblemError
 from flashtune.core.problem import Causal, Dtype
-from flashtune.request.feature_request import read_call
-from flashtune.request.options import is_plain
-from flashtune.request.request import read_causal, read_request
+from flashtune.request.arguments import read_causal
+from flashtune.request.call import dense_call, varlen_call
+from flashtune.request.read_call import read_call
 
 
 def tensors(
@@ -28,7 +26,7 @@ def tensors(
 
 def test_request_describes_the_tensors() -> None:
     q, k, v = tensors()
-    request = read_request(q, k, v, True, "bhsd", True, "generated")
+    request = read_call(dense_call(q, k, v, causal=True, return_lse=True, prefer="generated"))
     problem = request.problem
     assert (problem.dtype, problem.causal) == (Dtype.FP16, Causal.BOTTOM_RIGHT)
     assert (problem.heads, problem.kv_heads, problem.head_dim, problem.value_head_dim) == (8, 2, 64, 32)
@@ -40,9 +38,9 @@ def test_request_describes_the_tensors() -> None:
 
 def test_both_layouts_have_the_same_problem() -> None:
     q, k, v = tensors()
-    first = read_request(q, k, v, False, "bhsd", False, "fastest")
+    first = read_call(dense_call(q, k, v))
     moved = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    second = read_request(*moved, False, "bshd", False, "fastest")
+    second = read_call(dense_call(*moved, layout="bshd"))
     assert first.problem == second.problem
     assert second.out_shape == (2, 16, 8, 32)
     assert second.views(*moved)[0].shape == q.shape
@@ -59,7 +57,7 @@ def test_both_layouts_have_the_same_problem() -> None:
     ],
 )
 def test_causal_options(value: bool | str, meaning: Causal) -> None:
-    assert read_causal(value) is meaning
+    assert Causal(read_causal(value)) is meaning
 
 
 @pytest.mark.parametrize("value", ["diagonal", 1, None])
@@ -72,28 +70,28 @@ def test_other_causal_options_are_refused(value: object) -> None:
     ("shapes", "message"),
     [
         ({"q": (8, 16, 64)}, "q has 3 dimensions"),
-        ({"q": (3, 8, 16, 64)}, "batch sizes 3, 2 and 2"),
+        ({"q": (3, 8, 16, 64)}, "q has 3 sequences and k has 2"),
         ({"q": (2, 7, 16, 64)}, "7 query heads do not divide among 2 KV heads"),
         ({"q": (2, 0, 16, 64)}, "0 query heads"),
         ({"q": (2, 8, 16, 32)}, "q has head dim 32 and k has 64"),
-        ({"v": (2, 2, 23, 64)}, "k has 2 heads of 24 keys and v has 2 of 23"),
+        ({"v": (2, 2, 23, 64)}, r"k is \[2, 2, 24, 64\] and v \[2, 2, 23, 64\]: make all but widths equal"),
         ({"q": (2, 8, 16, 257), "k": (2, 2, 24, 257)}, "kernels take 1 to 256"),
         ({"v": (2, 2, 24, 0)}, "v has head dim 0"),
     ],
 )
 def test_mismatched_shapes_are_refused(shapes: dict[str, tuple[int, ...]], message: str) -> None:
     with pytest.raises(ProblemError, match=message):
-        read_request(*tensors(**shapes), False, "bhsd", False, "fastest")  # type: ignore[arg-type]
+        read_call(dense_call(*tensors(**shapes)))  # type: ignore[arg-type]
 
 
 def test_mixed_and_unsupported_tensors() -> None:
     q, k, v = tensors()
     with pytest.raises(ProblemError, match="give them one dtype"):
-        read_request(q, k.float(), v, False, "bhsd", False, "fastest")
+        read_call(dense_call(q, k.float(), v))
     with pytest.raises(ProblemError, match="move them to one device"):
-        read_request(q, k.to("meta"), v, False, "bhsd", False, "fastest")
+        read_call(dense_call(q, k.to("meta"), v))
     with pytest.raises(ProblemError, match="float64: no kernel takes it"):
-        read_request(q.double(), k.double(), v.double(), False, "bhsd", False, "generated")
+        read_call(dense_call(q.double(), k.double(), v.double(), prefer="generated"))
     with pytest.raises(ProblemError, match="q is a list"):
         flashtune.attention([[1.0]], k, v)  # type: ignore[call-overload]
 
@@ -123,8 +121,8 @@ def test_varlen_calls_require_cu_seqlens(missing: int) -> None:
 def test_packed_sequences_without_keys_are_empty() -> None:
     q, starts = torch.zeros(4, 2, 32), torch.tensor([0, 4], dtype=torch.int32)
     call = varlen_call(q, q[:0], q[:0], starts, torch.zeros_like(starts), 4, 0, return_lse=True)
-    assert read_call(call, False).is_empty
-    assert not read_call(varlen_call(q, q, q, starts, starts, 4, 4, return_lse=True), False).is_empty
+    assert read_call(call).is_empty
+    assert not read_call(varlen_call(q, q, q, starts, starts, 4, 4, return_lse=True)).is_empty
 
 
 @pytest.mark.parametrize(
@@ -142,8 +140,7 @@ def test_packed_sequences_without_keys_are_empty() -> None:
 def test_call_without_features_is_a_plain_call(options: dict[str, Any], plain: bool) -> None:
     q, k, v = (tensor.to(torch.float8_e4m3fn) for tensor in tensors())
     scales: dict[str, Any] = {"k_scale": torch.ones(2, 2)}
-    assert is_plain(dense_call(q, k, v, return_lse=False, **options, **scales)) is plain
-    assert not is_plain(dense_call(q.half(), k.half(), v.half(), return_lse=False, **options, **scales))
+    assert dense_call(q, k, v, **options, **scales).is_plain is plain
     # A plain call comes as far as asking for a GPU; 8-bit queries take no features.
     message = "is computed on a GPU alone" if plain else "with masks, packed sequences, pages"
     for call in (flashtune.attention, flashtune.plan, flashtune.explain):
@@ -154,15 +151,15 @@ def test_call_without_features_is_a_plain_call(options: dict[str, Any], plain: b
 def test_strided_last_dimension_error_suggests_contiguous() -> None:
     q, k, v = tensors()
     with pytest.raises(ProblemError, match=r"k's last dimension has stride 24: pass k\.contiguous\(\)"):
-        read_request(q, k.mT.contiguous().mT, v, False, "bhsd", False, "fastest")
+        read_call(dense_call(q, k.mT.contiguous().mT, v))
 
 
 def test_unknown_options() -> None:
     q, k, v = tensors()
     with pytest.raises(ProblemError, match="layout cannot be 'sbhd'"):
-        read_request(q, k, v, False, "sbhd", False, "fastest")
+        read_call(dense_call(q, k, v, layout="sbhd"))
     with pytest.raises(ProblemError, match="prefer cannot be 'quick'"):
-        read_request(q, k, v, False, "bhsd", False, "quick")
+        read_call(dense_call(q, k, v, prefer="quick"))
 
 
 def test_cpu_tensors_need_the_interpreter() -> None:

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.api.attention import dense_call
-from flashtune.api.paged import paged_call
-from flashtune.api.varlen import varlen_call
 from flashtune.core.errors import ProblemError
 from flashtune.kv_cache.cache import PagedKVCache
-from flashtune.request.feature_request import read_call
-from flashtune.request.options import Call
+from flashtune.request.call import Call, dense_call, paged_call, varlen_call
+from flashtune.request.read_call import read_call
 from flashtune.runtime import value_checks
-from flashtune.runtime.feature_call_cache import run_call
+from flashtune.runtime.call_cache import run_call
 from flashtune.runtime.value_checks import values_are_checked, with_checks
 from tests.problems.features import KEYS, QUERIES, paged, starts
 
@@ -157,7 +154,7 @@ def test_values_on_a_gpu_are_checked_only_on_request(monkeypatch: pytest.MonkeyP
 
 
 def test_executor_is_not_wrapped_without_value_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = read_call(pages(), False)
+    request = read_call(pages())
     on_gpu = msgspec.structs.replace(request, device=torch.device("cuda", 0))
     monkeypatch.delenv("FLASHTUNE_CHECK", raising=False)
     assert with_checks(server, on_gpu) is server
@@ -167,13 +164,13 @@ def test_executor_is_not_wrapped_without_value_checks(monkeypatch: pytest.Monkey
     call = pages(seqlens_k=LENGTHS + 9)
     with pytest.raises(ProblemError, match=r"seqlens_k\[0\] is 49"):
         checked(call.q, call.k, call.v, None, call.side)
-    plain = read_call(dense(window=(2, 0)), False)
+    plain = read_call(dense(window=(2, 0)))
     assert with_checks(server, plain) is server, "there is no value to check"
 
 
 def test_values_are_not_read_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     call = pages(seqlens_k=LENGTHS + 9)
-    checked = with_checks(server, read_call(call, False))
+    checked = with_checks(server, read_call(call))
     monkeypatch.setattr(value_checks, "is_capturing", lambda tensor: True)
     assert torch.equal(checked(call.q, call.k, call.v, None, call.side), torch.zeros(()))  # type: ignore[arg-type]
 

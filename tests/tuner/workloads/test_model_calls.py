@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtune.api.paged import paged_call
-from flashtune.api.varlen import varlen_call
 from flashtune.core.problem import Problem
-from flashtune.request.feature_request import read_call
+from flashtune.request.call import paged_call, varlen_call
+from flashtune.request.read_call import read_call
 from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 from flashtune.tuner.workloads.models import Layers, ModelAttention, model_calls
 from flashtune.tuner.workloads.presets import find_model

@@ -1,4 +1,4 @@
-"""The request of a call with masks, varlen sequences, pages or a quantised cache."""
+"""The conversion of a call to a request, with all checks of its arguments."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import torch
 from flashtune.core.arguments import read_scale
 from flashtune.core.canonical import normal_form, rounded_up
 from flashtune.core.errors import ProblemError
-from flashtune.core.layouts import DTYPES, KV_DTYPES, Layout
-from flashtune.core.problem import MAX_HEAD_DIM, Bias, Dtype, KvDtype, KvScale, Problem
-from flashtune.request.options import Call
-from flashtune.request.request import (
-    Prefer,
-    Request,
-    read_causal,
-    read_option,
-    require_tensors,
-    scales_wanted,
-)
+from flashtune.core.layouts import DENSE_LAYOUTS, DTYPES, KV_DTYPES, Layout
+from flashtune.core.problem import MAX_HEAD_DIM, Bias, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.request.arguments import read_option
+from flashtune.request.call import Call, requires_grad
+from flashtune.request.quantization import check_scales
+from flashtune.request.request import Prefer, Request
 from flashtune.request.side_inputs import check_kinds, check_shapes, scale_kind, side_views
-from flashtune.request.tensor_checks import check_double, check_extents, dtype_of
+from flashtune.request.tensor_checks import check_double, check_extents, dtype_of, require_dense
 
 ORDERS = {
     Layout.BHSD: "[batch, heads, seqlen, head_dim]",
@@ -33,8 +28,10 @@ PAGES = {
 }
 
 
-def read_call(call: Call, needs_grad: bool) -> Request:
+def read_call(call: Call, needs_grad: bool | None = None) -> Request:
     """Returns the request of a call.
+
+    `needs_grad` is whether it has a backward pass. By default the tensors determine this.
 
     Raises:
         ProblemError: The tensors do not match one another, no kernel takes them, or an option has an
@@ -42,13 +39,14 @@ def read_call(call: Call, needs_grad: bool) -> Request:
     """
     options, side = call.options, call.side
     read_scale(call.scale)
-    layout = read_option("layout", options.layout, tuple(Layout))
+    require_tensors(call)
+    packed, paged = side.cu_seqlens_q is not None, side.block_table is not None
+    layout = read_option("layout", options.layout, tuple(Layout) if packed or paged else DENSE_LAYOUTS)
     kv_layout = read_option("layout", options.kv_layout, tuple(Layout))
     _check_tensors(call, layout, kv_layout)
     check_kinds(side, call.q.device)
     q = layout.heads_first(call.q)
     k, v = kv_layout.heads_first(call.k), kv_layout.heads_first(call.v)
-    paged, packed = side.block_table is not None, layout is Layout.THD
     batch = q.shape[0]
     if side.cu_seqlens_q is not None:
         batch = side.cu_seqlens_q.numel() - 1
@@ -69,12 +67,12 @@ def read_call(call: Call, needs_grad: bool) -> Request:
         value_head_dim=options.latent or v.shape[3],
         heads=q.shape[1],
         kv_heads=k.shape[1],
-        batch=max(batch, 0),
+        batch=max(batch, 0) if packed else batch,
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
-        causal=read_causal(options.causal),
-        window_left=options.window[0],
-        window_right=options.window[1],
+        causal=Causal(options.causal),
+        window_left=options.window_left,
+        window_right=options.window_right,
         sink_tokens=options.sink_tokens,
         attention_chunk=options.chunk,
         prefix=side.prefix is not None,
@@ -93,32 +91,37 @@ def read_call(call: Call, needs_grad: bool) -> Request:
     check_extents(problem)
     check_shapes(problem, side, batch)
     problem = normal_form(problem)
-    # Report shapes that do not match before any computation.
-    side_views(problem, side, places)
+    if problem.dtype.is_quantized:
+        check_scales(problem, q.device, side)
+    else:
+        # Report shapes that do not match before any computation.
+        side_views(problem, side, places)
     prefer = read_option("prefer", options.prefer, tuple(Prefer))
+    if problem.dtype.is_quantized:
+        prefer = Prefer.GENERATED  # no other implementation supports it
     check_double(q, prefer is Prefer.GENERATED)
-    tokens = q.shape[2] if packed else 0
     return Request(
         problem,
         q.device,
         layout,
         options.return_lse,
         prefer,
-        needs_grad,
+        requires_grad(call) if needs_grad is None else needs_grad,
         kv_layout,
-        tokens,
+        q.shape[2] if packed else 0,
         options.deterministic or torch.are_deterministic_algorithms_enabled(),
         q.dtype is torch.float64,
     )
 
 
-def check_call(call: Call) -> None:
-    """Checks a call.
+def require_tensors(call: Call) -> None:
+    """Checks that queries, keys and values are tensors with strides.
 
     Raises:
-        ProblemError: As `read_call`.
+        ProblemError: One of them is not.
     """
-    read_call(call, False)
+    for name in ("q", "k", "v"):
+        require_dense(name, getattr(call, name))
 
 
 def _bias_kind(call: Call) -> Bias:
@@ -138,15 +141,18 @@ def _scale_kind(call: Call, kv_dtype: KvDtype | None, paged: bool, places: int, 
     q_scale, k_scale, v_scale = call.side.scales
     given = {"q_scale": q_scale} if kv_dtype else {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     for name, scale in given.items():
-        if scale is not None:
-            dtype = call.q.dtype if name == "q_scale" else call.k.dtype
+        dtype = call.q.dtype if name == "q_scale" else call.k.dtype
+        if scale is not None and dtype is not torch.float8_e4m3fn:
             raise ProblemError(
                 f"{name} is given and {name[0]} is {dtype}: scales belong to 8-bit inputs, leave it out"
             )
     if kv_dtype is None:
         return KvScale.TENSOR
     if k_scale is None or v_scale is None:
-        raise ProblemError(scales_wanted(call.q, call.k))
+        raise ProblemError(
+            f"k and v are {call.k.dtype} and q is {call.q.dtype}: pass k_scale and v_scale, float32 tensors "
+            "of what their elements are to be multiplied with"
+        )
     return scale_kind(k_scale, v_scale, paged, places, kv_heads)
 
 
@@ -157,7 +163,6 @@ def _check_tensors(call: Call, layout: Layout, kv_layout: Layout) -> None:
         ProblemError: A tensor is invalid, or they do not match.
     """
     q, k, v = call.q, call.k, call.v
-    require_tensors(q, k, v)
     orders = PAGES if call.side.block_table is not None else ORDERS
     for name, tensor, order in (
         ("q", q, ORDERS[layout]),
@@ -180,7 +185,9 @@ def _check_tensors(call: Call, layout: Layout, kv_layout: Layout) -> None:
 
 def _check_dtypes(call: Call) -> None:
     q, k, v = call.q.dtype, call.k.dtype, call.v.dtype
-    if q is not torch.float64 and (q not in DTYPES or DTYPES[q] is Dtype.E4M3):
+    if q is not torch.float64 and q not in DTYPES:
+        raise ProblemError(f"q is {q}: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn")
+    if q in DTYPES and DTYPES[q] is Dtype.E4M3 and not call.is_plain:
         raise ProblemError(
             f"q is {q}: with masks, packed sequences, pages or a quantised cache pass it in bfloat16, "
             "float16 or float32"

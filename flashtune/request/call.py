@@ -1,0 +1,291 @@
+"""`Call`: all arguments of one call of attention, of any entry point."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from flashtune.core.arguments import read_count, read_flag, shown
+from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.request.arguments import (
+    Bound,
+    Window,
+    read_bias,
+    read_causal,
+    read_dropout,
+    read_longest,
+    read_softcap,
+    read_window,
+)
+from flashtune.request.dropout import draw_seed
+
+CausalOption = bool | Literal["none", "top_left", "bottom_right"]
+LayoutOption = Literal["bhsd", "bshd"]
+PageLayoutOption = Literal["nhd", "hnd"]
+PreferOption = Literal["fastest", "generated"]
+
+SCALES = ("q_scale", "k_scale", "v_scale")
+PAGE_LAYOUTS = {"nhd": "bshd", "hnd": "bhsd"}
+
+
+class Options(NamedTuple):
+    """The options of a call except tensors and numbers for kernels; a part of the call cache's keys.
+
+    Attributes:
+        causal: The causal mask and its alignment, a value of `Causal`.
+        layout: The order of the dimensions of q and the output, a value of `Layout`.
+        kv_layout: The order of the dimensions of k and v.
+        return_lse: Whether to return the log-sum-exp.
+        prefer: Whether another implementation may serve the call, a value of `Prefer`.
+        window_left: Number of visible keys before the query's own; None means all.
+        window_right: Number of visible keys after the query's own; None means all.
+        sink_tokens: Keys at the start that stay visible.
+        chunk: Keys per chunk; 0 means no chunks.
+        max_seqlen_q: Queries of the longest varlen sequence; 0 without varlen.
+        max_seqlen_k: Keys of the longest varlen sequence.
+        latent: Number of columns of k that are also v (MLA); 0 if v is a tensor.
+        deterministic: Whether gradients must be reproducible bit for bit.
+    """
+
+    causal: str
+    layout: str
+    kv_layout: str
+    return_lse: bool
+    prefer: str
+    window_left: Bound = None
+    window_right: Bound = None
+    sink_tokens: int = 0
+    chunk: int = 0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    latent: int = 0
+    deterministic: bool = False
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether a window or chunks are given. Sink tokens alone have no effect."""
+        return bool(self.chunk) or self.window_left is not None or self.window_right is not None
+
+
+class Call(NamedTuple):
+    """One call: its tensors in the layouts of `options`, and all other arguments.
+
+    Attributes:
+        q: Queries.
+        k: Keys, or pages of them.
+        v: Values. With MLA, k itself.
+        scale: Factor of the scores; None means the default.
+        options: All other arguments but the extra inputs.
+        side: Tensors and numbers that kernels take in addition to q, k, v and the scale.
+        shared_prefix: Number of first tokens that all sequences of a paged cache share.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None
+    options: Options
+    side: ExtraInputs
+    shared_prefix: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the call has no features but the causal mask and scales of q, k and v."""
+        scales = dict.fromkeys(SCALES)
+        return not self.options.has_mask and not any(self.side._replace(**scales).presence)
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments that all entry points share, as in `attention`, except `return_lse`."""
+
+    causal: CausalOption
+    window: Window | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    sink_tokens: int
+    prefix_lengths: Tensor | None
+    chunk: int
+    scale: float | None
+    prefer: PreferOption
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+class DenseOptions(CommonOptions, total=False):
+    """Keyword arguments of `attention`."""
+
+    layout: LayoutOption
+    attn_bias: Tensor | None
+    attn_mask: Tensor | None
+    kv_lengths: Tensor | None
+    q_scale: Tensor | None
+    dropout_p: float
+    deterministic: bool
+
+
+class VarlenOptions(CommonOptions, total=False):
+    """Keyword arguments of `attention_varlen`."""
+
+    dropout_p: float
+    deterministic: bool
+
+
+class PagedCallOptions(CommonOptions, total=False):
+    """Keyword arguments of `attention_paged` for a single pass over the keys."""
+
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    layout: PageLayoutOption
+    value_head_dim: int | None
+
+
+class PagedOptions(PagedCallOptions, total=False):
+    """Keyword arguments of `attention_paged`."""
+
+    shared_prefix: int
+
+
+DENSE_NAMES = DenseOptions.__optional_keys__
+VARLEN_NAMES = VarlenOptions.__optional_keys__
+PAGED_NAMES = PagedCallOptions.__optional_keys__
+
+
+def dense_call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Call:
+    """Returns the record of a call of `attention`, with the same arguments and errors."""
+    _refuse_unknown(options, DENSE_NAMES)
+    layout = options.get("layout", "bhsd")
+    record = _options(options, layout, layout, return_lse)
+    return Call(q, k, v, options.get("scale"), record, _side(options, seqlens_kv=options.get("kv_lengths")))
+
+
+def varlen_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool = False,
+    **options: Any,
+) -> Call:
+    """Returns the record of a call of `attention_varlen`, with the same arguments and errors."""
+    _refuse_unknown(options, VARLEN_NAMES)
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if starts is None:
+            raise ProblemError(
+                f"{name} is None: pass where sequences begin and the last ends, int32 [batch + 1]"
+            )
+    longest = {
+        "max_seqlen_q": read_longest(max_seqlen_q, q),
+        "max_seqlen_k": read_count("max_seqlen_k", max_seqlen_k, "the keys of the longest sequence"),
+    }
+    record = _options(options, "thd", "thd", return_lse, **longest)
+    side = _side(options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k)
+    return Call(q, k, v, options.get("scale"), record, side)
+
+
+def paged_call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: bool = False,
+    **options: Any,
+) -> Call:
+    """Returns the record of a call of `attention_paged`, with the same arguments and errors."""
+    _refuse_unknown(options, PAGED_NAMES)
+    layout, starts = options.get("layout", "nhd"), options.get("cu_seqlens_q")
+    width, longest = options.get("value_head_dim"), options.get("max_seqlen_q")
+    if not isinstance(layout, str) or layout not in PAGE_LAYOUTS:
+        raise ProblemError(f"layout cannot be {shown(layout)}: pass 'nhd' or 'hnd'")
+    if block_table is None or seqlens_k is None:
+        raise ProblemError("block_table or seqlens_k is None: pass the pages and lengths of sequences")
+    if (v_cache is None) != (width is not None):
+        raise ProblemError(
+            "values are either a tensor or the first value_head_dim columns of the keys: pass one of v_cache "
+            "and value_head_dim"
+        )
+    if (starts is None) != (longest is None):
+        raise ProblemError("cu_seqlens_q and max_seqlen_q belong together: pass both for packed queries")
+    record = _options(
+        {"causal": True, **options},
+        "thd" if starts is not None else "bhd" if getattr(q, "ndim", 4) == 3 else "bshd",
+        PAGE_LAYOUTS[layout],
+        return_lse,
+        max_seqlen_q=0 if longest is None else read_longest(longest, q),
+        latent=0
+        if width is None
+        else read_count("value_head_dim", width, "how many columns of the keys are values", 1),
+    )
+    side = _side(options, cu_seqlens_q=starts, seqlens_kv=seqlens_k, block_table=block_table)
+    return Call(q, k_cache, k_cache if v_cache is None else v_cache, options.get("scale"), record, side)
+
+
+def _refuse_unknown(options: dict[str, Any], known: frozenset[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise TypeError(f"attention has no argument {name!r}")
+
+
+def _options(given: dict[str, Any], layout: str, kv_layout: str, return_lse: bool, **lengths: int) -> Options:
+    """Returns the options of a call from its keyword arguments."""
+    left, right = read_window(given.get("window"))
+    return Options(
+        read_causal(given.get("causal", False)),
+        layout,
+        kv_layout,
+        read_flag("return_lse", return_lse),
+        given.get("prefer", "fastest"),
+        left,
+        right,
+        read_count("sink_tokens", given.get("sink_tokens", 0), "how many first tokens stay visible"),
+        read_count("chunk", given.get("chunk", 0), "how many keys are a chunk, or 0 for no chunks"),
+        deterministic=read_flag("deterministic", given.get("deterministic", False)),
+        **lengths,
+    )
+
+
+def _side(given: dict[str, Any], **lengths: Tensor | None) -> ExtraInputs:
+    """Returns the extra inputs of a call from its keyword arguments."""
+    side = ExtraInputs(
+        q_scale=given.get("q_scale"),
+        k_scale=given.get("k_scale"),
+        v_scale=given.get("v_scale"),
+        slopes=given.get("alibi_slopes"),
+        bias=read_bias(given.get("attn_bias"), given.get("attn_mask")),
+        sinks=given.get("sinks"),
+        prefix=given.get("prefix_lengths"),
+        softcap=read_softcap(given.get("softcap")),
+        dropout=read_dropout(given.get("dropout_p", 0.0)),
+        **lengths,
+    )
+    return known_if_empty(side)
+
+
+def known_if_empty(side: ExtraInputs) -> ExtraInputs:
+    """Returns `NO_EXTRA_INPUTS` in place of an equal record, for checks by identity."""
+    for value in side:
+        if value is not None:
+            return side
+    return NO_EXTRA_INPUTS
+
+
+def seeded(call: Call) -> Call:
+    """Returns the call with a new seed if it has dropout."""
+    if call.side.dropout is None:
+        return call
+    return call._replace(side=call.side._replace(seed=draw_seed(call.q.device)))
+
+
+def requires_grad(call: Call) -> bool:
+    """Returns whether autograd needs a backward pass of a call."""
+    tensors = (call.q, call.k, call.v, *call.side.tensors)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
