@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.description import UsualCall
+from flashtune.core.features.table import FEATURES, NO_EXTRA_INPUTS, SEED, ExtraInputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
@@ -30,17 +31,6 @@ if TYPE_CHECKING:
     from flashtune.core.target import Target
     from flashtune.tuner.execution.timing import Run
 
-# Seed of the block table: the same pages in every run.
-SEED = 20
-SOFTCAP = 30.0
-# A usual rate. A kernel's time does not depend on it.
-DROPOUT = 0.1
-# Each sequence has its own bias up to this many elements; else all share one.
-MAX_BIAS = 2**30
-# Share of visible elements in a boolean bias.
-VISIBLE_SHARE = 0.7
-# The prefix is a quarter of the keys.
-PREFIX_PART = 4
 # Standard deviation of values stored in 8 bits: nearly all are in range.
 STORED_SPREAD = {KvDtype.E4M3: 64.0, KvDtype.INT8: 32.0}
 
@@ -107,15 +97,12 @@ def make_inputs(problem: Problem, device: torch.device) -> Tensors:
 
 def _with_features(problem: Problem, device: torch.device) -> Tensors:
     lengths = usual_lengths(problem)
-    side = ExtraInputs(
-        slopes=_slopes(problem).to(device) if problem.alibi else None,
-        bias=None if problem.bias is Bias.NONE else _bias(problem, device),
-        sinks=torch.zeros(problem.heads, device=device) if problem.sinks else None,
-        prefix=_integers([keys // PREFIX_PART for keys in lengths.keys], device) if problem.prefix else None,
-        seed=torch.tensor([SEED], device=device) if problem.dropout else None,
-        softcap=SOFTCAP if problem.softcap else None,
-        dropout=DROPOUT if problem.dropout else None,
-    )
+    call = UsualCall(problem, lengths.keys, TORCH_DTYPES[problem.dtype], device)
+    made: dict[str, Any] = {}
+    for feature, one in FEATURES.items():
+        if feature in problem.features and one.usual is not None:
+            made |= one.usual(call)
+    side = ExtraInputs(**made)
     side, keys = _located(problem, lengths, side, device)
     rows = (1, lengths.total_q) if problem.total_q else (problem.batch, problem.seqlen_q)
     tokens_first = bool(problem.total_q or problem.page_size)
@@ -184,24 +171,6 @@ def _shaped(shape: tuple[int, ...], dtype: torch.dtype, tokens_first: bool, devi
     if not tokens_first:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(batch, rows, heads, width, dtype=dtype, device=device).transpose(1, 2)
-
-
-def _slopes(problem: Problem) -> Tensor:
-    """Returns the slopes of the ALiBi paper, [batch, heads] in float32."""
-    slopes = 2.0 ** (-8.0 * (torch.arange(problem.heads, dtype=torch.float32) + 1) / problem.heads)
-    return slopes.expand(problem.batch, -1)
-
-
-def _bias(problem: Problem, device: torch.device) -> Tensor:
-    """Returns a bias [batch, heads, seqlen_q, seqlen_kv]; sequences share one if it is very large."""
-    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv)
-    elements = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
-    own = shape if elements <= MAX_BIAS else (1, *shape[1:])
-    if problem.bias is Bias.BOOLEAN:
-        bias = torch.empty(own, dtype=torch.bool, device=device).bernoulli_(VISIBLE_SHARE)
-    else:
-        bias = torch.randn(own, dtype=TORCH_DTYPES[problem.dtype], device=device)
-    return bias.expand(shape)
 
 
 def _integers(values: list[int] | tuple[int, ...], device: torch.device) -> Tensor:

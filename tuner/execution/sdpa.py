@@ -25,6 +25,13 @@ BACKENDS = {
 MAX_MASK_ELEMENTS = 2**28
 # Layouts and storage formats that no baseline supports.
 OTHER_LAYOUTS = frozenset({Feature.VARLEN, Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA})
+# Features that SDPA computes, most of them by a mask.
+MASKED = frozenset(
+    {
+        *(Feature.WINDOW, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.ALIBI),
+        *(Feature.BIAS, Feature.SEQLENS_K, Feature.DROPOUT, Feature.DETERMINISTIC),
+    }
+)
 
 
 def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:
@@ -47,7 +54,7 @@ def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None
     biases are passed as a mask. Each call adds a causal mask to a bias; other masks are made once, here.
     SDPA uses the same dropout rate with its own random numbers.
     """
-    if problem.features & (OTHER_LAYOUTS | {Feature.SOFTCAP, Feature.SINKS}):
+    if problem.features - MASKED:
         return None
     if is_masked(problem):
         # The same call as dispatch makes: its time includes the preparation of the mask.

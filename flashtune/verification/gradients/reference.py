@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
 from flashtune.core.problem import Bias
 from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
 from flashtune.verification.gradients.scores import BackwardCase, Work, largest, once, work_on
@@ -22,7 +23,8 @@ from flashtune.verification.gradients.tolerance import (
     allowed_query_error,
     allowed_slope_error,
 )
-from flashtune.verification.reference.scores import distances, together
+from flashtune.verification.reference.masks import Rows
+from flashtune.verification.reference.scores import score_rows, together
 from flashtune.verification.tolerance import larger, squared
 
 if TYPE_CHECKING:
@@ -78,9 +80,9 @@ def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
 def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> OfSlopes:
     """Returns the partial sums of the slopes' gradients over some rows."""
     group = problem.group_size
-    batch = pairs.batch.repeat_interleave(group)
-    distance = distances(problem, lengths, batch, work.rows, work.keys.device)
-    distance = distance.expand(len(batch), -1, -1).reshape(work.exact.biased.shape)
+    some = Rows(pairs.batch.repeat_interleave(group), pairs.heads(problem).flatten(), work.rows)
+    distance = score_rows(problem, lengths, NO_EXTRA_INPUTS, some, work.keys.device).distances()
+    distance = distance.expand(len(some.batch), -1, -1).reshape(work.exact.biased.shape)
     errors, biased = work.errors, work.exact.biased
     # All keys of a row share the error of its delta.
     alike = (errors.delta + errors.product) * (work.exact.weights * distance).sum(-1)

@@ -6,12 +6,13 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.table import changed_scores, score_derivative
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.verification.gradients.tolerance import QueryErrors, Sizes, query_errors
 from flashtune.verification.reference.forward import HIDDEN, softmax
 from flashtune.verification.reference.masks import Rows, factors
-from flashtune.verification.reference.scores import biased_scores, seen_by, sinks_of
-from flashtune.verification.tolerance import heaviest, norm, squared
+from flashtune.verification.reference.scores import score_rows, seen_by, sinks_of
+from flashtune.verification.tolerance import heaviest, norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +70,7 @@ class Weights(NamedTuple):
     Attributes:
         scores: [pairs, group · rows, keys] in float64, with softcap, ALiBi and bias. Very negative if hidden.
         exact: P, of the same shape.
-        slope: 1 - tanh² of the softcap, of the same shape, or None without softcap.
+        slope: Derivative of the scores by those before features, of the same shape; None if it is 1.
         kept: Dropout factors of P, of the same shape, or None without dropout.
         out: [pairs, group · rows, value_head_dim].
         lse: [pairs, group · rows], -inf in rows without visible keys.
@@ -109,10 +110,12 @@ def weights_of(
     device, group, side = wide.q.device, problem.group_size, given.side
     some = Rows(pairs.batch.repeat_interleave(group), pairs.heads(problem).flatten(), rows)
     scores = (wide.q @ wide.k.mT).mul_(given.scale)
-    slope = None if side.softcap is None else 1.0 - squared((scores / side.softcap).tanh_())
     by_head = scores.view(len(some.head), len(rows), -1)
+    features = score_rows(problem, given.lengths, side, some, device)
+    slope = score_derivative(by_head, features)
+    slope = None if slope is None else slope.expand(by_head.shape).reshape(scores.shape)
     seen = seen_by(problem, given.lengths, side, some, device)
-    biased = biased_scores(problem, by_head, given.lengths, side, some)
+    biased = changed_scores(by_head, features)
     by_head = biased.scores.add_(seen.hidden.double().mul_(HIDDEN))
     scores = by_head.view_as(scores)
     sinks = sinks_of(side, some, device)
@@ -148,8 +151,8 @@ class Scores(NamedTuple):
     Attributes:
         weights: P.
         kept: P after dropout. P itself without dropout.
-        slopes: dS of the scores before the softcap. Includes the derivative of the softcap.
-        biased: dS of the scores after the softcap and all additions. Equal to `slopes` without softcap.
+        slopes: dS of the scores before features. Includes their derivative.
+        biased: dS of the scores after features. Equal to `slopes` if the derivative is 1.
     """
 
     weights: Tensor

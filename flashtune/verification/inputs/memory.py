@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.extra_inputs import TENSORS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import KvScale
@@ -205,8 +205,6 @@ def _place_extra_inputs(
         own = side.bias[: 1 if side.bias.stride(0) == 0 else None, : 1 if side.bias.stride(1) == 0 else None]
         one = guarded(tuple(own.shape), own.dtype, Alignment.ANY, layout, device, Role.INPUT, spare=1)
         given["bias"] = keep(one, own).expand(side.bias.shape)
-    if side.sinks is not None:
-        given["sinks"] = floats(side.sinks)
     if side.prefix is not None:
         given["prefix"] = integers(side.prefix, problem.seqlen_kv + OVER)
     if problem.total_q:
@@ -221,7 +219,11 @@ def _place_extra_inputs(
         given["block_table"] = integers(table.entries, -1)
     if side.seed is not None:
         given["seed"] = keep(guarded_flat((1,), device, Role.INPUT, torch.int64), side.seed)
-    return tuple(kept), ExtraInputs(**given, softcap=side.softcap, dropout=side.dropout)
+    others = {
+        name: tensor for name, tensor in zip(TENSORS, side.optional_tensors, strict=True) if name not in given
+    }
+    given |= {name: floats(tensor) for name, tensor in others.items() if tensor is not None}
+    return tuple(kept), side._replace(**given)
 
 
 def _cache_scale(

@@ -6,13 +6,15 @@ Tensors are made in padded form, [batch, heads, ...]. `memory.py` copies them to
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.description import UsualCall
+from flashtune.core.features.table import FEATURES, ExtraInputs
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
-from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
+from flashtune.core.problem import Bias, Feature, KvDtype, KvScale, Problem
 from flashtune.verification.inputs.placement import aside
 from flashtune.verification.probes import DEPTH, Probe
 
@@ -40,46 +42,73 @@ LOUD = (Probe.RANDOM, Probe.SINK)
 USUAL_DROPOUT, HIGH_DROPOUT = 0.1, 0.75
 
 
+class Draw(NamedTuple):
+    """A case for which extra inputs are drawn.
+
+    Attributes:
+        probe: The kind of error that the case exposes.
+        problem: The problem.
+        lengths: Lengths of its sequences.
+        block: Number of keys of the tile that the probe is made for.
+        generator: Its device holds the inputs, except the seed of dropout on the CPU.
+    """
+
+    probe: Probe
+    problem: Problem
+    lengths: Lengths
+    block: int
+    generator: torch.Generator
+
+
 def make_side(
     probe: Probe, problem: Problem, lengths: Lengths, block: int, generator: torch.Generator
 ) -> ExtraInputs:
     """Returns new extra inputs for a probe, without lengths, block tables and scales.
 
-    The generator's device holds the inputs, except the seed of dropout on the CPU.
+    The features of `MAKERS` have inputs for each probe. Others have typical inputs.
     """
-    return ExtraInputs(
-        slopes=_slopes(probe, problem).to(generator.device) if problem.alibi else None,
-        bias=_bias(probe, problem, block, generator) if problem.bias is not Bias.NONE else None,
-        sinks=_sinks(probe, problem, lengths, generator) if problem.sinks else None,
-        prefix=_prefixes(lengths, block).to(generator.device) if problem.prefix else None,
-        # Both 32-bit words of the seed are used.
-        seed=torch.randint(2**63 - 1, (1,), generator=aside(generator, 5)) if problem.dropout else None,
-        softcap=_cap(probe) if problem.softcap else None,
-        dropout=(HIGH_DROPOUT if probe is Probe.RISING else USUAL_DROPOUT) if problem.dropout else None,
-    )
+    draw = Draw(probe, problem, lengths, block, generator)
+    call = UsualCall(problem, lengths.keys, TORCH_DTYPES[problem.dtype], generator.device)
+    made: dict[str, Any] = {}
+    for feature, one in FEATURES.items():
+        if feature not in problem.features:
+            continue
+        if feature in MAKERS:
+            made |= MAKERS[feature](draw)
+        elif one.usual is not None:
+            made |= one.usual(call)
+    return ExtraInputs(**made)
 
 
-def _cap(probe: Probe) -> float:
-    if probe in LOUD:
-        return TIGHT_CAP
-    return DEEP_CAP if probe in (Probe.FAR_BELOW, Probe.STEEP, Probe.EDGE) else WIDE_CAP
+def _cap(draw: Draw) -> dict[str, float]:
+    if draw.probe in LOUD:
+        return {"softcap": TIGHT_CAP}
+    return {"softcap": DEEP_CAP if draw.probe in (Probe.FAR_BELOW, Probe.STEEP, Probe.EDGE) else WIDE_CAP}
 
 
-def _slopes(probe: Probe, problem: Problem) -> Tensor:
+def _dropout(draw: Draw) -> dict[str, Any]:
+    # Both 32-bit words of the seed are used.
+    seed = torch.randint(2**63 - 1, (1,), generator=aside(draw.generator, 5))
+    return {"seed": seed, "dropout": HIGH_DROPOUT if draw.probe is Probe.RISING else USUAL_DROPOUT}
+
+
+def _slopes(draw: Draw) -> dict[str, Tensor]:
     """Returns slopes that differ between heads and sequences: [batch, heads] in float32."""
+    problem = draw.problem
     heads = 2.0 ** (-8.0 * (torch.arange(problem.heads) + 1) / problem.heads)
     sequences = 1.0 + 0.25 * (torch.arange(problem.batch) % 4)
     slopes = sequences[:, None] * heads
-    if probe not in LOUD:
+    if draw.probe not in LOUD:
         slopes = slopes * (CALM_SLOPE / max(1, problem.seqlen_kv))
-    return slopes.float()
+    return {"slopes": slopes.float().to(draw.generator.device)}
 
 
-def _bias(probe: Probe, problem: Problem, block: int, generator: torch.Generator) -> Tensor:
+def _bias(draw: Draw) -> dict[str, Tensor]:
     """Returns a bias [batch, heads, seqlen_q, seqlen_kv]. Large ones are broadcast with a stride of zero.
 
     False or -inf hides random keys, random blocks of keys and rows, and random rows.
     """
+    probe, problem, _, block, generator = draw
     pairs = problem.seqlen_q * problem.seqlen_kv
     heads = problem.heads if problem.heads * pairs <= MAX_BIAS else 1
     batch = problem.batch if problem.batch * heads * pairs <= MAX_BIAS else 1
@@ -100,15 +129,16 @@ def _bias(probe: Probe, problem: Problem, block: int, generator: torch.Generator
     seen.mul_(kept(HIDDEN_ROWS, batch, heads, shape[2], 1))
     full = (problem.batch, problem.heads, *shape[2:])
     if problem.bias is Bias.BOOLEAN:
-        return seen.bool().expand(full)
+        return {"bias": seen.bool().expand(full)}
     size = 1.5 if probe in LOUD else 0.1
     normal = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
     bias = normal.mul_(size).add_(seen.log_())
-    return bias.to(TORCH_DTYPES[problem.dtype]).expand(full)
+    return {"bias": bias.to(TORCH_DTYPES[problem.dtype]).expand(full)}
 
 
-def _sinks(probe: Probe, problem: Problem, lengths: Lengths, generator: torch.Generator) -> Tensor:
+def _sinks(draw: Draw) -> dict[str, Tensor]:
     """Returns sinks with about the weight of all keys. In `sink` some have nearly all weight, others none."""
+    probe, problem, lengths, _, generator = draw
     spread = 4.0 * torch.rand(problem.heads, generator=aside(generator, 4)) - 2.0
     level = math.log(max(1, *lengths.keys)) if lengths.keys else 0.0
     if probe is Probe.FAR_BELOW:
@@ -117,11 +147,12 @@ def _sinks(probe: Probe, problem: Problem, lengths: Lengths, generator: torch.Ge
     if probe is Probe.SINK:
         head = torch.arange(problem.heads) % 3
         sinks = torch.where(head == 0, sinks + HIGH_SINK, torch.where(head == 1, LOW_SINK, sinks))
-    return sinks.float().to(generator.device)
+    return {"sinks": sinks.float().to(generator.device)}
 
 
-def _prefixes(lengths: Lengths, block: int) -> Tensor:
+def _prefixes(draw: Draw) -> dict[str, Tensor]:
     """Returns prefixes of half, no, one, all, too many keys, and around a block's border: int32 [batch]."""
+    block = draw.block
     turns = (
         lambda keys: keys // 2,
         lambda keys: block + 1,
@@ -131,8 +162,18 @@ def _prefixes(lengths: Lengths, block: int) -> Tensor:
         lambda keys: block - 1,
         lambda keys: keys,
     )
-    prefixes = [turns[index % len(turns)](keys) for index, keys in enumerate(lengths.keys)]
-    return torch.tensor(prefixes, dtype=torch.int32)
+    prefixes = [turns[index % len(turns)](keys) for index, keys in enumerate(draw.lengths.keys)]
+    return {"prefix": torch.tensor(prefixes, dtype=torch.int32).to(draw.generator.device)}
+
+
+MAKERS: Mapping[Feature, Callable[[Draw], dict[str, Any]]] = {
+    Feature.ALIBI: _slopes,
+    Feature.BIAS: _bias,
+    Feature.SINKS: _sinks,
+    Feature.PREFIX: _prefixes,
+    Feature.DROPOUT: _dropout,
+    Feature.SOFTCAP: _cap,
+}
 
 
 class Stored(NamedTuple):

@@ -8,7 +8,8 @@ summation or on TF32 settings. Quantised inputs are dequantised with their scale
 quantisation is not an error of the kernel.
 
 Here all sequences are as long as the longest, for any memory layout of the kernel. Rows and keys after the
-end of a shorter sequence are hidden (`masks.py`). `scores.py` applies softcap, ALiBi and bias.
+end of a shorter sequence are hidden (`masks.py`). `flashtune/core/features/table.py` has the arithmetic of
+softcap, ALiBi and bias.
 
 A process that verifies one kernel loads each CUDA kernel of torch for the first time, and with it the others
 of its source file. This takes from 2 ms (absolute values) over 20 ms (indexing) to 50 ms (masked fills). So
@@ -23,15 +24,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.description import Changed
+from flashtune.core.features.table import changed_scores
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Problem
 from flashtune.verification.lengths import Lengths, equal_lengths
 from flashtune.verification.reference.masks import Rows, factors
 from flashtune.verification.reference.scores import (
-    BiasedScores,
     RowMasks,
-    biased_scores,
     chunked,
+    score_rows,
     seen_by,
     sinks_of,
     together,
@@ -157,7 +159,8 @@ def expect(
         some = Rows(chunk.heads // problem.heads, chunk.heads % problem.heads, chosen.rows)
         wide_q, wide_k, wide_v = widened(problem, chunk, chosen.rows, (q, k, v), side)
         seen = seen_by(problem, lengths, side, some, q.device)
-        laid = biased_scores(problem, _product(wide_q, wide_k.mT).mul_(scale), lengths, side, some)
+        rows = score_rows(problem, lengths, side, some, q.device)
+        laid = changed_scores(_product(wide_q, wide_k.mT).mul_(scale), rows)
         sinks = sinks_of(side, some, q.device)
         softcap = side.softcap or 0.0
         kept = factors(problem, lengths, side, some, q.device)
@@ -179,7 +182,7 @@ def _expect_heads(
     wide_v: Tensor,
     scale: float,
     seen: RowMasks,
-    laid: BiasedScores,
+    laid: Changed,
     sinks: Tensor | None,
     softcap: float,
     kept: Tensor | None,

@@ -1,4 +1,4 @@
-"""Reference scores before the softmax, in chunks of heads: masks, softcap, ALiBi and bias.
+"""Reference scores before the softmax, in chunks of heads: inputs in float64 and masks.
 
 Chunks bound the memory. Each head has its own scores, and a float64 copy of its keys and values. With latent
 keys, many query heads share a KV head. Copies for each of these heads would take most of the memory, so they
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.core.problem import Bias, Causal, Feature, Problem
+from flashtune.core.features.description import ScoreRows
+from flashtune.core.features.table import FEATURES
+from flashtune.core.problem import Causal, Problem
 from flashtune.verification.inputs.placement import is_all
 from flashtune.verification.reference.masks import (
     COMPARISONS_OF_A_MASK,
@@ -28,7 +30,7 @@ from flashtune.verification.reference.masks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.extra_inputs import ExtraInputs
+    from flashtune.core.features.table import ExtraInputs, FeatureFields
     from flashtune.core.problem import Problem
     from flashtune.verification.lengths import Lengths
 
@@ -37,10 +39,9 @@ CHUNK_SCORES = {"cuda": 2**24, "cpu": 2**21}
 # Keys and values of a chunk, in elements. They exist in float64, with their squares.
 CHUNK_KEYS = {"cuda": 2**28, "cpu": 2**25}
 
-# Features that neither change scores nor hide keys, and all others. Without the others, the number of visible
-# keys of a row determines these keys.
-NOT_ON_SCORES = {Feature.SINKS, Feature.QUANTIZED_KV, Feature.MLA, Feature.DROPOUT, Feature.DETERMINISTIC}
-ON_SCORES = frozenset(Feature) - NOT_ON_SCORES
+# Features that change scores or hide keys. Without them, the number of visible keys of a row determines these
+# keys.
+ON_SCORES = frozenset(feature for feature, one in FEATURES.items() if one.is_mask or one.change)
 
 
 class Chunk(NamedTuple):
@@ -127,18 +128,6 @@ class RowMasks(NamedTuple):
     keys: Tensor
 
 
-class BiasedScores(NamedTuple):
-    """Scores with softcap, ALiBi and bias applied.
-
-    Attributes:
-        scores: [heads, rows, keys] in float64, finite. Masks are not applied yet.
-        added: Magnitude of the terms added to each score, or None without such terms.
-    """
-
-    scores: Tensor
-    added: Tensor | None
-
-
 def seen_by(
     problem: Problem, lengths: Lengths, side: ExtraInputs, some: Rows, device: torch.device
 ) -> RowMasks:
@@ -165,37 +154,28 @@ def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:
     return (rows + problem.diagonal + 1).clamp(0, problem.seqlen_kv)
 
 
-def distances(
-    problem: Problem, lengths: Lengths, batch: Tensor, rows: Tensor, device: torch.device
-) -> Tensor:
-    """Returns the distances of rows and keys, [heads | 1, rows, keys] in float64. Arguments: see `places`."""
-    place = places(problem, lengths, batch, rows, batch.device).double().to(device)
-    return (place - torch.arange(problem.seqlen_kv, dtype=torch.float64).to(device)).abs_()
+def score_rows(
+    problem: Problem, lengths: Lengths, side: ExtraInputs, some: Rows, device: torch.device
+) -> ScoreRows[FeatureFields, ExtraInputs]:
+    """Returns some rows for the arithmetic of features: [heads | 1, rows | 1, keys | 1] in float64."""
+
+    def of_heads(tensor: Tensor) -> Tensor:
+        return tensor.cpu()[some.batch, some.head].double()[:, None, None].to(device)
+
+    def of_pairs(bias: Tensor) -> Tensor:
+        # Keys with a bias of -inf are hidden by the mask. Their magnitude must not count.
+        return bias_of(problem, bias, some).double().nan_to_num(neginf=0.0)
+
+    def positions() -> Tensor:
+        place: Tensor = places(problem, lengths, some.batch, some.rows, some.batch.device).double().to(device)
+        return place
+
+    def distances() -> Tensor:
+        return (positions() - torch.arange(problem.seqlen_kv, dtype=torch.float64).to(device)).abs_()
+
+    return ScoreRows(problem, side, of_heads, of_pairs, positions, distances)
 
 
 def sinks_of(side: ExtraInputs, some: Rows, device: torch.device) -> Tensor | None:
     """Returns the sinks of some heads, [heads, 1] in float64, or None without sinks."""
     return None if side.sinks is None else side.sinks.cpu()[some.head].double()[:, None].to(device)
-
-
-def biased_scores(
-    problem: Problem, scores: Tensor, lengths: Lengths, side: ExtraInputs, some: Rows
-) -> BiasedScores:
-    """Applies softcap, ALiBi and bias to scores. May change them in place.
-
-    Scores are [heads, rows, keys] in float64, with the softmax scale.
-    """
-    added: Tensor | None = None
-    if side.softcap is not None:
-        scores = scores.div_(side.softcap).tanh_().mul_(side.softcap)
-    if side.slopes is not None:
-        slopes = side.slopes.cpu()[some.batch, some.head].double()[:, None, None]
-        added = slopes.to(scores.device) * distances(problem, lengths, some.batch, some.rows, scores.device)
-        scores = scores - added
-    if side.bias is not None and problem.bias is Bias.ADDITIVE:
-        # Keys with a bias of -inf are hidden by the mask. Their magnitude must not count.
-        bias = bias_of(problem, side.bias, some).double().nan_to_num(neginf=0.0)
-        scores = scores + bias
-        size = bias.abs()
-        added = size if added is None else added.abs() + size
-    return BiasedScores(scores, added)
