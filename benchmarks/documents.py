@@ -29,6 +29,7 @@ from benchmarks.search import report as search_report
 from benchmarks.search_replay import policies_report
 from benchmarks.training import report as training_report
 from flashtune.core.errors import FlashtuneError, UsageError
+from scripts.reference import feature_table
 from tests.mutants import pages as mutants
 
 PICTURES = ROOT / "docs/pictures"
@@ -46,6 +47,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     first_use.SCRIPT: first_use.texts,
     fp8_error.SCRIPT: fp8_error.texts,
     random_report.SCRIPT: random_report.texts,
+    "scripts/reference.py": lambda: {"features": feature_table()},
     "scripts/sanitize.py": lambda: {"sanitizer": "\n".join(report_lines(_sanitized()))},
     saved.SCRIPT: saved.texts,
     search_report.SCRIPT: search_report.texts,

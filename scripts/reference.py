@@ -1,6 +1,7 @@
-"""Generates the command-line reference from the commands.
+"""Generates the command-line reference from the commands, and the table of features from their descriptions.
 
-`python -m scripts.reference > docs/cli.md` writes it.
+`python -m scripts.reference > docs/cli.md` writes the reference. `python -m benchmarks.documents --write`
+writes the table to docs/features.md.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Iterator
 
 import click
 
+from flashtune.core.features.table import FEATURES
+from flashtune.templates.registry import families
 from flashtune.tuner.analysis.model_overview import MODEL_HEADS, model_row
 from flashtune.tuner.cli import COMMANDS, EPILOG, main
 from flashtune.tuner.cli.command import Command
@@ -42,6 +45,22 @@ def reference() -> str:
     ]
     parts.append(_table(MODEL_HEADS, map(model_row, MODELS)))
     return "".join(parts)
+
+
+def feature_table() -> str:
+    """Returns the features, an example of each in a shape, and the families that compute it."""
+    passes = ("forward", "decode", "backward")
+    known = sorted(families(), key=lambda family: passes.index(family.name.split("_")[0]))
+    rows = (
+        (
+            one.title,
+            f"`{one.example}`",
+            ", ".join(f"`{family.name}`" for family in known if feature in family.features)
+            or "the unfused computation",
+        )
+        for feature, one in FEATURES.items()
+    )
+    return _table(("feature", "in a shape", "computed by"), rows).rstrip("\n")
 
 
 def commands(ctx: click.Context) -> Iterator[tuple[str, click.Command, click.Context]]:

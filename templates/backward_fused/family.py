@@ -31,6 +31,7 @@ from flashtune.templates.common.args.backward_portable import (
     refusal,
     rows_of_step,
 )
+from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.model.sram import Chunk, head_chunks
 from flashtune.templates.common.model.traffic import summed_items, unpacked
 from flashtune.templates.family import BytesItem, Context, FamilyOf
@@ -57,12 +58,7 @@ class BackwardFused(FamilyOf[FusedConfig]):
 
     name = "backward_fused"
     config_type = FusedConfig
-    features = frozenset(Feature) - {
-        Feature.PAGES,
-        Feature.QUANTIZED_KV,
-        Feature.MLA,
-        Feature.DETERMINISTIC,
-    }
+    features = FEATURES - {Feature.PAGES, Feature.QUANTIZED_KV}
     direction = Direction.BACKWARD
     interpreted = True
 

@@ -25,6 +25,7 @@ from flashtune.templates.common.args.backward_portable import (
     backward_fields,
     refusal,
 )
+from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import unpacked
 from flashtune.templates.family import BytesItem, Context, FamilyOf
@@ -38,11 +39,7 @@ class BackwardSplit(FamilyOf[SplitConfig]):
 
     name = "backward_split"
     config_type = SplitConfig
-    features = frozenset(Feature) - {
-        Feature.PAGES,
-        Feature.QUANTIZED_KV,
-        Feature.MLA,
-    }
+    features = (FEATURES - {Feature.PAGES, Feature.QUANTIZED_KV}) | {Feature.DETERMINISTIC}
     direction = Direction.BACKWARD
     interpreted = True
 

@@ -14,6 +14,7 @@ from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import PARTIALS, combine_step
 from flashtune.templates.common.args.feature_context import (
     CONVERTS_E4M3,
+    FEATURES,
     FeatureContext,
     asked_arguments,
     asked_of,
@@ -63,7 +64,7 @@ class DecodeSplitKV(FamilyOf[DecodeConfig]):
 
     name = "decode_split_kv"
     config_type = DecodeConfig
-    features = frozenset(Feature) - {Feature.DROPOUT, Feature.DETERMINISTIC}
+    features = (FEATURES - {Feature.DROPOUT}) | {Feature.MLA}
     direction = Direction.FORWARD
     interpreted = True
 

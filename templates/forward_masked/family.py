@@ -18,6 +18,7 @@ from flashtune.core.problem import (
 from flashtune.core.target import Target
 from flashtune.templates.common.args.feature_context import (
     CONVERTS_E4M3,
+    FEATURES,
     FeatureContext,
     asked_arguments,
     asked_of,
@@ -44,7 +45,7 @@ class ForwardMasked(FamilyOf[MaskedConfig]):
 
     name = "forward_masked"
     config_type = MaskedConfig
-    features = frozenset(Feature) - {Feature.MLA, Feature.DETERMINISTIC}
+    features = FEATURES
     direction = Direction.FORWARD
     interpreted = True
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from flashtune.core.errors import UsageError
+from flashtune.core.features.table import FEATURES
 from flashtune.tuner.workloads.model_sizes import (
     DEFAULT_BATCH,
     DEFAULT_PAGE_SIZE,
@@ -75,13 +76,9 @@ def _beginning(start: str, names: Iterable[str]) -> list[str]:
 SHAPE_HELP = (
     "A shape, as key=value pairs: heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal,batch=2. "
     "Also seqlen_q, seqlen_kv, value_head_dim, causal=top_left|bottom_right|none, and tokens=16384 in place "
-    "of batch. head_dim=64|128 is a list, seqlen=512..16384 every doubling. Further: window=1023 (keys "
-    "before a query's own that it sees) or window=1023:0 (before and after), sink_tokens=4, "
-    "attention_chunk=8192, prefix, softcap, alibi, bias=additive|boolean, sinks, total_q=65536 (tokens of "
-    "all sequences; seqlen is the longest), seqlens_k, page_size=16, kv_dtype=e4m3|int8, "
-    "kv_scale=tensor|head|page, mla, dropout. "
-    "backward asks for the gradients in place of the output, and deterministic for the same bits in every "
-    "run. Repeatable."
+    "of batch. head_dim=64|128 is a list, seqlen=512..16384 every doubling. Features: "
+    f"{', '.join(one.help or one.example for one in FEATURES.values())}. "
+    "backward asks for the gradients in place of the output. Repeatable."
 )
 MODEL_HELP = (
     "The attention of an open model, such as llama-3.1-8b; `flashtune models` lists them. Repeatable."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.features.description import UsualCall
-from flashtune.core.features.table import FEATURES, NO_EXTRA_INPUTS, SEED, ExtraInputs
+from flashtune.core.features.table import NO_EXTRA_INPUTS, SEED, ExtraInputs, usual_inputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
@@ -97,12 +96,8 @@ def make_inputs(problem: Problem, device: torch.device) -> Tensors:
 
 def _with_features(problem: Problem, device: torch.device) -> Tensors:
     lengths = usual_lengths(problem)
-    call = UsualCall(problem, lengths.keys, TORCH_DTYPES[problem.dtype], device)
-    made: dict[str, Any] = {}
-    for feature, one in FEATURES.items():
-        if feature in problem.features and one.usual is not None:
-            made |= one.usual(call)
-    side = ExtraInputs(**made)
+    dtype = TORCH_DTYPES[problem.dtype]
+    side = ExtraInputs(**usual_inputs(problem, problem.features, lengths.keys, dtype, device))
     side, keys = _located(problem, lengths, side, device)
     rows = (1, lengths.total_q) if problem.total_q else (problem.batch, problem.seqlen_q)
     tokens_first = bool(problem.total_q or problem.page_size)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import enum
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from flashtune.core.errors import UsageError
-from flashtune.core.problem import Bias, Causal, Direction, Dtype, KvDtype, KvScale
+from flashtune.core.features.table import TYPES
+from flashtune.core.problem import Causal, Direction, Dtype
 
 MAX_COUNT = 2**24
 # Maximum number of names in one sentence.
@@ -41,12 +43,7 @@ NUMBERS: dict[str, Bounds] = {
     "value_head_dim": Bounds(1, MAX_WIDTH),
     "batch": Bounds(1, MAX_LENGTH),
     "tokens": Bounds(1, MAX_LENGTH),
-    "window_left": Bounds(0, MAX_LENGTH),
-    "window_right": Bounds(0, MAX_LENGTH),
-    "sink_tokens": Bounds(0, MAX_LENGTH),
-    "attention_chunk": Bounds(0, MAX_LENGTH),
-    "total_q": Bounds(0, MAX_LENGTH),
-    "page_size": Bounds(0, MAX_LENGTH),
+    **{name: Bounds(0, MAX_LENGTH) for name, types in TYPES.items() if int in types},
 }
 DTYPES: dict[str, Dtype] = {
     **{dtype.value: dtype for dtype in Dtype},
@@ -55,23 +52,20 @@ DTYPES: dict[str, Dtype] = {
     "float32": Dtype.FP32,
 }
 # The bare name of each of these means true.
-FLAGS = (
-    "prefix",
-    "softcap",
-    "alibi",
-    "sinks",
-    "seqlens_k",
-    "mla",
-    "dropout",
-    "backward",
-    "deterministic",
-)
+FLAGS = (*(name for name, types in TYPES.items() if bool in types), "backward")
 TRUTH = {"true": True, "false": False}
-# `none` means a cache of the queries' type.
-KV_DTYPES: dict[str, KvDtype | None] = {**{kind.value: kind for kind in KvDtype}, "none": None}
 WINDOW = "window"
 
-Value = int | bool | Dtype | Causal | Direction | Bias | KvDtype | KvScale | Window | None
+Value = int | bool | enum.StrEnum | Window | None
+
+
+def _names(types: tuple[type, ...]) -> dict[str, Value]:
+    """Returns the values of an enumeration by name, with `none` for None if the field is optional."""
+    kind, *others = types
+    names: dict[str, Value] = {value.value: value for value in kind.__members__.values()}  # type: ignore[attr-defined]
+    return names | {"none": None} if others else names
+
+
 WORDS: dict[str, Mapping[str, Value]] = {
     "dtype": DTYPES,
     "causal": {
@@ -80,9 +74,7 @@ WORDS: dict[str, Mapping[str, Value]] = {
         "false": Causal.NONE,
     },
     "direction": {direction.value: direction for direction in Direction},
-    "bias": {bias.value: bias for bias in Bias},
-    "kv_dtype": KV_DTYPES,
-    "kv_scale": {scale.value: scale for scale in KvScale},
+    **{name: _names(types) for name, types in TYPES.items() if issubclass(types[0], enum.Enum)},
     **dict.fromkeys(FLAGS, TRUTH),
 }
 # Value of a key without one.

@@ -17,18 +17,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flashtune.core.canonical import normal_form
 from flashtune.core.earlier_names import PROBLEM_FIELDS
 from flashtune.core.errors import UsageError
-from flashtune.core.problem import Bias, Causal, Direction, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.features.table import DEFAULTS
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.tuner.workloads.shape_values import ALONE, KEYS, Value, Window, parse_values
 
 MAX_PROBLEMS = 10_000
 
 Choices = Mapping[str, tuple[Value, ...]]
-Word = TypeVar("Word", Dtype, Causal, Direction, Bias, KvScale)
+Word = TypeVar("Word", Dtype, Causal, Direction)
 
 
 def parse_shape(text: str) -> tuple[Problem, ...]:
@@ -75,9 +76,14 @@ def _build(given: dict[str, Value]) -> Problem:
         raise UsageError("a shape needs its lengths: add seqlen=..., or seqlen_q=... and seqlen_kv=...")
     if {"seqlen", "seqlen_q", "seqlen_kv"} <= numbers.keys():
         raise UsageError("seqlen, seqlen_q and seqlen_kv exclude each other: leave one of the three out")
-    window, kv_dtype = _window(given), given.get("kv_dtype")
     if "kv_scale" in given and "kv_dtype" not in given:
         raise UsageError("kv_scale says what shares a scale in a quantised cache: add kv_dtype=e4m3 or int8")
+    window = _window(given)
+    features: dict[str, Any] = {name: given[name] for name in DEFAULTS if name in given}
+    features |= {"window_left": window.left, "window_right": window.right}
+    if features.get("kv_dtype") is None:
+        # Without a quantised cache there is no scale to share.
+        features.pop("kv_scale", None)
     problem = Problem(
         dtype=_word(given.get("dtype"), Dtype.BF16),
         head_dim=numbers["head_dim"],
@@ -89,24 +95,7 @@ def _build(given: dict[str, Value]) -> Problem:
         seqlen_kv=seqlen_kv,
         causal=_word(given.get("causal"), Causal.NONE),
         direction=_direction(given),
-        window_left=window.left,
-        window_right=window.right,
-        bias=_word(given.get("bias"), Bias.NONE),
-        kv_dtype=kv_dtype if isinstance(kv_dtype, KvDtype) else None,
-        # Without a quantised cache there is no scale to share.
-        kv_scale=_word(given.get("kv_scale"), KvScale.TENSOR) if kv_dtype else KvScale.TENSOR,
-        sink_tokens=numbers.get("sink_tokens", 0),
-        attention_chunk=numbers.get("attention_chunk", 0),
-        total_q=numbers.get("total_q", 0),
-        page_size=numbers.get("page_size", 0),
-        prefix=given.get("prefix") is True,
-        softcap=given.get("softcap") is True,
-        alibi=given.get("alibi") is True,
-        sinks=given.get("sinks") is True,
-        seqlens_k=given.get("seqlens_k") is True,
-        mla=given.get("mla") is True,
-        dropout=given.get("dropout") is True,
-        deterministic=given.get("deterministic") is True,
+        **features,
     )
     # Use the form that dispatch uses: a record under another form would never be found.
     return normal_form(problem)

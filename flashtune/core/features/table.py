@@ -13,7 +13,7 @@ import enum
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from flashtune.core.features.description import (
@@ -27,6 +27,7 @@ from flashtune.core.features.description import (
 from flashtune.core.features.plain_problem import Extent, PlainProblem
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     Change = Callable[[Tensor, "Rows"], Changed]
@@ -491,6 +492,19 @@ def score_derivative(scores: Tensor, rows: Rows) -> Tensor | None:
             product = factor if product is None else product * factor
         scores = change(scores, rows).scores
     return product
+
+
+def usual_inputs(
+    fields: FeatureFields,
+    features: Collection[Feature],
+    keys: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Returns typical inputs of some features by name; see `UsualCall`."""
+    call = Call(fields, keys, dtype, device)
+    made = [one.usual(call) for feature, one in FEATURES.items() if feature in features and one.usual]
+    return {name: value for inputs in made for name, value in inputs.items()}
 
 
 def _changes(fields: FeatureFields) -> Iterator[tuple[Change, Derivative | None]]:

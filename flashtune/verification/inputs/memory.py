@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -187,7 +187,7 @@ def _place_extra_inputs(
     def integers(values: Tensor, hostile: int) -> Tensor:
         return keep(guarded_integers(values.to(device), hostile))
 
-    given: dict[str, Tensor] = {}
+    given: dict[str, Any] = {}
     scales = {"q_scale": side.q_scale, "k_scale": side.k_scale, "v_scale": side.v_scale}
     for name, scale in scales.items():
         if scale is not None:

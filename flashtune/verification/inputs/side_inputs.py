@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashtune.core.features.description import UsualCall
-from flashtune.core.features.table import FEATURES, ExtraInputs
+from flashtune.core.features.table import ExtraInputs, usual_inputs
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, Feature, KvDtype, KvScale, Problem
 from flashtune.verification.inputs.placement import aside
@@ -68,15 +67,12 @@ def make_side(
     The features of `MAKERS` have inputs for each probe. Others have typical inputs.
     """
     draw = Draw(probe, problem, lengths, block, generator)
-    call = UsualCall(problem, lengths.keys, TORCH_DTYPES[problem.dtype], generator.device)
-    made: dict[str, Any] = {}
-    for feature, one in FEATURES.items():
-        if feature not in problem.features:
-            continue
-        if feature in MAKERS:
-            made |= MAKERS[feature](draw)
-        elif one.usual is not None:
-            made |= one.usual(call)
+    others = problem.features - MAKERS.keys()
+    dtype = TORCH_DTYPES[problem.dtype]
+    made = usual_inputs(problem, others, lengths.keys, dtype, generator.device)
+    for feature, make in MAKERS.items():
+        if feature in problem.features:
+            made |= make(draw)
     return ExtraInputs(**made)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from flashtune.core.kernel import Argument, Specialization
-from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
+from flashtune.core.problem import Bias, Feature, KvDtype, KvScale, Problem
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.family import Context
@@ -17,6 +17,14 @@ UNBOUNDED = -1
 COUNT = 5
 # The first NVIDIA architecture that converts 8-bit floats with 4 exponent bits.
 CONVERTS_E4M3 = 89
+# The features that `common/masks.jinja` computes.
+FEATURES = frozenset(
+    {
+        *(Feature.WINDOW, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SOFTCAP),
+        *(Feature.ALIBI, Feature.BIAS, Feature.SINKS, Feature.VARLEN, Feature.SEQLENS_K, Feature.PAGES),
+        *(Feature.QUANTIZED_KV, Feature.DROPOUT),
+    }
+)
 STORED_TYPES = {KvDtype.E4M3: "*fp8e4nv", KvDtype.INT8: "*i8"}
 
 
