@@ -156,7 +156,7 @@ class DecodeSplitKV(FamilyOf[DecodeConfig]):
             split_tile=split_tile(config),
             combined=combined,
             column_blocks=math.ceil(problem.value_head_dim / combined),
-            asks=asked_of(problem),
+            asks=asked_of(problem, config.block_n),
             is_int8=problem.kv_dtype is KvDtype.INT8,
             latent=problem.mla,
             column_widths=tuple(sorted({*widths, *(width // 2 for width in widths if paired)})),

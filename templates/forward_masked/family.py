@@ -130,7 +130,7 @@ class ForwardMasked(FamilyOf[MaskedConfig]):
         v_chunks = value_chunks(problem, config)
         return MaskedContext(
             **portable_fields(problem, specialization, qk_chunks, v_chunks),
-            asks=asked_of(problem),
+            asks=asked_of(problem, config.block_n),
         )
 
 

@@ -6,7 +6,7 @@ With         dropout
 Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction by the copy engine, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 00f32fb81c7a
+Template     backward_fused 39f828f7271f
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,

@@ -6,7 +6,7 @@ With         chunk 64, prefix, softcap, additive bias, lengths, gradient of the 
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction by atomics, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 00f32fb81c7a
+Template     backward_fused 39f828f7271f
 
 Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
 where two passes take seven. With P the weights and S the scaled scores,

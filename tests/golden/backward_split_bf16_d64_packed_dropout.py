@@ -6,7 +6,7 @@ With         ALiBi, packed, dropout
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 1b52136515ce
+Template     backward_split f8abe84073b4
 
 The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
 are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,

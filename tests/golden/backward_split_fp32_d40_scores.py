@@ -6,7 +6,7 @@ With         chunk 64, prefix, softcap, ALiBi, additive bias, lengths, gradient 
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split 1b52136515ce
+Template     backward_split f8abe84073b4
 
 The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
 are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,
@@ -396,7 +396,7 @@ def gradient_of_queries(
     slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
     place_numbers = places.to(tl.float32)
     key_numbers = key_offsets.to(tl.float32)
-    # Offsets of a bias over all pairs pass 2^31 soon, those within a tile do not.
+    # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
     bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s
     bias_rows = ((bias_queries - first_query) * stride_bias_s).to(tl.int32)
     dbias_base = dbias + (row_base + first_query) * all_keys

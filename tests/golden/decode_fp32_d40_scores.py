@@ -4,7 +4,7 @@ Computes     fp32, head dim 40, value head dim 24, causal: none
              and chunk 64, prefix, softcap, ALiBi, boolean bias, sinks
 Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     decode_split_kv 086a79b1f783
+Template     decode_split_kv d1b7f2788d7f
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
@@ -133,7 +133,7 @@ def decode_split_kv(
     place_numbers = places.to(tl.float32)
     key_numbers = key_offsets.to(tl.float32)
     sink_log2 = tl.load(sinks + head) * LOG2_E
-    # Offsets of a bias over all pairs pass 2^31 soon.
+    # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
     bias_rows = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + queries * stride_bias_s
     # One of the parts counts the sink.
     sink_log2 = tl.where(split == 0, sink_log2, float("-inf"))

@@ -5,7 +5,7 @@ Config       1 groups of 128 rows, block_n 64, 2 stages, 1 of queries, split_epi
              conditional_rescale True, split_head_dim False, pack_gqa 4, head_swizzle 0,
              lpt True, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 6e5a4ee9f6d7
+Template     forward_hopper be258deebed5
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's

@@ -3,7 +3,7 @@
 Computes     fp16, head dim 96, value head dim 80, causal: none
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_head_dim True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_kv_outer 63729bf37e8b
+Template     forward_kv_outer eb73fba5bfed
 
 The order of loops is FlashAttention-1's (Dao et al., 2022): each row's running maximum, sum and
 output are carried from one block of keys to the next through global memory, in float32. Programs on

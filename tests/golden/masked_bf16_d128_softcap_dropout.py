@@ -6,7 +6,7 @@ With         window 1024:-1, softcap, dropout
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 1698a143a961
+Template     forward_masked 1e6bca8d008d
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query

@@ -4,7 +4,7 @@ Computes     fp32, head dim 40, value head dim 40, causal: bottom_right
 Config       block_m 32, block_n 32, 4 warps, 1 stages, pointer loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_q_outer 54aca54284d1
+Template     forward_q_outer 2d4a66163463
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.

@@ -10,7 +10,7 @@ With         boolean bias
 Config       block_m 64, block_n 128, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt True, heads_innermost True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 1698a143a961
+Template     forward_masked 1e6bca8d008d
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -103,7 +103,7 @@ def forward_masked(
 
     bias_queries = tl.minimum(queries, seqlen_q - 1)
     scale_log2 = scale * LOG2_E
-    # Offsets of a bias over all pairs pass 2^31 soon, those within a tile do not.
+    # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
     bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s
     bias_rows = ((bias_queries - first_query) * stride_bias_s).to(tl.int32)
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)

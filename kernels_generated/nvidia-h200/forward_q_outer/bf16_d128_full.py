@@ -8,7 +8,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: none
 Config       block_m 128, block_n 64, 4 warps, 2 stages, descriptor loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 54aca54284d1
+Template     forward_q_outer 2d4a66163463
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.

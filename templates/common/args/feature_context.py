@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from flashtune.core.kernel import Argument, Specialization
-from flashtune.core.problem import Bias, Feature, KvDtype, KvScale, Problem
+from flashtune.core.problem import Bias, Causal, Feature, KvDtype, KvScale, Problem
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.family import Context
@@ -47,6 +47,8 @@ class FeatureContext(Context, frozen=True, kw_only=True):
         quantized: Whether keys and values are stored in 8 bits.
         page_scales: Whether each head's part of a page has its own scales, stored in the page.
         dropout: Whether there is dropout.
+        causal: How queries are aligned with keys, if causal.
+        block_n: Keys of a tile; 0 if unknown.
     """
 
     window_left: int
@@ -64,10 +66,107 @@ class FeatureContext(Context, frozen=True, kw_only=True):
     quantized: bool
     page_scales: bool
     dropout: bool
+    causal: Causal
+    block_n: int
+
+    @property
+    def has_window_left(self) -> bool:
+        """Whether there is a bound on visible keys before a query's position."""
+        return self.window_left != UNBOUNDED
+
+    @property
+    def has_window_right(self) -> bool:
+        """Whether there is a bound on visible keys after a query's position."""
+        return self.window_right != UNBOUNDED
+
+    @property
+    def has_chunk(self) -> bool:
+        """Whether queries see only keys of their own chunk."""
+        return self.chunk > 0
+
+    @property
+    def has_first_tokens(self) -> bool:
+        """Whether the first keys are visible despite window and chunk."""
+        return self.first_tokens > 0
+
+    @property
+    def has_right(self) -> bool:
+        """Whether causality or the window hides keys after a query's position."""
+        return self.causal is not Causal.NONE or self.has_window_right
+
+    @property
+    def ends_by_row(self) -> bool:
+        """Whether the end of the visible keys differs between queries."""
+        return self.has_right or self.has_chunk
+
+    @property
+    def starts_by_row(self) -> bool:
+        """Whether the start of the visible keys differs between queries."""
+        return self.has_window_left or self.has_chunk
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the visible keys differ between queries."""
+        return self.ends_by_row or self.starts_by_row
+
+    @property
+    def lifts(self) -> bool:
+        """Whether keys at the start of a sequence are visible before the window or chunk."""
+        return self.starts_by_row and (self.has_first_tokens or self.prefix)
+
+    @property
+    def lifts_by_row(self) -> bool:
+        """Whether the end of these keys differs between queries."""
+        return self.lifts and self.has_right and self.has_first_tokens
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether a prefix makes keys visible that would be hidden without it."""
+        return self.prefix and self.is_bounded
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is an additive bias."""
+        return self.bias is Bias.ADDITIVE
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether there is a mask tensor."""
+        return self.bias is Bias.BOOLEAN
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a bias or mask tensor has an element for each pair of a query and a key."""
+        return self.bias is not Bias.NONE
+
+    @property
+    def has_places(self) -> bool:
+        """Whether the position of a query among the keys matters."""
+        return self.is_bounded or self.alibi
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether changed scores are in units of log2, instead of products of queries and keys."""
+        return self.softcap or self.alibi or self.has_bias
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether keys and values are in pages."""
+        return self.page_size > 0
+
+    @property
+    def one_page(self) -> bool:
+        """Whether one page has all keys of a tile, so that its number is one scalar."""
+        return self.page_size >= self.block_n
+
+    @property
+    def head_scales(self) -> bool:
+        """Whether quantised keys and values have one scale for each head of a sequence."""
+        return self.quantized and not self.page_scales
 
 
-def asked_of(problem: Problem) -> FeatureContext:
-    """Returns the values of a problem's features for templates."""
+def asked_of(problem: Problem, block_n: int = 0) -> FeatureContext:
+    """Returns the values of a problem's features for templates, for tiles of `block_n` keys."""
     return FeatureContext(
         window_left=_bound(problem.window_left),
         window_right=_bound(problem.window_right),
@@ -84,6 +183,8 @@ def asked_of(problem: Problem) -> FeatureContext:
         quantized=problem.kv_dtype is not None,
         page_scales=problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE,
         dropout=problem.dropout,
+        causal=problem.causal,
+        block_n=block_n,
     )
 
 
