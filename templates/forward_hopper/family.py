@@ -68,6 +68,54 @@ class HopperContext(Context, frozen=True):
     window_right: int
     packed: bool
     dropout: bool
+    p_stages: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype.is_quantized
+
+    @property
+    def is_causal(self) -> bool:
+        return self.causal is not Causal.NONE
+
+    @property
+    def is_top_left(self) -> bool:
+        return self.causal is Causal.TOP_LEFT
+
+    @property
+    def has_left(self) -> bool:
+        return self.window_left >= 0
+
+    @property
+    def has_right(self) -> bool:
+        return self.window_right >= 0
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether queries see no keys beyond a position of their own."""
+        return self.is_causal or self.has_right
+
+    @property
+    def has_border(self) -> bool:
+        return self.is_bounded or self.has_left
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a block may hold no key that a row sees."""
+        return self.has_border or self.packed
+
+    @property
+    def has_p_tiles(self) -> bool:
+        return self.p_stages > 0
+
+    @property
+    def has_two_p_tiles(self) -> bool:
+        return self.p_stages > 1
+
+    @property
+    def p_in_registers(self) -> bool:
+        """Whether 8-bit probabilities stay in registers."""
+        return self.is_quantized and not self.p_stages
 
 
 class ForwardHopper(FamilyOf[HopperConfig]):
@@ -176,6 +224,7 @@ class ForwardHopper(FamilyOf[HopperConfig]):
             window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),
             packed=problem.total_q > 0,
             dropout=problem.dropout,
+            p_stages=config.p_stages,
         )
 
 

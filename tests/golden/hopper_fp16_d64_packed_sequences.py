@@ -1,12 +1,13 @@
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
-Computes     fp16, head dim 64, value head dim 64, causal: none
-Sequences    packed, one behind the other
-Config       3 groups of 64 rows, block_n 128, 2 stages, 2 of queries, split_epilogue False, ping_pong False, defer_pv_wait False,
-             conditional_rescale True, split_head_dim False, pack_gqa 1, head_swizzle 0,
+Computes     fp16, head dim 64, value head dim 64, causal: none, varlen: True, dropout: False
+Window       -1 keys to the left, -1 to the right; -1 is no bound
+Config       num_consumer_groups 3, rows_per_group 64, block_n 128, num_stages 2, q_stages 2,
+             split_epilogue False, ping_pong False, defer_pv_wait False, conditional_rescale True,
+             p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt False, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper be258deebed5
+Template     forward_hopper f167a4c0295a
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's
@@ -25,6 +26,7 @@ Sub-notation
 Tunables
   GROUPS, ROWS, BLOCK_N             consumer groups, rows of a group's tile, keys of a block
   STAGES, Q_STAGES                  tiles of K and of V, and of queries for each group, in flight
+  P_STAGES                          tiles of weights of each group in shared memory, of 8-bit kernels
 """
 
 import torch

@@ -83,8 +83,8 @@ def test_header_describes_the_kernel(name: str) -> None:
     _, dtype, widths, causal, values, _ = COMBINATIONS[name]
     assert f"{dtype}, head dim {widths[0]}, value head dim {widths[1]}, causal: {causal}" in header
     said = {
-        HOPPER: "{num_consumer_groups} groups of {rows_per_group} rows, block_n {block_n}, "
-        "{num_stages} stages",
+        HOPPER: "num_consumer_groups {num_consumer_groups}, rows_per_group {rows_per_group}, "
+        "block_n {block_n}, num_stages {num_stages}",
         LATENT: "{queries} queries and {heads} heads a tile, {num_stages} stages, {num_splits} parts",
     }
     told = said.get(kernel.family, "block_m {block_m}, block_n {block_n}, {num_warps} warps")

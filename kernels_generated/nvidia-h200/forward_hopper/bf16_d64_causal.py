@@ -4,12 +4,14 @@
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
-Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
-Config       3 groups of 64 rows, block_n 128, 2 stages, 2 of queries, split_epilogue False, ping_pong True, defer_pv_wait False,
-             conditional_rescale True, split_head_dim False, pack_gqa 1, head_swizzle 0,
+Computes     bf16, head dim 64, value head dim 64, causal: bottom_right, varlen: False, dropout: False
+Window       -1 keys to the left, -1 to the right; -1 is no bound
+Config       num_consumer_groups 3, rows_per_group 64, block_n 128, num_stages 2, q_stages 2,
+             split_epilogue False, ping_pong True, defer_pv_wait False, conditional_rescale True,
+             p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt True, serpentine True, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper be258deebed5
+Template     forward_hopper f167a4c0295a
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's
@@ -28,6 +30,7 @@ Sub-notation
 Tunables
   GROUPS, ROWS, BLOCK_N             consumer groups, rows of a group's tile, keys of a block
   STAGES, Q_STAGES                  tiles of K and of V, and of queries for each group, in flight
+  P_STAGES                          tiles of weights of each group in shared memory, of 8-bit kernels
 """
 
 import torch
@@ -219,8 +222,8 @@ def consume(
 
     tile, batch, kv_head, head = locate(gl.program_id(0), workers, total, tiles, section, all_packs, packs, packs_per_kv)
     first = tile * TILE + GROUP * POSITIONS
-    # Blocks that only later groups see pass by.
     block = count_blocks(first, POSITIONS, seqlen_q, seqlen_kv) - 1
+    # Blocks that only later groups see pass by, after those that only earlier groups saw of the tile before.
     hidden = count_blocks(tile * TILE, TILE, seqlen_q, seqlen_kv) - 1 - block
     for _ in range(hidden):
         mbarrier.wait(k_full.index(k_stage), k_phase)
@@ -239,8 +242,8 @@ def consume(
     for index in range(gl.program_id(0), total, workers):
         this_first, this_batch, this_kv_head, this_head = first, batch, kv_head, head
         positions = first + row_offsets % POSITIONS
-        # Query i sees the keys before visible_end[i]; blocks before open_blocks are seen whole by all rows.
         diagonal = seqlen_kv - seqlen_q
+        # Query i sees the keys before visible_end[i]; blocks before open_blocks are seen whole by all rows.
         visible_end = gl.minimum(positions + diagonal + 1, seqlen_kv)
         open_blocks = gl.maximum(gl.minimum(first + diagonal + 1, seqlen_kv), 0) // BLOCK_N
 
@@ -312,8 +315,8 @@ def consume(
         mbarrier.arrive(v_empty.index(v_stage))
         v_stage, v_phase = next_slot(v_stage, v_phase, STAGES)
         first = tile * TILE + GROUP * POSITIONS
-        # Blocks that only later groups see pass by.
         block = count_blocks(first, POSITIONS, seqlen_q, seqlen_kv) - 1
+        # Blocks that only later groups see pass by, after those that only earlier groups saw of the tile before.
         hidden = count_blocks(tile * TILE, TILE, seqlen_q, seqlen_kv) - 1 - block
         for _ in range(gl.where(more, hidden, 0)):
             mbarrier.wait(k_full.index(k_stage), k_phase)

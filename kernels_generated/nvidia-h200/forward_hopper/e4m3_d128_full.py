@@ -4,12 +4,14 @@
 
 """Attention forward on Hopper, in Gluon: one warp copies tiles in, groups of four warps compute.
 
-Computes     e4m3, head dim 128, value head dim 128, causal: none
-Config       3 groups of 64 rows, block_n 128, 2 stages, 2 of queries, split_epilogue False, ping_pong True, defer_pv_wait False,
-             conditional_rescale True, p_stages 2, split_head_dim False, pack_gqa 1, head_swizzle 4,
+Computes     e4m3, head dim 128, value head dim 128, causal: none, varlen: False, dropout: False
+Window       -1 keys to the left, -1 to the right; -1 is no bound
+Config       num_consumer_groups 3, rows_per_group 64, block_n 128, num_stages 2, q_stages 2,
+             split_epilogue False, ping_pong True, defer_pv_wait False, conditional_rescale True,
+             p_stages 2, split_head_dim False, pack_gqa 1, head_swizzle 4,
              lpt False, serpentine False, balanced_grid True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper be258deebed5
+Template     forward_hopper f167a4c0295a
 
 The shape is FlashAttention-3's (Shah et al., 2024): a producer warp feeds rings of K and V through the
 tensor memory accelerator, consumer groups issue asynchronous matrix products, and the next block's
@@ -28,7 +30,7 @@ Sub-notation
 Tunables
   GROUPS, ROWS, BLOCK_N             consumer groups, rows of a group's tile, keys of a block
   STAGES, Q_STAGES                  tiles of K and of V, and of queries for each group, in flight
-  P_STAGES                          tiles of weights of each group in shared memory
+  P_STAGES                          tiles of weights of each group in shared memory, of 8-bit kernels
 """
 
 import torch
