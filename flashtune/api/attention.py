@@ -6,13 +6,14 @@ from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
+from flashtune.core.features.table import NUMBER_INPUTS
 from flashtune.request.call import CausalOption, DenseOptions, LayoutOption, PreferOption, dense_call
 from flashtune.request.request import Result
 from flashtune.runtime.call_cache import known_executor
 from flashtune.runtime.torch_ops import attend
 
 # Numbers that mean the same as None if they are 0.
-NUMBERS = ("softcap", "sink_tokens", "chunk", "dropout_p")
+NUMBERS = ("sink_tokens", "chunk", *(number.option for number in NUMBER_INPUTS))
 
 
 @overload

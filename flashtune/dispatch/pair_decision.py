@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, TENSORS, ExtraInputs
+from flashtune.core.features.table import NO_EXTRA_INPUTS, TENSOR_INPUTS, TENSORS, ExtraInputs
 from flashtune.core.kernel import Specialization, specialization_of
 from flashtune.core.target import device_target, find_target
 from flashtune.dispatch.decision import (
@@ -29,7 +29,7 @@ from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.backward import BackwardTensors
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
-from flashtune.request.side_inputs import CALLED, side_views
+from flashtune.request.side_inputs import side_views
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,7 +163,7 @@ def backward_tensors(
 
 def _generated(request: Request, assumed: Assumptions) -> PairDecision:
     """Returns the result of `decide_assumed` for calls that generated kernels may serve."""
-    blocked = [CALLED.get(name, name) for name in assumed.gradients if name not in DIFFERENTIABLE_SIDE]
+    blocked = [TENSOR_INPUTS[name].option for name in assumed.gradients if name not in DIFFERENTIABLE_SIDE]
     if blocked:
         raise ProblemError(
             f"no kernel family computes the gradient of {' and '.join(blocked)}, which requires grad: "

@@ -8,16 +8,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flashtune.core.arguments import MAX_FLOAT32, MIN_FLOAT32, read_count, shown
+from flashtune.core.arguments import read_count, shown
 from flashtune.core.errors import ProblemError
+from flashtune.core.features.description import NumberInput
 from flashtune.core.problem import Causal
 
 Bound = int | None
 Window = tuple[Bound, Bound]
 
 NO_WINDOW: Window = (None, None)
-# The largest float32 below one.
-MAX_DROPOUT = 1.0 - 2.0**-24
 
 Option = TypeVar("Option", bound=enum.StrEnum)
 
@@ -90,30 +89,17 @@ def read_longest(max_seqlen_q: object, q: object) -> int:
     return longest
 
 
-def read_softcap(softcap: object) -> float | None:
-    """Returns the softcap. 0 means none, as in flash_attn.
+def read_number(number: NumberInput, value: object) -> float | None:
+    """Returns a number of a feature, or None if it is 0 or None.
 
     Raises:
-        ProblemError: The softcap is negative or not a float32 number.
+        ProblemError: The value is not a number, or is out of range.
     """
-    if softcap is None:
+    if value is None:
         return None
-    if not isinstance(softcap, (int, float)) or not (softcap == 0 or MIN_FLOAT32 <= softcap <= MAX_FLOAT32):
-        raise ProblemError(f"softcap cannot be {shown(softcap)}: pass a positive number, or None for no cap")
-    return float(softcap) or None
-
-
-def read_dropout(dropout: object) -> float | None:
-    """Returns the fraction of dropped probabilities, None for no dropout.
-
-    Raises:
-        ProblemError: It is not a number in [0, 1).
-    """
-    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout <= MAX_DROPOUT:
-        raise ProblemError(
-            f"dropout_p cannot be {shown(dropout)}: pass a number from 0 up to, and not as much as, 1"
-        )
-    return float(dropout) or None
+    if isinstance(value, (int, float)) and (value == 0 or number.least <= value <= number.most):
+        return float(value) or None
+    raise ProblemError(f"{number.option} cannot be {shown(value)}: pass {number.remedy}")
 
 
 def read_bias(attn_bias: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtune.core.arguments import read_count, read_flag, shown
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.table import (
+    NO_EXTRA_INPUTS,
+    NUMBER_INPUTS,
+    TENSOR_INPUTS,
+    ExtraInputs,
+    FeatureOptions,
+)
 from flashtune.request.arguments import (
     Bound,
     Window,
     read_bias,
     read_causal,
-    read_dropout,
     read_longest,
-    read_softcap,
+    read_number,
     read_window,
 )
 from flashtune.request.dropout import draw_seed
@@ -98,16 +103,12 @@ class Call(NamedTuple):
         return not self.options.has_mask and not any(self.side._replace(**scales).presence)
 
 
-class CommonOptions(TypedDict, total=False):
+class CommonOptions(FeatureOptions, total=False):
     """Keyword arguments that all entry points share, as in `attention`, except `return_lse`."""
 
     causal: CausalOption
     window: Window | None
-    softcap: float | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
     sink_tokens: int
-    prefix_lengths: Tensor | None
     chunk: int
     scale: float | None
     prefer: PreferOption
@@ -255,18 +256,10 @@ def _options(given: dict[str, Any], layout: str, kv_layout: str, return_lse: boo
 
 def _side(given: dict[str, Any], **lengths: Tensor | None) -> ExtraInputs:
     """Returns the extra inputs of a call from its keyword arguments."""
-    side = ExtraInputs(
-        q_scale=given.get("q_scale"),
-        k_scale=given.get("k_scale"),
-        v_scale=given.get("v_scale"),
-        slopes=given.get("alibi_slopes"),
-        bias=read_bias(given.get("attn_bias"), given.get("attn_mask")),
-        sinks=given.get("sinks"),
-        prefix=given.get("prefix_lengths"),
-        softcap=read_softcap(given.get("softcap")),
-        dropout=read_dropout(given.get("dropout_p", 0.0)),
-        **lengths,
-    )
+    inputs = {one.name: given[one.option] for one in TENSOR_INPUTS.values() if one.option in given}
+    numbers = {one.name: read_number(one, given.get(one.option)) for one in NUMBER_INPUTS}
+    bias = read_bias(given.get("attn_bias"), given.get("attn_mask"))
+    side = ExtraInputs(**{**inputs, **numbers, **lengths, "bias": bias})
     return known_if_empty(side)
 
 

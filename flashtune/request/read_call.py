@@ -7,6 +7,7 @@ import torch
 from flashtune.core.arguments import read_scale
 from flashtune.core.canonical import normal_form, rounded_up
 from flashtune.core.errors import ProblemError
+from flashtune.core.features.table import flags_of
 from flashtune.core.layouts import DENSE_LAYOUTS, DTYPES, KV_DTYPES, Layout
 from flashtune.core.problem import MAX_HEAD_DIM, Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.request.arguments import read_option
@@ -61,6 +62,8 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         seqlen_kv = page_size * (rounded_up(side.block_table.shape[-1]) if side.block_table.numel() else 0)
     kv_dtype = KV_DTYPES.get(k.dtype) if k.dtype is not q.dtype else None
     places = k.shape[0]
+    # With pages, there are always lengths.
+    flags = flags_of(side) | ({"seqlens_k": False} if paged else {})
     problem = Problem(
         dtype=dtype_of(q),
         head_dim=q.shape[3],
@@ -75,18 +78,13 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         window_right=options.window_right,
         sink_tokens=options.sink_tokens,
         attention_chunk=options.chunk,
-        prefix=side.prefix is not None,
-        softcap=side.softcap is not None,
-        alibi=side.slopes is not None,
         bias=_bias_kind(call),
-        sinks=side.sinks is not None,
         total_q=rounded_up(q.shape[2]) if packed else 0,
-        seqlens_k=side.seqlens_kv is not None and not paged,
         page_size=page_size,
         kv_dtype=kv_dtype,
         kv_scale=_scale_kind(call, kv_dtype, paged, places, k.shape[1]),
         mla=options.latent > 0,
-        dropout=side.dropout is not None,
+        **flags,
     )
     check_extents(problem)
     check_shapes(problem, side, batch)

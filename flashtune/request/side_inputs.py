@@ -7,25 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import TENSORS, ExtraInputs
+from flashtune.core.features.table import TENSOR_INPUTS
 from flashtune.core.problem import KvScale
 from flashtune.request.tensor_checks import require_dense
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
+    from flashtune.core.features.description import TensorInput
+    from flashtune.core.features.table import ExtraInputs
     from flashtune.core.problem import Problem
-
-# Public names of extra inputs if they differ from the kernels' names.
-CALLED = {
-    "slopes": "alibi_slopes",
-    "bias": "attn_bias or attn_mask",
-    "prefix": "prefix_lengths",
-    "cu_seqlens_kv": "cu_seqlens_k",
-    "seqlens_kv": "seqlens_k or kv_lengths",
-}
-SCALES = ("q_scale", "k_scale", "v_scale")
-INTEGERS = ("prefix", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_kv", "block_table")
 
 
 def check_kinds(side: ExtraInputs, device: torch.device) -> None:
@@ -34,22 +27,25 @@ def check_kinds(side: ExtraInputs, device: torch.device) -> None:
     Raises:
         ProblemError: A check fails.
     """
-    for name, tensor in zip(TENSORS, side.optional_tensors, strict=True):
-        if tensor is None:
-            continue
-        called = CALLED.get(name, name)
-        require_dense(called, tensor)
+    for one, tensor in _given(side):
+        require_dense(one.option, tensor)
         if tensor.device != device:
-            raise ProblemError(f"{called} is on {tensor.device} and q on {device}: move it there")
-        if name == "bias":
+            raise ProblemError(f"{one.option} is on {tensor.device} and q on {device}: move it there")
+        if one.dtype is None:
             continue
-        wanted = torch.int64 if name == "seed" else torch.int32 if name in INTEGERS else torch.float32
-        if tensor.dtype is not wanted:
-            raise ProblemError(f"{called} is {tensor.dtype}: pass {called}.to({wanted})")
-        if name not in ("slopes", *SCALES) and tensor.numel() > 1 and tensor.stride(-1) != 1:
+        if tensor.dtype is not getattr(torch, one.dtype):
+            raise ProblemError(f"{one.option} is {tensor.dtype}: pass {one.option}.to(torch.{one.dtype})")
+        if not one.is_strided and tensor.numel() > 1 and tensor.stride(-1) != 1:
             raise ProblemError(
-                f"{called}'s last dimension has stride {tensor.stride(-1)}: pass it contiguous"
+                f"{one.option}'s last dimension has stride {tensor.stride(-1)}: pass it contiguous"
             )
+
+
+def _given(side: ExtraInputs) -> Iterator[tuple[TensorInput, Tensor]]:
+    for one in TENSOR_INPUTS.values():
+        tensor = getattr(side, one.name)
+        if tensor is not None:
+            yield one, tensor
 
 
 def check_shapes(problem: Problem, side: ExtraInputs, batch: int) -> None:
@@ -58,17 +54,12 @@ def check_shapes(problem: Problem, side: ExtraInputs, batch: int) -> None:
     Raises:
         ProblemError: A shape does not match the problem.
     """
-    for name, shape in (
-        ("sinks", (problem.heads,)),
-        ("prefix", (batch,)),
-        ("cu_seqlens_q", (batch + 1,)),
-        ("cu_seqlens_kv", (batch + 1,)),
-        ("seqlens_kv", (batch,)),
-    ):
-        tensor = getattr(side, name)
-        if tensor is not None and tensor.shape != shape:
+    extents = {"heads": problem.heads, "batch": batch, "batch + 1": batch + 1}
+    for one, tensor in _given(side):
+        shape = None if one.shape is None else [extents[name] for name in one.shape]
+        if shape is not None and list(tensor.shape) != shape:
             raise ProblemError(
-                f"{CALLED.get(name, name)} has shape {list(tensor.shape)}: pass {list(shape)} for "
+                f"{one.option} has shape {list(tensor.shape)}: pass {shape} for "
                 f"{batch} sequences of {problem.heads} query heads"
             )
     if side.block_table is not None and (side.block_table.dim() != 2 or side.block_table.shape[0] != batch):

@@ -442,9 +442,14 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = types.Mapp
 )
 
 # Inputs that are passed by value, after the scale. They are last in `ExtraInputs`.
-NUMBERS = tuple(number.name for one in FEATURES.values() for number in one.numbers)
+NUMBER_INPUTS = tuple(number for one in FEATURES.values() for number in one.numbers)
+NUMBERS = tuple(number.name for number in NUMBER_INPUTS)
 TENSORS = ExtraInputs._fields[: -len(NUMBERS)]
-TENSOR_INPUTS = {tensor.name: tensor for one in FEATURES.values() for tensor in one.tensors}
+# The descriptions of all tensors by name. Quantised queries are no feature, but an element type.
+TENSOR_INPUTS = {
+    "q_scale": TensorInput("q_scale", "q_scale", is_strided=True),
+    **{tensor.name: tensor for one in FEATURES.values() for tensor in one.tensors},
+}
 # The fields of features, in the order of stored problems, and their defaults.
 FIELDS = FeatureFields.__struct_fields__[len(PlainProblem.__struct_fields__) :]
 DEFAULTS: Mapping[str, Any] = dict(
@@ -464,6 +469,18 @@ _ABSENT = [(feature, name, DEFAULTS[name]) for feature, one in FEATURES.items() 
 def features_of(fields: FeatureFields) -> frozenset[Feature]:
     """Returns the features of a problem."""
     return frozenset(feature for feature, name, default in _ABSENT if getattr(fields, name) != default)
+
+
+def flags_of(inputs: ExtraInputs) -> dict[str, Any]:
+    """Returns the fields of a problem that are flags, from the presence of their features' inputs."""
+    named = {
+        one.fields[0]: one.numbers or one.tensors for one in FEATURES.values() if one.tensors or one.numbers
+    }
+    return {
+        field: any(getattr(inputs, one.name) is not None for one in given)
+        for field, given in named.items()
+        if bool in TYPES[field]
+    }
 
 
 def feature_words(fields: FeatureFields) -> str:
