@@ -19,6 +19,7 @@ from flashtune.templates.backward_hopper.perf_model import hopper_backward_items
 from flashtune.templates.backward_hopper.space import (
     CONSUMER_REGISTERS,
     MULTIPROCESSORS,
+    NARROW,
     PRODUCER_REGISTERS,
     ROWS,
     SWIZZLE,
@@ -45,23 +46,89 @@ STEP_WARPS = 4
 
 
 class HopperBackwardContext(Context, frozen=True):
-    """The values for the template in addition to the config."""
+    """The values for the template in addition to the config.
 
+    Attributes:
+        width: Columns of a tile.
+        rows: Keys of a warpgroup.
+        dlse: Whether the log-sum-exp has a gradient.
+    """
+
+    config: HopperBackwardConfig
     dtype: Dtype
     causal: Causal
     head_dim: int
     value_head_dim: int
     width: int
-    rows: int
-    swizzle: int
     stagger_start: bool
-    ordered: bool
-    multiprocessors: int
-    consumer_registers: int
-    producer_registers: int
-    step_warps: int
-    lse: bool
+    deterministic: bool
+    dlse: bool
     dropout: bool
+    rows: int = ROWS
+    swizzle: int = SWIZZLE
+    multiprocessors: int = MULTIPROCESSORS
+    consumer_registers: int = CONSUMER_REGISTERS
+    producer_registers: int = PRODUCER_REGISTERS
+    step_warps: int = STEP_WARPS
+
+    @property
+    def is_causal(self) -> bool:
+        return self.causal is not Causal.NONE
+
+    @property
+    def is_bottom_right(self) -> bool:
+        return self.causal is Causal.BOTTOM_RIGHT
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.dtype is Dtype.BF16
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.width == NARROW
+
+    @property
+    def divides_products(self) -> bool:
+        """Returns whether warpgroups divide the products, not the keys."""
+        return self.width == WIDEST
+
+    @property
+    def late_dq(self) -> bool:
+        """Returns whether both warpgroups compute half of dq a step late."""
+        return self.config.defer_dq and not self.config.alternate_dq
+
+    @property
+    def init_delta(self) -> bool:
+        """Returns whether the dP product starts at -delta. With dropout, dP is scaled before."""
+        return self.config.init_accumulators and not self.dropout
+
+    @property
+    def pads_head_dim(self) -> bool:
+        return self.head_dim != self.width
+
+    @property
+    def pads_value_head_dim(self) -> bool:
+        return self.value_head_dim != self.width
+
+    @property
+    def stat_rows(self) -> int:
+        """Returns the rows of a head in workspace_0."""
+        return 4 if self.dropout else 2
+
+    @property
+    def half_columns(self) -> int:
+        """Returns the columns of half a block of dq, which has 64 rows."""
+        return max(ROWS, self.width // 2)
+
+    @property
+    def dq_columns(self) -> int:
+        """Returns the columns of the part of a block of dq that a warpgroup computes."""
+        return 2 * ROWS if self.config.alternate_dq else self.half_columns
+
+    @property
+    def dq_parts(self) -> int:
+        """Returns the number of parts of a block of dq that are added separately."""
+        return 1 if self.config.alternate_dq else 2
 
 
 class BackwardHopper(FamilyOf[HopperBackwardConfig]):
@@ -144,20 +211,15 @@ class BackwardHopper(FamilyOf[HopperBackwardConfig]):
         self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
     ) -> Context:
         return HopperBackwardContext(
+            config=config,
             dtype=problem.dtype,
             causal=problem.causal,
             head_dim=problem.head_dim,
             value_head_dim=problem.value_head_dim,
             width=width_of(problem),
-            rows=ROWS,
-            swizzle=SWIZZLE,
             stagger_start=config.stagger_start and may_rotate(problem),
-            ordered=problem.deterministic,
-            multiprocessors=MULTIPROCESSORS,
-            consumer_registers=CONSUMER_REGISTERS,
-            producer_registers=PRODUCER_REGISTERS,
-            step_warps=STEP_WARPS,
-            lse=specialization.lse,
+            deterministic=problem.deterministic,
+            dlse=specialization.lse,
             dropout=problem.dropout,
         )
 

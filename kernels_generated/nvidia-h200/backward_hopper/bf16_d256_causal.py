@@ -2,38 +2,47 @@
 # `attention_backward(q, k, v, out, lse, dout, scale)` runs it. Selected for:
 #   nvidia-h200  backward_bf16_d256_h8x8_b2_q8192_k8192_bottom_right  2.8806 ms measured
 
-"""Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
+"""Attention backward on Hopper, in Gluon: a producer warp and two consumer warpgroups.
 
-Computes     bf16, head dim 256, value head dim 256, causal: bottom_right
-Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, init_accumulators True, stagger_start False
+Problem      bf16, head dim 256, value head dim 256, causal bottom_right, dropout False, deterministic False,
+             gradient of lse False
+Config       block_m 64, block_n 64, num_stages 2, do_stages 2, ds_stages 2, early_dv False,
+             defer_dp_wait False, early_dk True, init_accumulators True, defer_dq True, alternate_dq False,
+             stagger_start False, interleaved_heads 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper fab18a62d237
+Template     backward_hopper 4523bd87ee3f
 
-Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
-et al., 2024). With P the weights and S the scaled scores,
-  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
-where delta = rowsum(dout * out). Tiles have 256 columns, and the registers of a group
-hold dk or dv of 64 keys, not both. So a program has 64 keys of one KV head, walks the queries of its heads,
-and its groups divide the products:
-  group 0    S^T = k q^T       P^T = exp(S^T - lse)           dv += P^T dout     left half of dq += dS k
-  group 1    dP^T = v dout^T   dS^T = P^T * (dP^T - delta)    dk += dS^T q       right half of dq += dS k
-P^T and dS^T are left operands, from registers; P^T passes through shared memory to group 1, and dS^T to both groups,
-which find it there a step later. Halves of dq are added to sums in float32 straight from registers. The order of these
-additions decides the last bits of dq: runs may differ.
+Algorithm
+  prepare:   delta = rowsum(dout * out); sums of dq = 0
+  main:      for each 64 keys of a KV head, in parallel:
+               load k and v; dk = dv = 0
+               for each query head of the KV head, and each block of queries from the diagonal on:
+                 s^T = k q^T         p^T = exp(scale * s^T - lse)        dv += p^T dout
+                 dp^T = v dout^T     ds^T = p^T * (dp^T - delta)         dk += ds^T q
+                 sums of dq += ds k
+               store scale * dk and dv
+  finish:    dq = scale * sums of dq
 
-Sub-notation
-  workspace_0                       of each head, a row -lse / scale (-inf where a query sees nothing) and a
-                                    row -delta, float32 [batch * heads * 2, queries in whole blocks]
-  workspace_1                       sums of dq, float32 [batch * heads, blocks, BLOCK_M * WIDTH], a block in the order of
-                                    the registers that hold it: see `finish`
-  *_desc                            what the copy engine knows of a tensor: shape, strides, tile
-  *_tiles                           a ring of tiles in shared memory
-  *_full, *_empty                   barriers of a ring: a tile has arrived, a tile may be overwritten
-  *_stage, *_phase                  the slot of a ring that comes next, and the parity of its barrier
-  d*                                the gradient of *; do that of the output, ds that of the scores
+The loop order is that of FlashAttention-2 (Dao, 2023) and the warp roles are those of FlashAttention-3 (Shah et al.,
+2024). Scores are transposed, so that p^T and ds^T are left operands in registers. With dropout, p and dp are divided by
+1 - dropout: rows of workspace_0 hold lse + log(1 - dropout) and delta * (1 - dropout) instead.
+
+Notation
+  workspace_0        of each head a row -lse / scale (init_accumulators) or -lse in units of log2, a row -delta, and
+                     with dropout two rows of random words: float32 [batch * heads * 2, queries in whole blocks]
+  workspace_1        sums of dq: float32 [batch * heads, blocks, BLOCK_M * WIDTH], see `finish` for their order
+  workspace_2        if deterministic, blocks of keys that have added to each part of dq:
+                     int32 [batch * heads, blocks, 2]
+  *_desc             TMA descriptor
+  *_tiles            ring of tiles in shared memory
+  *_full, *_empty    its barriers: a tile has arrived, a tile may be overwritten
+  *_stage, *_phase   next slot of a ring, and the parity of its barriers
+  d*                 gradient of *: do of the output, ds of the scores
 Tunables
-  BLOCK_M                           queries of a block
-  Q_STAGES, DO_STAGES, DS_STAGES    tiles of q, of dout, and of P^T and dS^T in flight
+  BLOCK_M            queries of a block
+  Q_STAGES           tiles of q in shared memory
+  DO_STAGES          tiles of dout
+  DS_STAGES          tiles of ds^T of each warpgroup; in tiles of 256 columns, of p^T and of ds^T
 """
 
 import torch
@@ -55,17 +64,17 @@ copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_globa
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 BLOCK_M = gl.constexpr(64)
-# Keys of a group.
+# Keys of a warpgroup.
 ROWS = gl.constexpr(64)
-# Columns of a tile, beyond the head dims zeros.
+# Columns of a tile. Columns beyond the head dims are zeros.
 WIDTH = gl.constexpr(256)
 Q_STAGES = gl.constexpr(2)
 DO_STAGES = gl.constexpr(2)
 DS_STAGES = gl.constexpr(2)
-# Bytes of a tile of queries with its row of workspace_0, and of a group's keys.
+# Bytes of a tile of queries with its row of workspace_0, of one of dout with three rows, and of a warpgroup's keys.
 QUERY_BYTES = gl.constexpr(33024)
 KEY_BYTES = gl.constexpr(32768)
-# Bytes of a block of sums, and of a group's half.
+# Bytes of a block of sums, and of half of it.
 SUM_BYTES = gl.constexpr(65536)
 HALF_BYTES = gl.constexpr(32768)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -77,10 +86,10 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
 def write_addition(count):
-    """PTX by which a thread adds `count` registers to global memory, 4 at a time, 512 bytes for each warp.
+    """Returns PTX by which a thread adds `count` registers to global memory, 4 at a time, 512 bytes for each warp.
 
-    Operands: a register for every four that are added, which is set to zero, since it must yield something;
-    then those that are added; then `count` times the address where the tile begins.
+    Operands: an unused result for every four registers, set to zero; the registers; `count` times the address of the
+    tile.
     """
     quads = count // 4
     lines = ["{ .reg .b32 thread; .reg .b64 place; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"]
@@ -92,7 +101,7 @@ def write_addition(count):
     return " ".join([*lines, "}"])
 
 
-# Registers of a thread in half a block of dq.
+# Registers of a thread in the part of a block of dq that a warpgroup adds.
 SUMS = gl.constexpr(64)
 ADDITION = gl.constexpr(write_addition(64))
 ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 64 + ["l"] * 64))
@@ -100,41 +109,42 @@ ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 64 + ["l"] * 64)
 
 @gluon.jit
 def next_slot(stage, phase, STAGES: gl.constexpr):
-    """The slot of a ring after this one; each time around, the parity of its barriers flips."""
+    """Returns the next slot of a ring and its parity, which changes each time around."""
     wraps = stage == STAGES - 1
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
 def hidden(value):
-    """A number that the compiler takes for a new one each time, so that it keeps nothing that follows from it."""
+    """Returns a number that the compiler takes for a new one each time, so that it does not keep derived values."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, False, 1)
 
 
 @gluon.jit
 def fresh_zeros():
-    """Zeros that the compiler cannot tell for constants: they are made here, and not beside a product in flight."""
+    """Returns zeros that the compiler does not know as constants: they are written here, not next to a product in flight."""
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, KEY_GRADS)
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [zeros], gl.float32, False, 1)
 
 
 @gluon.jit
 def add_sums(address, values):
-    """Adds half a block of dq to the sums, in the order of the registers."""
+    """Adds a part of a block of dq to the sums, in the order of the registers."""
     gl.inline_asm_elementwise(ADDITION, ADDITION_OPERANDS, [values, address], gl.int8, False, SUMS)
 
 
 @gluon.jit
 def spread(row):
-    """What a product begins with: the same row, [1, BLOCK_M], for every key."""
+    """Returns the start of a product: the same row, [1, BLOCK_M], for every key."""
     values, _ = gl.broadcast(row.load(SCORES), gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES))
-    # Each register is written here: copies made later would stand between products, which ptxas would then serialise.
+    # Each register is written here: copies made later would be between products, which ptxas would then serialise.
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], gl.float32, False, 1)
 
 
 @gluon.jit
 def locate(blocks, kv_heads):
-    """This program's block of keys, batch and KV head. Neighbours share a head, longest first."""
+    """Returns this program's block of keys, batch and KV head."""
+    # Neighbours share a head. Under a causal mask the longest programs of a head are first.
     block = gl.program_id(0) % blocks
     head = gl.program_id(0) // blocks
     return block, head // kv_heads, head % kv_heads
@@ -146,13 +156,13 @@ def produce(
     delta_tiles, q_full, q_empty, do_full, do_empty, kv_full, blocks, kv_heads, group_size, seqlen_q,
     diagonal,
 ):
-    """Copies in k and v once, then q and dout block by block, with their rows of workspace_0."""
+    """Loads k and v once, then q and dout block by block, with their rows of workspace_0."""
     block, batch, kv_head = locate(blocks, kv_heads)
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    # Blocks before the diagonal are skipped, except for one: there is always a step.
     start = gl.minimum(gl.maximum(block * ROWS - diagonal, 0) // BLOCK_M, end - 1)
     m_block = start
-    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    # LLVM must see that there is a step. Otherwise it copies accumulators for the case without steps.
     steps = gl.maximum((end - start) * group_size, 1)
     head = kv_head * group_size
     q_stage, q_phase = 0, 1
@@ -184,7 +194,7 @@ def produce(
 
 @gluon.jit
 def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
-    """This group's half of dq, [BLOCK_M, 128 columns]."""
+    """Issues this group's half of dq, [BLOCK_M, 128 columns]."""
     mbarrier.wait(ds_full.index(ds_stage), ds_phase)
     k_half = k_tiles.index(hidden(0)).reshape([ROWS, WIDTH]).slice(GROUP * 128, 128, 1)
     sums = gl.zeros([BLOCK_M, 128], gl.float32, QUERY_GRADS)
@@ -198,21 +208,27 @@ def consume(
     done, q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale,
     blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
 ):
-    """Group 0 makes weights and keeps dv, group 1 makes gradients of scores and keeps dk; each adds half of dq."""
+    """Computes dv (group 0) or dk (group 1) of 64 keys, and adds half of each block of dq.
+
+    Groups divide the products:
+      group 0    s^T = k q^T        p^T = exp(scale * s^T - lse)    dv += p^T dout    left half of dq += ds k
+      group 1    dp^T = v dout^T    ds^T = p^T * (dp^T - delta)     dk += ds^T q      right half of dq += ds k
+    p^T passes through shared memory to group 1, and ds^T to both groups, which use it one step later.
+    """
     block, batch, kv_head = locate(blocks, kv_heads)
     first_key = block * ROWS
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    # Blocks before the diagonal are skipped, except for one: there is always a step.
     start = gl.minimum(gl.maximum(block * ROWS - diagonal, 0) // BLOCK_M, end - 1)
     m_block = start
-    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    # LLVM must see that there is a step. Otherwise it copies accumulators for the case without steps.
     steps = gl.maximum((end - start) * group_size, 1)
     scale_log2 = scale * LOG2_E
     # dv of group 0, dk of group 1.
     grads = fresh_zeros()
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
-    # Blocks before this one need a mask: keys end here, or they cross the diagonal.
+    # Blocks before this one need a mask: sequences end within them, or they cross the diagonal.
     open_from = gl.where(first_key + ROWS > seqlen_kv, end, 0)
     open_from = gl.maximum(open_from, (gl.maximum(first_key + ROWS - 1 - diagonal, 0) + BLOCK_M - 1) // BLOCK_M)
 
@@ -220,21 +236,21 @@ def consume(
     do_stage, do_phase = 0, 0
     p_stage, p_phase = 0, 0
     half = sums.to(gl.int64, bitcast=True) + GROUP * HALF_BYTES
-    # The block of sums, in 32 bits, for registers are few.
+    # The block of sums, in 32 bits to save registers.
     place = (batch * kv_heads + kv_head) * group_size * end + m_block
-    # Of the step before the first there is nothing to add: zeros.
+    # The step before the first one adds zeros.
     if GROUP == 1:
         ds_tiles.index(0).store(gl.zeros([ROWS, BLOCK_M], gl.bfloat16, SCORES))
         fence_async_shared()
         mbarrier.arrive(ds_full.index(0))
-    # A value of its own: Triton takes a name for constant in a loop that is given there what it was given before it.
+    # A new value: Triton treats a name as constant in a loop if it is assigned its value from before the loop.
     last_place = place + 0
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(kv_full.index(1), 0)
     for step in range(steps):
         q_tile = q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH])
         do_tile = do_tiles.index(do_stage).reshape([BLOCK_M, WIDTH])
-        # Gradients of scores are a slot ahead of weights, for zeros came first: in the weights' slot are the late ones.
+        # ds is one slot ahead of p because zeros were first. ds of the last step is in the slot of p.
         ds_stage, ds_phase = next_slot(p_stage, p_phase, DS_STAGES)
         if GROUP == 0:
             mbarrier.wait(q_full.index(q_stage), q_phase)
@@ -247,7 +263,7 @@ def consume(
             mbarrier.arrive(q_empty.index(q_stage))
             weights = gl.exp2(scores * scale_log2)
             if m_block < open_from:
-                # A query sees the keys up to its own place.
+                # A query sees the keys up to its own position.
                 limits = gl.minimum(m_block * BLOCK_M + diagonal - first_key + queries + 1, seqlen_kv - first_key)
                 weights = gl.where(keys[:, None] < limits[None, :], weights, 0.0)
             low_weights = weights.to(gl.bfloat16)
@@ -273,7 +289,7 @@ def consume(
             ds_tiles.index(ds_stage).store(ds)
             fence_async_shared()
             mbarrier.arrive(ds_full.index(ds_stage))
-        # Of the step before: both groups find it there.
+        # ds of the last step is complete for both groups.
         dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, p_stage, p_phase)
         grads = warpgroup_mma_wait(1, deps=[grads])
         if GROUP == 0:
@@ -296,7 +312,7 @@ def consume(
     dq = warpgroup_mma_wait(0, deps=[dq])
     add_sums(half + last_place.to(gl.int64) * SUM_BYTES, dq)
 
-    # When both groups are done with k and v, gradients leave through their room.
+    # When both groups are done with k and v, gradients leave through their memory.
     mbarrier.arrive(done.index(0))
     mbarrier.wait(done.index(0), 0)
     if GROUP == 0:
@@ -422,7 +438,7 @@ def prepare(
     heads,
     seqlen_q,
 ):
-    # One block of queries: what it is weighed with, and zeros for its sums.
+    # One block of queries: its rows of workspace_0, and zeros for its sums.
     tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -438,18 +454,19 @@ def prepare(
     dout_tile = tl.load(dout_at, mask=exists, other=0.0)
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     row_lse = tl.load(lse + batch_head * seqlen_q + queries, mask=query_exists, other=float("inf"))
-    # A row that sees nothing, and one that is not there, weigh nothing.
+    # A row without visible keys, and one beyond the end, have probabilities of zero.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     stats = workspace_0 + batch_head * 2 * tiles * 64 + queries
     tl.store(stats, -row_lse / scale)
     tl.store(stats + tiles * 64, -row_delta)
     numbers = tl.program_id(0).to(tl.int64) * 16384 + tl.arange(0, 16384)
     tl.store(workspace_1 + numbers, tl.zeros([16384], tl.float32))
+    # The counters of additions start at zero, in any type.
 
 
 @triton.jit
 def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, seqlen_q):
-    # One block of sums becomes as many rows of dq.
+    # One block of sums becomes rows of dq.
     tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -467,7 +484,7 @@ def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, se
 
 
 def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1):
-    """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing."""
+    """Returns the TMA descriptors of each tensor. TMA reads zeros beyond its ends, and writes nothing there."""
 
     def rows(tensor, count):
         shape, strides = [*tensor.shape], [*tensor.stride()[:3], 1]
@@ -488,39 +505,39 @@ def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1):
 
 
 def prologue_plan(q, k, v, out, dout, dq, dk, dv):
-    """Grid of `prepare`, and its integers."""
+    """Returns the grid of `prepare` and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
     return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def launch_plan(q, k, v, out, dout, dq, dk, dv):
-    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    """Returns the grid of the main kernel, the shapes of float32 workspaces, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
     blocks = triton.cdiv(seqlen_kv, 64)
     tiles = triton.cdiv(seqlen_q, 64)
     workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 16384))
-    # How far behind its own place a query sees keys.
+    # Keys that query 0 sees besides key 0.
     diagonal = seqlen_kv - seqlen_q
     return (blocks * batch * kv_heads,), workspaces, (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
 
 
 def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
-    """Grid of `finish`, and its integers."""
+    """Returns the grid of `finish` and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [dq.stride(axis) for axis in (0, 1, 2)]
     return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
-    """Gradients of attention, from what the forward pass was given and gave.
+    """Returns the gradients dq, dk and dv of attention, with the shapes of q, k and v.
 
     q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
-    k, v           likewise, of kv_heads and seqlen_kv
-    lse            the log-sum-exp of each row, float32 [batch, heads, seqlen_q], contiguous
-
-    Returns dq, dk and dv, like q, k and v.
+    k, v           [batch, kv_heads, seqlen_kv, head dim]
+    lse, dlse      log-sum-exp of each row and its gradient, float32 [batch, heads, seqlen_q], contiguous
+    seed           int64 [1], the forward pass's
+    dropout        share of dropped weights
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
@@ -570,17 +587,26 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
         return dq, dk, dv
     planned = (q, k, v, out, dout, dq, dk, dv)
     grid, shapes, integers = launch_plan(*planned)
-    stats, sums = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     first_grid, first_integers = prologue_plan(*planned)
     last_grid, last_integers = epilogue_plan(*planned)
-    prepare[first_grid](out, dout, lse, stats, sums, scale, *first_integers, num_warps=4, num_stages=1)
+    prepare[first_grid](
+        out,
+        dout,
+        lse,
+        *workspaces,
+        scale,
+        *first_integers,
+        num_warps=4,
+        num_stages=1,
+    )
     backward_hopper[grid](
-        *(one for parts in descriptors(*planned, stats, sums).values() for one in parts),
-        sums,
+        *(one for parts in descriptors(*planned, *workspaces).values() for one in parts),
+        *workspaces[1:],
         scale,
         *integers,
         num_warps=4,
         num_stages=2,
     )
-    finish[last_grid](sums, dq, scale, *last_integers, num_warps=4, num_stages=1)
+    finish[last_grid](workspaces[1], dq, scale, *last_integers, num_warps=4, num_stages=1)
     return -dq if negative else dq, dk, dv

@@ -1,38 +1,44 @@
-"""Attention backward on Hopper, in Gluon: one warp copies tiles in, two groups of four warps compute.
+"""Attention backward on Hopper, in Gluon: a producer warp and two consumer warpgroups.
 
-Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
-Config       block_m 64, 2 stages of q, 2 of dout, 2 of gradients of scores, early_dv True, defer_dp_wait True,
-             early_dk True, init_accumulators True, defer_dq True, interleaved_heads 4, alternate_dq
+Problem      bf16, head dim 128, value head dim 128, causal bottom_right, dropout False, deterministic True,
+             gradient of lse False
+Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, early_dv True,
+             defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
+             stagger_start False, interleaved_heads 4
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper fab18a62d237
+Template     backward_hopper 4523bd87ee3f
 
-Keys outermost and dq added up by all are FlashAttention-2's, warps with roles FlashAttention-3's (Dao, 2023; Shah
-et al., 2024). With P the weights and S the scaled scores,
-  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
-where delta = rowsum(dout * out). A program has 128 keys of one KV head, 64 for each group, and walks the queries of
-its heads. Scores are transposed, so that P^T and dS^T are left operands, from registers. dS^T passes through shared
-memory too. Groups take turns at dq: of one step a group makes all of it, a step later, when both groups'
-dS^T are there, of the next step the other; it adds it to sums in float32 straight from its registers.
-Blocks of keys add to a block of dq one after another, from the first: for each group a warp
-reads a counter in global memory until it is the group's turn, and sets it when the group has added. Queries are
-walked from the last block down, so that all begin where all have something to add, and turns come as programs go.
+Algorithm
+  prepare:   delta = rowsum(dout * out); sums of dq = 0
+  main:      for each 128 keys of a KV head, in parallel:
+               load k and v; dk = dv = 0
+               for each query head of the KV head, and each block of queries from the diagonal on:
+                 s^T = k q^T         p^T = exp(scale * s^T - lse)        dv += p^T dout
+                 dp^T = v dout^T     ds^T = p^T * (dp^T - delta)         dk += ds^T q
+                 sums of dq += ds k
+               store scale * dk and dv
+  finish:    dq = scale * sums of dq
 
-Sub-notation
-  workspace_0                       of each head, a row -lse / scale (-inf where a query sees nothing) and a
-                                    row -delta, float32 [batch * heads * 2, queries in whole blocks]
-  workspace_1                       sums of dq, float32 [batch * heads, blocks, BLOCK_M * WIDTH], a block in the order of
-                                    the registers that hold it: see `finish`
-  workspace_2                       of each of these blocks, how many blocks of keys have added to it,
-                                    int32 [batch * heads, blocks, 1]
-  *_desc                            what the copy engine knows of a tensor: shape, strides, tile
-  *_tiles                           a ring of tiles in shared memory
-  *_full, *_empty                   barriers of a ring: a tile has arrived, a tile may be overwritten
-  turn, added                       barriers of each group: it may add to a block of dq, it has added
-  *_stage, *_phase                  the slot of a ring that comes next, and the parity of its barrier
-  d*                                the gradient of *; do that of the output, ds that of the scores
+The loop order is that of FlashAttention-2 (Dao, 2023) and the warp roles are those of FlashAttention-3 (Shah et al.,
+2024). Scores are transposed, so that p^T and ds^T are left operands in registers. With dropout, p and dp are divided by
+1 - dropout: rows of workspace_0 hold lse + log(1 - dropout) and delta * (1 - dropout) instead.
+
+Notation
+  workspace_0        of each head a row -lse / scale (init_accumulators) or -lse in units of log2, a row -delta, and
+                     with dropout two rows of random words: float32 [batch * heads * 2, queries in whole blocks]
+  workspace_1        sums of dq: float32 [batch * heads, blocks, BLOCK_M * WIDTH], see `finish` for their order
+  workspace_2        if deterministic, blocks of keys that have added to each part of dq:
+                     int32 [batch * heads, blocks, 1]
+  *_desc             TMA descriptor
+  *_tiles            ring of tiles in shared memory
+  *_full, *_empty    its barriers: a tile has arrived, a tile may be overwritten
+  *_stage, *_phase   next slot of a ring, and the parity of its barriers
+  d*                 gradient of *: do of the output, ds of the scores
 Tunables
-  BLOCK_M                           queries of a block
-  Q_STAGES, DO_STAGES, DS_STAGES    tiles of q, of dout, and of each group's dS^T in flight
+  BLOCK_M            queries of a block
+  Q_STAGES           tiles of q in shared memory
+  DO_STAGES          tiles of dout
+  DS_STAGES          tiles of ds^T of each warpgroup; in tiles of 256 columns, of p^T and of ds^T
 """
 
 import torch
@@ -54,17 +60,17 @@ copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_globa
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 BLOCK_M = gl.constexpr(64)
-# Keys of a group.
+# Keys of a warpgroup.
 ROWS = gl.constexpr(64)
-# Columns of a tile, beyond the head dims zeros.
+# Columns of a tile. Columns beyond the head dims are zeros.
 WIDTH = gl.constexpr(128)
 Q_STAGES = gl.constexpr(2)
 DO_STAGES = gl.constexpr(2)
 DS_STAGES = gl.constexpr(2)
-# Bytes of a tile of queries with its row of workspace_0, and of a group's keys.
+# Bytes of a tile of queries with its row of workspace_0, of one of dout with three rows, and of a warpgroup's keys.
 QUERY_BYTES = gl.constexpr(16640)
 KEY_BYTES = gl.constexpr(16384)
-# Bytes of a block of sums.
+# Bytes of a block of sums, and of half of it.
 SUM_BYTES = gl.constexpr(32768)
 LOG2_E = gl.constexpr(1.4426950408889634)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -75,10 +81,10 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
 def write_addition(count):
-    """PTX by which a thread adds `count` registers to global memory, 4 at a time, 512 bytes for each warp.
+    """Returns PTX by which a thread adds `count` registers to global memory, 4 at a time, 512 bytes for each warp.
 
-    Operands: a register for every four that are added, which is set to zero, since it must yield something;
-    then those that are added; then `count` times the address where the tile begins.
+    Operands: an unused result for every four registers, set to zero; the registers; `count` times the address of the
+    tile.
     """
     quads = count // 4
     lines = ["{ .reg .b32 thread; .reg .b64 place; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"]
@@ -90,7 +96,7 @@ def write_addition(count):
     return " ".join([*lines, "}"])
 
 
-# Registers of a thread in a block of dq.
+# Registers of a thread in the part of a block of dq that a warpgroup adds.
 SUMS = gl.constexpr(64)
 ADDITION = gl.constexpr(write_addition(64))
 ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 64 + ["l"] * 64))
@@ -98,46 +104,47 @@ ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 64 + ["l"] * 64)
 
 @gluon.jit
 def next_slot(stage, phase, STAGES: gl.constexpr):
-    """The slot of a ring after this one; each time around, the parity of its barriers flips."""
+    """Returns the next slot of a ring and its parity, which changes each time around."""
     wraps = stage == STAGES - 1
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
 def hidden(value):
-    """A number that the compiler takes for a new one each time, so that it keeps nothing that follows from it."""
+    """Returns a number that the compiler takes for a new one each time, so that it does not keep derived values."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, False, 1)
 
 
 @gluon.jit
 def fresh_zeros():
-    """Zeros that the compiler cannot tell for constants: they are made here, and not beside a product in flight."""
+    """Returns zeros that the compiler does not know as constants: they are written here, not next to a product in flight."""
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, KEY_GRADS)
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [zeros], gl.float32, False, 1)
 
 
 @gluon.jit
 def add_sums(address, values):
-    """Adds a block of dq to the sums, in the order of the registers."""
+    """Adds a part of a block of dq to the sums, in the order of the registers."""
     gl.inline_asm_elementwise(ADDITION, ADDITION_OPERANDS, [values, address], gl.int8, False, SUMS)
 
 
 @gluon.jit
 def spread(row):
-    """What a product begins with: the same row, [1, BLOCK_M], for every key."""
+    """Returns the start of a product: the same row, [1, BLOCK_M], for every key."""
     values, _ = gl.broadcast(row.load(SCORES), gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES))
-    # Each register is written here: copies made later would stand between products, which ptxas would then serialise.
+    # Each register is written here: copies made later would be between products, which ptxas would then serialise.
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], gl.float32, False, 1)
 
 
 @gluon.jit
 def locate(blocks, kv_heads, beside):
-    """This program's block of keys, batch and KV head. `beside` heads take turns, so that each head's programs start apart."""
+    """Returns this program's block of keys, batch and KV head."""
+    # `beside` heads are interleaved, so that the programs of a head start apart.
     heads = gl.num_programs(0) // blocks
     first = gl.program_id(0) // (beside * blocks) * beside
     number = gl.program_id(0) - first * blocks
     together = gl.minimum(beside, heads - first)
-    # A head's earlier blocks of keys, for which this one waits, are of programs with lower numbers: they run, or have run.
+    # This program waits for the head's earlier blocks of keys. Their programs have lower numbers: they have started.
     block = number // together
     head = first + number % together
     return block, head // kv_heads, head % kv_heads
@@ -149,13 +156,13 @@ def produce(
     delta_tiles, q_full, q_empty, do_full, do_empty, kv_full, blocks, kv_heads, group_size, seqlen_q,
     beside, diagonal,
 ):
-    """Copies in k and v once, then q and dout block by block, with their rows of workspace_0."""
+    """Loads k and v once, then q and dout block by block, with their rows of workspace_0."""
     block, batch, kv_head = locate(blocks, kv_heads, beside)
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    # Blocks before the diagonal are skipped, except for one: there is always a step.
     start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
     m_block = end - 1
-    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    # LLVM must see that there is a step. Otherwise it copies accumulators for the case without steps.
     steps = gl.maximum((end - start) * group_size, 1)
     head = kv_head * group_size
     q_stage, q_phase = 0, 1
@@ -190,7 +197,7 @@ def produce(
 
 @gluon.jit
 def await_turn(counter, block):
-    """Returns when the counter at an address has come to `block`; what others added before is added by then."""
+    """Waits until the counter at an address is `block`. All earlier additions are visible then."""
     gl.inline_asm_elementwise(
         """{ .reg .pred waits;
         again: ld.acquire.gpu.global.u32 $0, [$1];
@@ -206,7 +213,7 @@ def await_turn(counter, block):
 
 @gluon.jit
 def pass_turn(counter, block):
-    """Sets the counter to the next block of keys, after all that this warp knows of has been added."""
+    """Sets the counter to the next block of keys, after all additions that this warp has observed."""
     gl.inline_asm_elementwise(
         """{ .reg .pred first;
         mov.u32 $0, %laneid;
@@ -225,13 +232,18 @@ def keep_order(
     GROUP: gl.constexpr,
     turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
 ):
-    """Lets a group add to its blocks of dq once all earlier blocks of keys have."""
+    """Lets a group add to its part of each block of dq after all earlier blocks of keys.
+
+    Blocks of keys add to a block of dq one after another. One warp for each group polls a counter in global memory,
+    and sets it when the group has added. The order of queries is from the last block down, so that all programs start
+    at a block that they all add to.
+    """
     block, batch, kv_head = locate(blocks, kv_heads, beside)
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    # Blocks before the diagonal are skipped, except for one: there is always a step.
     start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
     m_block = end - 1
-    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    # LLVM must see that there is a step. Otherwise it copies accumulators for the case without steps.
     steps = gl.maximum((end - start) * group_size, 1)
     place = (batch * kv_heads + kv_head) * group_size * end + m_block
     for step in range(steps):
@@ -249,10 +261,13 @@ def keep_order(
 
 @gluon.jit
 def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
-    """dq of a step, [BLOCK_M, WIDTH], of both groups' keys."""
+    """Issues dq of a step, from the keys of both groups: this group's half, or all of it (alternate_dq).
+
+    In tiles of 64 columns it is transposed, and halves are queries. In wider tiles halves are columns.
+    """
     sums = gl.zeros([64, 128], gl.float32, QUERY_GRADS)
     for turn in gl.static_range(2):
-        # One's own gradients of scores are there first.
+        # ds of this group is complete first.
         source = GROUP if turn == 0 else 1 - GROUP
         slot = source * DS_STAGES + ds_stage
         mbarrier.wait(ds_full.index(slot), ds_phase)
@@ -269,21 +284,21 @@ def consume(
     do_empty, kv_full, ds_full, ds_empty, turn, added, dk_desc, dv_desc, sums, scale, blocks, kv_heads,
     group_size, seqlen_q, beside, seqlen_kv, diagonal,
 ):
-    """Keeps dk and dv of 64 keys, and adds every second block of dq."""
+    """Computes dk and dv of this group's keys, and adds half of each block of dq, or every second block (alternate_dq)."""
     block, batch, kv_head = locate(blocks, kv_heads, beside)
     first_key = (block * 2 + GROUP) * ROWS
     end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    # Blocks before the diagonal are passed over, but one block is walked even where nobody sees a key.
+    # Blocks before the diagonal are skipped, except for one: there is always a step.
     start = gl.minimum(gl.maximum(block * (2 * ROWS) - diagonal, 0) // BLOCK_M, end - 1)
     m_block = end - 1
-    # LLVM must see that there is a step: else it copies accumulators for the case that there is none.
+    # LLVM must see that there is a step. Otherwise it copies accumulators for the case without steps.
     steps = gl.maximum((end - start) * group_size, 1)
     scale_log2 = scale * LOG2_E
     dk = fresh_zeros()
     dv = fresh_zeros()
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
-    # Blocks before this one need a mask: keys end here, or they cross the diagonal.
+    # Blocks before this one need a mask: sequences end within them, or they cross the diagonal.
     open_from = gl.where(first_key + ROWS > seqlen_kv, end, 0)
     open_from = gl.maximum(open_from, (gl.maximum(first_key + ROWS - 1 - diagonal, 0) + BLOCK_M - 1) // BLOCK_M)
 
@@ -292,8 +307,8 @@ def consume(
     ds_stage, ds_phase = 0, 0
     first_block = ((batch * kv_heads + kv_head) * group_size).to(gl.int64) * end + m_block
     address = sums.to(gl.int64, bitcast=True) + first_block * SUM_BYTES
-    # Of the step before. Values of their own: Triton takes a name for constant in a loop that is given there what it
-    # was given before it.
+    # Of the step before. They are new values: Triton treats a name as constant in a loop if it is assigned its
+    # value from before the loop.
     last_stage, last_phase, last_address = DS_STAGES - 1, 1, address + 0
     mbarrier.wait(kv_full.index(2 * GROUP), 0)
     # The other group's keys, for dq.
@@ -307,19 +322,19 @@ def consume(
         q_tile = q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH])
         do_tile = do_tiles.index(do_stage).reshape([BLOCK_M, WIDTH])
         mbarrier.wait(do_full.index(do_stage), do_phase)
-        # Fetched beside the scores' product.
+        # Loaded during the product of the scores.
         delta_rows = spread(delta_tiles.index(do_stage))
-        # Products stay asynchronous only where the first wait in the loop leaves none in flight.
+        # Products stay asynchronous only if the first wait in the loop leaves none in flight.
         scores = warpgroup_mma_wait(0, deps=[scores])
         v_tile = v_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), delta_rows, is_async=True)
         weights = gl.exp2(scores * scale_log2)
         if m_block < open_from:
-            # A query sees the keys up to its own place.
+            # A query sees the keys up to its own position.
             limits = gl.minimum(m_block * BLOCK_M + diagonal - first_key + queries + 1, seqlen_kv - first_key)
             weights = gl.where(keys[:, None] < limits[None, :], weights, 0.0)
         low_weights = weights.to(gl.bfloat16)
-        # It is complete by now, but ends a basic block: the wait for dp is not hoisted above the exponentials.
+        # Already complete, but a wait ends a basic block: the wait for dp is not hoisted above the exponentials.
         mbarrier.wait(do_full.index(do_stage), do_phase)
         dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
@@ -334,7 +349,7 @@ def consume(
         mbarrier.arrive(q_empty.index(q_stage))
         q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
         do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
-        # Group 0's turn comes in odd steps, for dq of even ones.
+        # Group 0 adds dq of even steps, in odd ones.
         if (step > 0) & ((step & 1) != GROUP):
             dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
             dq = warpgroup_mma_wait(0, deps=[dq])
@@ -342,7 +357,7 @@ def consume(
             mbarrier.wait(turn.index(GROUP), ((step - 1) // 2) & 1)
             add_sums(last_address, dq)
             mbarrier.arrive(added.index(GROUP))
-        # The next block's scores; after the last one of whatever lies there, which nobody reads.
+        # The scores of the next block. After the last one they are computed from any data and not used.
         mbarrier.wait(q_full.index(q_stage), q_phase, pred=step + 1 < steps)
         k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
         lse_rows = spread(lse_tiles.index(q_stage))
@@ -360,7 +375,7 @@ def consume(
         add_sums(last_address, dq)
         mbarrier.arrive(added.index(GROUP))
 
-    # This group's v is not needed any more: gradients leave through its room.
+    # This group's v is not needed any more: gradients leave through its memory.
     v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(dv.to(gl.bfloat16))
     fence_async_shared()
     copy_out(dv_desc, [batch, kv_head, first_key, 0], v_tiles.index(GROUP))
@@ -461,19 +476,19 @@ def backward_hopper(
                 ),
             ),
             (
-                keep_order,
-                (
-                    0,
-                    turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
-                ),
-            ),
-            (
-                keep_order,
-                (
-                    1,
-                    turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
-                ),
-            ),
+                        keep_order,
+                        (
+                            0,
+                            turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
+                        ),
+                    ),
+                    (
+                        keep_order,
+                        (
+                            1,
+                            turn, added, counters, blocks, kv_heads, group_size, seqlen_q, beside, diagonal,
+                        ),
+                    ),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -498,7 +513,7 @@ def prepare(
     heads,
     seqlen_q,
 ):
-    # One block of queries: what it is weighed with, and zeros for its sums.
+    # One block of queries: its rows of workspace_0, and zeros for its sums.
     tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -514,20 +529,20 @@ def prepare(
     dout_tile = tl.load(dout_at, mask=exists, other=0.0)
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     row_lse = tl.load(lse + batch_head * seqlen_q + queries, mask=query_exists, other=float("inf"))
-    # A row that sees nothing, and one that is not there, weigh nothing.
+    # A row without visible keys, and one beyond the end, have probabilities of zero.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     stats = workspace_0 + batch_head * 2 * tiles * 64 + queries
     tl.store(stats, -row_lse / scale)
     tl.store(stats + tiles * 64, -row_delta)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
     tl.store(workspace_1 + numbers, tl.zeros([8192], tl.float32))
-    # Nobody has added to it: a zero of any type.
+    # The counters of additions start at zero, in any type.
     tl.store(workspace_2 + tl.program_id(0), 0.0)
 
 
 @triton.jit
 def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, seqlen_q):
-    # One block of sums becomes as many rows of dq.
+    # One block of sums becomes rows of dq.
     tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -545,7 +560,7 @@ def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, se
 
 
 def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1, workspace_2):
-    """What the copy engine is told of each tensor; past its ends it reads zeros and writes nothing."""
+    """Returns the TMA descriptors of each tensor. TMA reads zeros beyond its ends, and writes nothing there."""
 
     def rows(tensor, count):
         shape, strides = [*tensor.shape], [*tensor.stride()[:3], 1]
@@ -566,42 +581,42 @@ def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1, worksp
 
 
 def prologue_plan(q, k, v, out, dout, dq, dk, dv):
-    """Grid of `prepare`, and its integers."""
+    """Returns the grid of `prepare` and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
     return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def launch_plan(q, k, v, out, dout, dq, dk, dv):
-    """Grid of the kernel, shapes of float32 workspaces, and its integers."""
+    """Returns the grid of the main kernel, the shapes of float32 workspaces, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
     blocks = triton.cdiv(seqlen_kv, 128)
     tiles = triton.cdiv(seqlen_q, 64)
     workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 8192), (batch * heads, tiles, 1))
-    # How far behind its own place a query sees keys.
+    # Keys that query 0 sees besides key 0.
     diagonal = seqlen_kv - seqlen_q
-    # Heads whose programs fill 132 multiprocessors 4 times.
+    # Heads with enough programs to fill 132 SMs, times interleaved_heads.
     beside = triton.cdiv(528, blocks)
     integers = (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal, beside)
     return (blocks * batch * kv_heads,), workspaces, integers
 
 
 def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
-    """Grid of `finish`, and its integers."""
+    """Returns the grid of `finish` and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [dq.stride(axis) for axis in (0, 1, 2)]
     return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
-    """Gradients of attention, from what the forward pass was given and gave.
+    """Returns the gradients dq, dk and dv of attention, with the shapes of q, k and v.
 
     q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
-    k, v           likewise, of kv_heads and seqlen_kv
-    lse            the log-sum-exp of each row, float32 [batch, heads, seqlen_q], contiguous
-
-    Returns dq, dk and dv, like q, k and v.
+    k, v           [batch, kv_heads, seqlen_kv, head dim]
+    lse, dlse      log-sum-exp of each row and its gradient, float32 [batch, heads, seqlen_q], contiguous
+    seed           int64 [1], the forward pass's
+    dropout        share of dropped weights
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
@@ -651,18 +666,26 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
         return dq, dk, dv
     planned = (q, k, v, out, dout, dq, dk, dv)
     grid, shapes, integers = launch_plan(*planned)
-    stats, sums, counters = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     first_grid, first_integers = prologue_plan(*planned)
     last_grid, last_integers = epilogue_plan(*planned)
-    prepare[first_grid](out, dout, lse, stats, sums, counters, scale, *first_integers, num_warps=4, num_stages=1)
+    prepare[first_grid](
+        out,
+        dout,
+        lse,
+        *workspaces,
+        scale,
+        *first_integers,
+        num_warps=4,
+        num_stages=1,
+    )
     backward_hopper[grid](
-        *(one for parts in descriptors(*planned, stats, sums, counters).values() for one in parts),
-        sums,
-        counters,
+        *(one for parts in descriptors(*planned, *workspaces).values() for one in parts),
+        *workspaces[1:],
         scale,
         *integers,
         num_warps=4,
         num_stages=2,
     )
-    finish[last_grid](sums, dq, scale, *last_integers, num_warps=4, num_stages=1)
+    finish[last_grid](workspaces[1], dq, scale, *last_integers, num_warps=4, num_stages=1)
     return -dq if negative else dq, dk, dv

@@ -41,7 +41,7 @@ def statistics() -> tuple[Mutant, ...]:
         ("dlse of the other sign", "The gradient of the log-sum-exp is added to delta.", TOLD,
          only(of_dlse, of_dlse.replace("-=", "+="))),
         ("dlse forgotten", "The gradient of the log-sum-exp counts for nothing.", TOLD,
-         only("other=0.0)\n# A row that sees", "other=0.0) * 0.0\n# A row that sees", PREPARE)),
+         only("other=0.0)\n# A row without visible", "other=0.0) * 0.0\n# A row without visible", PREPARE)),
         ("lse not over the scale", "Products that are scaled later begin at unscaled log-sum-exps.", CAUSAL,
          only("-row_lse / scale", "-row_lse")),
         ("lse in natural units", "Weights are relative to a logarithm to base e.", HALVES,
