@@ -85,17 +85,6 @@ class FamilyOf(Protocol[C_contra]):
         """Returns the minimum columns of tensor memory of a config (0 without such memory)."""
         return 0
 
-    def programs(self, problem: Problem, config: C_contra) -> int:
-        """Returns the programs of one launch: the size of the kernel's grid."""
-        ...
-
-    def overlap(self, config: C_contra) -> float | None:
-        """Returns the fraction of the shorter of products and softmax that the kernel's own schedule hides.
-
-        None without such a schedule: then only other warps of the SM overlap.
-        """
-        return None
-
     def makespan_ms(self, problem: Problem, config: C_contra, target: Target) -> float:
         """Returns the makespan of a launch, in ms: from its tiles, their programs and the traffic.
 

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.exhaustive.truth_table import TruthTable
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.perf_model.calibration import Calibration, FamilyFit, features, formula_ms
+from flashtune.tuner.perf_model.prediction import Calibration, FamilyFit, features, scheduled_ms
 
 # Weight of the penalty on large weights, compared with the residuals.
 RIDGE = 10.0
@@ -47,9 +47,9 @@ def _samples(table: TruthTable) -> _Samples:
         config = table.candidate(row).config
         if ms is None or row.resources is None:
             continue
-        predicted = formula_ms(table.problem, family, config, row.resources, target)
+        predicted = scheduled_ms(table.problem, family, config, row.resources, target)
         if not math.isinf(predicted):
-            found.append(features(table.problem, family, config, row.resources, target))
+            found.append(features(family, config, row.resources, target))
             off.append(math.log(ms / predicted))
     return _Samples(tuple(found), tuple(off))
 

@@ -25,7 +25,7 @@ from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.perf_model.calibration import FILE, Calibration, expected_ms
+from flashtune.tuner.perf_model.prediction import FILE, Calibration, expected_ms
 
 TABLES = ROOT / "tests/data/truth"
 FITTED = ROOT / "tuner" / FILE

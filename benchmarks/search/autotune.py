@@ -38,7 +38,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, demand, open_spaces
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.timed_runs import run_finals
-from flashtune.tuner.perf_model.calibration import shipped_fit
+from flashtune.tuner.perf_model.prediction import shipped_fit
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, WarmStart
 from flashtune.tuner.search.selection import candidate_of

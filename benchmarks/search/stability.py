@@ -30,7 +30,7 @@ from flashtune.db.table import shipped_table
 from flashtune.tuner.candidates import SearchTask, contiguous_specialization, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers, open_workers
 from flashtune.tuner.execution.timed_runs import run_finals
-from flashtune.tuner.perf_model.calibration import shipped_fit
+from flashtune.tuner.perf_model.prediction import shipped_fit
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.finals import FINALISTS, FINALS_WITHIN
 from flashtune.tuner.search.ranking import promising

@@ -113,9 +113,6 @@ class BackwardFused(FamilyOf[FusedConfig]):
     ) -> tuple[BytesItem, ...]:
         return fused_items(problem, config, target, specialization)
 
-    def programs(self, problem: Problem, config: FusedConfig) -> int:
-        return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // config.block_n)
-
     def makespan_ms(self, problem: Problem, config: FusedConfig, target: Target) -> float:
         return fused_span(unpacked(problem), config, target)
 

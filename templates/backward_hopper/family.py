@@ -39,8 +39,6 @@ HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
 # TMA copies rows of a multiple of 16 bytes.
 COLUMN_STEP = 8
-# Fraction of products and softmax that overlaps by the kernel's schedule.
-OVERLAP = 0.8
 # Warps of the prologue and the epilogue.
 STEP_WARPS = 4
 
@@ -185,12 +183,6 @@ class BackwardHopper(FamilyOf[HopperBackwardConfig]):
         self, problem: Problem, config: HopperBackwardConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
         return hopper_backward_items(problem, config)
-
-    def programs(self, problem: Problem, config: HopperBackwardConfig) -> int:
-        return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // config.block_n)
-
-    def overlap(self, config: HopperBackwardConfig) -> float | None:
-        return OVERLAP
 
     def makespan_ms(self, problem: Problem, config: HopperBackwardConfig, target: Target) -> float:
         return hopper_backward_span(problem, config, target)

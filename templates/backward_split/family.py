@@ -107,9 +107,6 @@ class BackwardSplit(FamilyOf[SplitConfig]):
     def tensor_memory_columns(self, problem: Problem, config: SplitConfig, target: Target) -> int:
         return split_columns(problem, config, target)
 
-    def programs(self, problem: Problem, config: SplitConfig) -> int:
-        return problem.batch * problem.kv_heads * -(-problem.seqlen_kv // config.block_n)
-
     def makespan_ms(self, problem: Problem, config: SplitConfig, target: Target) -> float:
         return split_span(unpacked(problem), config, target)
 

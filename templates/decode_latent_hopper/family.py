@@ -31,8 +31,6 @@ HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
 MIN_VALUES, MAX_VALUES = 128, 512
 MIN_REST, MAX_REST = 16, 64
-# Fraction of products and softmax that overlaps: the second group multiplies during the softmax.
-OVERLAP = 0.5
 
 
 class LatentContext(Context, frozen=True):
@@ -138,12 +136,6 @@ class DecodeLatentHopper(FamilyOf[LatentConfig]):
         self, problem: Problem, config: LatentConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
         return latent_items(problem, config)
-
-    def programs(self, problem: Problem, config: LatentConfig) -> int:
-        return row_tiles(problem, config) * problem.batch * config.num_splits
-
-    def overlap(self, config: LatentConfig) -> float | None:
-        return OVERLAP
 
     def makespan_ms(self, problem: Problem, config: LatentConfig, target: Target) -> float:
         return latent_span(problem, config, target)

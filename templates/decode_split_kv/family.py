@@ -123,12 +123,6 @@ class DecodeSplitKV(FamilyOf[DecodeConfig]):
     ) -> tuple[BytesItem, ...]:
         return decode_items(problem, config, target, specialization)
 
-    def programs(self, problem: Problem, config: DecodeConfig) -> int:
-        tiles = math.ceil(group_rows(problem) / config.block_m) * problem.batch
-        if problem.total_q:
-            tiles = problem.total_q * problem.group_size // config.block_m + problem.batch
-        return tiles * problem.kv_heads * config.num_splits
-
     def makespan_ms(self, problem: Problem, config: DecodeConfig, target: Target) -> float:
         return decode_span(problem, config, target)
 

@@ -36,8 +36,6 @@ HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
 # TMA copies rows of a multiple of 16 bytes.
 ROW_BYTES = 16
-# Fraction of products and softmax that overlaps, from the best kernels of an H200.
-OVERLAP = 0.8
 WORKSPACE = "transposed"
 NO_BOUND = -1
 # Wider than any sequence, and positions beyond it still fit 32 bits.
@@ -174,15 +172,6 @@ class ForwardHopper(FamilyOf[HopperConfig]):
         self, problem: Problem, config: HopperConfig, target: Target, specialization: Specialization
     ) -> tuple[BytesItem, ...]:
         return hopper_items(problem, config)
-
-    def programs(self, problem: Problem, config: HopperConfig) -> int:
-        if problem.total_q:
-            # The number of the sequences' tiles is unknown on the host, so use its maximum.
-            return problem.heads * (problem.total_q // config.block_m + problem.batch)
-        return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
-
-    def overlap(self, config: HopperConfig) -> float | None:
-        return OVERLAP
 
     def makespan_ms(self, problem: Problem, config: HopperConfig, target: Target) -> float:
         return hopper_span(problem, config, target)

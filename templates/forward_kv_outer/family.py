@@ -8,10 +8,14 @@ from flashtune.core.problem import MAX_HEAD_DIM, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
-from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
 from flashtune.templates.family import BytesItem, Context, FamilyOf
-from flashtune.templates.forward_kv_outer.perf_model import cycle_columns, cycle_items, cycle_traffic
+from flashtune.templates.forward_kv_outer.perf_model import (
+    cycle_columns,
+    cycle_items,
+    cycle_span,
+    cycle_traffic,
+)
 from flashtune.templates.forward_kv_outer.space import KVOuterConfig, kv_outer_space
 
 # State of a row between blocks of keys, in global memory and in float32.
@@ -61,12 +65,8 @@ class ForwardKVOuter(FamilyOf[KVOuterConfig]):
     def tensor_memory_columns(self, problem: Problem, config: KVOuterConfig, target: Target) -> int:
         return cycle_columns(problem, config, target)
 
-    def programs(self, problem: Problem, config: KVOuterConfig) -> int:
-        # Programs on the same rows would race: one for each head.
-        return problem.batch * problem.heads
-
     def makespan_ms(self, problem: Problem, config: KVOuterConfig, target: Target) -> float:
-        return portable_span(problem, config.block_m, config.block_n, target)
+        return cycle_span(problem, config, target)
 
     def hbm_items(
         self, problem: Problem, config: KVOuterConfig, target: Target | None = None

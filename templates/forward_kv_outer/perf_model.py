@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
+from flashtune.templates.common.model.cost import BANDWIDTH_SHARE
+from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.common.model.sram import (
     SHARING_RELEASE,
     Engine,
@@ -80,6 +84,15 @@ def cycle_traffic(problem: Problem, config: KVOuterConfig, target: Target | None
         BytesItem("carried max, sum and output last read", round(last) * state),
         BytesItem("out written once", rows * problem.value_head_dim * size),
     )
+
+
+def cycle_span(problem: Problem, config: KVOuterConfig, target: Target) -> float:
+    """Returns the time of a launch, in ms. One program computes a head, so few heads leave SMs idle."""
+    heads = max(1, problem.batch * problem.heads)
+    idle = math.ceil(heads / target.sm_count) * target.sm_count / heads
+    moved = sum(item.bytes for item in cycle_traffic(problem, config, target))
+    moving = moved / (target.hbm_bandwidth * 1e6 * BANDWIDTH_SHARE)
+    return max(idle * portable_span(problem, config.block_m, config.block_n, target), moving)
 
 
 def _tiles(problem: Problem, config: KVOuterConfig, target: Target) -> Tiles | None:

@@ -110,11 +110,6 @@ class ForwardMasked(FamilyOf[MaskedConfig]):
     def tensor_memory_columns(self, problem: Problem, config: MaskedConfig, target: Target) -> int:
         return masked_columns(problem, config, target)
 
-    def programs(self, problem: Problem, config: MaskedConfig) -> int:
-        if problem.total_q:
-            return (problem.total_q // config.block_m + problem.batch) * problem.heads
-        return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
-
     def makespan_ms(self, problem: Problem, config: MaskedConfig, target: Target) -> float:
         return masked_span(unpacked(problem), config, target)
 

@@ -84,9 +84,6 @@ class ForwardQOuter(FamilyOf[QOuterConfig]):
     def tensor_memory_columns(self, problem: Problem, config: QOuterConfig, target: Target) -> int:
         return q_outer_columns(problem, config, target)
 
-    def programs(self, problem: Problem, config: QOuterConfig) -> int:
-        return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
-
     def makespan_ms(self, problem: Problem, config: QOuterConfig, target: Target) -> float:
         return q_outer_span(problem, config, target)
 

@@ -16,8 +16,12 @@ from flashtune.templates.family import BytesItem, unsupported_reason
 from flashtune.templates.registry import families
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import Occupancy, occupancy, read_resources
-from flashtune.tuner.perf_model.roofline import softmax_seconds
 from flashtune.tuner.tables.kernel_choice import Chosen
+
+# Exponentials that one SM computes per clock, on its special function units.
+EXPONENTIALS_PER_CLOCK = 16
+# fp32 instructions around each exponential: scale, subtract, maximum, sum, conversion, rescale.
+VECTOR_FLOPS_PER_PAIR = 8
 
 
 class SramBudget(msgspec.Struct, frozen=True):
@@ -167,7 +171,7 @@ def roofline(problem: Problem, target: Target) -> Roofline:
     pairs = problem.batch * problem.heads * problem.visible_pairs()
     times = {
         "matrix units": 1e3 * problem.flops() / peak,
-        "softmax": 1e3 * softmax_seconds(pairs, target),
+        "softmax": 1e3 * _softmax_seconds(pairs, target),
         "memory": 1e3 * problem.minimal_bytes() / bandwidth,
     }
     bound_by = max(times, key=lambda name: times[name])
@@ -182,6 +186,12 @@ def roofline(problem: Problem, target: Target) -> Roofline:
         bound_ms=times[bound_by],
         bound_by=bound_by,
     )
+
+
+def _softmax_seconds(pairs: int, target: Target) -> float:
+    """Returns the minimum time of the exponentials and of the fp32 work around them."""
+    exponentials = pairs / (EXPONENTIALS_PER_CLOCK * target.sm_count * target.clock_mhz * 1e6)
+    return max(exponentials, VECTOR_FLOPS_PER_PAIR * pairs / (target.peak.fp32 * 1e12))
 
 
 def _peak(dtype: Dtype, target: Target) -> float:

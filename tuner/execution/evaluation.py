@@ -16,7 +16,7 @@ from flashtune.core.record import Measurement, Outcome, Provenance, Verdict
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled
-from flashtune.tuner.perf_model.calibration import expected_ms, shipped_fit
+from flashtune.tuner.perf_model.prediction import expected_ms, shipped_fit
 
 
 class DeviceLostError(FlashtuneError):

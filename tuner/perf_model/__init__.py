@@ -1,1 +1,1 @@
-"""Predicted times: roofline, wave quantization, and calibration."""
+"""Predicted times: makespans of schedules, spills, and calibration."""

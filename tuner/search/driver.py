@@ -15,7 +15,7 @@ from flashtune.dispatch.versions import current_versions, same_makers
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers, open_workers
 from flashtune.tuner.execution.evaluation import DeviceLostError
-from flashtune.tuner.perf_model.calibration import shipped_fit
+from flashtune.tuner.perf_model.prediction import shipped_fit
 from flashtune.tuner.search.finals import prove_choice, run_finals, selected
 from flashtune.tuner.search.pipeline import Pipeline
 from flashtune.tuner.search.policy import Policy, SearchContext, default_policy

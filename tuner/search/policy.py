@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.perf_model.calibration import Calibration
+from flashtune.tuner.perf_model.prediction import Calibration
 from flashtune.tuner.search.optuna_study import TrialResult
 from flashtune.tuner.search.proposer import DefaultStrategy
 from flashtune.tuner.search.ranking import initial_design, rank

@@ -11,7 +11,7 @@ import msgspec
 
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, Demand, SearchTask, demand
-from flashtune.tuner.perf_model.calibration import Calibration, estimated, expected_ms
+from flashtune.tuner.perf_model.prediction import Calibration, estimated, expected_ms
 
 # Candidates of each family. Ranking more would delay the start of the search.
 MAX_RANKED = 4096
@@ -88,13 +88,16 @@ def initial_design(ranked: Sequence[Ranked], limit: int) -> tuple[Candidate, ...
 
 
 def varied(ranked: Iterable[Ranked], limit: int) -> tuple[Candidate, ...]:
-    """Returns the fastest predicted candidates, one of each group with equal predictions."""
-    chosen: list[Candidate] = []
+    """Returns the fastest predicted candidates: one of each group with equal predictions, then the others."""
+    first: list[Candidate] = []
+    others: list[Candidate] = []
     last = -math.inf
     for entry in ranked:
         if entry.predicted_ms > last * (1 + SAME_PREDICTION) or last < 0:
-            chosen.append(entry.candidate)
+            first.append(entry.candidate)
             last = entry.predicted_ms
-        if len(chosen) == limit:
+        else:
+            others.append(entry.candidate)
+        if len(first) == limit:
             break
-    return tuple(chosen)
+    return tuple([*first, *others][:limit])

@@ -12,7 +12,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.core.target import Target
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.perf_model.calibration import Calibration
+from flashtune.tuner.perf_model.prediction import Calibration
 
 
 class Budget(msgspec.Struct, frozen=True):

@@ -14,8 +14,7 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.perf_model.roofline import Tiled
-from flashtune.tuner.perf_model.roofline_backward import passes
+from flashtune.tuner.perf_model.prediction import Loop, Tiled, backward_loops
 
 HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 256)
 HEADS = 8
@@ -187,8 +186,9 @@ def unrolled(point: Point, target: Target) -> int:
     if problem.dtype is not Dtype.FP32 or not target.is_nvidia or not isinstance(config, Tiled):
         return 0
     width = power_of_two(max(problem.head_dim, problem.value_head_dim))
-    tiles = [walk.tile for walk in passes(problem, config)] if problem.is_backward else [config]
-    return max(tile.block_m * tile.block_n * width // (tile.num_warps * target.warp_size) for tile in tiles)
+    one = Loop(config.block_m, config.block_n, config.num_warps, config.num_stages)
+    loops = backward_loops(config) if problem.is_backward else (one,)
+    return max(loop.rows * loop.looped * width // (loop.warps * target.warp_size) for loop in loops)
 
 
 def _plain_count(point: Point) -> int:
@@ -201,8 +201,7 @@ def _plain_count(point: Point) -> int:
     if not isinstance(config, Tiled):
         return 0
     if problem.is_backward:
-        tiles = [walk.tile for walk in passes(problem, config)]
-        rows = max(tile.block_m + tile.num_stages * tile.block_n for tile in tiles)
+        rows = max(loop.rows + loop.stages * loop.looped for loop in backward_loops(config))
         return rows * (qk + v) * problem.dtype.itemsize
     if problem.mla:
         # Values are columns of the keys, and no columns are added to either.

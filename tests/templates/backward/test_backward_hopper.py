@@ -66,7 +66,6 @@ def test_launch_grids_follow_lengths(
     module, planned = load_module(kernel_of(problem)), like(problem)
     grid, workspaces, integers = module.launch_plan(*planned)
     assert grid == (blocks * 2 * 2,)
-    assert FAMILY.programs(problem, FAMILY.default(problem, H200)) == grid[0]
     tiles = math.ceil(1000 / block_m)
     sums = (16, tiles, 16384 if head_dim > 128 else 8192)
     # A counter for each half of a block of sums, or for all; heads that fill the GPU twice or four times.

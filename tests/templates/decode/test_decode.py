@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Bias, Dtype, KvDtype, KvScale
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
-from flashtune.templates.decode_split_kv.space import DecodeConfig
+from flashtune.templates.decode_split_kv.space import DecodeConfig, group_rows
 from flashtune.templates.rendering import render
 from tests.problems.decode import A100, FAMILY, H200, LATENT, a_config, a_problem, meta
 
@@ -28,7 +29,6 @@ def test_launch_plan_of_split_keys() -> None:
     k = v = meta(3, 8, 500, 128)
     grid, workspaces, integers = module.launch_plan(q, k, v, out)
     assert grid == (3 * 8 * 4,)
-    assert grid == (FAMILY.programs(msgspec.structs.replace(problem, seqlen_q=2), a_config()),)
     assert workspaces == ((4, 3 * 32 * 2, 128), (4, 3 * 32 * 2))
     assert integers[-6:] == (32, 4, 96, 2, 500, 4)
     last_grid, last_integers = module.epilogue_plan(q, k, v, out)
@@ -70,7 +70,8 @@ def test_defaults_fill_the_gpu_once(changes: dict[str, Any], splits: int) -> Non
     config = FAMILY.default(problem, H200)
     assert isinstance(config, DecodeConfig)
     assert config.num_splits == splits
-    assert FAMILY.programs(problem, config) <= H200.sm_count or splits == 1
+    tiles = math.ceil(group_rows(problem) / config.block_m) * problem.batch * problem.kv_heads
+    assert tiles * splits <= H200.sm_count or splits == 1
     assert FAMILY.space(problem, H200).contains(config)
 
 

@@ -13,14 +13,14 @@ from flashtune.core.record import Resources
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.binary.resources import occupancy
-from flashtune.tuner.perf_model.calibration import (
+from flashtune.tuner.perf_model.prediction import (
     Calibration,
     estimated,
     expected_ms,
     features,
+    scheduled_ms,
     shipped_fit,
 )
-from flashtune.tuner.perf_model.roofline import predict_ms
 from tests.benchmarks.research.truth_fakes import SHAPE, a_table
 
 TABLES = read_tables(Path(__file__).parents[2] / "data" / "truth")
@@ -54,7 +54,7 @@ def test_constants_apply_only_to_their_architecture_and_families() -> None:
     portable = find_family("forward_q_outer")
     config = portable.default(table.problem, H200)
     lean = Resources(sram_bytes=65536, registers=128)
-    plain = predict_ms(table.problem, portable, config, lean, H200)
+    plain = scheduled_ms(table.problem, portable, config, lean, H200)
     assert expected_ms(table.problem, portable, config, lean, H200, fit) == plain
     assert predicted(table, fit) != predicted(table, NOTHING)
     elsewhere = msgspec.structs.replace(fit, arch="sm_80")
@@ -102,9 +102,6 @@ def test_features_have_the_same_names_for_all_shapes() -> None:
         scope = replay_scope(table)
         family = scope.spaces[0].family
         config = family.default(table.problem, H200)
-        names.add(
-            frozenset(features(table.problem, family, config, Resources(100_000), H200))
-            - {"order serpentine"}
-        )
+        names.add(frozenset(features(family, config, Resources(100_000), H200)) - {"order serpentine"})
     common = frozenset.intersection(*names)
-    assert {"imbalance", "keys in flight", "ping_pong", "balanced_grid"} <= common
+    assert {"resident warps", "keys in flight", "ping_pong", "balanced_grid"} <= common

@@ -17,7 +17,7 @@ from flashtune.tuner.candidates import Candidate, contiguous_specialization, ope
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled, compile_candidate
 from flashtune.tuner.execution.evaluation import Evaluation, Predictor
-from flashtune.tuner.perf_model.calibration import formula_ms
+from flashtune.tuner.perf_model.prediction import scheduled_ms
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
 from flashtune.tuner.search.summary import summary_lines
@@ -38,7 +38,7 @@ def search(store: Store, problem: Problem, trials: int = 40, *, lse: bool = Fals
     """A search in which candidates take their predicted times."""
 
     def timed(candidate: Candidate) -> Evaluation:
-        return right(formula_ms(problem, find_family(candidate.family), candidate.config, LEAN, H200))
+        return right(scheduled_ms(problem, find_family(candidate.family), candidate.config, LEAN, H200))
 
     equipment = SearchWorkers(FakeCompiler(compiled), FakeMeasurer(timed), 2)
     budget = Budget(trials, None, None)

@@ -20,7 +20,7 @@ from flashtune.tuner.candidates import Candidate, SearchTask, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation, Predictor
-from flashtune.tuner.perf_model.roofline import predict_ms
+from flashtune.tuner.perf_model.prediction import scheduled_ms
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.ranking import initial_design, rank
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
@@ -53,7 +53,9 @@ def timed(candidate: Candidate, factor: float) -> Evaluation:
     from flashtune.templates.registry import find_family
 
     resources = Resources(sram_bytes=65536, registers=64)
-    return right(factor * predict_ms(LONG, find_family(candidate.family), candidate.config, resources, H200))
+    return right(
+        factor * scheduled_ms(LONG, find_family(candidate.family), candidate.config, resources, H200)
+    )
 
 
 def chosen(store: Store) -> tuple[list[str], list[str]]:

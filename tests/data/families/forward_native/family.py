@@ -8,6 +8,7 @@ from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import Direction, Dtype, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
+from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.family import BytesItem, Context, FamilyOf
 
 HOPPER = 90
@@ -69,14 +70,8 @@ class ForwardNative(FamilyOf[NativeConfig]):
             BytesItem("k and v", 2 * config.num_stages * config.block_n * row),
         )
 
-    def programs(self, problem: Problem, config: NativeConfig) -> int:
-        return problem.batch * problem.heads * -(-problem.seqlen_q // config.block_m)
-
-    def overlap(self, config: NativeConfig) -> float | None:
-        return 0.9
-
     def makespan_ms(self, problem: Problem, config: NativeConfig, target: Target) -> float:
-        return problem.flops() / target.peak.half / 1e9
+        return 0.8 * portable_span(problem, config.block_m, config.block_n, target)
 
     def hbm_items(
         self, problem: Problem, config: NativeConfig, target: Target | None = None

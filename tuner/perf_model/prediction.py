@@ -1,7 +1,9 @@
-"""Calibration of predictions by constants that were fitted to measured times.
+"""Predicted times of configs: the makespan of their family, the cost of spills, and a calibration.
 
-The constants are in `fitted.json`, which `benchmarks.exhaustive.prediction` makes from tabular benchmarks.
-They hold for the measured architecture. Its terms are features of a config that hold for every shape.
+Predicted times order trials and are shown by `explain`. Dispatch compares makespans too, but it never treats
+a predicted time as a measurement. The calibration has constants that were fitted to measured times. They are
+in `fitted.json`, which `benchmarks.exhaustive.prediction` makes from tabular benchmarks. They hold for the
+measured architecture. Their terms are features of a config that hold for every shape.
 """
 
 from __future__ import annotations
@@ -10,20 +12,25 @@ import enum
 import functools
 import math
 from importlib import resources as files
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from flashtune.core.config import Config
 from flashtune.core.errors import TableError
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Resources, ShortText
 from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import columns, head_chunks
 from flashtune.templates.family import Family
 from flashtune.tuner.binary.resources import occupancy
-from flashtune.tuner.perf_model.roofline import Persistent, Tiled, imbalance, predict_ms
-from flashtune.tuner.perf_model.roofline_backward import passes, predict_backward_ms
 
-WARP = 32
+# Cost of a spilled byte as a fraction of the inner loop's time. Some spills are outside of the loop.
+SPILL_PENALTY = 1 / 1024
+# Slowdown if ptxas waits for each matrix instruction.
+SERIALIZED_PENALTY = 1.6
+# Tensor Cores multiply tf32 at half the rate of 16-bit types, and tf32x3 needs three products.
+TF32X3_RATE = 1 / 6
 # Fields that the size features replace, and fields that predictions model fully.
 SIZES = frozenset({"block_m", "block_n", "num_warps", "maxnreg"})
 # Estimate of a thread's registers before compilation: its share of accumulators and scores, and a constant.
@@ -37,6 +44,33 @@ MAX_REGISTERS = 255
 FILE = "fitted.json"
 
 
+@runtime_checkable
+class Tiled(Protocol):
+    """A config with tiles of `block_m` queries and `block_n` keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@runtime_checkable
+class TwoKernels(Tiled, Protocol):
+    """A config of two kernels, the second of which computes dq."""
+
+    dq_block_m: int
+    dq_block_n: int
+    dq_warps: int
+    dq_stages: int
+
+
+@runtime_checkable
+class Persistent(Protocol):
+    """A config of a persistent kernel, which processes groups of `head_swizzle` heads."""
+
+    head_swizzle: int
+
+
 def estimated(problem: Problem, config: Config, sram_bytes: int, target: Target) -> Resources:
     """Returns estimated resources of a kernel that was not compiled.
 
@@ -44,7 +78,7 @@ def estimated(problem: Problem, config: Config, sram_bytes: int, target: Target)
     """
     if isinstance(config, Persistent) or not isinstance(config, Tiled):
         return Resources(sram_bytes=sram_bytes)
-    threads = WARP * config.num_warps
+    threads = target.warp_size * config.num_warps
     if problem.is_backward:
         return Resources(sram_bytes=sram_bytes, registers=_of_backward(problem, config, target))
     accumulators = config.block_m * problem.value_head_dim / threads
@@ -57,22 +91,38 @@ def estimated(problem: Problem, config: Config, sram_bytes: int, target: Target)
     return Resources(sram_bytes=sram_bytes, registers=min(cap, MAX_REGISTERS, room, int(registers)))
 
 
-def _of_backward(problem: Problem, config: Config, target: Target) -> int:
+class Loop(NamedTuple):
+    """One kernel of a backward pass: the rows of its tile, and those of a block in its loop."""
+
+    rows: int
+    looped: int
+    warps: int
+    stages: int
+
+
+def backward_loops(config: Tiled) -> tuple[Loop, ...]:
+    """Returns the loop over queries, for dk and dv, and that of a second kernel for dq if there is one."""
+    first = Loop(config.block_n, config.block_m, config.num_warps, config.num_stages)
+    if not isinstance(config, TwoKernels):
+        return (first,)
+    return first, Loop(config.dq_block_m, config.dq_block_n, config.dq_warps, config.dq_stages)
+
+
+def _of_backward(problem: Problem, config: Tiled, target: Target) -> int:
     """Returns the most registers of a thread: a backward kernel holds probabilities and their gradients."""
-    needs = []
-    for walk in passes(problem, config):
-        tile = walk.tile
-        threads = WARP * tile.num_warps
-        summed = tile.block_m * walk.summed / threads
-        scores = 2 * tile.block_m * tile.block_n / threads
-        needs.append(OTHER_REGISTERS + POINTER_REGISTERS + summed + SCORE_REGISTERS * scores)
-    room = target.registers_per_sm // (WARP * config.num_warps)
+    split_head_dim = bool(getattr(config, "split_head_dim", False))
+    qk, v = (columns(head_chunks(dim, split_head_dim)) for dim in (problem.head_dim, problem.value_head_dim))
+    needs = [
+        OTHER_REGISTERS
+        + POINTER_REGISTERS
+        + loop.rows * (summed + 2 * SCORE_REGISTERS * loop.looped) / (target.warp_size * loop.warps)
+        for loop, summed in zip(backward_loops(config), (qk + v, qk), strict=False)
+    ]
+    room = target.registers_per_sm // (target.warp_size * config.num_warps)
     return min(MAX_REGISTERS, room, int(max(needs)))
 
 
-def features(
-    problem: Problem, family: Family, config: Config, resources: Resources, target: Target
-) -> dict[str, float]:
+def features(family: Family, config: Config, resources: Resources, target: Target) -> dict[str, float]:
     """Returns the features of a config by name. Missing names are 0.
 
     Sizes are logarithms, since their effects multiply. Each value of any other field is a feature.
@@ -82,7 +132,6 @@ def features(
     stays = isinstance(config, Persistent)
     blocks = 1 if stays else max(1, resident.blocks)
     warps = max(1, resident.warps)
-    programs = family.programs(problem, config)
     found = {
         "resident blocks": math.log(blocks),
         "one resident block": float(blocks == 1),
@@ -91,7 +140,6 @@ def features(
         "rows of a tile": math.log2(config.block_m),
         "keys of a block": math.log2(config.block_n),
         "rows of a warp": math.log2(config.block_m * blocks / warps),
-        "imbalance": math.log(imbalance(problem, config, programs, target.sm_count * blocks, target)),
     }
     return found | {
         name: value
@@ -137,29 +185,34 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def expected_ms(
     problem: Problem, family: Family, config: Config, resources: Resources, target: Target, fit: Calibration
 ) -> float:
-    """Returns the predicted time of one launch, in ms, corrected by the family's calibration.
-
-    Raises:
-        UsageError: The family's configs have no tiles.
-    """
-    ms = formula_ms(problem, family, config, resources, target)
+    """Returns the predicted time of one launch, in ms, corrected by the family's calibration."""
+    ms = scheduled_ms(problem, family, config, resources, target)
     own = fit.families.get(family.name)
     if own is None or fit.arch != target.arch or math.isinf(ms):
         return ms
-    found = features(problem, family, config, resources, target)
+    found = features(family, config, resources, target)
     return ms * math.exp(own.level + sum(own.weights.get(name, 0.0) * value for name, value in found.items()))
 
 
-def formula_ms(
+def scheduled_ms(
     problem: Problem, family: Family, config: Config, resources: Resources, target: Target
 ) -> float:
-    """Returns the predicted time of one launch of either pass, in ms, without calibration.
+    """Returns the makespan of one launch with the cost of spills, in ms, without calibration.
 
-    Raises:
-        UsageError: The family's configs have no tiles.
+    Infinite if not one block fits an SM.
     """
-    formula = predict_backward_ms if problem.is_backward else predict_ms
-    return formula(problem, family, config, resources, target)
+    if not occupancy(resources, family.options(config), target).blocks:
+        return math.inf
+    if problem.dtype is Dtype.FP32 and getattr(config, "input_precision", "") == "tf32x3":
+        peak = msgspec.structs.replace(target.peak, fp32=target.peak.half * TF32X3_RATE)
+        target = msgspec.structs.replace(target, peak=peak)
+    return family.makespan_ms(problem, config, target) * spill_factor(resources)
+
+
+def spill_factor(resources: Resources) -> float:
+    """Returns the slowdown of the inner loop by spills and serialised matrix instructions."""
+    serialized = SERIALIZED_PENALTY if resources.serialized_wgmma else 1.0
+    return serialized * (1 + resources.spill_bytes * SPILL_PENALTY)
 
 
 @functools.cache
