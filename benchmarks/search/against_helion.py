@@ -137,7 +137,7 @@ def compare(problem: Problem, device: torch.device, effort: str, budget: int | N
     output = by_helion(kernel, tensors.q, tensors.k, tensors.v)
     torch.cuda.synchronize(device)
     helion_seconds = time.monotonic() - started
-    expected, _ = unfused_attention(tensors.q, tensors.k, tensors.v, scale=tensors.scale, causal=Causal.NONE)
+    expected, _ = unfused_attention(problem, tensors.q, tensors.k, tensors.v, scale=tensors.scale)
     if not torch.allclose(output.float(), expected.float(), atol=TOLERANCE):
         raise FlashtuneError("Helion's kernel is wrong: there is nothing to time")
     ours = kernel_run(problem, found, contiguous_specialization(problem), target, tensors)

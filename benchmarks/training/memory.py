@@ -182,7 +182,7 @@ def ways(problem: Problem) -> dict[str, Attend]:
         return out
 
     def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return unfused_attention(q, k, v, scale=scale, causal=problem.causal)[0]
+        return unfused_attention(problem, q, k, v, scale=scale)[0]
 
     def by_backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(BACKENDS[name]):

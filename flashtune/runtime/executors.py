@@ -26,7 +26,7 @@ from flashtune.launch.workspaces import empty_like, prototype
 from flashtune.request.quantization import check_scales, given_scales
 from flashtune.request.request import Executor, Request, Result
 from flashtune.request.side_inputs import side_views
-from flashtune.runtime.unfused import unfused_attention, unfused_features
+from flashtune.runtime.unfused import unfused_attention
 
 
 def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
@@ -148,15 +148,8 @@ def baseline_executor(backend: Backend, request: Request) -> Executor:
     ) -> Result:
         views, factor = request.views(q, k, v), default_scale if scale is None else scale
         with types_as_given(q):
-            if problem.features:
-                extra = side_views(problem, side, views[1].shape[0])
-                out, lse = unfused_features(
-                    problem, *views, extra, scale=factor, return_lse=request.return_lse
-                )
-            else:
-                out, lse = unfused_attention(
-                    *views, scale=factor, causal=problem.causal, return_lse=request.return_lse
-                )
+            extra = side_views(problem, side, views[1].shape[0])
+            out, lse = unfused_attention(problem, *views, extra, scale=factor, return_lse=request.return_lse)
         return layout.as_given(out) if lse is None else (layout.as_given(out), lse.view(request.lse_shape))
 
     return run_unfused if backend is Backend.UNFUSED else run_sdpa

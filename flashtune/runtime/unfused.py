@@ -1,8 +1,8 @@
 """The unfused computation: torch operators that store all scores in memory.
 
 It is a baseline of benchmarks, and dispatch may select it for short sequences, whose scores are small. It is
-the fallback if no kernel supports a call. With features it is differentiable for dense tensors. Packed or
-paged sequences are gathered one by one, for which the host reads their lengths from the device.
+the fallback if no kernel supports a call. It is differentiable. Packed or paged sequences are gathered one by
+one, for which the host reads their lengths from the device.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Dtype, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.runtime.value_checks import check_pages
@@ -28,46 +27,43 @@ if TYPE_CHECKING:
 
 
 def unfused_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: Causal = Causal.NONE, return_lse: bool = False
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
+    *,
+    scale: float,
+    return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns attention by two matrix products in the inputs' dtype and a softmax in float32 or float64.
 
-    The softmax is in float64 if the inputs are. Rows without visible keys give zeros, and -inf as
-    log-sum-exp.
+    The softmax is in float64 if the inputs are.
 
     Args:
-        q: Queries [batch, heads, seqlen_q, head_dim], any strides.
-        k: Keys [batch, kv_heads, seqlen_kv, head_dim]; `kv_heads` divides `heads`.
-        v: Values [batch, kv_heads, seqlen_kv, value_head_dim].
+        problem: The problem. Its numbers of tokens, sequences and heads are those of the tensors.
+        q: Queries [batch, heads, seqlen_q, head_dim], any strides. Packed ones have batch 1.
+        k: Keys [batch, kv_heads, seqlen_kv, head_dim], or pages of that shape; `kv_heads` divides `heads`.
+        v: Values [batch, kv_heads, seqlen_kv, value_head_dim], likewise.
+        side: Extra inputs in the kernels' layout.
         scale: Factor of the scores, of any sign.
-        causal: The causal mask and its alignment.
         return_lse: Whether to compute the log-sum-exp.
 
     Returns:
-        The output [batch, heads, seqlen_q, value_head_dim] in the inputs' dtype, and the natural
-        log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
+        The output [batch, heads, seqlen_q, value_head_dim] in q's type, with zeros in rows without visible
+        keys, and the natural log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
     """
-    batch, heads, seqlen_q, _ = q.shape
-    seqlen_kv, value_head_dim = v.shape[2:]
-    if q.numel() == 0 or seqlen_kv == 0:
-        lse = q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=score_dtype(q)) if return_lse else None
-        return q.new_zeros(batch, heads, seqlen_q, value_head_dim), lse
-    if causal is Causal.BOTTOM_RIGHT and seqlen_q > seqlen_kv:
-        # The first queries see no key. Without them there is no 0/0 in gradients.
-        blind = seqlen_q - seqlen_kv
-        out, lse = unfused_attention(q[:, :, blind:], k, v, scale=scale, causal=causal, return_lse=return_lse)
-        return pad(out, (0, 0, blind, 0)), lse if lse is None else pad(lse, (blind, 0), value=-torch.inf)
-    scores = scaled_scores(q, k, scale)
-    if causal is not Causal.NONE:
-        diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
-        hidden = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).triu_(diagonal + 1)
-        scores.view(-1, seqlen_q, seqlen_kv).masked_fill_(hidden, -torch.inf)
-    lse = None
-    if return_lse:
-        lse = torch.logsumexp(scores, -1).view(batch, heads, seqlen_q)
-    weights = torch.softmax(scores, -1).to(v.dtype)
-    # The heads of a group are adjacent, so folded rows unfold into heads.
-    return torch.bmm(weights, v.flatten(0, 1)).view(batch, heads, seqlen_q, value_head_dim), lse
+    if not (problem.total_q or problem.page_size):
+        k, v = _numbers(k, side.k_scale, q.dtype), _numbers(v, side.v_scale, q.dtype)
+        return _dense(problem, q, k, v, side, scale, return_lse)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=score_dtype(q))
+    dense = msgspec.structs.replace(problem, total_q=0, page_size=0)
+    for sequence in _sequences(problem, q, k, v, side):
+        at = sequence.at
+        given = q[at], sequence.k, sequence.v, sequence.side
+        out[at], lse[at] = _dense(dense, *given, scale, True, at[2].start or 0)
+    return out, lse if return_lse else None
 
 
 def scaled_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -151,46 +147,6 @@ def _both(problem: Problem) -> int:
     return problem.head_dim + problem.value_head_dim
 
 
-def unfused_features(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    side: ExtraInputs,
-    *,
-    scale: float,
-    return_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns attention with all features by two matrix products and a softmax in float32.
-
-    Args:
-        problem: The problem. Numbers of tokens are those of the tensors.
-        q: Queries in the kernels' layout, [batch, heads, seqlen_q, head_dim]. Packed ones have batch 1.
-        k: Keys, [batch, kv_heads, seqlen_kv, head_dim], or pages of that shape.
-        v: Values.
-        side: Side inputs in the kernels' layout.
-        scale: Factor of the scores, not negative.
-        return_lse: Whether to compute the log-sum-exp.
-
-    Returns:
-        The output [batch, heads, seqlen_q, value_head_dim] in q's type, with zeros in rows without visible
-        keys, and the natural log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
-    """
-    if not (problem.total_q or problem.page_size):
-        k, v = _numbers(k, side.k_scale, q.dtype), _numbers(v, side.v_scale, q.dtype)
-        out, lse = _dense(problem, q, k, v, side, scale)
-        return out, lse if return_lse else None
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=score_dtype(q))
-    dense = msgspec.structs.replace(problem, total_q=0, page_size=0)
-    for sequence in _sequences(problem, q, k, v, side):
-        at = sequence.at
-        out[at], lse[at] = _dense(
-            dense, q[at], sequence.k, sequence.v, sequence.side, scale, at[2].start or 0
-        )
-    return out, lse if return_lse else None
-
-
 class _Sequence(NamedTuple):
     """One sequence: the indices of its queries, its keys and values, and its side inputs."""
 
@@ -249,12 +205,18 @@ def _gathered(pages: Tensor, scale: Tensor | None, table: Tensor, length: int, d
 
 
 def _dense(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs, scale: float, first_row: int = 0
-) -> tuple[Tensor, Tensor]:
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: ExtraInputs,
+    scale: float,
+    return_lse: bool,
+    first_row: int = 0,
+) -> tuple[Tensor, Tensor | None]:
     """Returns output and log-sum-exp of dense sequences. `first_row` is that of a packed sequence."""
     batch, heads, seqlen_q, _ = q.shape
-    seqlen_kv = k.shape[2]
-    places, seen = _visible(problem, q, k, side)
+    kv_heads, seqlen_kv = k.shape[1:3]
     if side.seqlens_kv is not None:
         # A cache may hold NaN or infinity after the last key, and 0 times these is NaN.
         beyond = torch.arange(seqlen_kv, device=q.device) >= side.seqlens_kv[:, None]
@@ -263,32 +225,53 @@ def _dense(
     if side.softcap is not None:
         scores = torch.tanh(scores / side.softcap) * side.softcap
     if side.slopes is not None:
-        distances = (places[:, :, None] - torch.arange(seqlen_kv, device=q.device)).abs()
+        keys = torch.arange(seqlen_kv, device=q.device)
+        distances = (_positions(problem, q, k, side)[:, :, None] - keys).abs()
         scores = scores - side.slopes[:, :, None, None] * distances[:, None]
-    if side.bias is not None:
-        if problem.bias is Bias.BOOLEAN:
-            seen = seen & side.bias
-        else:
-            scores = scores + side.bias
-    factors = None
+    if side.bias is not None and problem.bias is Bias.ADDITIVE:
+        scores = scores + side.bias
+    hidden = _hidden(problem, q, k, side)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
+    lse = None
+    has_blind_rows = problem.causal is Causal.BOTTOM_RIGHT and seqlen_q > seqlen_kv
+    if problem.features or has_blind_rows or not seqlen_kv:
+        weights, lse = _weights(scores, side.sinks)
+    else:
+        weights = torch.softmax(scores, -1)
+        if return_lse:
+            lse = torch.logsumexp(scores, -1)
     if side.seed is not None and side.dropout is not None:
         number = torch.arange(batch * heads, device=q.device)
         rows = first_row + torch.arange(seqlen_q, device=q.device)
-        factors = kept_weights(side.seed, number, rows, seqlen_kv, side.dropout) / (1.0 - side.dropout)
-    return _averages(scores.masked_fill(~seen, -torch.inf), v, side.sinks, factors)
+        kept = kept_weights(side.seed, number, rows, seqlen_kv, side.dropout)
+        weights = weights * (kept / (1.0 - side.dropout)).view_as(weights)
+    # The heads of a group are adjacent, so folded rows unfold into heads.
+    folded = weights.to(v.dtype).reshape(batch * kv_heads, heads // kv_heads * seqlen_q, seqlen_kv)
+    out = torch.bmm(folded, v.flatten(0, 1)).view(batch, heads, seqlen_q, v.shape[3])
+    return out, lse if return_lse else None
 
 
-def _visible(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> tuple[Tensor, Tensor]:
-    """Returns positions of queries, [batch or 1, seqlen_q], and the visible keys, which heads share."""
-    lengths = side.seqlens_kv
-    if lengths is None:
-        lengths = torch.full((1,), k.shape[2], dtype=torch.int32, device=q.device)
+def _positions(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Tensor:
+    """Returns positions of queries among the keys, [batch or 1, seqlen_q]."""
+    places = torch.arange(q.shape[2], device=q.device)[None]
+    if problem.causal is Causal.TOP_LEFT:
+        return places
+    if side.seqlens_kv is None:
+        return places + (k.shape[2] - q.shape[2])
+    return places + (side.seqlens_kv - q.shape[2])[:, None]
+
+
+def _hidden(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Tensor | None:
+    """Returns the pairs that no head may use, for [batch, heads, seqlen_q, seqlen_kv]; None without any."""
+    if not problem.features:
+        if problem.causal is Causal.NONE:
+            return None
+        diagonal = k.shape[2] - q.shape[2] if problem.causal is Causal.BOTTOM_RIGHT else 0
+        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(diagonal + 1)
     keys = torch.arange(k.shape[2], device=q.device)
-    places = torch.arange(q.shape[2], device=q.device).expand(len(lengths), -1)
-    if problem.causal is not Causal.TOP_LEFT:
-        places = places + (lengths - q.shape[2])[:, None]
-    p = places[:, :, None]
-    near = torch.ones((), dtype=torch.bool, device=q.device)
+    p = _positions(problem, q, k, side)[:, :, None]
+    near = torch.ones(1, 1, 1, dtype=torch.bool, device=q.device)
     if problem.window_left is not None:
         near = near & (keys >= p - problem.window_left)
     if problem.attention_chunk:
@@ -301,16 +284,16 @@ def _visible(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> tuple
         seen = seen & (keys <= p + problem.window_right)
     if side.prefix is not None:
         seen = seen | (keys < side.prefix[:, None, None])
-    return places, (seen & (keys < lengths[:, None, None]))[:, None]
+    if side.seqlens_kv is not None:
+        seen = seen & (keys < side.seqlens_kv[:, None, None])
+    seen = seen.unsqueeze(1)
+    if side.bias is not None and problem.bias is Bias.BOOLEAN:
+        seen = seen & side.bias
+    return ~seen
 
 
-def _averages(
-    scores: Tensor, v: Tensor, sinks: Tensor | None, factors: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns softmax-weighted values and the log-sum-exp. Fully hidden rows give no NaN, also in gradients.
-
-    `factors` are those that dropout applies to the weights, [batch * heads, seqlen_q, seqlen_kv].
-    """
+def _weights(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the softmax and the log-sum-exp. Fully hidden rows give no NaN, also in gradients."""
     batch, heads, seqlen_q, seqlen_kv = scores.shape
     lowest = scores.new_full((batch, heads, seqlen_q, 1), -torch.inf)
     sink = lowest if sinks is None else sinks.view(1, heads, 1, 1).expand_as(lowest)
@@ -321,11 +304,5 @@ def _averages(
     total = weights.sum(-1, keepdim=True) + torch.exp(sink - largest)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
-    kv_heads, rows = v.shape[1], heads // v.shape[1] * seqlen_q
-    shares = weights / total
-    if factors is not None:
-        shares = shares * factors.view_as(shares)
-    shares = shares.to(v.dtype).reshape(batch * kv_heads, rows, seqlen_kv)
-    out = torch.bmm(shares, v.flatten(0, 1)).view(batch, heads, seqlen_q, v.shape[3])
     lse = (largest + torch.log(total)).masked_fill(empty, -torch.inf)
-    return out, lse.squeeze(-1)
+    return weights / total, lse.squeeze(-1)

@@ -16,7 +16,7 @@ from flashtune.dispatch.masked_sdpa import masked_attention, refusal
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
-from flashtune.runtime.unfused import unfused_features
+from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.execution.sdpa import BACKENDS
 from tests.support.process_state import forget_refusals
 
@@ -99,7 +99,7 @@ def test_backends_have_the_same_mask_semantics(
             bias=kind,
         )
         side = side_views(problem, ExtraInputs(bias=bias), 2)
-        expected, lse = unfused_features(
+        expected, lse = unfused_attention(
             problem, q.float(), k.float(), v.float(), side, scale=scale, return_lse=True
         )
         assert lse is not None

@@ -14,10 +14,10 @@ from flashtune.core.target import find_target
 from flashtune.launch.compilation import kernel_folder
 from flashtune.launch.forward import bind
 from flashtune.runtime.self_check import passes_self_check
-from flashtune.runtime.unfused import unfused_attention
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification import check
+from tests.support.unfused import unfused
 
 TARGET = find_target("nvidia-l4")
 CPU = torch.device("cpu")
@@ -64,5 +64,5 @@ def use_first(start: float, checks: Path) -> float:
     k, v = torch.randn(2, 1, 1, 50, 16)
     lse = torch.empty(1, 2, 40)
     bind(kernel, TARGET, q, k, v, out)(q, k, v, out, lse, 0.25)
-    truth, _ = unfused_attention(q.double(), k.double(), v.double(), scale=0.25, causal=Causal.BOTTOM_RIGHT)
+    truth, _ = unfused(q.double(), k.double(), v.double(), scale=0.25, causal=Causal.BOTTOM_RIGHT)
     return float((out - truth).abs().max())

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.runtime.unfused import unfused_attention
+from flashtune.core.problem import Causal
 from flashtune.verification.reference.forward import expect, sample
 from flashtune.verification.tolerance import worst_ratio
+from tests.support.unfused import problem_of, unfused
 
-DTYPES = {torch.float32: Dtype.FP32, torch.float16: Dtype.FP16, torch.bfloat16: Dtype.BF16}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = [(1, 1), (1, 9), (9, 1), (12, 12), (7, 19), (19, 7)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -35,23 +35,9 @@ def tensors(
     return found[0], found[1], found[2]
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, causal: Causal) -> Problem:
-    return Problem(
-        dtype=DTYPES[q.dtype],
-        head_dim=q.shape[3],
-        value_head_dim=v.shape[3],
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        batch=q.shape[0],
-        seqlen_q=q.shape[2],
-        seqlen_kv=k.shape[2],
-        causal=causal,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", list(Causal))
 def test_unfused_attention_is_within_kernel_tolerances(
     causal: Causal, dtype: torch.dtype, device: str
@@ -61,7 +47,7 @@ def test_unfused_attention_is_within_kernel_tolerances(
     for lengths, heads, layout, scale in choices:
         q, k, v = tensors(lengths, heads, dtype, layout, device)
         problem = problem_of(q, k, v, causal)
-        out, lse = unfused_attention(q, k, v, scale=scale, causal=causal, return_lse=True)
+        out, lse = unfused(q, k, v, scale=scale, causal=causal, return_lse=True)
         assert lse is not None
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         everything = sample(problem, torch.Generator(device).manual_seed(0))
@@ -74,15 +60,15 @@ def test_unfused_attention_is_within_kernel_tolerances(
 
 def test_without_lse() -> None:
     q, k, v = tensors((5, 6), (2, 1), torch.float32, "bhsd", "cpu")
-    out, lse = unfused_attention(q, k, v, scale=0.2)
+    out, lse = unfused(q, k, v, scale=0.2)
     assert lse is None
-    assert torch.equal(out, unfused_attention(q, k, v, scale=0.2, return_lse=True)[0])
+    assert torch.equal(out, unfused(q, k, v, scale=0.2, return_lse=True)[0])
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 6, 0)])
 def test_empty_problems(seqlen_q: int, seqlen_kv: int, batch: int) -> None:
     q, k, v = tensors((seqlen_q, seqlen_kv), (4, 2), torch.bfloat16, "bhsd", "cpu")
-    out, lse = unfused_attention(q[:batch], k[:batch], v[:batch], scale=0.2, return_lse=True)
+    out, lse = unfused(q[:batch], k[:batch], v[:batch], scale=0.2, return_lse=True)
     assert torch.equal(out, torch.zeros(batch, 4, seqlen_q, 16, dtype=torch.bfloat16))
     assert lse is not None
     assert torch.equal(lse, torch.full((batch, 4, seqlen_q), -torch.inf))
@@ -90,7 +76,7 @@ def test_empty_problems(seqlen_q: int, seqlen_kv: int, batch: int) -> None:
 
 def test_rows_that_see_no_key() -> None:
     q, k, v = tensors((9, 4), (2, 2), torch.float16, "bhsd", "cpu")
-    out, lse = unfused_attention(q, k, v, scale=0.2, causal=Causal.BOTTOM_RIGHT, return_lse=True)
+    out, lse = unfused(q, k, v, scale=0.2, causal=Causal.BOTTOM_RIGHT, return_lse=True)
     assert lse is not None
     assert torch.equal(out[:, :, :5], torch.zeros(2, 2, 5, 16, dtype=torch.float16))
     assert torch.isneginf(lse[:, :, :5]).all()
@@ -99,7 +85,7 @@ def test_rows_that_see_no_key() -> None:
 
 def test_large_scores_of_float16_do_not_overflow() -> None:
     q, k, v = (tensor * 100 for tensor in tensors((6, 6), (1, 1), torch.float16, "bhsd", "cpu"))
-    out, lse = unfused_attention(q, k, v, scale=1.0, return_lse=True)
+    out, lse = unfused(q, k, v, scale=1.0, return_lse=True)
     assert lse is not None
     assert torch.isfinite(out).all()
     assert lse.max() > torch.finfo(torch.float16).max
@@ -112,7 +98,7 @@ def test_inputs_are_not_modified_and_get_gradients(lengths: tuple[int, int], cau
     inputs = [tensor.requires_grad_() for tensor in tensors(lengths, (4, 2), torch.float32, "bhsd", "cpu")]
     copies = [tensor.detach().clone() for tensor in inputs]
     q, k, v = inputs
-    out, lse = unfused_attention(q, k, v, scale=0.2, causal=causal, return_lse=True)
+    out, lse = unfused(q, k, v, scale=0.2, causal=causal, return_lse=True)
     assert lse is not None
     (out.square().sum() + lse[lse.isfinite()].sum()).backward()
     for tensor, copy in zip(inputs, copies, strict=True):

@@ -16,7 +16,7 @@ from flashtune.core.record import Record
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.backward import BackwardTensors
-from flashtune.runtime.unfused import unfused_attention
+from tests.support.unfused import unfused
 
 
 class Machine:
@@ -61,7 +61,7 @@ class Machine:
                 for tensor, shape, stride in zip((q, k, v, out), shapes, strides, strict=True)
             ]
             causal = Causal(kernel.source.split("causal: ")[1].split()[0])
-            result, row_lse = unfused_attention(*views[:3], scale=scale, causal=causal, return_lse=True)
+            result, row_lse = unfused(*views[:3], scale=scale, causal=causal, return_lse=True)
             views[3].copy_(result)
             if lse is not None and row_lse is not None:
                 lse.copy_(row_lse)
@@ -88,7 +88,7 @@ class Machine:
             causal = Causal(kernel.source.split("causal: ")[1].split()[0])
             with torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-                out, lse = unfused_attention(*leaves, scale=scale, causal=causal, return_lse=True)
+                out, lse = unfused(*leaves, scale=scale, causal=causal, return_lse=True)
                 assert lse is not None
                 dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
                 found = torch.autograd.grad([out, lse], leaves, [dout, dlse])
@@ -107,7 +107,7 @@ def inputs(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> tuple[Tenso
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, causal: str = "bottom_right", scale: float = 0.125) -> Tensor:
-    return unfused_attention(q, k, v, scale=scale, causal=Causal(causal))[0]
+    return unfused(q, k, v, scale=scale, causal=Causal(causal))[0]
 
 
 def tuned(machine: Machine, *records: Record) -> None:

@@ -19,7 +19,7 @@ from flashtune.launch.backward import BackwardTensors
 from flashtune.launch.forward import Binary, bind, compile_binary
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.quantization import quantize
-from flashtune.runtime.unfused import unfused_features
+from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.workloads.models import forward_of
 from flashtune.verification.inputs.placement import capacities, make_table, starts
 from flashtune.verification.lengths import Lengths, usual_lengths
@@ -196,7 +196,7 @@ def _run_forward(problem: Problem, tensors: Tensors, lse: Tensor) -> None:
     """Runs the forward pass: on a GPU by its default kernel, on the CPU by unfused attention."""
     q, k, v, out, side = tensors.q, tensors.k, tensors.v, tensors.out, tensors.side
     if q.device.type == "cpu":
-        made, its_lse = unfused_features(problem, q, k, v, side, scale=tensors.scale, return_lse=True)
+        made, its_lse = unfused_attention(problem, q, k, v, side, scale=tensors.scale, return_lse=True)
         assert its_lse is not None
         out.copy_(made)
         lse.copy_(its_lse)

@@ -17,7 +17,7 @@ from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import timed_ways
 from flashtune.launch.backward import bind_backward
 from flashtune.launch.forward import bind
-from flashtune.runtime.unfused import unfused_attention, unfused_features
+from flashtune.runtime.unfused import unfused_attention
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
@@ -103,9 +103,7 @@ def _timed(forward: Run, tensors: Tensors) -> Run | None:
 def standard_run(problem: Problem, tensors: Tensors) -> Run:
     """Returns a run of unfused attention on these tensors."""
     given = (tensors.q, tensors.k, tensors.v)
-    if problem.features:
-        return functools.partial(unfused_features, problem, *given, tensors.side, scale=tensors.scale)
-    return functools.partial(unfused_attention, *given, scale=tensors.scale, causal=problem.causal)
+    return functools.partial(unfused_attention, problem, *given, tensors.side, scale=tensors.scale)
 
 
 def _works(run: Run) -> bool:

@@ -34,7 +34,7 @@ def judged() -> Judged:
     problem = a_problem()
     tensors = make_tensors(problem, CPU)
     chosen = sample(problem, torch.Generator().manual_seed(0))
-    out, _ = unfused_attention(tensors.q, tensors.k, tensors.v, scale=0.25, causal=problem.causal)
+    out, _ = unfused_attention(problem, tensors.q, tensors.k, tensors.v, scale=0.25)
     return out, chosen, expect(problem, tensors.q, tensors.k, tensors.v, 0.25, chosen)
 
 

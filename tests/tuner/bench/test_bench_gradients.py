@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend
 import flashtune
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
-from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.bench import peer_runs
 from flashtune.tuner.bench.admission import Admitted, admit
 from flashtune.tuner.bench.backward import gradient_binders, gradient_judge
@@ -27,6 +26,7 @@ from flashtune.tuner.cli.report.bench_markdown import markdown
 from flashtune.tuner.cli.report.bench_terminal import title_of
 from flashtune.tuner.execution import timed_runs
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
+from tests.support.unfused import unfused
 from tests.tuner.bench.bench_fakes import a_bench, a_run
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: str, prefer: str, **options: object) -> Tensor:
         assert prefer == "generated"
         assert options == {}
-        out, _ = unfused_attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=Causal(causal))
+        out, _ = unfused(q, k, v, scale=q.shape[-1] ** -0.5, causal=Causal(causal))
         return out
 
     monkeypatch.setattr(flashtune, "attention", attention)
@@ -85,7 +85,7 @@ def test_one_wrong_element_of_a_gradient_rejects_it(index: int, value: float) ->
     tensors = make_tensors(PROBLEM, CPU)
     judge = gradient_judge(PROBLEM, tensors)
     leaves = [tensor.clone().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v)]
-    out, _ = unfused_attention(*leaves, scale=tensors.scale, causal=PROBLEM.causal)
+    out, _ = unfused(*leaves, scale=tensors.scale, causal=PROBLEM.causal)
     assert tensors.backward is not None
     gradients = torch.autograd.grad(out, leaves, tensors.backward.dout)
     assert judge(gradients) <= 1
@@ -100,7 +100,7 @@ def test_deterministic_gradients_are_compared_with_usual_baselines(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         asked.append(options["deterministic"])
-        return unfused_attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=PROBLEM.causal)[0]
+        return unfused(q, k, v, scale=q.shape[-1] ** -0.5, causal=PROBLEM.causal)[0]
 
     monkeypatch.setattr(flashtune, "attention", attention)
     problem = msgspec.structs.replace(PROBLEM, deterministic=True)
@@ -127,7 +127,7 @@ def test_flex_attention_supports_repeated_backward_passes(
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: object) -> Tensor:
-        return unfused_attention(q, k, v, scale=scale, causal=PROBLEM.causal)[0]
+        return unfused(q, k, v, scale=scale, causal=PROBLEM.causal)[0]
 
     # The real one has no backward pass on the CPU.
     monkeypatch.setattr(peer_runs, "flex_attention", attend)

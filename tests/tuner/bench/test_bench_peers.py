@@ -68,7 +68,7 @@ def fake_flash_attn_4(problem: Problem, *, swapped: bool) -> Callable[..., tuple
     def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> tuple[Tensor, None]:
         assert causal == (problem.causal is not Causal.NONE)
         heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-        out, _ = unfused_attention(*heads_first, scale=softmax_scale, causal=problem.causal)
+        out, _ = unfused_attention(problem, *heads_first, scale=softmax_scale)
         return (out.flip(1) if swapped else out).transpose(1, 2), None
 
     return attend
