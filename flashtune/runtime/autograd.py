@@ -6,7 +6,6 @@ whose autograd kernels use the same function (`flashtune.runtime.backward_ops`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,8 +45,11 @@ class AllGradients(NamedTuple):
     dslopes: Tensor | None = None
 
 
-# Like `flashtune.runtime.backward_executors.BackwardExecutor`, with the gradients of side inputs.
-ServeAll = Callable[..., AllGradients]
+# As `flashtune.runtime.backward_executors.BackwardExecutor`, with the gradients of extra inputs. Without such
+# inputs, only the first three are used.
+ServeAll = Callable[..., tuple[Tensor | None, ...]]
+# Bound once, because each call uses it.
+is_grad_enabled = torch.is_grad_enabled
 
 
 class Pair(NamedTuple):
@@ -68,10 +70,22 @@ class Pair(NamedTuple):
 
 def differentiable(pair: Pair) -> Executor:
     """Returns a differentiable executor."""
-    return functools.partial(attend, pair)
+    # Bound once, because each call uses it.
+    apply: Callable[..., Result] = Attend.apply
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs = NO_EXTRA_INPUTS
+    ) -> Result:
+        if side is NO_EXTRA_INPUTS:
+            return apply(pair, scale, side, q, k, v)
+        return apply(pair, scale, side, q, k, v, side.sinks, side.bias, side.slopes)
+
+    return run
 
 
-def with_side(backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...]) -> ServeAll:
+def with_side(
+    backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...]
+) -> Callable[..., AllGradients]:
     """Returns a backward pass with all gradients. Those of side inputs have the shapes of these inputs.
 
     Args:
@@ -107,38 +121,31 @@ def with_side(backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...
     return run
 
 
-def attend(
-    pair: Pair, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs = NO_EXTRA_INPUTS
-) -> Result:
-    """Returns attention by a pair, as a node of autograd's graph."""
-    result: Result = Attend.apply(q, k, v, side.sinks, side.bias, side.slopes, pair, scale, side)  # type: ignore[no-untyped-call]
-    return result
-
-
 class Attend(Function):
-    """Attention as one node of autograd's graph."""
+    """Attention as one node of autograd's graph.
+
+    The GPU may be idle during these methods, so they do little for a call without extra inputs. Autograd runs
+    the backward pass in another thread, whose CPU caches are cold.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        bias: Tensor | None,
-        slopes: Tensor | None,
         pair: Pair,
         scale: float | None,
         side: ExtraInputs,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *tracked: Tensor | None,
     ) -> Result:
-        """Runs the forward pass and saves the tensors for the backward pass."""
-        del sinks, bias, slopes  # arguments only so that autograd tracks them
+        """Runs the forward pass and saves the tensors. `tracked` are extra inputs that may require grad."""
+        del tracked  # arguments only so that autograd tracks them
+        out, lse = pair.forward(q, k, v, scale, side)
         if side is NO_EXTRA_INPUTS:
-            out, lse = pair.forward(q, k, v, scale)
             ctx.save_for_backward(q, k, v, out, lse)
-            ctx.call = pair, scale, ()
+            ctx.call = pair, scale, None
         else:
-            out, lse = pair.forward(q, k, v, scale, side)
             ctx.save_for_backward(q, k, v, out, lse, *side.optional_tensors)
             ctx.call = pair, scale, side.numbers
         return (out, lse) if pair.return_lse else out
@@ -146,15 +153,19 @@ class Attend(Function):
     @staticmethod
     def backward(ctx: Any, *results: Tensor) -> tuple[Tensor | None, ...]:
         """Runs the backward pass for gradients of the results. Batches of gradients raise ProblemError."""
-        dout, dlse = results[0], results[1] if len(results) > 1 else None
-        given = ctx.call, dout, dlse, *ctx.saved_tensors
-        first = torch.is_grad_enabled() and not ctx.call[0].is_traced
+        pair, scale, numbers = ctx.call
+        dlse = results[1] if pair.return_lse else None
         try:
-            gradients = only_once(_gradients, *given) if first else _gradients(*given)
+            if is_grad_enabled() and not pair.is_traced:
+                found = only_once(_gradients, *ctx.call, results[0], dlse, *ctx.saved_tensors)
+            elif numbers is None:
+                found = pair.backward(*ctx.saved_tensors, results[0], dlse, scale)
+            else:
+                found = _gradients(*ctx.call, results[0], dlse, *ctx.saved_tensors)
         except RuntimeError:
             refuse_batches(results)
             raise
-        return (*gradients, None, None, None)
+        return None, None, None, *found
 
 
 def only_once(
@@ -186,21 +197,18 @@ class FirstDerivative(Function):
 
 
 def _gradients(
-    call: tuple[Pair, float | None, tuple[float | None, ...]],
+    pair: Pair,
+    scale: float | None,
+    numbers: tuple[float | None, ...] | None,
     dout: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *extra: Tensor | None,
-) -> AllGradients:
-    pair, scale, numbers = call
-    if not extra:
-        return pair.backward(q, k, v, out, lse, dout, dlse, scale)
-    side = ExtraInputs(*extra, *numbers)  # type: ignore[arg-type]
-    return pair.backward(q, k, v, out, lse, dout, dlse, scale, side)
+    *saved: Any,
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients, as a function of tensors and numbers alone."""
+    if numbers is None:
+        return pair.backward(*saved, dout, dlse, scale)
+    side = ExtraInputs(*saved[5:], *numbers)
+    return pair.backward(*saved[:5], dout, dlse, scale, side)
 
 
 def sink_gradient(

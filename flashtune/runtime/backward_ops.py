@@ -31,7 +31,7 @@ from flashtune.dispatch.sdpa import default_backend
 from flashtune.recording.recorder import counted
 from flashtune.request.call import Call
 from flashtune.request.request import Request, Result
-from flashtune.runtime.autograd import AllGradients, Pair, ServeAll, attend, only_once, with_side
+from flashtune.runtime.autograd import AllGradients, Pair, differentiable, only_once, with_side
 from flashtune.runtime.call_cache import call_key, remembered, unsigned
 from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
 from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
@@ -69,7 +69,7 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
         is_traced=True,
     )
     with enable_single_level_autograd_function():
-        return attend(pair, call.q, call.k, call.v, call.scale, call.side)
+        return differentiable(pair)(call.q, call.k, call.v, call.scale, call.side)
 
 
 def _assumed(request: Request, call: Call) -> Assumptions:
@@ -149,7 +149,7 @@ def _backward_operator(
 def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
     call = call_of(values)
 
-    def make(request: Request) -> ServeAll:
+    def make(request: Request) -> Callable[..., AllGradients]:
         served = prepare_alone(request, call.q, call.k, call.v, call.side)
         if not (request.is_empty or request.is_double):
             needed = backward_specialization(request, call.q, call.k, call.v, call.side)

@@ -27,7 +27,7 @@ from flashtune.dispatch.pair_decision import (
 )
 from flashtune.request.request import Executor, Prefer, Request
 from flashtune.request.side_inputs import side_views
-from flashtune.runtime.autograd import Pair, differentiable, with_side
+from flashtune.runtime.autograd import Pair, ServeAll, differentiable, with_side
 from flashtune.runtime.backward_executors import (
     BackwardExecutor,
     BoundBackward,
@@ -44,7 +44,6 @@ from flashtune.runtime.kernel_fallback import (
     remember_choice,
     warn_of_failure,
 )
-from flashtune.runtime.plain_autograd import Passes, plainly_differentiable
 from flashtune.runtime.prepare import bound_forward, forward_kernel_key, prepare_generated
 
 if TYPE_CHECKING:
@@ -95,11 +94,10 @@ def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraIn
 
 
 def _paired(forward: Executor, backward: BackwardExecutor, request: Request, side: ExtraInputs) -> Executor:
-    if not request.problem.features and not request.return_lse:
-        plainly = backward.plainly if isinstance(backward, BoundBackward) else backward
-        return plainly_differentiable(Passes(forward, plainly))
-    wanted = side_gradients(side)
-    return differentiable(Pair(forward, with_side(backward, request.layout, wanted), request.return_lse))
+    served: ServeAll = with_side(backward, request.layout, side_gradients(side))
+    if isinstance(backward, BoundBackward) and not request.problem.features and not request.return_lse:
+        served = backward.plainly
+    return differentiable(Pair(forward, served, request.return_lse))
 
 
 def prepare_alone(

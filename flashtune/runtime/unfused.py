@@ -62,7 +62,9 @@ def unfused_attention(
     for sequence in _sequences(problem, q, k, v, side):
         at = sequence.at
         given = q[at], sequence.k, sequence.v, sequence.side
-        out[at], lse[at] = _dense(dense, *given, scale, True, at[2].start or 0)
+        out[at], part = _dense(dense, *given, scale, True, at[2].start or 0)
+        assert part is not None
+        lse[at] = part
     return out, lse if return_lse else None
 
 

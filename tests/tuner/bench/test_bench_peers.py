@@ -67,7 +67,7 @@ def fake_flash_attn_4(problem: Problem, *, swapped: bool) -> Callable[..., tuple
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> tuple[Tensor, None]:
         assert causal == (problem.causal is not Causal.NONE)
-        heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, _ = unfused_attention(problem, *heads_first, scale=softmax_scale)
         return (out.flip(1) if swapped else out).transpose(1, 2), None
 
