@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtune.core.arguments import read_count
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.table import FEATURES
 from flashtune.core.layouts import WIDE_FLOATS, Layout
 from flashtune.request.arguments import read_option
 from flashtune.request.call import Call
@@ -23,6 +23,9 @@ from flashtune.request.request import Result
 from flashtune.request.side_inputs import check_kinds
 from flashtune.request.tensor_checks import require_dense
 from flashtune.runtime.torch_ops import attend
+
+# The inputs of features that depend on positions among all keys of a sequence.
+POSITIONAL = [one for feature in FEATURES.values() if feature.is_positional for one in feature.inputs]
 
 
 def merge_attention(
@@ -114,12 +117,11 @@ def prefix_call(call: Call, tokens: int, pages: int) -> Call:
     q = call.q
     q = q.flatten(0, 1) if call.options.layout == Layout.BSHD else q
     assert call.side.block_table is not None
-    side = ExtraInputs(
-        k_scale=call.side.k_scale,
-        v_scale=call.side.v_scale,
+    side = call.side._replace(
+        sinks=None,
+        cu_seqlens_q=None,
         seqlens_kv=_length(tokens, q.device),
         block_table=call.side.block_table[:1, :pages],
-        softcap=call.side.softcap,
     )
     options = call.options._replace(
         causal="none", layout="bshd", return_lse=True, max_seqlen_q=0, sink_tokens=0
@@ -167,8 +169,7 @@ def _shared_pages(call: Call, tokens: int) -> int:
     names = {
         "window": options.window_left is not None or options.window_right is not None,
         "chunk": options.chunk > 0,
-        "alibi_slopes": side.slopes is not None,
-        "prefix_lengths": side.prefix is not None,
+        **{one.option: getattr(side, one.name) is not None for one in POSITIONAL},
         "causal='top_left'": options.causal == "top_left",
     }
     given = [name for name, there in names.items() if there]

@@ -100,8 +100,7 @@ def call_key(call: Call) -> tuple[object, ...]:
         *_tensor_key(q, k, v, options, options.deterministic),
         *extra,
         side.bias is None or side.bias.data_ptr() & 15 == 0,
-        side.softcap is None,
-        side.dropout is None,
+        *[number is None for number in side.numbers],
         requires_grad(call) and (_gradient_kind(options.deterministic), side_gradients(side)),
     )
 

@@ -106,6 +106,7 @@ class Description(NamedTuple, Generic[Fields, Inputs]):
         tensors: Its tensors.
         numbers: Its numbers. They are last in `ExtraInputs`.
         is_mask: Whether it decides which keys a query sees.
+        is_positional: Whether its inputs refer to positions among all keys of a sequence.
         is_sparse: Whether the nominal FLOPs then count visible pairs only.
         change: Returns the changed scores. Differentiable; does not write to its argument.
         derivative: Returns the derivative of the changed scores by the scores before; None means 1.
@@ -121,7 +122,13 @@ class Description(NamedTuple, Generic[Fields, Inputs]):
     tensors: tuple[TensorInput, ...] = ()
     numbers: tuple[NumberInput, ...] = ()
     is_mask: bool = False
+    is_positional: bool = False
     is_sparse: bool = False
     change: Callable[[Tensor, ScoreRows[Fields, Inputs]], Changed] | None = None
     derivative: Callable[[Tensor, ScoreRows[Fields, Inputs]], Tensor] | None = None
     usual: Callable[[UsualCall[Fields]], dict[str, Any]] | None = None
+
+    @property
+    def inputs(self) -> tuple[TensorInput | NumberInput, ...]:
+        """Its tensors and numbers."""
+        return *self.tensors, *self.numbers

@@ -317,6 +317,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = types.Mapp
             fields=("prefix",),
             tensors=(TensorInput("prefix", "prefix_lengths", "int32", ("batch",)),),
             is_mask=True,
+            is_positional=True,
             usual=_usual_prefix,
         ),
         Feature.SOFTCAP: Description(
@@ -344,6 +345,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = types.Mapp
             word="alibi",
             fields=("alibi",),
             tensors=(TensorInput("slopes", "alibi_slopes", is_strided=True),),
+            is_positional=True,
             change=_with_slopes,
             usual=_usual_slopes,
         ),

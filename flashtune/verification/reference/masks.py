@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flashtune.core.features.masks import both, seen_keys
 from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.verification.inputs.placement import is_all
@@ -100,22 +101,9 @@ def visible_keys(
     place = places(problem, lengths, batch, rows, device)
     queries, keys = _lengths(lengths, batch, device)
     key = torch.arange(problem.seqlen_kv, device=device)
-    causal = problem.causal is not Causal.NONE
-    near = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
-    if problem.window_left is not None:
-        near = _both(near, key >= place - problem.window_left)
-    if problem.attention_chunk:
-        chunk, own = key // problem.attention_chunk, place // problem.attention_chunk
-        near = _both(near, chunk >= own if causal else chunk == own)
-    seen = near | (key < problem.sink_tokens)
-    if causal:
-        seen = _both(seen, key <= place)
-    elif problem.window_right is not None:
-        seen = _both(seen, key <= place + problem.window_right)
-    if side.prefix is not None:
-        prefix = side.prefix.cpu()[batch].to(device, torch.int64)
-        seen = seen | (key < prefix[:, None, None])
-    return _both(_both(seen, key < keys), rows[None, :, None].to(device) < queries)
+    prefix = None if side.prefix is None else side.prefix.cpu()[batch].to(device, torch.int64)[:, None, None]
+    seen = seen_keys(problem, place, key, prefix)
+    return both(both(seen, key < keys), rows[None, :, None].to(device) < queries)
 
 
 def counted(seen: Tensor) -> Tensor:
@@ -141,11 +129,6 @@ def bias_of(problem: Problem, bias: Tensor, some: Rows) -> Tensor:
     if is_all(problem, some.batch * problem.heads + some.head, some.rows):
         return bias.flatten(0, 1)
     return bias[some.batch, some.head][:, some.rows]
-
-
-def _both(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the broadcast `and` of two masks, by bytes. Booleans take the CPU thirty times as long."""
-    return (one.view(torch.uint8) & other.view(torch.uint8)).view(torch.bool)
 
 
 def _lengths(

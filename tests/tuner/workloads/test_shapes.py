@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from flashtune.core.errors import UsageError
+from flashtune.core.features.table import FEATURES
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, KvScale, Problem
 from flashtune.tuner.workloads.shapes import MAX_PROBLEMS, parse_shape
 
@@ -130,16 +131,11 @@ def test_a_window_bounds_one_side_or_both() -> None:
     ]
 
 
-def test_every_feature_has_a_key() -> None:
-    text = (
-        "heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=4096,head_dim=64,causal,window=1023,sink_tokens=4,attention_chunk=2048,"
-        "prefix,softcap,alibi,bias=boolean,sinks,total_q=65536,page_size=16,kv_dtype=e4m3,kv_scale=page,mla,"
-        "dropout,backward,deterministic"
-    )
-    (problem,) = parse_shape(text)
+def test_features_combine_in_a_shape() -> None:
+    # Paged caches always have lengths.
+    paged = [one.example for feature, one in FEATURES.items() if feature is not Feature.SEQLENS_K]
+    (problem,) = parse_shape(f"heads=8,kv_heads=2,seqlen_q=2,seqlen_kv=9000,head_dim=64,{','.join(paged)}")
     assert set(Feature) - problem.features == {Feature.SEQLENS_K}
-    (dense,) = parse_shape("heads=8,seqlen=64,head_dim=64,seqlens_k")
-    assert dense.features == {Feature.SEQLENS_K}
 
 
 def test_backward_pass_is_a_separate_shape() -> None:
