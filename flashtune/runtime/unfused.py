@@ -8,13 +8,15 @@ one, for which the host reads their lengths from the device.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.description import ScoreRows
+from flashtune.core.features.masks import seen_keys
+from flashtune.core.features.table import NO_EXTRA_INPUTS, TENSOR_INPUTS, ExtraInputs, changed_scores
 from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Dtype, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.runtime.value_checks import check_pages
@@ -23,7 +25,17 @@ from flashtune.templates.family import BytesItem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from flashtune.core.features.table import FeatureFields
     from flashtune.core.problem import Problem
+
+# Inputs with an entry for each sequence, and inputs that a gathered sequence does not have.
+OF_SEQUENCES = (
+    "slopes",
+    *(one.name for one in TENSOR_INPUTS.values() if one.shape and one.shape[0] == "batch"),
+)
+ABSENT: dict[str, Any] = dict.fromkeys(
+    ("k_scale", "v_scale", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_kv", "block_table")
+)
 
 
 def unfused_attention(
@@ -182,14 +194,10 @@ def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInp
             table = side.block_table[b, : -(-length // problem.page_size)].long()
             keys = _gathered(k, side.k_scale, table, length, q.dtype)
             values = _gathered(v, side.v_scale, table, length, q.dtype)
-        alone = ExtraInputs(
-            slopes=None if side.slopes is None else side.slopes[b : b + 1],
-            sinks=side.sinks,
-            prefix=None if side.prefix is None else side.prefix[b : b + 1],
-            seed=side.seed,
-            softcap=side.softcap,
-            dropout=side.dropout,
-        )
+        own = {name: given[b : b + 1] for name in OF_SEQUENCES if (given := getattr(side, name)) is not None}
+        if side.bias is not None:
+            own["bias"] = side.bias[b : b + 1, :, : q[at].shape[2], : keys.shape[2]]
+        alone = side._replace(**{**own, **ABSENT})
         yield _Sequence(at, keys, values, alone)
 
 
@@ -224,14 +232,7 @@ def _dense(
         beyond = torch.arange(seqlen_kv, device=q.device) >= side.seqlens_kv[:, None]
         k, v = (tensor.masked_fill(beyond[:, None, :, None], 0) for tensor in (k, v))
     scores = scaled_scores(q, k, scale).view(batch, heads, seqlen_q, seqlen_kv)
-    if side.softcap is not None:
-        scores = torch.tanh(scores / side.softcap) * side.softcap
-    if side.slopes is not None:
-        keys = torch.arange(seqlen_kv, device=q.device)
-        distances = (_positions(problem, q, k, side)[:, :, None] - keys).abs()
-        scores = scores - side.slopes[:, :, None, None] * distances[:, None]
-    if side.bias is not None and problem.bias is Bias.ADDITIVE:
-        scores = scores + side.bias
+    scores = changed_scores(scores, _score_rows(problem, q, k, side, scores.dtype)).scores
     hidden = _hidden(problem, q, k, side)
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
@@ -254,6 +255,22 @@ def _dense(
     return out, lse if return_lse else None
 
 
+def _score_rows(
+    problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs, dtype: torch.dtype
+) -> ScoreRows[FeatureFields, ExtraInputs]:
+    """Returns all rows for the arithmetic of features, in the type of the scores."""
+
+    def positions() -> Tensor:
+        return _positions(problem, q, k, side)[:, None, :, None].to(dtype)
+
+    def distances() -> Tensor:
+        return (positions() - torch.arange(k.shape[2], dtype=dtype, device=q.device)).abs_()
+
+    return ScoreRows(
+        problem, side, lambda tensor: tensor[:, :, None, None], lambda bias: bias, positions, distances
+    )
+
+
 def _positions(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Tensor:
     """Returns positions of queries among the keys, [batch or 1, seqlen_q]."""
     places = torch.arange(q.shape[2], device=q.device)[None]
@@ -272,20 +289,8 @@ def _hidden(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Tensor
         diagonal = k.shape[2] - q.shape[2] if problem.causal is Causal.BOTTOM_RIGHT else 0
         return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(diagonal + 1)
     keys = torch.arange(k.shape[2], device=q.device)
-    p = _positions(problem, q, k, side)[:, :, None]
-    near = torch.ones(1, 1, 1, dtype=torch.bool, device=q.device)
-    if problem.window_left is not None:
-        near = near & (keys >= p - problem.window_left)
-    if problem.attention_chunk:
-        own, chunk = keys // problem.attention_chunk, p // problem.attention_chunk
-        near = near & (own == chunk if problem.causal is Causal.NONE else own >= chunk)
-    seen = near | (keys < problem.sink_tokens)
-    if problem.causal is not Causal.NONE:
-        seen = seen & (keys <= p)
-    elif problem.window_right is not None:
-        seen = seen & (keys <= p + problem.window_right)
-    if side.prefix is not None:
-        seen = seen | (keys < side.prefix[:, None, None])
+    prefix = None if side.prefix is None else side.prefix[:, None, None]
+    seen = seen_keys(problem, _positions(problem, q, k, side)[:, :, None], keys, prefix)
     if side.seqlens_kv is not None:
         seen = seen & (keys < side.seqlens_kv[:, None, None])
     seen = seen.unsqueeze(1)

@@ -71,7 +71,7 @@ class ScoreRows(NamedTuple, Generic[Fields, Inputs]):
 
 
 class Changed(NamedTuple):
-    """Scores after a feature, and the magnitude of the terms that it added, or None without such terms."""
+    """Scores after a feature, and the term that it added, or None if it added none."""
 
     scores: Tensor
     added: Tensor | None = None

@@ -238,7 +238,7 @@ def _with_bias(scores: Tensor, rows: Rows) -> Changed:
         return Changed(scores)
     assert rows.inputs.bias is not None
     bias = rows.of_pairs(rows.inputs.bias)
-    return Changed(scores + bias, bias.abs())
+    return Changed(scores + bias, bias)
 
 
 def _usual_slopes(call: Call) -> dict[str, Any]:
@@ -492,13 +492,16 @@ def feature_words(fields: FeatureFields) -> str:
     return "".join(f"_{one.word.format_map(values)}" for feature, one in FEATURES.items() if feature in has)
 
 
-def changed_scores(scores: Tensor, rows: Rows) -> Changed:
-    """Returns scores, with the softmax scale, after all features of a problem."""
+def changed_scores(scores: Tensor, rows: Rows, *, sizes: bool = False) -> Changed:
+    """Returns scores, with the softmax scale, after all features of a problem.
+
+    With `sizes`, `added` is the sum of the magnitudes of all terms.
+    """
     added: Tensor | None = None
     for change, _ in _changes(rows.fields):
         scores, term = change(scores, rows)
-        if term is not None:
-            added = term if added is None else added.abs() + term
+        if sizes and term is not None:
+            added = term.abs() if added is None else added + term.abs()
     return Changed(scores, added)
 
 

@@ -115,7 +115,7 @@ def weights_of(
     slope = score_derivative(by_head, features)
     slope = None if slope is None else slope.expand(by_head.shape).reshape(scores.shape)
     seen = seen_by(problem, given.lengths, side, some, device)
-    biased = changed_scores(by_head, features)
+    biased = changed_scores(by_head, features, sizes=True)
     by_head = biased.scores.add_(seen.hidden.double().mul_(HIDDEN))
     scores = by_head.view_as(scores)
     sinks = sinks_of(side, some, device)

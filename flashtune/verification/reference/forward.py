@@ -160,7 +160,7 @@ def expect(
         wide_q, wide_k, wide_v = widened(problem, chunk, chosen.rows, (q, k, v), side)
         seen = seen_by(problem, lengths, side, some, q.device)
         rows = score_rows(problem, lengths, side, some, q.device)
-        laid = changed_scores(_product(wide_q, wide_k.mT).mul_(scale), rows)
+        laid = changed_scores(_product(wide_q, wide_k.mT).mul_(scale), rows, sizes=True)
         sinks = sinks_of(side, some, q.device)
         softcap = side.softcap or 0.0
         kept = factors(problem, lengths, side, some, q.device)
