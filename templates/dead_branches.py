@@ -196,6 +196,10 @@ class _Remover(ast.NodeVisitor):
     def _delete_element(self, start: int, stop: int) -> None:
         """Deletes an element of a list with its comma, and its line if nothing else is there."""
         after = re.compile(r",[ ]*").match(self._source, stop)
+        if not after:
+            # The comma to delete is before the deleted elements that end here.
+            for first, last, text in reversed(self._edits):
+                start = first if last == start and not text else start
         before = re.compile(r",\s*$").search(self._source[:start])
         if after:
             stop = after.end()

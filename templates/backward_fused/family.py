@@ -52,6 +52,11 @@ class FusedContext(BackwardContext, frozen=True):
     sum_rows: int
     sum_piece: int
 
+    @property
+    def copies(self) -> bool:
+        """Whether the copy engine adds to dq."""
+        return self.reduction is Reduction.COPY_ENGINE
+
 
 class BackwardFused(FamilyOf[FusedConfig]):
     """The family, without state."""
@@ -128,6 +133,8 @@ class BackwardFused(FamilyOf[FusedConfig]):
         chunks = chunks_of(problem, config)
         return FusedContext(
             **backward_fields(problem, specialization, chunks, RANDOM_WORKSPACE),
+            is_fused=True,
+            has_full_loop=config.split_masked_loop,
             reduction=config.reduction if can_copy(problem) else Reduction.ATOMICS,
             transpose_dq=config.transpose_dq and can_turn(problem, specialization.alignment),
             sum_chunk=sum_chunk,

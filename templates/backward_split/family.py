@@ -119,6 +119,9 @@ class BackwardSplit(FamilyOf[SplitConfig]):
         chunks = chunks_of(problem, config)
         return BackwardContext(
             **backward_fields(problem, specialization, chunks, _random_workspace(problem)),
+            is_fused=False,
+            # The slopes' gradients are summed over all blocks of a head at once: they are in one loop then.
+            has_full_loop=config.split_masked_loop and not problem.alibi,
         )
 
 

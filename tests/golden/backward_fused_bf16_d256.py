@@ -3,28 +3,42 @@ share of dq to sums in float32 that all blocks of keys share. Their order decide
 
 Computes     bf16, head dim 256, value head dim 256, causal: none
 With         nothing
-Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction by the copy engine, split_masked_loop False,
-             transpose_dq True, split_head_dim False, heads_innermost False, maxnreg 0
+Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop False,
+             transpose_dq True, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 39f828f7271f
+Template     backward_fused fcabcc1edcce
 
-Keys outermost and dq added up by all are FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024): five products
-where two passes take seven. With P the weights and S the scaled scores,
-  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
-where delta = rowsum(dout * out). Scores are transposed, so that P^T and dS^T are left operands.
+  delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
+  backward_fused:   for each block of keys, in parallel:
+                      dk, dv = 0
+                      for each query head of the group, for each block of queries that sees the keys:
+                        P = exp2(scale q k^T - lse), masked; dv += P^T dout
+                        dS = P * (dout v^T - delta); dk += dS^T q
+                        add dS k to the sums of dq, atomically
+                      store scale dk, dv
+  convert_sums:     for each block of queries: dq = scale sums, in the type of q
 
-Sub-notation
+Tunables
+  block_m, block_n                  queries and keys of a tile
+  num_warps, num_stages             warps and pipeline stages
+  reduction                         whether the copy engine (TMA) or atomics of threads add to the sums of dq
+  split_masked_loop                 blocks that no mask cuts have a loop of their own
+  transpose_dq                      dq tiles are computed transposed
+  split_head_dim                    a head dim that is no power of two is two tiles instead of a padded one
+  heads_innermost                   neighbouring programs have different heads
+  maxnreg                           limit of registers per thread, 0 for none
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
                                     and the gradients dq, dk, dv alike
   workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
   workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
                                     with a block of its own, so that no block reaches into another's rows
-  place                             where a query stands among the keys of its sequence
-  *_tile                            a block that is held on the chip, its shape in a comment
+  workspace_3                       with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
+  place                             position of a query among the keys of its sequence
+  *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
-  *_log2, row_lse                   a quantity in units of log2, so that exp2 serves for exp
-Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile
+  *_log2, row_lse                   a quantity in units of log2, for exp2
+References: Dao, 2023 (FlashAttention-2); Shah et al., 2024 (FlashAttention-3).
 """
 
 import torch
@@ -66,7 +80,7 @@ def delta(
     for piece in tl.range(tl.program_id(0), sum_pieces, tl.num_programs(0)):
         nothing = tl.zeros([SUM_PIECE], tl.float32)
         tl.store(workspace_2 + tl.cast(piece, tl.int64) * SUM_PIECE + piece_numbers, nothing)
-    # Of each row delta = rowsum(dout * out), what the softmax's gradient takes off those of the weights,
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
     # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
@@ -84,7 +98,6 @@ def delta(
         mask=query_exists[:, None],
         other=0.0,
     )
-    # [DELTA_ROWS, 256]
     dout_tile = tl.load(
         dout_base + queries[:, None] * stride_dos + columns_256[None, :],
         mask=query_exists[:, None],
@@ -168,6 +181,7 @@ def backward_fused(
     )
     dv_sum = tl.zeros([BLOCK_N, 256], tl.float32)
     scale_log2 = scale * LOG2_E
+    # Up to which query some, or all, of them lie behind its start.
     band_stop = seqlen_q
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
     band_blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_M)
@@ -192,6 +206,7 @@ def backward_fused(
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
         logits = tl.dot(k_tile, q_tile.T)
         weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
+        # The rows of k of missing keys are zeros, but their weights may be infinite.
         weights = tl.where(key_exists[:, None], weights, 0.0)
         low_weights = weights.to(q.dtype.element_ty)
         # [BLOCK_M, 256]
@@ -295,13 +310,12 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
-    """Gradients of attention, from what the forward pass was given and gave.
+    """Returns the gradients dq, dk, dv of attention, and those of an additive bias and of ALiBi's slopes.
 
-    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
-    k, v           likewise, of kv_heads and seqlen_kv
-    lse            the log-sum-exp of each row, float32 like a column of q, contiguous
-
-    Returns dq, dk and dv, like q, k and v.
+    q, k, v, out, dout are [batch, heads, seqlen, head_dim] with a contiguous last dimension. lse is the log-sum-exp
+    of each row and dlse its gradient, float32 and contiguous. Packed sequences have a batch of one; sequence b has
+    rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. A boolean bias is True where a query sees a key. softcap, dropout
+    and seed are those of the forward pass. The checks give the dtype and the shape of each tensor.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     dtype = torch.bfloat16
@@ -359,6 +373,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     first_grid, first_integers = prologue_plan(*planned)
     last_grid, last_integers = epilogue_plan(*planned)
+    # Only the prologue reads the seed.
+    inputs = [scale]
     delta[first_grid](
         *(out, dout, lse, *workspaces),
         *first_integers,
@@ -367,7 +383,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     )
     backward_fused[grid](
         *(q, k, v, dout, *workspaces, dk, dv),
-        scale,
+        *inputs,
         *integers,
         num_warps=8,
         num_stages=2,

@@ -4,26 +4,42 @@ one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomi
 Computes     fp16, head dim 192, value head dim 128, causal: top_left
 With         window 1024:-1, first tokens 4
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
-             split_masked_loop True, split_head_dim True, lpt False, heads_innermost False, maxnreg 0
+             split_masked_loop True, split_head_dim True, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split f8abe84073b4
+Template     backward_split cb8afccb1950
 
-The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
-are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,
-  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
-where delta = rowsum(dout * out). While keys stay, scores are transposed, so that P^T and dS^T are left operands.
+  delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
+  backward_split:        for each block of keys, in parallel:
+                           dk, dv = 0
+                           for each query head of the group, for each block of queries that sees the keys:
+                             P = exp2(scale q k^T - lse), masked; dv += P^T dout
+                             dS = P * (dout v^T - delta); dk += dS^T q
+                           store scale dk, dv
+  gradient_of_queries:   for each tile of queries, in parallel:
+                           dq = 0
+                           for each block of keys that the queries see: the same P and dS; dq += dS k
+                           store scale dq
 
-Sub-notation
+Tunables
+  block_m, block_n                  queries and keys of a tile where keys stay
+  dq_block_m, dq_block_n            queries and keys of a tile where queries stay
+  num_warps, num_stages, dq_*       warps and pipeline stages of the two kernels
+  split_masked_loop                 blocks that no mask cuts have a loop of their own
+  split_head_dim                    a head dim that is no power of two is two tiles instead of a padded one
+  lpt                               the tiles of queries with the most keys are first
+  heads_innermost                   neighbouring programs have different heads
+  maxnreg                           limit of registers per thread, 0 for none
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
                                     and the gradients dq, dk, dv alike
   workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
-  place                             where a query stands among the keys of its sequence
-  *_tile                            a block that is held on the chip, its shape in a comment
+  workspace_2                       with ALiBi: parts of the slopes' gradients, float32 [batch, heads, seqlen_kv]
+  the last workspace                with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
+  place                             position of a query among the keys of its sequence
+  *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
-  *_log2, row_lse                   a quantity in units of log2, so that exp2 serves for exp
-Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile where keys stay
-  DQ_BLOCK_M, DQ_BLOCK_N            likewise where queries stay
+  *_log2, row_lse                   a quantity in units of log2, for exp2
+References: Dao, 2023 (FlashAttention-2); Tillet et al., 2019 (Triton's tutorial).
 """
 
 import torch
@@ -58,7 +74,7 @@ def delta(
     heads,
     seqlen_q,
 ):
-    # Of each row delta = rowsum(dout * out), what the softmax's gradient takes off those of the weights,
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
     # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
@@ -76,7 +92,6 @@ def delta(
         mask=query_exists[:, None],
         other=0.0,
     )
-    # [DELTA_ROWS, 128]
     dout_tile = tl.load(
         dout_base + queries[:, None] * stride_dos + columns_128[None, :],
         mask=query_exists[:, None],
@@ -406,6 +421,7 @@ def gradient_of_queries(
         low_scores = dscores.to(q.dtype.element_ty)
         dq_sum_0 = tl.dot(low_scores, k_tile_0, dq_sum_0)
         dq_sum_1 = tl.dot(low_scores, k_tile_1, dq_sum_1)
+
     lifted_blocks = lifted_stop // BLOCK_N
     # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
     right_begin = tl.maximum(open_begin, open_stop)
@@ -489,13 +505,12 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
-    """Gradients of attention, from what the forward pass was given and gave.
+    """Returns the gradients dq, dk, dv of attention, and those of an additive bias and of ALiBi's slopes.
 
-    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
-    k, v           likewise, of kv_heads and seqlen_kv
-    lse            the log-sum-exp of each row, float32 like a column of q, contiguous
-
-    Returns dq, dk and dv, like q, k and v.
+    q, k, v, out, dout are [batch, heads, seqlen, head_dim] with a contiguous last dimension. lse is the log-sum-exp
+    of each row and dlse its gradient, float32 and contiguous. Packed sequences have a batch of one; sequence b has
+    rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. A boolean bias is True where a query sees a key. softcap, dropout
+    and seed are those of the forward pass. The checks give the dtype and the shape of each tensor.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     dtype = torch.float16
@@ -551,6 +566,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     first_grid, first_integers = prologue_plan(*planned)
     last_grid, last_integers = epilogue_plan(*planned)
+    # Only the prologue reads the seed.
+    inputs = [scale]
     delta[first_grid](
         *(out, dout, lse, *workspaces[:2]),
         *first_integers,
@@ -559,14 +576,14 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     )
     backward_split[grid](
         *(q, k, v, dout, *workspaces, dk, dv),
-        scale,
+        *inputs,
         *integers,
         num_warps=4,
         num_stages=2,
     )
     gradient_of_queries[last_grid](
         *(q, k, v, dout, *workspaces, dq),
-        scale,
+        *inputs,
         *last_integers,
         num_warps=4,
         num_stages=2,

@@ -6,25 +6,40 @@ With         chunk 64, prefix, softcap, ALiBi, additive bias, lengths, gradient 
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split f8abe84073b4
+Template     backward_split cb8afccb1950
 
-The division into passes is FlashAttention's as Triton's tutorial has it (Dao, 2023; Tillet et al., 2019): scores
-are made again from q, k and the saved log-sum-exp, tile by tile. With P the weights and S the scaled scores,
-  dv = P^T dout      dP = dout v^T      dS = P * (dP - delta)      dq = scale dS k      dk = scale dS^T q
-where delta = rowsum(dout * out). While keys stay, scores are transposed, so that P^T and dS^T are left operands.
+  delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
+  backward_split:        for each block of keys, in parallel:
+                           dk, dv = 0
+                           for each query head of the group, for each block of queries that sees the keys:
+                             P = exp2(scale q k^T - lse), masked; dv += P^T dout
+                             dS = P * (dout v^T - delta); dk += dS^T q
+                           store scale dk, dv
+  gradient_of_queries:   for each tile of queries, in parallel:
+                           dq = 0
+                           for each block of keys that the queries see: the same P and dS; dq += dS k
+                           store scale dq
 
-Sub-notation
+Tunables
+  block_m, block_n                  queries and keys of a tile where keys stay
+  dq_block_m, dq_block_n            queries and keys of a tile where queries stay
+  num_warps, num_stages, dq_*       warps and pipeline stages of the two kernels
+  split_masked_loop                 blocks that no mask cuts have a loop of their own
+  split_head_dim                    a head dim that is no power of two is two tiles instead of a padded one
+  lpt                               the tiles of queries with the most keys are first
+  heads_innermost                   neighbouring programs have different heads
+  maxnreg                           limit of registers per thread, 0 for none
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
                                     and the gradients dq, dk, dv alike
   workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
-  workspace_2                       what each key adds to the slopes' gradients, float32 [batch, heads, seqlen_kv]
-  place                             where a query stands among the keys of its sequence
-  *_tile                            a block that is held on the chip, its shape in a comment
+  workspace_2                       with ALiBi: parts of the slopes' gradients, float32 [batch, heads, seqlen_kv]
+  the last workspace                with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
+  place                             position of a query among the keys of its sequence
+  *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
-  *_log2, row_lse                   a quantity in units of log2, so that exp2 serves for exp
-Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile where keys stay
-  DQ_BLOCK_M, DQ_BLOCK_N            likewise where queries stay
+  *_log2, row_lse                   a quantity in units of log2, for exp2
+References: Dao, 2023 (FlashAttention-2); Tillet et al., 2019 (Triton's tutorial).
 """
 
 import torch
@@ -59,7 +74,7 @@ def delta(
     heads,
     seqlen_q,
 ):
-    # Of each row delta = rowsum(dout * out) - dlse, what the softmax's gradient takes off those of the weights,
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
     # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
@@ -77,7 +92,6 @@ def delta(
         mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
         other=0.0,
     )
-    # [DELTA_ROWS, 32]
     dout_tile = tl.load(
         dout_base + queries[:, None] * stride_dos + columns_32[None, :],
         mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
@@ -193,7 +207,7 @@ def backward_split(
     band_begin = tl.where(key_begin < prefix_end, 0, band_begin)
     # The first keys are seen however far back.
     band_stop = tl.where(key_begin < prefix_end, seqlen_q, band_stop)
-    # Keys behind the sequence's last are nobody's.
+    # Keys behind the sequence's last have no queries.
     band_stop = tl.where(key_begin < seqlen_kv, band_stop, 0)
     band_begin = band_begin // BLOCK_M * BLOCK_M
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
@@ -441,6 +455,7 @@ def gradient_of_queries(
         tl.store(dbias_at, dscores.to(q.dtype.element_ty), mask=query_exists[:, None])
         low_scores = (dscores * steepness).to(q.dtype.element_ty)
         dq_sum = tl.dot(low_scores, k_tile, dq_sum, input_precision="ieee")
+
     lifted_blocks = lifted_stop // BLOCK_N
     # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
     right_begin = tl.maximum(open_begin, open_stop)
@@ -506,7 +521,7 @@ def gradient_of_queries(
         nothing = tl.zeros([BLOCK_M, BLOCK_N], dbias.dtype.element_ty)
         tl.store(dbias_at, nothing, mask=query_exists[:, None] & (keys < all_keys)[None, :])
     if tile == 0:
-        # What the keys of the sequence add to the gradient of the head's slope.
+        # The gradient of the head's slope is the sum over the keys of the sequence.
         slope_at = workspace_2 + (sequence * heads + head).to(tl.int64) * slope_stride
         slope_sums = tl.zeros([BLOCK_N], tl.float32)
         for start in tl.range(0, seqlen_kv, BLOCK_N):
@@ -560,19 +575,12 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv, slopes, bias, prefix, seqlens_
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, slopes, bias, prefix, seqlens_kv, softcap):
-    """Gradients of attention, from what the forward pass was given and gave.
+    """Returns the gradients dq, dk, dv of attention, and those of an additive bias and of ALiBi's slopes.
 
-    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
-    k, v           likewise, of kv_heads and seqlen_kv
-    seqlens_kv     int32 [sequences]: how many keys each has
-    lse            the log-sum-exp of each row, float32 like a column of q, contiguous
-    dlse           its gradient, like it
-    slopes         float32 [sequences, heads]
-    bias           [batch, heads, seqlen_q, seqlen_kv]: added to the scores
-    prefix         int32 [sequences]: keys that all queries of a sequence see
-    softcap        scores s became softcap * tanh(s / softcap)
-
-    Returns dq, dk and dv, like q, k and v, and dbias and dslopes.
+    q, k, v, out, dout are [batch, heads, seqlen, head_dim] with a contiguous last dimension. lse is the log-sum-exp
+    of each row and dlse its gradient, float32 and contiguous. Packed sequences have a batch of one; sequence b has
+    rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. A boolean bias is True where a query sees a key. softcap, dropout
+    and seed are those of the forward pass. The checks give the dtype and the shape of each tensor.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
@@ -625,12 +633,13 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, slopes, bia
     dslopes = torch.zeros(slopes.shape, dtype=torch.float32, device=q.device)
     if q.numel() == 0 or k.numel() == 0:
         return dq, dk, dv, dbias, dslopes
-    side = (slopes, bias, prefix, seqlens_kv)
-    planned = (q, k, v, out, dout, dq, dk, dv, *side)
+    planned = (q, k, v, out, dout, dq, dk, dv, slopes, bias, prefix, seqlens_kv)
     grid, shapes, integers = launch_plan(*planned)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     first_grid, first_integers = prologue_plan(*planned)
     last_grid, last_integers = epilogue_plan(*planned)
+    # Only the prologue reads the seed.
+    inputs = [slopes, bias, prefix, seqlens_kv, scale, softcap]
     delta[first_grid](
         *(out, dout, lse, dlse, *workspaces[:2]),
         *first_integers,
@@ -639,18 +648,14 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, slopes, bia
     )
     backward_split[grid](
         *(q, k, v, dout, *workspaces, dk, dv),
-        *side,
-        scale,
-        softcap,
+        *inputs,
         *integers,
         num_warps=4,
         num_stages=1,
     )
     gradient_of_queries[last_grid](
         *(q, k, v, dout, *workspaces, dq, dbias, dslopes),
-        *side,
-        scale,
-        softcap,
+        *inputs,
         *last_integers,
         num_warps=4,
         num_stages=1,

@@ -71,6 +71,8 @@ def test_expressions_on_flags_become_their_operand(source: str, expected: str) -
         ("f(a, *((b, c) if YES else ()), d)", "f(a, b, c, d)"),
         ("f(a, *((b, c) if NO else ()), d)", "f(a, d)"),
         ("f(a, *((b,) if NO else ()))", "f(a)"),
+        ("f(a, *((b,) if NO else ()), *((c,) if NO else ()))", "f(a)"),
+        ("f(a, *((b,) if YES else ()), *((c,) if NO else ()))", "f(a, b)"),
         ("f(*((b,) if NO else (c,)))", "f(c)"),
         ("f(*(b if YES else c))", "f(*b)"),
         ("f(\n    a,\n    *((b,) if NO else ()),\n    c,\n)\n", "f(\n    a,\n    c,\n)\n"),

@@ -19,13 +19,35 @@ MIN_ROWS = 16
 
 
 class BackwardContext(PortableContext, frozen=True):
-    """The values for the templates of both families, in addition to their configs."""
+    """The values for the templates of both families, in addition to their configs.
+
+    Attributes:
+        asks: Features of the problem.
+        is_fused: Whether the kernel that loops over queries adds to dq too.
+        has_full_loop: Whether its blocks of queries that no mask cuts have a loop of their own.
+        delta_chunk: Columns of the tiles of `delta`.
+        delta_rows: Their rows.
+        delta_warps: Warps of `delta`.
+        random_workspace: Index of the workspace with the random words of rows, for dropout.
+    """
 
     asks: FeatureContext
+    is_fused: bool
+    has_full_loop: bool
     delta_chunk: Chunk
     delta_rows: int
     delta_warps: int
     random_workspace: int
+
+    @property
+    def clears_slopes(self) -> bool:
+        """Whether `delta` clears the gradients of slopes that other programs may not write."""
+        return self.asks.alibi and (self.is_fused or self.asks.packed)
+
+    @property
+    def has_more_keys(self) -> bool:
+        """Whether tensors have keys after the last one of a sequence."""
+        return self.asks.lengths or self.asks.packed
 
 
 def refusal(name: str, problem: Problem) -> str | None:
