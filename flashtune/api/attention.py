@@ -13,7 +13,7 @@ from flashtune.runtime.call_cache import known_executor
 from flashtune.runtime.torch_ops import attend
 
 # Numbers that mean the same as None if they are 0.
-NUMBERS = ("sink_tokens", "chunk", *(number.option for number in NUMBER_INPUTS))
+NUMBERS = ("sink_tokens", "chunk", *(number.option for number in NUMBER_INPUTS.values()))
 
 
 @overload

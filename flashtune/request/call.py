@@ -257,7 +257,7 @@ def _options(given: dict[str, Any], layout: str, kv_layout: str, return_lse: boo
 def _side(given: dict[str, Any], **lengths: Tensor | None) -> ExtraInputs:
     """Returns the extra inputs of a call from its keyword arguments."""
     inputs = {one.name: given[one.option] for one in TENSOR_INPUTS.values() if one.option in given}
-    numbers = {one.name: read_number(one, given.get(one.option)) for one in NUMBER_INPUTS}
+    numbers = {one.name: read_number(one, given.get(one.option)) for one in NUMBER_INPUTS.values()}
     bias = read_bias(given.get("attn_bias"), given.get("attn_mask"))
     side = ExtraInputs(**{**inputs, **numbers, **lengths, "bias": bias})
     return known_if_empty(side)

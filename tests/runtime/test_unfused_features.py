@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from flashtune import merge_attention
 from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.dispatch.decision import Backend
 from flashtune.request.call import Call, dense_call, paged_call, varlen_call
 from flashtune.request.read_call import read_call
 from flashtune.runtime.executors import baseline_executor
+from flashtune.runtime.unfused import unfused_attention
+from flashtune.tuner.workloads.shapes import parse_shape
 from tests.problems.features import KEYS, QUERIES, agrees, paged, starts
 
 HEADS = 4
@@ -71,6 +75,22 @@ def test_pages(options: dict[str, Any]) -> None:
     q = torch.randn(sum(QUERIES), HEADS, 32)
     both = options | {"cu_seqlens_q": starts(QUERIES), "max_seqlen_q": max(QUERIES), "layout": "hnd"}
     check(paged_call(q, *paged(layout="hnd"), return_lse=True, **both))
+
+
+def test_bias_of_paged_keys_belongs_to_its_sequence() -> None:
+    (problem,) = parse_shape(
+        "heads=4,kv_heads=2,seqlen_q=3,seqlen_kv=32,head_dim=16,batch=2,dtype=fp32,bias=additive"
+    )
+    q, bias = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3, 32)
+    pages = torch.randn(4, 2, 16, 16)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=INT)
+    k = pages[table.long()].transpose(1, 2).flatten(2, 3)
+    side = ExtraInputs(bias=bias)
+    expected, _ = unfused_attention(problem, q, k, k, side, scale=0.3)
+    paged_problem = msgspec.structs.replace(problem, page_size=16)
+    side = side._replace(block_table=table, seqlens_kv=torch.tensor([32, 32], dtype=INT))
+    out, _ = unfused_attention(paged_problem, q, pages, pages, side, scale=0.3)
+    torch.testing.assert_close(out, expected)
 
 
 def test_pages_of_8_bits_and_latent_values() -> None:

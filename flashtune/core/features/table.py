@@ -443,10 +443,10 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = types.Mapp
     }
 )
 
+NUMBER_INPUTS = {number.name: number for one in FEATURES.values() for number in one.numbers}
 # Inputs that are passed by value, after the scale. They are last in `ExtraInputs`.
-NUMBER_INPUTS = tuple(number for one in FEATURES.values() for number in one.numbers)
-NUMBERS = tuple(number.name for number in NUMBER_INPUTS)
-TENSORS = ExtraInputs._fields[: -len(NUMBERS)]
+NUMBERS = ExtraInputs._fields[-len(NUMBER_INPUTS) :]
+TENSORS = ExtraInputs._fields[: -len(NUMBER_INPUTS)]
 # The descriptions of all tensors by name. Quantised queries are no feature, but an element type.
 TENSOR_INPUTS = {
     "q_scale": TensorInput("q_scale", "q_scale", is_strided=True),
