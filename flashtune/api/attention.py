@@ -102,7 +102,7 @@ def attention(
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
     common = causal, scale, layout, return_lse, prefer, deterministic
-    if not features or not any(_has_effect(name, value) for name, value in features.items()):
+    if not (features and _have_effect(features)):
         executor = known_executor(q, k, v, *common)
         if executor is not None:
             return executor(q, k, v, scale)
@@ -121,6 +121,9 @@ def attention(
     return attend(call)
 
 
-def _has_effect(name: str, value: object) -> bool:
-    """Returns whether an argument needs more than the look-up of a call without features."""
-    return value is not None and not (name in NUMBERS and type(value) in (int, float) and value == 0)
+def _have_effect(features: dict[str, object]) -> bool:
+    """Returns whether arguments need more than the look-up of a call without features."""
+    for name, value in features.items():
+        if value is not None and not (type(value) in (int, float) and value == 0 and name in NUMBERS):
+            return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -55,11 +56,11 @@ class Options(NamedTuple):
         deterministic: Whether gradients must be reproducible bit for bit.
     """
 
-    causal: str
-    layout: str
-    kv_layout: str
-    return_lse: bool
-    prefer: str
+    causal: str = "none"
+    layout: str = "bhsd"
+    kv_layout: str = "bhsd"
+    return_lse: bool = False
+    prefer: str = "fastest"
     window_left: Bound = None
     window_right: Bound = None
     sink_tokens: int = 0
@@ -150,6 +151,16 @@ class PagedOptions(PagedCallOptions, total=False):
     shared_prefix: int
 
 
+# The names in `ExtraInputs` of the arguments that are tensors, the numbers, and the readers of options.
+TENSOR_NAMES = {one.option: one.name for one in TENSOR_INPUTS.values()}
+NUMBERS = {one.option: one for one in NUMBER_INPUTS.values()}
+READERS: dict[str, Callable[[Any], Any]] = {
+    "causal": read_causal,
+    "prefer": lambda prefer: prefer,
+    "sink_tokens": lambda tokens: read_count("sink_tokens", tokens, "how many first tokens stay visible"),
+    "chunk": lambda keys: read_count("chunk", keys, "how many keys are a chunk, or 0 for no chunks"),
+    "deterministic": lambda flag: read_flag("deterministic", flag),
+}
 DENSE_NAMES = DenseOptions.__optional_keys__
 VARLEN_NAMES = VarlenOptions.__optional_keys__
 PAGED_NAMES = PagedCallOptions.__optional_keys__
@@ -157,10 +168,18 @@ PAGED_NAMES = PagedCallOptions.__optional_keys__
 
 def dense_call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Call:
     """Returns the record of a call of `attention`, with the same arguments and errors."""
-    _refuse_unknown(options, DENSE_NAMES)
     layout = options.get("layout", "bhsd")
-    record = _options(options, layout, layout, return_lse)
-    return Call(q, k, v, options.get("scale"), record, _side(options, seqlens_kv=options.get("kv_lengths")))
+    own: dict[str, Any] = {
+        "layout": layout,
+        "kv_layout": layout,
+        "return_lse": read_flag("return_lse", return_lse),
+    }
+    inputs: dict[str, Any] = {}
+    if "attn_bias" in options or "attn_mask" in options:
+        inputs["bias"] = read_bias(options.get("attn_bias"), options.get("attn_mask"))
+    if "kv_lengths" in options:
+        inputs["seqlens_kv"] = options["kv_lengths"]
+    return _record(q, k, v, options, DENSE_NAMES, own, inputs)
 
 
 def varlen_call(
@@ -176,19 +195,20 @@ def varlen_call(
     **options: Any,
 ) -> Call:
     """Returns the record of a call of `attention_varlen`, with the same arguments and errors."""
-    _refuse_unknown(options, VARLEN_NAMES)
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if starts is None:
             raise ProblemError(
                 f"{name} is None: pass where sequences begin and the last ends, int32 [batch + 1]"
             )
-    longest = {
+    own: dict[str, Any] = {
+        "layout": "thd",
+        "kv_layout": "thd",
+        "return_lse": read_flag("return_lse", return_lse),
         "max_seqlen_q": read_longest(max_seqlen_q, q),
         "max_seqlen_k": read_count("max_seqlen_k", max_seqlen_k, "the keys of the longest sequence"),
     }
-    record = _options(options, "thd", "thd", return_lse, **longest)
-    side = _side(options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k)
-    return Call(q, k, v, options.get("scale"), record, side)
+    inputs = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_k}
+    return _record(q, k, v, options, VARLEN_NAMES, own, inputs)
 
 
 def paged_call(
@@ -202,7 +222,6 @@ def paged_call(
     **options: Any,
 ) -> Call:
     """Returns the record of a call of `attention_paged`, with the same arguments and errors."""
-    _refuse_unknown(options, PAGED_NAMES)
     layout, starts = options.get("layout", "nhd"), options.get("cu_seqlens_q")
     width, longest = options.get("value_head_dim"), options.get("max_seqlen_q")
     if not isinstance(layout, str) or layout not in PAGE_LAYOUTS:
@@ -216,51 +235,53 @@ def paged_call(
         )
     if (starts is None) != (longest is None):
         raise ProblemError("cu_seqlens_q and max_seqlen_q belong together: pass both for packed queries")
-    record = _options(
-        {"causal": True, **options},
-        "thd" if starts is not None else "bhd" if getattr(q, "ndim", 4) == 3 else "bshd",
-        PAGE_LAYOUTS[layout],
-        return_lse,
-        max_seqlen_q=0 if longest is None else read_longest(longest, q),
-        latent=0
-        if width is None
-        else read_count("value_head_dim", width, "how many columns of the keys are values", 1),
-    )
-    side = _side(options, cu_seqlens_q=starts, seqlens_kv=seqlens_k, block_table=block_table)
-    return Call(q, k_cache, k_cache if v_cache is None else v_cache, options.get("scale"), record, side)
+    own: dict[str, Any] = {
+        "causal": "bottom_right",
+        "layout": "thd" if starts is not None else "bhd" if getattr(q, "ndim", 4) == 3 else "bshd",
+        "kv_layout": PAGE_LAYOUTS[layout],
+        "return_lse": read_flag("return_lse", return_lse),
+    }
+    if longest is not None:
+        own["max_seqlen_q"] = read_longest(longest, q)
+    if width is not None:
+        own["latent"] = read_count("value_head_dim", width, "how many columns of the keys are values", 1)
+    inputs = {"cu_seqlens_q": starts, "seqlens_kv": seqlens_k, "block_table": block_table}
+    return _record(q, k_cache, k_cache if v_cache is None else v_cache, options, PAGED_NAMES, own, inputs)
 
 
-def _refuse_unknown(options: dict[str, Any], known: frozenset[str]) -> None:
-    for name in options:
-        if name not in known:
-            raise TypeError(f"attention has no argument {name!r}")
+def _record(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: dict[str, Any],
+    known: frozenset[str],
+    options: dict[str, Any],
+    inputs: dict[str, Any],
+) -> Call:
+    """Returns a call.
 
-
-def _options(given: dict[str, Any], layout: str, kv_layout: str, return_lse: bool, **lengths: int) -> Options:
-    """Returns the options of a call from its keyword arguments."""
-    left, right = read_window(given.get("window"))
-    return Options(
-        read_causal(given.get("causal", False)),
-        layout,
-        kv_layout,
-        read_flag("return_lse", return_lse),
-        given.get("prefer", "fastest"),
-        left,
-        right,
-        read_count("sink_tokens", given.get("sink_tokens", 0), "how many first tokens stay visible"),
-        read_count("chunk", given.get("chunk", 0), "how many keys are a chunk, or 0 for no chunks"),
-        deterministic=read_flag("deterministic", given.get("deterministic", False)),
-        **lengths,
-    )
-
-
-def _side(given: dict[str, Any], **lengths: Tensor | None) -> ExtraInputs:
-    """Returns the extra inputs of a call from its keyword arguments."""
-    inputs = {one.name: given[one.option] for one in TENSOR_INPUTS.values() if one.option in given}
-    numbers = {one.name: read_number(one, given.get(one.option)) for one in NUMBER_INPUTS.values()}
-    bias = read_bias(given.get("attn_bias"), given.get("attn_mask"))
-    side = ExtraInputs(**{**inputs, **numbers, **lengths, "bias": bias})
-    return known_if_empty(side)
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        given: The keyword arguments of the entry point.
+        known: The keyword arguments that it has.
+        options: The options that do not come from `given` alone.
+        inputs: The extra inputs that do not come from `given` alone.
+    """
+    for option, value in given.items():
+        if option not in known:
+            raise TypeError(f"attention has no argument {option!r}")
+        if option in TENSOR_NAMES:
+            inputs[TENSOR_NAMES[option]] = value
+        elif option in NUMBERS:
+            inputs[NUMBERS[option].name] = read_number(NUMBERS[option], value)
+        elif option in READERS:
+            options[option] = READERS[option](value)
+    if "window" in given:
+        options["window_left"], options["window_right"] = read_window(given["window"])
+    side = known_if_empty(ExtraInputs(**inputs))
+    return Call(q, k, v, given.get("scale"), Options(**options), side)
 
 
 def known_if_empty(side: ExtraInputs) -> ExtraInputs:
@@ -280,5 +301,12 @@ def seeded(call: Call) -> Call:
 
 def requires_grad(call: Call) -> bool:
     """Returns whether autograd needs a backward pass of a call."""
-    tensors = (call.q, call.k, call.v, *call.side.tensors)
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    if call.q.requires_grad or call.k.requires_grad or call.v.requires_grad:
+        return True
+    if call.side is not NO_EXTRA_INPUTS:
+        for tensor in call.side.optional_tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
