@@ -60,7 +60,7 @@ class Machine:
                 tensor.as_strided(shape, stride)
                 for tensor, shape, stride in zip((q, k, v, out), shapes, strides, strict=True)
             ]
-            causal = Causal(kernel.source.split("causal: ")[1].split()[0])
+            causal = Causal(kernel.source.split("causal: ")[1].split()[0].rstrip(","))
             result, row_lse = unfused(*views[:3], scale=scale, causal=causal, return_lse=True)
             views[3].copy_(result)
             if lse is not None and row_lse is not None:
@@ -85,7 +85,7 @@ class Machine:
                 tensor.as_strided(shape, stride)
                 for tensor, shape, stride in zip(given.planned, shapes, strides, strict=True)
             )
-            causal = Causal(kernel.source.split("causal: ")[1].split()[0])
+            causal = Causal(kernel.source.split("causal: ")[1].split()[0].rstrip(","))
             with torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
                 out, lse = unfused(*leaves, scale=scale, causal=causal, return_lse=True)
