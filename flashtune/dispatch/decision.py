@@ -15,7 +15,7 @@ from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, device_target, find_target
 from flashtune.dispatch.faster_peers import UNFUSED, faster_peer, shared_time
-from flashtune.dispatch.lookup import default_selection, select
+from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import known_refusal, sdpa_allowed, sharing_of
 from flashtune.dispatch.sdpa import default_backend
 from flashtune.dispatch.tables import tuned_records
@@ -64,14 +64,17 @@ def decide(
 
     Raises:
         ProblemError: No backend supports the call: the tensors are on the CPU and there is no interpreter,
-            or no family computes the problem. The latter is an error only if `prefer` is "generated" or the
-            call has features.
+            or no family computes the problem. The latter is an error only if `prefer` is "generated" or
+            families compute each of its features, but not their combination.
     """
     check_device(request)
     if request.is_empty:
         return Decision(Backend.NONE, "there is nothing to attend to")
     if request.is_double:
         return Decision(Backend.UNFUSED, DOUBLE)
+    unknown = without_kernels(request.problem)
+    if unknown and request.prefer is not Prefer.GENERATED:
+        return Decision(Backend.UNFUSED, f"no kernel family computes {' and '.join(unknown)}")
     if interpreting():
         target = find_target(INTERPRETED_TARGET)
         needed = required_specialization(request, q, k, v, side)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from flashtune.core.canonical import without
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Feature, Problem
 from flashtune.core.record import Outcome, Provenance, Record, Selection, VerificationStatus
 from flashtune.core.target import Target
 from flashtune.dispatch.forecast import forecast, forecast_related
@@ -119,6 +119,12 @@ def default_selection(problem: Problem, target: Target, specialization: Speciali
     raise ProblemError(
         f"no kernel family computes {problem.key} on {target.name}: {'; '.join(filter(None, reasons))}"
     )
+
+
+def without_kernels(problem: Problem) -> tuple[Feature, ...]:
+    """Returns the features of a problem that no family computes in any problem."""
+    computed = frozenset[Feature]().union(*(family.features for family in families()))
+    return tuple(sorted(problem.features - computed))
 
 
 def default_selections(
