@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flashtune.core.features.table import (
     FEATURES,
     FIELDS,
@@ -34,7 +36,7 @@ def test_every_extra_input_has_a_description() -> None:
 def test_inputs_set_the_flags_of_their_features() -> None:
     for one in FEATURES.values():
         for given in one.numbers or one.tensors:
-            flags = flags_of(ExtraInputs(**{given.name: 1.0}))
+            flags = flags_of(ExtraInputs()._replace(**dict[str, Any]({given.name: 1.0})))
             assert [name for name, there in flags.items() if there] == [
                 field for field in one.fields if bool in TYPES[field]
             ]
