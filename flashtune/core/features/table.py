@@ -38,7 +38,6 @@ class Feature(enum.StrEnum):
     """A part of a problem that not every kernel family computes."""
 
     WINDOW = "window"
-    TEMPERATURE = "temperature"
     SOFTCAP = "softcap"
     ALIBI = "alibi"
     BIAS = "bias"
@@ -92,7 +91,6 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
         sink_tokens: Keys at the start that stay visible at any distance (Xiao et al., 2023).
         attention_chunk: A query sees only keys of its own chunk of this size; 0 means no chunks (Llama 4).
         prefix: Whether each sequence has a prefix that all its queries see.
-        temperature: Whether scores grow with the logarithm of the query's position (Llama 4).
         softcap: Whether scores s become cap · tanh(s / cap).
         alibi: Whether slope · distance is subtracted from the scores (Press et al., 2022).
         bias: The kind of the attention bias.
@@ -114,7 +112,6 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
     sink_tokens: Extent = 0
     attention_chunk: Extent = 0
     prefix: bool = False
-    temperature: bool = False
     softcap: bool = False
     alibi: bool = False
     bias: Bias = Bias.NONE
@@ -149,9 +146,6 @@ class ExtraInputs(NamedTuple):
         seed: The seed of dropout: int64 [1].
         softcap: Scores s become softcap · tanh(s / softcap).
         dropout: The fraction of probabilities that are dropped.
-        temperature_scale: The scores of a query at p are multiplied by
-            1 + temperature_scale · log(⌊(p + 1) / temperature_floor⌋ + 1).
-        temperature_floor: Positions per step of this factor, 8192 if absent.
     """
 
     q_scale: Tensor | None = None
@@ -168,8 +162,6 @@ class ExtraInputs(NamedTuple):
     seed: Tensor | None = None
     softcap: float | None = None
     dropout: float | None = None
-    temperature_scale: float | None = None
-    temperature_floor: float | None = None
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -201,21 +193,12 @@ NO_EXTRA_INPUTS = ExtraInputs()
 
 
 class FeatureOptions(TypedDict, total=False):
-    """The keyword arguments of all entry points that become extra inputs; see `flashtune.attention`.
-
-    Attributes:
-        softcap, alibi_slopes, sinks, prefix_lengths: As in `flashtune.attention`.
-        temperature_scale: Multiplies the scores of a query at position p by
-            1 + temperature_scale · log(⌊(p + 1) / temperature_floor⌋ + 1), as Llama 4 does. None disables it.
-        temperature_floor: Positions per step of this factor; 8192 by default.
-    """
+    """The keyword arguments of all entry points that become extra inputs; see `flashtune.attention`."""
 
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     prefix_lengths: Tensor | None
-    temperature_scale: float | None
-    temperature_floor: float | None
 
 
 Rows = ScoreRows[FeatureFields, ExtraInputs]
@@ -227,22 +210,8 @@ SEED = 20
 MAX_BIAS = 2**30
 # Share of visible elements in a typical boolean bias.
 VISIBLE_SHARE = 0.7
-# Positions per step of the temperature in Llama 4.
-TEMPERATURE_FLOOR = 8192.0
 # A typical prefix is a quarter of the keys.
 PREFIX_PART = 4
-
-
-def _temperatures(rows: Rows) -> Tensor:
-    """Returns the factor of the scores of each query. Queries before key 0 see no keys."""
-    scale, step = rows.inputs.temperature_scale or 0.0, rows.inputs.temperature_floor or TEMPERATURE_FLOOR
-    steps = ((rows.positions().clamp_min(0.0) + 1.0) / step).floor()
-    return 1.0 + scale * (steps + 1.0).log()
-
-
-def _usual_temperature(call: Call) -> dict[str, Any]:
-    """Returns Llama 4's scale, and four steps."""
-    return {"temperature_scale": 0.1, "temperature_floor": max(1.0, call.fields.seqlen_kv / 4)}
 
 
 def _capped(scores: Tensor, rows: Rows) -> Changed:
@@ -350,22 +319,6 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = types.Mapp
             is_mask=True,
             is_positional=True,
             usual=_usual_prefix,
-        ),
-        Feature.TEMPERATURE: Description(
-            title="Temperature by query position",
-            example="temperature",
-            word="temperature",
-            fields=("temperature",),
-            numbers=(
-                NumberInput(
-                    "temperature_scale", "temperature_scale", 2.0**-126, 2.0**16, "a positive number"
-                ),
-                NumberInput("temperature_floor", "temperature_floor", 1.0, 2.0**31, "a number of positions"),
-            ),
-            is_positional=True,
-            change=lambda scores, rows: Changed(scores * _temperatures(rows)),
-            derivative=lambda scores, rows: _temperatures(rows),
-            usual=_usual_temperature,
         ),
         Feature.SOFTCAP: Description(
             title="Softcap on the scores",
