@@ -10,7 +10,8 @@ from flashtune.core.features.table import NUMBER_INPUTS
 from flashtune.request.call import CausalOption, DenseOptions, LayoutOption, PreferOption, dense_call
 from flashtune.request.request import Result
 from flashtune.runtime.call_cache import known_executor
-from flashtune.runtime.torch_ops import attend
+from flashtune.runtime.torch_modes import is_compiling
+from flashtune.runtime.torch_ops import attend, call_plain_operator
 
 # Numbers that mean the same as None if they are 0.
 NUMBERS = ("sink_tokens", "chunk", *(number.option for number in NUMBER_INPUTS.values()))
@@ -101,9 +102,10 @@ def attention(
             is "generated" and no kernel compiles or loads on this GPU.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    common = causal, scale, layout, return_lse, prefer, deterministic
     if not (features and _have_effect(features)):
-        executor = known_executor(q, k, v, *common)
+        if is_compiling() and type(return_lse) is bool and type(deterministic) is bool:
+            return call_plain_operator(q, k, v, causal, scale, layout, return_lse, prefer, deterministic)
+        executor = known_executor(q, k, v, causal, scale, layout, return_lse, prefer, deterministic)
         if executor is not None:
             return executor(q, k, v, scale)
     call = dense_call(

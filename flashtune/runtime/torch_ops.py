@@ -19,11 +19,11 @@ from flashtune.request.call import Call, requires_grad, seeded
 from flashtune.request.read_call import read_call, require_tensors
 from flashtune.request.request import Result
 from flashtune.runtime.backward_ops import differentiated
-from flashtune.runtime.call_cache import run_call, unsigned
+from flashtune.runtime.call_cache import known_executor, run_call, unsigned
 from flashtune.runtime.op_library import ALL, TAGS, call_of, contiguous, library, operands, schema
 from flashtune.runtime.torch_modes import refuse_tangents, runs_eagerly
 
-# Operands of calls without features. The last four have defaults.
+# Operands of calls without features. Those after the required ones have defaults.
 PLAIN = (
     "q",
     "k",
@@ -37,6 +37,7 @@ PLAIN = (
     "v_scale",
     "deterministic",
 )
+REQUIRED = PLAIN.index("q_scale")
 
 
 class Operator(NamedTuple):
@@ -57,7 +58,8 @@ class Operator(NamedTuple):
     @property
     def schema(self) -> str:
         """The operator as torch's libraries declare it."""
-        return f"{self.name}({schema(self.names, 0 if self.names is ALL else 4)}) -> {self.returns}"
+        optional = 0 if self.names is ALL else len(PLAIN) - REQUIRED
+        return f"{self.name}({schema(self.names, optional)}) -> {self.returns}"
 
     def call(self, values: tuple[Any, ...]) -> Call:
         """Returns the call of its operands."""
@@ -92,12 +94,33 @@ def attend(call: Call) -> Result:
     return checked(call_operator, read_call, seeded(call))
 
 
+def call_plain_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    scale: float | None,
+    layout: str,
+    return_lse: bool,
+    prefer: str,
+    deterministic: bool,
+) -> Result:
+    """Calls the operator of a call without features, which checks the arguments.
+
+    torch.compile guards on each object that it traces, in each later call. So this function uses few.
+    """
+    if causal is True or causal is False:
+        causal = "bottom_right" if causal else "none"
+    op = PLAIN_OPERATORS[return_lse]
+    more = (None, None, None, True) if deterministic else ()
+    result: Result = op(q, k, v, causal, scale, layout, prefer, *more)
+    return result
+
+
 def call_operator(call: Call) -> Result:
     """Calls the operator of a call. torch.compile traces through this function into one node."""
     if call.is_plain:
-        ops = torch.ops.flashtune
-        op = ops.attention_with_lse if call.options.return_lse else ops.attention
-        result: Result = op(*operands(call, PLAIN))
+        result: Result = PLAIN_OPERATORS[call.options.return_lse](*operands(call, PLAIN))
         return result
     out, lse = torch.ops.flashtune.attention_features(*operands(call))
     return (out, lse) if call.options.return_lse else out
@@ -107,6 +130,13 @@ def _register(operator: Operator) -> None:
     """Registers an operator with its implementation, its fake implementation and its autograd kernel."""
 
     def compute(*values: Any) -> Result:
+        if operator.names is PLAIN and len(values) == REQUIRED:
+            # Defaults at the end are not passed.
+            q, k, v, causal, scale, layout, prefer = values
+            return_lse = operator.options["return_lse"]
+            executor = known_executor(q, k, v, causal, scale, layout, return_lse, prefer, False)
+            if executor is not None:
+                return contiguous(executor(q, k, v, scale))
         return operator.results(run_call(operator.call(values)), values[0])
 
     def shapes(*values: Any) -> Result:
@@ -116,6 +146,9 @@ def _register(operator: Operator) -> None:
         return operator.results(_fake(call), call.q)
 
     def differentiate(*values: Any) -> Result:
+        if runs_eagerly(*values[:3]) and not (torch.is_grad_enabled() and _any_requires_grad(values)):
+            # Another pass through the dispatcher would cost as much as the rest of the call.
+            return compute(*values)
         call = operator.call(values)
         refuse_tangents(call.q, call.k, call.v, *call.side.optional_tensors)
         if requires_grad(call):
@@ -128,6 +161,10 @@ def _register(operator: Operator) -> None:
     library.impl(operator.name, compute, "CompositeExplicitAutograd")
     library.impl(operator.name, differentiate, "Autograd")
     torch.library.register_fake(f"flashtune::{operator.name}", shapes, lib=library)
+
+
+def _any_requires_grad(values: tuple[Any, ...]) -> bool:
+    return any([isinstance(value, Tensor) and value.requires_grad for value in values])
 
 
 def _fake(call: Call) -> Result:
@@ -149,3 +186,6 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 for one in OPERATORS:
     _register(one)
+
+# By whether they return the log-sum-exp.
+PLAIN_OPERATORS = torch.ops.flashtune.attention.default, torch.ops.flashtune.attention_with_lse.default
