@@ -25,8 +25,9 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, Outcome, Record
 from flashtune.core.target import Target, device_target
+from flashtune.launch.binding import Binary, bind, compile_binary
 from flashtune.launch.compilation import first_line
-from flashtune.launch.forward import Binary, bind, compile_binary
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask
@@ -161,8 +162,8 @@ def _run(problem: Problem, candidate: Candidate, target: Target, tensors: Tensor
     kernel = _kernel(_static(problem), candidate)
     binary = _binary(kernel, target)
     given = (tensors.q, tensors.k, tensors.v, tensors.out)
-    launch = bind(kernel, target, *given, tensors.side, compiled=binary)
-    return functools.partial(launch, *given, None, tensors.scale, tensors.side)
+    launch = bind(kernel, target, ForwardTensors(*given), tensors.side, compiled=binary)
+    return functools.partial(launch, (*given, None), tensors.scale, tensors.side)
 
 
 def _timed(candidate: Candidate, measured: Measurement | None, look: float) -> Timed:

@@ -146,13 +146,7 @@ def _cpu_figures(options: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor) -
     request = read_call(call)
 
     def nothing(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        scale: float,
-        side: ExtraInputs = NO_EXTRA_INPUTS,
+        tensors: tuple[Tensor | None, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS
     ) -> None:
         """Replaces the launch."""
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment, Kernel
 from flashtune.core.target import Target
-from flashtune.launch.backward import BackwardTensors, bind_backward
-from flashtune.launch.forward import bind
+from flashtune.launch.binding import bind
+from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients import inputs as gradients
 from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, placed
@@ -51,8 +51,8 @@ def _forward(kernel: Kernel, case: Case, target: Target, device: torch.device) -
     out = own(memory.out.view)
     lse = own(memory.lse.view) if kernel.specialization.lse else None
     side = _side(memory.side, own)
-    launch = bind(kernel, target, q, k, v, out, side, allocate=_workspace)
-    launch(q, k, v, out, lse, case.scale, side)
+    launch = bind(kernel, target, ForwardTensors(q, k, v, out), side, allocate=_workspace)
+    launch((q, k, v, out, lse), case.scale, side)
 
 
 def _backward(kernel: Kernel, case: Case, target: Target, device: torch.device) -> None:
@@ -70,7 +70,7 @@ def _backward(kernel: Kernel, case: Case, target: Target, device: torch.device) 
     }
     tensors = BackwardTensors(*_inputs(case, memory, own), **others)
     side = _side(memory.side, own)
-    bind_backward(kernel, target, tensors, side, allocate=_workspace)(tensors, case.scale, side)
+    bind(kernel, target, tensors, side, allocate=_workspace)(tensors, case.scale, side)
 
 
 def _frame(case: Case, alignment: Alignment) -> MemoryFrame:

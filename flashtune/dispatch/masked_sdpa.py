@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, nearest_way
 from flashtune.core.problem import Causal, Feature, Problem
 from flashtune.launch.compilation import first_line
-from flashtune.launch.forward import MIN_SCALE
+from flashtune.launch.launch import MIN_SCALE
 from flashtune.request.request import Prefer, Request
 
 # SDPA computes other features no faster, or differently. Windows and chunks would need a mask in each call

@@ -26,8 +26,8 @@ from flashtune.dispatch.faster_peers import UNFUSED, faster_peer_of_pair
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.sdpa import default_backend
 from flashtune.dispatch.tables import tuned_records
-from flashtune.launch.backward import BackwardTensors
 from flashtune.launch.compilation import interpreting
+from flashtune.launch.tensors import BackwardTensors
 from flashtune.request.request import Prefer, Request
 from flashtune.request.side_inputs import side_views
 

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.core.problem import Causal, Problem
 from flashtune.dispatch.masked_sdpa import chosen_backend, unexpanded
-from flashtune.launch.forward import MIN_SCALE
+from flashtune.launch.launch import MIN_SCALE
 
 # Backends load this many bytes at once.
 ADDRESS_ALIGNMENT = 16

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record
+from flashtune.launch.binding import Binary, compile_binary
 from flashtune.launch.compilation import kernel_folder
-from flashtune.launch.forward import Binary, compile_binary
 from flashtune.launch.launcher import load
 from flashtune.templates.family import Family, kernel_of_source
 from flashtune.templates.registry import find_family, template_hash

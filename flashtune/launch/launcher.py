@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from triton.runtime._allocation import _allocator
@@ -23,32 +23,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# torch.cuda's function checks each time whether CUDA is initialised. The load of a binary already did that.
+# torch.cuda's functions check each time whether CUDA is initialised. The load of a binary already did that.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+# The handle of a device's current stream. Only builds of torch for GPUs have it.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
-class Queue(Protocol):
-    """Queues a kernel on its device's current stream."""
-
-    def __call__(self, values: tuple[Any, ...], described: Sequence[Any] = ...) -> None:
-        """Queues a launch. Arguments of described tensors come first, then `values`, then integers."""
-        ...
-
-
-class Direct(NamedTuple):
-    """The constant arguments with which a launcher calls the driver's function.
+class Queue(NamedTuple):
+    """How a kernel is queued: by a function, whose constant arguments are bound.
 
     Attributes:
-        launch: The driver's function.
+        launch: The function.
         before: Arguments before the stream.
         after: Arguments after the stream and before the kernel's own.
         as_one: Whether the kernel's own arguments are passed as one sequence.
+        integers: The kernel's last arguments.
+        binary: The loaded kernel. Triton 3.9 unloads a binary without references.
     """
 
     launch: Callable[..., None]
     before: tuple[Any, ...]
     after: tuple[Any, ...]
     as_one: bool
+    integers: tuple[int, ...] = ()
+    binary: object = None
 
 
 def load(compiled: Any, device: torch.device) -> Callable[..., None]:
@@ -78,28 +76,17 @@ def queue_of(compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], de
     Raises:
         KernelError: The binary cannot be loaded on the device.
     """
-    from triton.runtime import driver
-
     run = load(compiled, device)
     if getattr(compiled.metadata, "tensordesc_meta", None):
         run = without_making(run)
-    index = current_device() if device.index is None else device.index
     # Without launch metadata and hooks, which only profilers need and which cost a call each.
     head = (compiled.function, compiled.packed_metadata, None, None, None)
     dims = (*grid, 1, 1)[:3]
-    # Only GPU drivers have this attribute, and this function runs only with a GPU.
-    stream: Callable[[int], int] = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
-    direct = direct_launch(run, dims, head)
-    if direct is None:
-        queue = _indirect(run, dims, head, integers, index, stream)
-    else:
-        queue = _directly(direct, integers, index, stream)
-    # Calls use only a handle, and Triton 3.9 unloads a binary without references.
-    vars(queue)["binary"] = compiled
-    return queue
+    queue = direct_launch(run, dims, head) or Queue(_through(run, dims, head), (), (), as_one=False)
+    return queue._replace(integers=integers, binary=compiled)
 
 
-def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Direct | None:
+def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Queue | None:
     """Returns the arguments that a launcher adds to a launch, recorded from one call.
 
     Returns None if they depend on more than the stream and the values: the launcher allocates scratch memory
@@ -126,54 +113,30 @@ def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Dir
     if len(places) != 1 or not (as_one or arguments[-2:] == values):
         return None
     before, after = arguments[: places[0]], arguments[places[0] + 1 : -1 if as_one else -2]
-    return Direct(launch, before, after, as_one)
+    return Queue(launch, before, after, as_one)
 
 
-def _directly(direct: Direct, integers: tuple[int, ...], device: int, stream: Callable[[int], int]) -> Queue:
-    launch, before, after, as_one = direct
-    # Bound once, because every call of every kernel uses it.
-    current = current_device
+def _through(run: Callable[..., None], grid: tuple[int, ...], head: tuple[Any, ...]) -> Callable[..., None]:
+    """Returns a function that calls Triton's launcher in each launch."""
 
-    def queue(values: tuple[Any, ...], described: Sequence[Any] = ()) -> None:
-        if current() != device:
-            # The binary belongs to its device's context, which must be current.
-            with torch.cuda.device(device):
-                queue(values, described)
-        elif as_one:
-            launch(*before, stream(device), *after, (*described, *values, *integers))
-        else:
-            launch(*before, stream(device), *after, *described, *values, *integers)
-
-    return queue
-
-
-def _indirect(
-    run: Callable[..., None],
-    grid: tuple[int, ...],
-    head: tuple[Any, ...],
-    integers: tuple[int, ...],
-    device: int,
-    stream: Callable[[int], int],
-) -> Queue:
-    def queue(values: tuple[Any, ...], described: Sequence[Any] = ()) -> None:
-        if current_device() != device:
-            with torch.cuda.device(device):
-                queue(values, described)
-            return
+    def launch(stream: int, *values: Any) -> None:
         # Device-side descriptors are in scratch memory, from torch's stream-ordered pool.
         previous = _allocator.set(_allocate_scratch)
         try:
-            run(*grid, stream(device), *head, *described, *values, *integers)
+            run(*grid, stream, *head, *values)
         finally:
             _allocator.reset(previous)
 
-    return queue
+    return launch
 
 
 def interpreted_queue(
     module: Any, entry: str, grid: tuple[int, ...], integers: tuple[int, ...]
 ) -> Callable[..., None]:
-    """Returns a queue for a kernel in Triton's interpreter on the CPU. `integers` are the last arguments."""
+    """Returns a function that runs a kernel in Triton's interpreter on the CPU, program by program.
+
+    `integers` are its last arguments.
+    """
     launch = getattr(module, entry)[grid]
 
     def queue(*values: Any) -> None:

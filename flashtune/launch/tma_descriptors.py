@@ -56,25 +56,19 @@ class DescriptorArguments:
         # Returns the arguments for a known combination of addresses, with one look-up for all.
         self.at: Callable[[tuple[int, ...]], list[Any] | None] = self._together.get
 
-    def made(self, addresses: tuple[int, ...], tensor_of: Callable[[int], Tensor]) -> list[Any]:
+    def made(self, addresses: tuple[int, ...], device: torch.device) -> list[Any]:
         """Returns the arguments for addresses that `at` does not know in combination. Do not modify them.
 
         Args:
             addresses: The addresses of all tensors, in order.
-            tensor_of: Returns the tensor at an index if its address is new. Only its address
-                and type are used.
+            device: The device of the tensors.
         """
         values: list[Any] = []
-        for place, (address, known) in enumerate(zip(addresses, self._known, strict=True)):
+        for address, known, patterns in zip(addresses, self._known, self._patterns, strict=True):
             found = known.get(address)
             if found is None:
-                tensor = tensor_of(place)
-                _make_context_current(tensor.device)
-                found = [
-                    value
-                    for pattern, notes in self._patterns[place]
-                    for value in _made(pattern, notes, tensor)
-                ]
+                _make_context_current(device)
+                found = [value for pattern, notes in patterns for value in _made(pattern, notes, address)]
                 if len(known) >= MAX_ADDRESSES:
                     known.clear()
                 known[address] = found
@@ -83,6 +77,20 @@ class DescriptorArguments:
             self._together.clear()
         self._together[addresses] = values
         return values
+
+
+class _At:
+    """A tensor's type and address, which are all that a descriptor reads of it."""
+
+    __slots__ = ("_address", "dtype")
+
+    def __init__(self, dtype: torch.dtype, address: int) -> None:
+        self.dtype = dtype
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """Returns the address."""
+        return self._address
 
 
 def _make_context_current(device: torch.device) -> None:
@@ -96,10 +104,11 @@ def _make_context_current(device: torch.device) -> None:
         known.add(device)
 
 
-def _made(pattern: TensorDescriptor, notes: dict[str, Any], tensor: Tensor) -> list[Any]:
+def _made(pattern: TensorDescriptor, notes: dict[str, Any], address: int) -> list[Any]:
     """Returns a descriptor as the launcher takes it: the tensor map, then its shape and strides."""
     make, rest = _maker()
-    made: list[Any] = make(dataclasses.replace(pattern, base=tensor), notes, *rest)
+    base = _At(pattern.base.dtype, address)
+    made: list[Any] = make(dataclasses.replace(pattern, base=base), notes, *rest)
     return made
 
 

@@ -1,25 +1,49 @@
-"""Workspaces of launches, and prototypes for allocations. This code runs in every call."""
+"""Workspaces of launches, and prototypes for allocations. This code runs in every call.
+
+A launch takes the memory of its workspaces from a list of its stream and returns it after its kernels are
+queued. Until then no other thread has it, and later launches on the stream run after these kernels. Launches
+in a CUDA graph allocate their memory instead: then it belongs to the graph, and no other launch writes it.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
     Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
 
 # Bound once. It is the fastest allocation from Python.
 empty_like = torch.empty_like
+# Whether the current stream records a CUDA graph. Only builds of torch for GPUs have the function.
+capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 FLOAT32 = 4
 # Alignment of each workspace in bytes. Separate allocations have at least this alignment.
 BORDER = 512
+# The least and the most memory that is kept for later launches, in bytes. Larger workspaces are allocated in
+# each call.
+LEAST_KEPT = 2**20
+MOST_KEPT = 2**25
+
+
+class Memory(NamedTuple):
+    """Memory for workspaces."""
+
+    tensor: Tensor
+    address: int
+    size: int
+
+
+# Memory that no launch uses while it queues kernels, by device and stream.
+_kept: defaultdict[tuple[torch.device, int], list[Memory]] = defaultdict(list)
 
 
 def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -38,41 +62,70 @@ def prototype(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 class Workspaces:
-    """The workspaces of all kernels of a launch, bound to the device of its first call."""
-
-    __slots__ = ("_allocate", "_like", "_offsets", "_shapes", "_size")
+    """The workspaces of all kernels of a launch."""
 
     def __init__(
-        self, shapes: tuple[tuple[int, ...], ...] = (), allocate: Allocate = allocate_workspace
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        device: torch.device,
+        allocate: Allocate = allocate_workspace,
     ) -> None:
-        """Plans one allocation for all workspaces. With a custom `allocate`, each has its own."""
-        self._shapes = shapes
+        """Plans one piece of memory for all workspaces. With a custom `allocate`, each has its own.
+
+        Args:
+            shapes: The shape of each workspace, by name.
+            device: The device of the launch.
+            allocate: Returns the memory of one workspace.
+        """
+        self.names = tuple(shapes)
+        self._shapes = tuple(shapes.values())
+        self._device = device
         self._allocate = None if allocate is allocate_workspace else allocate
         self._offsets: list[int] = []
         self._size = 0
-        for shape in shapes:
+        for shape in self._shapes:
             self._offsets.append(self._size)
             self._size += -(-math.prod(shape) * FLOAT32 // BORDER) * BORDER
-        self._like: Tensor | None = None
+        if self._allocate is None:
+            self._like = prototype((self._size // FLOAT32,), torch.float32, device)
 
-    def __call__(self, tensor: Tensor) -> tuple[Sequence[Tensor], list[int]]:
-        """Returns tensors that keep the memory alive until all kernels are queued, and all addresses."""
-        if not self._shapes:
-            return (), []
-        if self._allocate is not None:
-            made = [self._allocate(shape, tensor.device) for shape in self._shapes]
-            return made, [one.data_ptr() for one in made]
-        like = self._like
-        if like is None:
-            like = self._like = prototype((self._size // FLOAT32,), torch.float32, tensor.device)
-        memory = empty_like(like)
-        address = memory.data_ptr()
-        return (memory,), [*map(address.__add__, self._offsets)]
+    def take(self, stream: int) -> tuple[Sequence[int], object, Callable[[object], None]]:
+        """Returns all addresses, their memory and the function to which the launch returns the memory.
 
-    def tensors(self, held: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the workspaces as tensors of their shapes."""
+        `stream` is the device's current one. Hold the memory until all kernels are queued.
+        """
         if self._allocate is not None:
-            return [*held]
-        starts = [offset // FLOAT32 for offset in self._offsets]
-        places = zip(starts, self._shapes, strict=True)
-        return [held[0][start : start + math.prod(shape)].view(shape) for start, shape in places]
+            made = [self._allocate(shape, self._device) for shape in self._shapes]
+            return [one.data_ptr() for one in made], made, _freed
+        if self._size > MOST_KEPT or capturing():
+            tensor = empty_like(self._like)
+            return [*map(tensor.data_ptr().__add__, self._offsets)], tensor, _freed
+        kept = _kept[self._device, stream]
+        try:
+            memory = kept.pop()
+        except IndexError:
+            memory = None
+        if memory is None or memory.size < self._size:
+            memory = _made(self._size, self._device, stream)
+        return [*map(memory.address.__add__, self._offsets)], memory, kept.append  # type: ignore[return-value]
+
+
+def _freed(memory: object) -> None:
+    """Leaves memory to the caller, who drops it."""
+
+
+def _made(size: int, device: torch.device, stream: int) -> Memory:
+    """Allocates memory of a stream that outlasts a call.
+
+    It is done in another thread. In this one, a CUDA graph's pool may serve allocations although nothing is
+    captured, and nothing may stay in it: `torch.compile` runs a function so before it captures it.
+    """
+    size = max(LEAST_KEPT, 1 << (size - 1).bit_length())
+
+    def allocate() -> Tensor:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
+            return torch.empty(size, dtype=torch.uint8, device=device)
+
+    with ThreadPoolExecutor(1) as thread:
+        tensor = thread.submit(allocate).result()
+    return Memory(tensor, tensor.data_ptr(), size)

@@ -18,8 +18,9 @@ from flashtune.core.kernel import POINTER_ALIGNMENT, Specialization
 from flashtune.core.problem import Bias, Dtype
 from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.pair_decision import backward_tensors, specialization_of_pass
-from flashtune.launch.backward import BackwardTensors, bind_backward
+from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
+from flashtune.launch.tensors import BackwardTensors
 from flashtune.launch.workspaces import empty_like
 from flashtune.request.side_inputs import side_views
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.dispatch.decision import Decision
-    from flashtune.launch.backward import Backward
+    from flashtune.launch.launch import Launch
     from flashtune.request.request import Request
     from flashtune.runtime.kernel_fallback import LoadedKernel
 
@@ -83,7 +84,7 @@ class BoundBackward:
         self._default_scale = request.default_scale
         # The key is the strides of all inputs, which hooks of saved tensors may change. The value is None if
         # the output's gradient must be copied first.
-        self._launches: dict[tuple[object, ...], Backward | None] = {}
+        self._launches: dict[tuple[object, ...], Launch | None] = {}
 
     def __call__(
         self,
@@ -153,13 +154,13 @@ class BoundBackward:
 
     def _bind(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: ExtraInputs
-    ) -> Backward | None:
+    ) -> Launch | None:
         tensors = backward_tensors(self._request, q, k, v, out, out, dout)
         kernel, target, binary = self._choice
         needed = specialization_of_pass(self._request, tensors, side)
         if _has_rows(dout) and _covers(kernel.specialization, needed):
             extra = _extra_views(self._request, side, tensors)
-            return bind_backward(kernel, target, tensors, extra, compiled=binary)
+            return bind(kernel, target, tensors, extra, compiled=binary)
         if dout.stride() == torch.empty(dout.shape, device="meta").stride():
             raise KernelError(
                 "tensors that were saved for the backward pass came back with strides that its kernel cannot "
@@ -243,7 +244,7 @@ def interpreted_backward(
     problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
     kernel = kernel_of(default_selection(problem, decision.target, needed).record, needed)
     extra = _extra_views(request, side, tensors)
-    launch = bind_backward(kernel, decision.target, tensors, extra)
+    launch = bind(kernel, decision.target, tensors, extra)
     launch(tensors, request.default_scale if scale is None else scale, extra)
     dbias, dslopes = more
     return Gradients(

@@ -20,8 +20,10 @@ from flashtune.dispatch.decision import Backend, Decision, required_specializati
 from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.masked_sdpa import masked_attention
 from flashtune.dispatch.sdpa import default_backend, sdpa_attention
-from flashtune.launch.forward import Launch, bind
+from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
+from flashtune.launch.launch import Launch
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.launch.workspaces import empty_like, prototype
 from flashtune.request.quantization import check_scales, given_scales
 from flashtune.request.request import Executor, Request, Result
@@ -47,7 +49,7 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
             q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
         ) -> Result:
             out, lse = empty_like(out_like), empty_like(lse_like)
-            launch(q, k, v, out, lse, default_scale if scale is None else scale)
+            launch((q, k, v, out, lse), default_scale if scale is None else scale)
             return out, lse
 
         return run_with_lse
@@ -56,7 +58,7 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
         q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
     ) -> Result:
         out = empty_like(out_like)
-        launch(q, k, v, out, None, default_scale if scale is None else scale)
+        launch((q, k, v, out, None), default_scale if scale is None else scale)
         return out
 
     return run_plain
@@ -71,7 +73,7 @@ def _with_side(launch: Launch, request: Request, q: Tensor) -> Executor:
     def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> Result:
         out = empty_like(out_like)
         lse = None if lse_like is None else empty_like(lse_like)
-        launch(q, k, v, out, lse, default_scale if scale is None else scale, side)
+        launch((q, k, v, out, lse), default_scale if scale is None else scale, side)
         return out if lse is None else (out, lse)
 
     return run
@@ -91,7 +93,7 @@ def _quantized(
     contiguous = given_scales(*(one if one is None else one.contiguous() for one in scales.scales))
     out = q.new_empty(request.out_shape, dtype=request.out_dtype)
     lse = q.new_empty(request.lse_shape, dtype=torch.float32) if request.return_lse else None
-    launch(q, k, v, out, lse, request.default_scale if scale is None else scale, contiguous)
+    launch((q, k, v, out, lse), request.default_scale if scale is None else scale, contiguous)
     return out if lse is None else (out, lse)
 
 
@@ -119,10 +121,10 @@ def interpreted(
     needed = required_specialization(request, *wide, side)
     record = default_selection(problem, decision.target, needed).record
     out_view = request.layout.heads_first(out)
-    tensors = *request.views(*wide), out_view
-    extra = side_views(problem, side, tensors[1].shape[0])
-    launch = bind(kernel_of(record, needed), decision.target, *tensors, extra)
-    launch(*tensors, lse, request.default_scale if scale is None else scale, extra)
+    tensors = ForwardTensors(*request.views(*wide), out_view, lse)
+    extra = side_views(problem, side, tensors.k.shape[0])
+    launch = bind(kernel_of(record, needed), decision.target, tensors, extra)
+    launch(tensors, request.default_scale if scale is None else scale, extra)
     return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flashtune.core.record import Selection
     from flashtune.core.target import Target
     from flashtune.dispatch.decision import Decision
-    from flashtune.launch.forward import Binary
+    from flashtune.launch.binding import Binary
 
 Usable = TypeVar("Usable")
 

@@ -13,7 +13,8 @@ from flashtune.core.notices import warn_once
 from flashtune.dispatch.decision import Backend, baseline, decide, output_like, required_specialization
 from flashtune.dispatch.masked_sdpa import refusal, sdpa_allowed
 from flashtune.dispatch.sdpa import default_backend
-from flashtune.launch.forward import bind
+from flashtune.launch.binding import bind
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.request.request import Executor, Prefer, Request
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.executors import (
@@ -148,8 +149,7 @@ def bound_forward(
     Raises:
         KernelError: The kernel does not load.
     """
-    tensors = *request.views(q, k, v), output_like(request)
-    if not request.problem.features:
-        return launcher(bind(choice.kernel, choice.target, *tensors, compiled=choice.binary), request, q)
-    extra = side_views(request.problem, side, tensors[1].shape[0])
-    return launcher(bind(choice.kernel, choice.target, *tensors, extra, compiled=choice.binary), request, q)
+    tensors = ForwardTensors(*request.views(q, k, v), output_like(request))
+    extra = side_views(request.problem, side, tensors.k.shape[0]) if request.problem.features else side
+    kernel, target, binary = choice
+    return launcher(bind(kernel, target, tensors, extra, compiled=binary), request, q)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Direction, Dtype, Feature, Problem
     from flashtune.core.record import Verdict
     from flashtune.core.target import Target
-    from flashtune.launch.forward import Binary
+    from flashtune.launch.binding import Binary
 
 # A check takes a fraction of a second. A process that holds the lock longer than this is no longer checking.
 LOCK_SECONDS = 30.0

@@ -23,8 +23,8 @@ from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Verdict
+from flashtune.launch.binding import Binary, compile_binary
 from flashtune.launch.compilation import first_line, interpreting
-from flashtune.launch.forward import Binary, compile_binary
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.verification.cases import Case, Level, splits_of

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.launch.forward import Binary, bind
+from flashtune.launch.binding import Binary, bind
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,
@@ -74,7 +75,8 @@ def findings_of(
 
     launch: Callable[..., None] = no_launch
     if launched:
-        launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compiled, allocate=allocate)
+        tensors = ForwardTensors(q, k, v, out)
+        launch = bind(kernel, target, tensors, prepared.side, compiled=compiled, allocate=allocate)
     # Rows after those of the sequences are checked like the memory around a tensor.
     written = (prepared.out.view,) if lse is None else (prepared.out.view, prepared.lse.view)
     first: tuple[Tensor, ...] = ()
@@ -83,7 +85,7 @@ def findings_of(
         poison(prepared.lse)
         if repeat and cold:
             torch.empty(2 * cold, dtype=torch.uint8, device=q.device).zero_()
-        launch(q, k, v, out, lse, case.scale, prepared.side)
+        launch((q, k, v, out, lse), case.scale, prepared.side)
         if not repeat:
             yield from _compare(case, prepared, lse=lse is not None)
             first = tuple(bits_of(tensor).clone() for tensor in written) if case.repeats > 1 else ()

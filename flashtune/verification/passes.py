@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flashtune.core.kernel import Kernel
     from flashtune.core.problem import Problem
     from flashtune.core.target import Target
-    from flashtune.launch.forward import Binary
+    from flashtune.launch.binding import Binary
 
 STRICT_REPEATS = 50
 # Number of cases with block tables whose unused entries fault when they are used.

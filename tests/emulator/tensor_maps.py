@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,6 +10,8 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashtune.launch.launch import Stage
+from flashtune.launch.launcher import Queue
 from flashtune.launch.tma_descriptors import DescriptorArguments
 
 NOTES = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
@@ -62,7 +63,7 @@ def pattern(tensor: Tensor, width: int = 64) -> TensorDescriptor:
 def found(arguments: DescriptorArguments, *tensors: Tensor) -> list[Any]:
     """The arguments for some tensors, as launches find them."""
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
-    return arguments.at(addresses) or arguments.made(addresses, tensors.__getitem__)
+    return arguments.at(addresses) or arguments.made(addresses, tensors[0].device)
 
 
 def a_tensor(*shape: int) -> Tensor:
@@ -70,11 +71,25 @@ def a_tensor(*shape: int) -> Tensor:
 
 
 class Noted:
-    """A queue that notes what it was made of and given."""
+    """A driver's function that notes a kernel's own arguments, and what its queue was made of."""
 
     def __init__(self, *made_of: Any) -> None:
         self.made_of = made_of
         self.values: list[tuple[Any, ...]] = []
 
-    def __call__(self, values: tuple[Any, ...], described: Sequence[Any] = ()) -> None:
-        self.values.append((*described, *values))
+    def __call__(self, stream: int, *values: Any) -> None:
+        self.values.append(values)
+
+    @property
+    def queue(self) -> Queue:
+        """A queue that calls it."""
+        return Queue(self, (), (), as_one=False)
+
+
+def queued(*noted: tuple[Noted, str]) -> tuple[Stage, ...]:
+    """Kernels with the names of their arguments. Descriptors are named `described`, first."""
+    stages = []
+    for one, names in noted:
+        described, *rest = names.split() if names.startswith("described") else ["", *names.split()]
+        stages.append(Stage(one.queue, tuple(rest), bool(described)))
+    return tuple(stages)

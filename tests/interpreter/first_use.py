@@ -11,8 +11,9 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Verdict
 from flashtune.core.target import find_target
+from flashtune.launch.binding import bind
 from flashtune.launch.compilation import kernel_folder
-from flashtune.launch.forward import bind
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.runtime.self_check import passes_self_check
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -63,6 +64,6 @@ def use_first(start: float, checks: Path) -> float:
     q, out = torch.randn(1, 2, 40, 16), torch.empty(1, 2, 40, 16)
     k, v = torch.randn(2, 1, 1, 50, 16)
     lse = torch.empty(1, 2, 40)
-    bind(kernel, TARGET, q, k, v, out)(q, k, v, out, lse, 0.25)
+    bind(kernel, TARGET, ForwardTensors(q, k, v, out))((q, k, v, out, lse), 0.25)
     truth, _ = unfused(q.double(), k.double(), v.double(), scale=0.25, causal=Causal.BOTTOM_RIGHT)
     return float((out - truth).abs().max())

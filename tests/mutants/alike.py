@@ -12,8 +12,8 @@ from flashtune.core.config import Config
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.launch.backward import bind_backward
-from flashtune.launch.forward import bind, compile_binary
+from flashtune.launch.binding import bind, compile_binary
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.verification import cases
@@ -104,11 +104,12 @@ def _outputs(case: Case, seed: int, specialization: Specialization, target: Targ
     lse = prepared.lse.given if specialization.lse else None
 
     def write(kernel: Kernel, launches: int) -> Iterator[Written]:
-        launch = bind(kernel, target, q, k, v, out, prepared.side, compiled=compile_binary(kernel, target))
+        tensors = ForwardTensors(q, k, v, out)
+        launch = bind(kernel, target, tensors, prepared.side, compiled=compile_binary(kernel, target))
         for _ in range(launches):
             poison(prepared.out)
             poison(prepared.lse)
-            launch(q, k, v, out, lse, case.scale, prepared.side)
+            launch((q, k, v, out, lse), case.scale, prepared.side)
             yield {"out": out.clone()} | ({} if lse is None else {"lse": lse.clone()})
 
     return write
@@ -119,7 +120,7 @@ def _gradients(case: Case, seed: int, specialization: Specialization, target: Ta
     tensors, side = prepared.tensors, prepared.side
 
     def write(kernel: Kernel, launches: int) -> Iterator[Written]:
-        launch = bind_backward(kernel, target, tensors, side, compiled=compile_binary(kernel, target))
+        launch = bind(kernel, target, tensors, side, compiled=compile_binary(kernel, target))
         for _ in range(launches):
             for one in prepared.written.values():
                 poison(one)

@@ -15,7 +15,8 @@ from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.problem import Bias, Direction, Dtype, Problem
 from flashtune.core.target import find_target
-from flashtune.launch.backward import BackwardTensors, bind_backward
+from flashtune.launch.binding import bind
+from flashtune.launch.tensors import BackwardTensors
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.rendering import render
 from tests.problems.plain_masks import plain_attention
@@ -150,7 +151,7 @@ def check_gradients(
     specialization = msgspec.structs.replace(found, index_bits=max(found.index_bits, index_bits))
     assert unsupported_reason(family, problem, TARGET, specialization) is None
     kernel = render(family, problem, config, specialization)
-    bind_backward(kernel, TARGET, tensors, side)(tensors, SCALE, side)
+    bind(kernel, TARGET, tensors, side)(tensors, SCALE, side)
     for name, right in expected.items():
         given = getattr(tensors, name).double()
         torch.testing.assert_close(

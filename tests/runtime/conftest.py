@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from flashtune.core.target import find_target
 from flashtune.dispatch import decision, masked_sdpa, pair_decision, sdpa
 from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
+from flashtune.launch import launch, workspaces
+from flashtune.launch.workspaces import Memory
 from flashtune.runtime import backward_executors, kernel_fallback, prepare
 from flashtune.runtime.call_cache import forget_executors
 from flashtune.templates.registry import find_family
@@ -102,6 +105,21 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches for tensors on the CPU, whose device has no index and no streams."""
+
+    def memory(size: int, device: torch.device, stream: int) -> Memory:
+        tensor = torch.empty(size, dtype=torch.uint8, device=device)
+        return Memory(tensor, tensor.data_ptr(), size)
+
+    monkeypatch.setattr(launch, "current_device", lambda: None)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(workspaces, "capturing", lambda: False)
+    monkeypatch.setattr(workspaces, "_kept", defaultdict(list))
+    monkeypatch.setattr(workspaces, "_made", memory)
+
+
+@pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A driver in place of the GPU's, which notes what it is told."""
     fake = Driver()
@@ -124,5 +142,5 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(prepare, "bind", fake.bind)
     monkeypatch.setattr(kernel_fallback, "preloading", fake.preloading)
     monkeypatch.setattr(kernel_fallback, "passes_self_check", fake.passes)
-    monkeypatch.setattr(backward_executors, "bind_backward", fake.bind_backward)
+    monkeypatch.setattr(backward_executors, "bind", fake.bind)
     return fake

@@ -119,7 +119,7 @@ def test_both_passes_of_compiled_programs_are_recorded(
     problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(backward_executors, "bind_backward", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(backward_executors, "bind", lambda *_, **__: lambda *_: None)
     backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
 
     def loss(*tensors: torch.Tensor) -> torch.Tensor:

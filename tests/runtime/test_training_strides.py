@@ -65,7 +65,7 @@ def test_strides_changed_by_hooks_are_bound_again(
 ) -> None:
     bound: list[tuple[int, ...]] = []
 
-    def bind_backward(
+    def bind(
         kernel: object, target: object, tensors: object, side: ExtraInputs, *, compiled: object
     ) -> Callable[..., None]:
         assert side.bias is not None
@@ -73,7 +73,7 @@ def test_strides_changed_by_hooks_are_bound_again(
         return lambda *_: None
 
     monkeypatch.setattr(prepare, "bind", lambda *_, **__: lambda *_: None)
-    monkeypatch.setattr(backward_executors, "bind_backward", bind_backward)
+    monkeypatch.setattr(backward_executors, "bind", bind)
     q, k, v = leaves(problem, torch.bfloat16)
     bias = torch.randn(512, 512, dtype=torch.bfloat16).expand(2, 8, 512, 512)
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.contiguous(), lambda kept: kept):

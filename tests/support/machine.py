@@ -15,7 +15,7 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.tables import Tables
-from flashtune.launch.backward import BackwardTensors
+from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from tests.support.unfused import unfused
 
 
@@ -47,44 +47,39 @@ class Machine:
         self.checked.append(kernel)
         return self.right
 
-    def bind(self, kernel: Kernel, target: object, *tensors: Tensor, compiled: object) -> Callable[..., None]:
-        if not self.compiles:
-            raise KernelError("PTXASError: out of registers")
-        self.kernels.append(kernel)
-        shapes = [tensor.shape for tensor in tensors]
-        strides = [tensor.stride() for tensor in tensors]
-
-        def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
-            self.launches += 1
-            views = [
-                tensor.as_strided(shape, stride)
-                for tensor, shape, stride in zip((q, k, v, out), shapes, strides, strict=True)
-            ]
-            causal = Causal(kernel.source.split("causal: ")[1].split()[0].rstrip(","))
-            result, row_lse = unfused(*views[:3], scale=scale, causal=causal, return_lse=True)
-            views[3].copy_(result)
-            if lse is not None and row_lse is not None:
-                lse.copy_(row_lse)
-
-        return launch
-
-    def bind_backward(
-        self, kernel: Kernel, target: object, tensors: BackwardTensors, side: ExtraInputs, *, compiled: object
+    def bind(
+        self,
+        kernel: Kernel,
+        target: object,
+        tensors: ForwardTensors | BackwardTensors,
+        side: ExtraInputs,
+        *,
+        compiled: object,
     ) -> Callable[..., None]:
-        """A launch that differentiates the standard computation."""
+        """A launch of the standard computation or its derivative."""
         if not self.compiles:
             raise KernelError("PTXASError: out of registers")
         self.kernels.append(kernel)
-        shapes = [tensor.shape for tensor in tensors.planned]
-        strides = [tensor.stride() for tensor in tensors.planned]
+        shapes = [(tensor.shape, tensor.stride()) for tensor in tensors.planned]
 
-        def launch(values: tuple[Tensor, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS) -> None:
+        def seen(given: ForwardTensors | BackwardTensors) -> list[Tensor]:
+            pairs = zip(given.planned, shapes, strict=True)
+            return [tensor.as_strided(*bound) for tensor, bound in pairs]
+
+        def forward(values: tuple[Tensor, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS) -> None:
+            self.launches += 1
+            given = ForwardTensors(*values)
+            q, k, v, out = seen(given)
+            causal = Causal(kernel.source.split("causal: ")[1].split()[0].rstrip(","))
+            result, row_lse = unfused(q, k, v, scale=scale, causal=causal, return_lse=True)
+            out.copy_(result)
+            if given.lse is not None and row_lse is not None:
+                given.lse.copy_(row_lse)
+
+        def backward(values: tuple[Tensor, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS) -> None:
             self.backward_launches += 1
             given = BackwardTensors(*values)
-            q, k, v, _, dout, *gradients = (
-                tensor.as_strided(shape, stride)
-                for tensor, shape, stride in zip(given.planned, shapes, strides, strict=True)
-            )
+            q, k, v, _, dout, *gradients = seen(given)
             causal = Causal(kernel.source.split("causal: ")[1].split()[0].rstrip(","))
             with torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
@@ -95,7 +90,7 @@ class Machine:
             for gradient, one in zip(gradients, found, strict=True):
                 gradient.copy_(one)
 
-        return launch
+        return forward if isinstance(tensors, ForwardTensors) else backward
 
 
 def inputs(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:

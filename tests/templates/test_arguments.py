@@ -7,7 +7,7 @@ import pytest
 from flashtune.core.kernel import Alignment, Argument, Specialization
 from flashtune.core.problem import Dtype
 from flashtune.core.target import find_target
-from flashtune.launch.forward import compile_binary
+from flashtune.launch.binding import compile_binary
 from flashtune.templates.common.args.arguments import forward_arguments, transpose_arguments
 from tests.problems.plain_e4m3 import MISTAKES, plain_e4m3
 

@@ -13,7 +13,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import find_target
-from flashtune.launch.forward import Binary
+from flashtune.launch.binding import Binary
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification import check

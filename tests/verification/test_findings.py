@@ -37,7 +37,8 @@ def failures(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, allocating: bool = F
     launches = 0
 
     def bind(*_: object, allocate: Callable[..., Tensor], **__: object) -> Callable[..., None]:
-        def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: Any) -> None:
+        def launch(tensors: tuple[Tensor, ...], *_: Any) -> None:
+            q, k, v, out, lse = tensors
             nonlocal launches
             scores = 0.25 * q.double() @ k.double().expand(-1, 2, -1, -1).mT
             out.copy_(scores.softmax(-1) @ v.double().expand(-1, 2, -1, -1))

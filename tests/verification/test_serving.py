@@ -70,8 +70,8 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, mistake: Mistake) -> list
     prepared = prepare(case, Alignment.EIGHT, CPU, 3)
 
     def bind(*_: object, **__: object) -> Callable[..., None]:
-        def launch(*tensors: Any) -> None:
-            *given, side = tensors
+        def launch(tensors: Any, scale: float, side: ExtraInputs) -> None:
+            given = [*tensors, scale]
             attend(*_seen_messages(mistake, case.problem, side, given))
 
         return launch

@@ -7,10 +7,10 @@ import math
 import msgspec
 import torch
 
+from flashtune.core.extra_inputs import NUMBERS
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Dtype, Problem, score_bytes
 from flashtune.core.target import Target
-from flashtune.launch.backward import NUMBERS
 from flashtune.launch.compilation import load_module
 from flashtune.runtime.unfused import standard_hbm_items
 from flashtune.templates.rendering import render

@@ -15,9 +15,9 @@ from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
 from flashtune.core.target import device_target
 from flashtune.dispatch.lookup import default_selection
-from flashtune.launch.backward import BackwardTensors
-from flashtune.launch.forward import Binary, bind, compile_binary
+from flashtune.launch.binding import Binary, bind, compile_binary
 from flashtune.launch.kernel_cache import kernel_of
+from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.request.quantization import quantize
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.workloads.models import forward_of
@@ -204,8 +204,8 @@ def _run_forward(problem: Problem, tensors: Tensors, lse: Tensor) -> None:
     target = device_target(q.device.index or 0)
     specialization = specialization_of((q, k, v, out), lse=True, bias=side.bias)
     kernel, binary = _default_kernel(problem, target, specialization)
-    launch = bind(kernel, target, q, k, v, out, side, compiled=binary)
-    launch(q, k, v, out, lse, tensors.scale, side)
+    launch = bind(kernel, target, ForwardTensors(q, k, v, out), side, compiled=binary)
+    launch((q, k, v, out, lse), tensors.scale, side)
 
 
 @functools.lru_cache(maxsize=8)

@@ -15,8 +15,8 @@ from flashtune.core.problem import Problem, score_bytes
 from flashtune.core.record import Measurement, PeerTime, SharedTime, is_tied
 from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import timed_ways
-from flashtune.launch.backward import bind_backward
-from flashtune.launch.forward import bind
+from flashtune.launch.binding import bind
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -53,12 +53,12 @@ def kernel_run(
     """
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
     if tensors.backward is not None:
-        backward = bind_backward(kernel, target, tensors.backward, tensors.side)
+        backward = bind(kernel, target, tensors.backward, tensors.side)
         return functools.partial(backward, tensors.backward, tensors.scale, tensors.side)
-    given = (tensors.q, tensors.k, tensors.v, tensors.out)
-    launch = bind(kernel, target, *given, tensors.side)
     lse = tensors.lse if specialization.lse else None
-    return functools.partial(launch, *given, lse, tensors.scale, tensors.side)
+    given = ForwardTensors(tensors.q, tensors.k, tensors.v, tensors.out, lse)
+    launch = bind(kernel, target, given, tensors.side)
+    return functools.partial(launch, given, tensors.scale, tensors.side)
 
 
 def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:

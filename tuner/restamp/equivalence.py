@@ -253,7 +253,7 @@ class _OnGpu(torch.Tensor):
 
 
 def _planned(kernel: Kernel, problem: Problem, layout: Layout) -> list[Tensor]:
-    """Returns the tensors of a case for the launch code, as `bind` and `bind_backward` pass them."""
+    """Returns the tensors of a case for the launch code, as `bind` passes them."""
     inputs = make_inputs(forward_of(problem), META)
     q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
     if layout is Layout.BSHD and not (problem.total_q or problem.page_size):

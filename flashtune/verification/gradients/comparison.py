@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.launch.backward import bind_backward
+from flashtune.launch.binding import bind
 from flashtune.verification.comparison import Finding, no_launch
 from flashtune.verification.gradients.tolerance import beyond_order
 from flashtune.verification.inputs.guarded_tensors import (
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from flashtune.core.kernel import Kernel
     from flashtune.core.problem import Problem
     from flashtune.core.target import Target
-    from flashtune.launch.forward import Binary
+    from flashtune.launch.binding import Binary
     from flashtune.verification.cases import Case
     from flashtune.verification.gradients.inputs import Prepared
 
@@ -60,7 +60,7 @@ def gradient_findings(
     tensors, side = prepared.tensors, prepared.side
     launch: Callable[..., None] = no_launch
     if launched:
-        launch = bind_backward(kernel, target, tensors, side, compiled=compiled, allocate=allocate)
+        launch = bind(kernel, target, tensors, side, compiled=compiled, allocate=allocate)
     first: dict[str, Tensor] = {}
     for repeat in range(case.repeats):
         for one in prepared.written.values():

@@ -15,7 +15,7 @@ from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Bias
-from flashtune.launch.backward import BackwardTensors
+from flashtune.launch.tensors import BackwardTensors
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
 from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients

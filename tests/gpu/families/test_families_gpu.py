@@ -10,7 +10,9 @@ from flashtune.core.config import Config
 from flashtune.core.kernel import Alignment, specialization_of
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import device_target
-from flashtune.launch.forward import Launch, bind
+from flashtune.launch.binding import bind
+from flashtune.launch.launch import Launch
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.templates.family import Family
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -71,7 +73,7 @@ def launch_of(
         config or family.default(problem, target),
         specialization_of((q, k, v, out), lse=True),
     )
-    return bind(kernel, target, q, k, v, out, allocate=poisoned)
+    return bind(kernel, target, ForwardTensors(q, k, v, out), allocate=poisoned)
 
 
 def check(
@@ -80,7 +82,7 @@ def check(
     out = torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype, device="cuda")
     lse = poisoned(tuple(q.shape[:3]), q.device)
     scale = problem.head_dim**-0.5
-    launch_of(family, problem, config, q, k, v, out)(q, k, v, out, lse, scale)
+    launch_of(family, problem, config, q, k, v, out)((q, k, v, out, lse), scale)
     chosen = sample(problem, torch.Generator("cuda").manual_seed(0))
     expected = expect(problem, q, k, v, scale, chosen)
     rows = out.flatten(0, 1)[chosen.heads][:, chosen.rows]
@@ -162,12 +164,12 @@ def test_kv_outer_has_no_races(
     ]
     sums = [poisoned(tuple(q.shape[:3]), q.device) for _ in range(2)]
     launch = launch_of(family, problem, config, q, k, v, results[0])
-    launch(q, k, v, results[0], sums[0], 0.1)
+    launch((q, k, v, results[0], sums[0]), 0.1)
     differing = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(REPEATS):
         results[1].fill_(torch.nan)
         sums[1].fill_(torch.nan)
-        launch(q, k, v, results[1], sums[1], 0.1)
+        launch((q, k, v, results[1], sums[1]), 0.1)
         differing += (results[0].view(torch.int16) != results[1].view(torch.int16)).sum()
         differing += (sums[0].view(torch.int32) != sums[1].view(torch.int32)).sum()
     assert int(differing) == 0

@@ -16,7 +16,7 @@ import torch
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.target import device_target
-from flashtune.launch.forward import compile_binary
+from flashtune.launch.binding import compile_binary
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import families
 from flashtune.templates.rendering import render

@@ -13,7 +13,8 @@ from flashtune.core.kernel import Kernel
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Problem
 from flashtune.core.target import device_target
-from flashtune.launch.forward import bind
+from flashtune.launch.binding import bind
+from flashtune.launch.tensors import ForwardTensors
 from tests.gpu.hopper.hopper_jobs import DEVICE, context_lost_ends_the_process
 from tests.problems.plain_masks import plain_attention
 
@@ -70,12 +71,12 @@ def _faults(kernel: Kernel, problem: Problem, shape: tuple[int, int, int], side:
         here = ExtraInputs(
             cu_seqlens_q=side.cu_seqlens_q.to(DEVICE), cu_seqlens_kv=side.cu_seqlens_kv.to(DEVICE)
         )
-    launch = bind(kernel, device_target(0), q, k, v, out, here)
+    launch = bind(kernel, device_target(0), ForwardTensors(q, k, v, out), here)
     found = []
     for _ in range(2):
         out.fill_(UNTOUCHED)
         lse.fill_(UNTOUCHED)
-        launch(q, k, v, out, lse, scale, here)
+        launch((q, k, v, out, lse), scale, here)
         found.append((out.cpu(), lse.cpu()))
     if not all(torch.equal(*pair) for pair in zip(*found, strict=True)):
         return "two launches that differ"

@@ -17,7 +17,8 @@ from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Alignment, Kernel
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target, device_target
-from flashtune.launch.forward import Binary, bind, compile_binary
+from flashtune.launch.binding import Binary, bind, compile_binary
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.request.quantization import given_scales
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.verification.cases import SCALES, Case, tile_of
@@ -103,14 +104,14 @@ def repeat(kernel: Kernel, case: Case, repeats: int) -> str:
         prepared = prepare(case, trial.alignment, DEVICE, 3)
         q, k, v, out = (tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
         lse = prepared.lse.view if kernel.specialization.lse else None
-        launch = bind(kernel, target, q, k, v, out, compiled=binary)
-        launch(q, k, v, out, lse, case.scale, prepared.side)
+        launch = bind(kernel, target, ForwardTensors(q, k, v, out), compiled=binary)
+        launch((q, k, v, out, lse), case.scale, prepared.side)
         first = bits(prepared, lse)
         differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
         for _ in range(repeats):
             poison(prepared.out)
             poison(prepared.lse)
-            launch(q, k, v, out, lse, case.scale, prepared.side)
+            launch((q, k, v, out, lse), case.scale, prepared.side)
             differing += sum(
                 (one != other).sum() for one, other in zip(first, bits(prepared, lse), strict=True)
             )
@@ -165,12 +166,12 @@ def faults(kernel: Kernel, binary: Binary, trial: Trial, seed: int) -> str:
         workspaces.append(guarded_flat(shape, on, Role.WORKSPACE))
         return workspaces[-1].view
 
-    launch = bind(kernel, device_target(0), q, k, v, out, compiled=binary, allocate=allocate)
+    launch = bind(kernel, device_target(0), ForwardTensors(q, k, v, out), compiled=binary, allocate=allocate)
     launches = []
     for _ in range(2):
         poison(prepared.out)
         poison(prepared.lse)
-        launch(q, k, v, out, lse, case.scale, scales)
+        launch((q, k, v, out, lse), case.scale, scales)
         launches.append(bits(prepared, lse))
     chosen, expected = prepared.chosen, prepared.expected
     heads = chosen.heads // case.problem.heads, chosen.heads % case.problem.heads

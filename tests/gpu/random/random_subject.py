@@ -10,7 +10,7 @@ import torch
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel
 from flashtune.core.target import Target
-from flashtune.launch.forward import Binary, compile_binary
+from flashtune.launch.binding import Binary, compile_binary
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.execution.gpu_jobs import leave_if_broken

@@ -11,7 +11,8 @@ from flashtune.core.config import Config
 from flashtune.core.kernel import Specialization, specialization_of
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import find_target
-from flashtune.launch.forward import bind
+from flashtune.launch.binding import bind
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
 
@@ -95,8 +96,10 @@ def run(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | N
     found = specialization_of((q, k, v, out), case.lse)
     specialization = Specialization(found.alignment, max(case.index_bits, found.index_bits), case.lse)
     kernel = render(case.family, problem, case.config, specialization)
-    launch = bind(kernel, TARGET, q, k, v, out, allocate=lambda shape, device: poisoned(*shape))
-    launch(q, k, v, out, lse, case.scale)
+    launch = bind(
+        kernel, TARGET, ForwardTensors(q, k, v, out), allocate=lambda shape, device: poisoned(*shape)
+    )
+    launch((q, k, v, out, lse), case.scale)
     return out, lse
 
 

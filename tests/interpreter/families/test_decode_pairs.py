@@ -15,7 +15,8 @@ import torch
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
-from flashtune.launch.forward import bind
+from flashtune.launch.binding import bind
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.templates.decode_split_kv.space import DecodeConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -101,8 +102,8 @@ def test_pairs_of_columns(kind: KvDtype, changes: dict[str, Any]) -> None:
     kernel = render(FAMILY, problem, a_config(), Specialization(alignment=Alignment.EIGHT, lse=True))
     out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=own)
     lse = torch.full(q.shape[:3], torch.nan)
-    launch = bind(in_words(kernel, kind), TARGET, q, k, v, out, side)
-    launch(q, k, v, out, lse, scale, side)
+    launch = bind(in_words(kernel, kind), TARGET, ForwardTensors(q, k, v, out), side)
+    launch((q, k, v, out, lse), scale, side)
     expected_out, expected_lse = plain_attention(problem, *call)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-3)
     largest = float(expected_out.abs().max())

@@ -14,8 +14,9 @@ from torch import Tensor
 from flashtune.core.kernel import Alignment, Specialization, specialization_of
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
+from flashtune.launch.binding import bind
 from flashtune.launch.compilation import load_module
-from flashtune.launch.forward import bind
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.templates.decode_split_kv.space import DecodeConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -61,8 +62,8 @@ def run(
     found = specialization_of((q, k, v, out), True)
     specialization = Specialization(found.alignment, max(found.index_bits, index_bits), True)
     kernel = render(FAMILY, problem, config, specialization)
-    launch = bind(kernel, TARGET, q, k, v, out, side, allocate=poisoned)
-    launch(q, k, v, out, lse, scale, side)
+    launch = bind(kernel, TARGET, ForwardTensors(q, k, v, out), side, allocate=poisoned)
+    launch((q, k, v, out, lse), scale, side)
     return out, lse
 
 

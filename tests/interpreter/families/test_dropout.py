@@ -16,7 +16,8 @@ from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import find_target
-from flashtune.launch.forward import bind
+from flashtune.launch.binding import bind
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.request.dropout import kept_weights
 from flashtune.runtime.call_cache import forget_executors
 from flashtune.templates.forward_masked.space import MaskedConfig
@@ -64,7 +65,7 @@ def shown_mask(config: MaskedConfig, causal: Causal, seed: Tensor, dropout: floa
     out = torch.empty(BATCH, HEADS, QUERIES, KEYS)
     side = ExtraInputs(seed=seed, dropout=dropout)
     kernel = render(FAMILY, problem, config, specialization_of((q, k, v, out), False))
-    bind(kernel, TARGET, q, k, v, out, side)(q, k, v, out, None, 1.0, side)
+    bind(kernel, TARGET, ForwardTensors(q, k, v, out), side)((q, k, v, out, None), 1.0, side)
     return out > 0
 
 

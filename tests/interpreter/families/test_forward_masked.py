@@ -14,8 +14,9 @@ from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment, Specialization, specialization_of
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.target import find_target
+from flashtune.launch.binding import bind
 from flashtune.launch.compilation import load_module
-from flashtune.launch.forward import bind
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -49,7 +50,7 @@ def check(problem: Problem, call: Call, config: MaskedConfig, index_bits: int = 
     found = specialization_of((q, k, v, out), True)
     specialization = Specialization(found.alignment, max(found.index_bits, index_bits), True)
     kernel = render(FAMILY, problem, config, specialization)
-    bind(kernel, TARGET, q, k, v, out, side)(q, k, v, out, lse, scale, side)
+    bind(kernel, TARGET, ForwardTensors(q, k, v, out), side)((q, k, v, out, lse), scale, side)
     expected_out, expected_lse = plain_attention(problem, q, k, v, side, scale)
     torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(out.double(), expected_out, atol=2e-5, rtol=1e-5)
@@ -130,7 +131,7 @@ def test_softcap_has_float32_precision(cap: float) -> None:
     out, lse = torch.empty(1, 1, 64, 16), torch.empty(1, 1, 64)
     side = ExtraInputs(softcap=cap)
     kernel = render(FAMILY, problem, a_config("cap", split_masked_loop=True), Specialization(lse=True))
-    bind(kernel, TARGET, q, k, k, out, side)(q, k, k, out, lse, 1.0, side)
+    bind(kernel, TARGET, ForwardTensors(q, k, k, out), side)((q, k, k, out, lse), 1.0, side)
     expected = cap * torch.tanh(q[0, 0, :, 0].double() / cap)
     # A few units in the last place, near zero as anywhere else.
     assert ((lse[0, 0].double() - expected).abs() / expected.abs()).max() < 1e-6

@@ -11,7 +11,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel
 from flashtune.core.target import Target, find_target
 from flashtune.launch import kernel_cache
-from flashtune.launch.forward import Binary
+from flashtune.launch.binding import Binary
 from flashtune.launch.kernel_cache import binary_of
 from flashtune.templates.rendering import render
 from tests.problems.hopper import FAMILY, PLAIN, a_config, a_problem

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from flashtune.core.problem import Dtype
-from flashtune.launch import forward as launching
-from flashtune.launch.forward import bind
+from flashtune.launch import binding
+from flashtune.launch.binding import bind
+from flashtune.launch.launcher import Queue
+from flashtune.launch.tensors import ForwardTensors
 from flashtune.request.quantization import E4M3, unit_scales
 from flashtune.templates.rendering import render
 from tests.emulator.tensor_maps import Driver, Map, Noted
@@ -19,15 +21,15 @@ from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem
 
 
 @pytest.fixture
-def queues(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
-    """What `bind` makes of binaries: nothing is loaded."""
+def queues(monkeypatch: pytest.MonkeyPatch, no_device: None) -> list[Noted]:
+    """What `bind` makes of binaries, the kernel's last: nothing is loaded."""
     made: list[Noted] = []
 
-    def queue(*made_of: Any) -> Noted:
+    def queue(*made_of: Any) -> Queue:
         made.append(Noted(*made_of))
-        return made[-1]
+        return made[-1].queue
 
-    monkeypatch.setattr(launching, "queue_of", queue)
+    monkeypatch.setattr(binding, "queue_of", queue)
     return made
 
 
@@ -43,9 +45,9 @@ def test_bound_kernel_has_expected_arguments(gpu: Driver, queues: list[Noted], d
     k = torch.zeros(2, 300, 2, 96).to(element).transpose(1, 2)
     v = torch.zeros(2, 300, 2, 80).to(element).transpose(1, 2)
     out = torch.zeros(2, 8, 100, 80, dtype=torch.bfloat16)
-    launch = bind(kernel, H200, q, k, v, out)
-    launch(q, k, v, out, None, 0.1)
-    main, *first = queues
+    launch = bind(kernel, H200, ForwardTensors(q, k, v, out))
+    launch((q, k, v, out, None), 0.1)
+    *first, main = queues
     _, grid, integers, _ = main.made_of
     assert grid == (1,), "one program for the only multiprocessor of a machine without a GPU"
     assert integers == (8, 4, 16, 100, 300, 4)
@@ -76,8 +78,8 @@ def test_binding_holds_no_reference_to_tensors(gpu: Driver, queues: list[Noted],
     q, k, v = (torch.zeros(2, 8, 128, 64).to(element) for _ in range(3))
     out = torch.zeros(2, 8, 128, 64, dtype=torch.bfloat16)
     seen = [weakref.ref(tensor) for tensor in (q, k, v, out)]
-    launch = bind(kernel, H200, q, k, v, out)
-    launch(q, k, v, out, None, 0.1)
+    launch = bind(kernel, H200, ForwardTensors(q, k, v, out))
+    launch((q, k, v, out, None), 0.1)
     del q, k, v, out
     gc.collect()
     assert [tensor() for tensor in seen] == [None] * 4
@@ -93,9 +95,9 @@ def test_tensor_of_ones_outlives_its_launches(gpu: Driver, queues: list[Noted]) 
     addresses = []
     for _ in range(2):
         queues.clear()
-        bind(kernel, H200, q, k, v, out)(q, k, v, out, None, 0.1)
+        bind(kernel, H200, ForwardTensors(q, k, v, out))((q, k, v, out, None), 0.1)
         gc.collect()
-        addresses.append(queues[0].values[0][-4:-1])
+        addresses.append(queues[-1].values[0][-4:-1])
     assert addresses[0] == addresses[1]
     ones = unit_scales(q)
     assert set(addresses[0]) == {ones.data_ptr()}

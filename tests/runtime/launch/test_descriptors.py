@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 
 from flashtune.core.errors import KernelError
@@ -109,19 +108,14 @@ def test_descriptors_are_cached_by_tuples_of_addresses(gpu: Driver) -> None:
     assert arguments.at(addresses) is None
     made = found(arguments, first, second)
     assert arguments.at(addresses) is made
-    # Of tensors only those are asked for that are new in their places.
-    asked: list[int] = []
-
-    def tensor_of(place: int) -> Tensor:
-        asked.append(place)
-        return third
-
-    others = arguments.made((first.data_ptr(), third.data_ptr()), tensor_of)
-    assert asked == [1]
+    # Descriptors are made only of addresses that are new in their places.
+    gpu.filled.clear()
+    others = arguments.made((first.data_ptr(), third.data_ptr()), first.device)
+    assert [made.address for made in gpu.filled] == [third.data_ptr()]
     assert [one.address for one in others if isinstance(one, Map)] == [first.data_ptr(), third.data_ptr()]
     assert arguments.at(addresses) is made
     for number in range(MAX_ADDRESSES - 1):
-        arguments.made((first.data_ptr(), number), tensor_of)
+        arguments.made((first.data_ptr(), 16 * number), first.device)
     assert arguments.at(addresses) is None, "when there are many, all are forgotten"
 
 

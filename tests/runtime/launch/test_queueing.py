@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,8 @@ from triton.backends.amd import driver as amd
 from triton.backends.nvidia import driver as nvidia
 
 from flashtune.core.errors import KernelError
-from flashtune.launch import launcher
+from flashtune.launch import launch, launcher
+from flashtune.launch.launch import Stage, launch_of
 from flashtune.launch.launcher import direct_launch, queue_of
 from tests.emulator.tensor_maps import NOTES, Driver
 
@@ -59,7 +60,10 @@ class Devices:
 def devices(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> Devices:
     made = Devices()
     monkeypatch.setattr(torch.cuda, "device", made.device)
-    monkeypatch.setattr(launcher, "current_device", lambda: made.current)
+    monkeypatch.setattr(launch, "current_device", lambda: made.current)
+    # Arguments are numbers here, not tensors.
+    monkeypatch.setattr(launch, "address_of", lambda value: value)
+    monkeypatch.setattr(launch, "current_stream", gpu.get_current_stream)
     return made
 
 
@@ -91,12 +95,27 @@ def flat(values: Any) -> list[Any]:
     return [*first, *(last if isinstance(last, tuple | list) else (last,))]
 
 
+def queued(
+    binary: Any, grid: tuple[int, ...], integers: tuple[int, ...]
+) -> Callable[[tuple[Any, ...], Sequence[Any]], None]:
+    """A launch of a binary as a function of the kernel's own arguments and of its descriptors."""
+    queue = queue_of(binary, grid, integers, DEVICE)
+
+    def run(values: tuple[Any, ...], described: Sequence[Any]) -> None:
+        names = tuple(map(str, range(len(values))))
+        arguments: Any = SimpleNamespace(at=lambda addresses: described) if described else None
+        stages = (Stage(queue, names, bool(described)),)
+        launch_of(stages, names, DEVICE, described=names[:1], arguments=arguments)(values, 0.5)
+
+    return run
+
+
 @pytest.mark.parametrize("described", [True, False])
 def test_direct_launch_passes_the_arguments_of_tritons_launcher(devices: Devices, described: bool) -> None:
     ours: list[Any] = []
     theirs: list[Any] = []
-    queue = queue_of(compiled(a_launcher(ours, described), described), (5,), (8, 9), DEVICE)
-    queue((0, 0.5))
+    queue = queued(compiled(a_launcher(ours, described), described), (5,), (8, 9))
+    queue((0, 0.5), ())
     queue((0.5,), [1])
     run = a_launcher(theirs)
     for number in range(2):
@@ -116,7 +135,7 @@ def test_direct_launch_supports_amd_launcher(devices: Devices) -> None:
 
     run = a_launcher_of_amds(ours)
     assert direct_launch(run, (1, 1, 1), ("function",) * 5) is not None
-    queue_of(compiled(run), (5,), (8, 9), DEVICE)((0, 0.5))
+    queued(compiled(run), (5,), (8, 9))((0, 0.5), ())
     a_launcher_of_amds(theirs)(5, 1, 1, 73, "function", "packed", None, None, None, 0, 0.5, 8, 9)
     assert ours == theirs
 
@@ -147,18 +166,18 @@ def test_binary_that_does_not_load_is_refused(devices: Devices, described: bool)
 
 def test_call_runs_no_python_code_of_triton(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[Any] = []
-    queue = queue_of(compiled(a_launcher(passed)), (5, 2), (), DEVICE)
+    queue = queued(compiled(a_launcher(passed)), (5, 2), ())
     monkeypatch.setattr(nvidia.CudaLauncher, "__call__", None)
-    queue((1, 2))
+    queue((1, 2), ())
     assert len(passed) == 1
     assert passed[0][:4] == (5, 2, 1, 73)
 
 
 def test_kernel_is_queued_on_its_own_device(devices: Devices) -> None:
     passed: list[Any] = []
-    queue = queue_of(compiled(a_launcher(passed)), (5,), (), DEVICE)
+    queue = queued(compiled(a_launcher(passed)), (5,), ())
     devices.entered.clear()
-    queue((1, 2))
+    queue((1, 2), ())
     assert devices.entered == []
     devices.current = 0
     queue((2,), [1])
@@ -173,7 +192,7 @@ def test_scratch_memory_is_allocated_by_tritons_launcher(
     passed: list[Any] = []
     monkeypatch.setattr(launcher, "_allocate_scratch", lambda size, alignment, stream: ("scratch", size))
     run = a_launcher(passed, global_scratch_size=64)
-    queue = queue_of(compiled(run), (5,), (7,), DEVICE)
+    queue = queued(compiled(run), (5,), (7,))
     devices.current = 0
     queue((2,), [1])
     assert ("scratch", 5 * 64) in passed[0]
@@ -201,9 +220,9 @@ def test_unknown_launcher_is_called_unchanged(devices: Devices) -> None:
 
     run = Counting()
     assert direct_launch(run, (1, 1, 1), ()) is None
-    queue = queue_of(compiled(run), (5,), (8,), DEVICE)
-    queue((1,))
-    queue((2,))
+    queue = queued(compiled(run), (5,), (8,))
+    queue((1,), ())
+    queue((2,), ())
     assert [values[-3:] for values in run.passed] == [(1, 8, 0), (2, 8, 1)]
 
 
@@ -232,12 +251,12 @@ def test_launcher_that_cannot_be_intercepted_is_called_unchanged(
 ) -> None:
     run = kind()
     assert direct_launch(run, (1, 1, 1), ()) is None
-    queue_of(compiled(run), (1,), (8,), DEVICE)((1,))
+    queued(compiled(run), (1,), (8,))((1,), ())
     assert [values[-2:] for values in run.passed] == ([(1, 8)] if kind is Curious else [])
 
 
 def test_function_without_launcher_is_called_unchanged(devices: Devices) -> None:
     passed: list[Any] = []
-    queue = queue_of(compiled(lambda *values: passed.append(values)), (5,), (8,), DEVICE)
-    queue((1,))
+    queue = queued(compiled(lambda *values: passed.append(values)), (5,), (8,))
+    queue((1,), ())
     assert passed == [(5, 1, 1, 73, "function", "packed", None, None, None, 1, 8)]

@@ -1,15 +1,21 @@
-"""Tests of allocation: prototypes of outputs, and one allocation for all workspaces."""
+"""Tests of allocation: prototypes of outputs, and memory for all workspaces of a launch."""
 
 from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashtune.launch.workspaces import BORDER, Workspaces, empty_like, prototype
+from flashtune.launch import workspaces
+from flashtune.launch.workspaces import BORDER, LEAST_KEPT, Memory, Workspaces, empty_like, prototype
 
 CPU = torch.device("cpu")
-Q = torch.empty(1)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 1, 5, 8), (2, 0, 3), (1, 1, 1)])
@@ -32,27 +38,99 @@ def test_prototypes_work_in_and_out_of_inference_mode(inference: bool) -> None:
         assert empty_like(like).is_inference() is not inference
 
 
-def test_workspaces_are_disjoint_and_aligned() -> None:
-    shapes = ((3, 50), (1,), (2, 64))
-    workspaces = Workspaces(shapes)
-    held, addresses = workspaces(Q)
+class Pool:
+    """Memory of streams, in place of a GPU's."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, int]] = []
+        self.capturing = False
+
+    def make(self, size: int, device: torch.device, stream: int) -> Memory:
+        self.made.append((size, stream))
+        tensor = torch.empty(size, dtype=torch.uint8)
+        return Memory(tensor, tensor.data_ptr(), size)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    found = Pool()
+    monkeypatch.setattr(workspaces, "_made", found.make)
+    monkeypatch.setattr(workspaces, "_kept", defaultdict(list))
+    monkeypatch.setattr(workspaces, "capturing", lambda: found.capturing)
+    return found
+
+
+SHAPES = {"one": (3, 50), "two": (1,), "three": (2, 64)}
+SIZE = 3 * BORDER + BORDER
+
+
+def test_workspaces_are_disjoint_and_aligned(pool: Pool) -> None:
+    planned = Workspaces(SHAPES, CPU)
+    assert planned.names == ("one", "two", "three")
+    addresses, _, _ = planned.take(0)
     assert [address - addresses[0] for address in addresses] == [0, 2 * BORDER, 3 * BORDER]
-    tensors = workspaces.tensors(held)
-    assert [tensor.data_ptr() for tensor in tensors] == addresses
-    assert [tuple(tensor.shape) for tensor in tensors] == [*shapes]
-    for number, tensor in enumerate(tensors):
-        tensor.fill_(number)
-    assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [1.0], [2.0]]
-    again, others = workspaces(Q)
-    assert len(held) == len(again) == 1
-    assert others[0] != addresses[0], "each call has its own"
+    assert pool.made == [(SIZE, 0)]
 
 
-def test_no_workspaces_need_no_allocation() -> None:
-    assert Workspaces()(Q) == ((), [])
+def test_returned_memory_serves_later_launches_of_its_stream(pool: Pool) -> None:
+    planned, other = Workspaces(SHAPES, CPU), Workspaces({"one": (1,)}, CPU)
+    addresses, held, give_back = planned.take(7)
+    give_back(held)
+    assert planned.take(7)[0] == addresses
+    assert other.take(8)[0] != addresses
+    give_back(held)
+    assert other.take(7)[0] == addresses[:1]
+    assert [stream for _, stream in pool.made] == [7, 8]
 
 
-def test_custom_allocator_is_called_for_each_workspace() -> None:
+def test_launches_that_overlap_have_memory_of_their_own(pool: Pool) -> None:
+    """Two threads on one stream, of which each queues a kernel before the other's combine kernel."""
+    planned = Workspaces(SHAPES, CPU)
+    first, second = planned.take(0), planned.take(0)
+    assert not {*first[0]} & {*second[0]}
+    first[2](first[1])
+    second[2](second[1])
+    assert {planned.take(0)[0][0], planned.take(0)[0][0]} == {first[0][0], second[0][0]}
+
+
+def test_memory_grows(pool: Pool) -> None:
+    small, large = Workspaces({"one": (1,)}, CPU), Workspaces(SHAPES, CPU)
+    for planned in (small, large, small):
+        _, held, give_back = planned.take(0)
+        give_back(held)
+    assert [size for size, _ in pool.made] == [BORDER, SIZE]
+
+
+def test_graphs_and_large_workspaces_allocate(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = Workspaces(SHAPES, CPU)
+    pool.capturing = True
+    first, held, give_back = planned.take(0)
+    give_back(held)
+    second, _, _ = planned.take(0)
+    assert first != second, "the graph's pool owns both, and neither is kept"
+    pool.capturing = False
+    monkeypatch.setattr(workspaces, "MOST_KEPT", SIZE - 1)
+    planned.take(0)
+    assert pool.made == []
+
+
+def test_memory_is_allocated_on_its_stream_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[tuple[Any, bool]] = []
+
+    @contextlib.contextmanager
+    def stream(given: Any) -> Iterator[None]:
+        entered.append((given, threading.current_thread() is threading.main_thread()))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *given: given)
+    memory = workspaces._made(LEAST_KEPT + 1, CPU, 7)
+    assert entered == [((7, CPU), False)]
+    assert memory.size == memory.tensor.numel() == 2 * LEAST_KEPT
+    assert memory.address == memory.tensor.data_ptr()
+
+
+def test_custom_allocator_is_called_for_each_workspace(pool: Pool) -> None:
     kept: list[Tensor] = []
 
     def allocate(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -60,8 +138,8 @@ def test_custom_allocator_is_called_for_each_workspace() -> None:
         kept.append(torch.empty(shape))
         return kept[-1]
 
-    workspaces = Workspaces(((2, 3), (4,)), allocate)
-    held, addresses = workspaces(Q)
+    planned = Workspaces({"one": (2, 3), "other": (4,)}, CPU, allocate)
+    addresses, _, _ = planned.take(0)
     assert [tuple(one.shape) for one in kept] == [(2, 3), (4,)]
     assert addresses == [one.data_ptr() for one in kept]
-    assert all(one is other for one, other in zip(workspaces.tensors(held), kept, strict=True))
+    assert pool.made == []

@@ -13,18 +13,20 @@ import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.problem import Dtype
-from flashtune.launch.forward import MIN_SCALE, DeviceLaunch, QuantizedLaunch
-from flashtune.launch.workspaces import allocate_workspace
+from flashtune.launch.launch import MIN_SCALE, launch_of
+from flashtune.launch.tensors import ForwardTensors
+from flashtune.launch.workspaces import Workspaces, allocate_workspace
 from flashtune.request.call import dense_call
 from flashtune.request.quantization import negated, quantize
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Prefer
 from flashtune.runtime import call_cache, executors
 from flashtune.runtime.call_cache import call_key
-from tests.emulator.tensor_maps import Noted
+from tests.emulator.tensor_maps import Noted, queued
 
 BATCH, HEADS, KV_HEADS, ROWS, WIDTH = 2, 4, 2, 16, 32
 E4M3 = torch.float8_e4m3fn
+CPU = torch.device("cpu")
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
@@ -142,14 +144,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
     given: list[BackwardCase] = []
 
     def launch(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
+        tensors: tuple[Tensor, ...],
         scale: float,
         side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> None:
+        q, _, _, out, lse = tensors
         given.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": side})
         out.zero_()
 
@@ -223,24 +222,28 @@ def addresses(*tensors: Tensor) -> Sequence[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def test_prologue_writes_the_workspace_of_the_kernel(
-    tensors: Triple,
-) -> None:
+def test_prologue_writes_the_workspace_of_the_kernel(tensors: Triple, no_device: None) -> None:
     q, k, v = tensors
     out, ones, k_scale = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.ones(BATCH * HEADS), scale_of(KV_HEADS)
     kernel, prologue, kept = Noted(), Noted(), list[Tensor]()
-    launch = QuantizedLaunch(kernel, prologue, ones, ((256,),), remembering(kept))
-    launch(q, k, v, out, None, 0.0, ExtraInputs(k_scale=k_scale))
+    names = "q k v out out q_scale k_scale v_scale values scale"
+    scratch = Workspaces({"values": (256,)}, CPU, remembering(kept))
+    stages = queued((prologue, "v values"), (kernel, names))
+    launch = launch_of(stages, ForwardTensors._fields, CPU, scratch, ones=ones)
+    launch((q, k, v, out, None), 0.0, ExtraInputs(k_scale=k_scale))
     assert prologue.values == [(*addresses(v, kept[0]),)]
     factors = addresses(ones, k_scale, ones)
     assert kernel.values == [(*addresses(q, k, v, out, out), *factors, kept[0].data_ptr(), MIN_SCALE)]
 
 
-def test_other_kernels_receive_no_scales(tensors: Triple) -> None:
+def test_other_kernels_receive_no_scales(tensors: Triple, no_device: None) -> None:
     q, k, v = tensors
     out, lse = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.empty(BATCH, HEADS, ROWS)
     kernel, kept = Noted(), list[Tensor]()
-    DeviceLaunch(kernel, (), remembering(kept))(q, k, v, out, lse, 0.5)
-    DeviceLaunch(kernel, ((8,), (4, 4)), remembering(kept))(q, k, v, out, lse, 0.5)
+    scratch = Workspaces({"one": (8,), "other": (4, 4)}, CPU, remembering(kept))
+    fields = ForwardTensors._fields
+    launch_of(queued((kernel, "q k v out lse scale")), fields, CPU)((q, k, v, out, lse), 0.5)
+    stages = queued((kernel, "q k v out lse one other scale"))
+    launch_of(stages, fields, CPU, scratch)((q, k, v, out, lse), 0.5)
     pointers = addresses(q, k, v, out, lse)
     assert kernel.values == [(*pointers, 0.5), (*pointers, *addresses(*kept), 0.5)]

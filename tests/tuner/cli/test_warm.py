@@ -148,7 +148,7 @@ def test_later_process_does_not_compile(shape: str, tmp_path: Path, monkeypatch:
     code = (
         "import sys\n"
         "from triton.compiler import ASTSource\n"
-        "from flashtune.launch.forward import compile_binary\n"
+        "from flashtune.launch.binding import compile_binary\n"
         "from flashtune.dispatch.tables import tuned_records\n"
         "from flashtune.core.target import find_target\n"
         "from flashtune.tuner.workloads.shapes import parse_shape\n"

@@ -58,14 +58,14 @@ def test_quantized_problems_have_scales_and_no_baselines() -> None:
 def test_launches_of_the_final_measurement_receive_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = msgspec.structs.replace(PROBLEM, dtype=Dtype.E4M3)
     tensors = make_tensors(problem, torch.device("cpu"))
-    given: list[tuple[object, ...]] = []
+    given: list[Any] = []
     monkeypatch.setattr(timed_runs, "render", lambda *_: None)
     monkeypatch.setattr(timed_runs, "bind", lambda *_: lambda *values: given.append(values))
     family = find_family("forward_q_outer")
     target = find_target("h200")
     candidate = Candidate(family.name, family.default(PROBLEM, target))
     timed_runs.kernel_run(problem, candidate, Specialization(), target, tensors)()
-    assert given[0][0] is tensors.q
+    assert given[0][0].q is tensors.q
     assert given[0][-1] is tensors.side
 
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem, score_bytes
 from flashtune.core.target import find_target
-from flashtune.launch.backward import BackwardTensors
+from flashtune.launch.tensors import BackwardTensors
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution import sdpa, timed_runs
@@ -148,7 +148,7 @@ def test_backward_launch_receives_all_gradients(monkeypatch: pytest.MonkeyPatch)
         bound.append(arguments)
         return lambda *values: given.append(values)
 
-    monkeypatch.setattr(timed_runs, "bind_backward", bind)
+    monkeypatch.setattr(timed_runs, "bind", bind)
     family, target = find_family("forward_q_outer"), find_target("h200")
     candidate = Candidate(family.name, family.default(forward_of(PROBLEM), target))
     timed_runs.kernel_run(PROBLEM, candidate, Specialization(), target, tensors)()

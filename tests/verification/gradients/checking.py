@@ -12,7 +12,7 @@ from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.target import find_target
-from flashtune.launch.backward import BackwardTensors
+from flashtune.launch.tensors import BackwardTensors
 from flashtune.verification.cases import Case, Level
 from flashtune.verification.comparison import Finding
 from flashtune.verification.gradients import comparison
@@ -65,7 +65,7 @@ def found_at(
 
         return launch
 
-    monkeypatch.setattr(comparison, "bind_backward", bind)
+    monkeypatch.setattr(comparison, "bind", bind)
     return list(comparison.gradient_findings(a_kernel(dlse), None, case, prepared, H200, 0))
 
 

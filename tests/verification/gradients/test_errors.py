@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.problem import Causal, Dtype
-from flashtune.launch.backward import BackwardTensors
+from flashtune.launch.tensors import BackwardTensors
 from flashtune.verification.cases import Level
 from tests.verification.gradients.checking import a_problem, refused
 from tests.verification.gradients.plain_kernel import BLOCK, Hooks, Scores, TwoTiles

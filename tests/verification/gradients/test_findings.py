@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtune.core.extra_inputs import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Bias, Causal, Dtype
-from flashtune.launch.backward import BackwardTensors
+from flashtune.launch.tensors import BackwardTensors
 from flashtune.verification.cases import Case
 from flashtune.verification.gradients import comparison
 from flashtune.verification.gradients.inputs import prepare
@@ -48,7 +48,7 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Spoil) -> set[str]
 
         return launch
 
-    monkeypatch.setattr(comparison, "bind_backward", bind)
+    monkeypatch.setattr(comparison, "bind", bind)
     wrong = failures(list(comparison.gradient_findings(a_kernel(False), None, case, prepared, H200, 0)))
     assert launches == case.repeats
     return {one.partition(": ")[2].rpartition(" ")[0] for one in wrong}

@@ -1,0 +1,154 @@
+"""Binding of kernels to the strides and lengths of one problem.
+
+The plans of the rendered module give the grid and the integer arguments of each kernel once. A call then
+passes addresses, numbers and those integers to the driver.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
+from flashtune.launch.compilation import compile_kernel, interpreting, load_module
+from flashtune.launch.launch import Launch, Stage, interpreted_launch_of, launch_of
+from flashtune.launch.launcher import interpreted_queue, queue_of
+from flashtune.launch.tensors import BackwardTensors, ForwardTensors
+from flashtune.launch.tma_descriptors import DescriptorArguments, typed, without_memory
+from flashtune.launch.workspaces import Workspaces, allocate_workspace
+from flashtune.request.quantization import E4M3, unit_scales
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from triton.compiler import CompiledKernel
+
+    from flashtune.core.kernel import Argument, Kernel
+    from flashtune.core.target import Target
+    from flashtune.launch.workspaces import Allocate
+
+# The names of a backward pass's workspaces begin so and end with the workspace's index.
+WORKSPACE = "workspace_"
+
+Tensors = ForwardTensors | BackwardTensors
+
+
+class Binary(NamedTuple):
+    """The binaries of a kernel and of its prologue and epilogue, if any."""
+
+    kernel: CompiledKernel
+    prologue: CompiledKernel | None = None
+    epilogue: CompiledKernel | None = None
+
+
+def compile_binary(kernel: Kernel, target: Target) -> Binary:
+    """Returns all binaries for a launch of a kernel on a target.
+
+    Raises:
+        KernelError: The compiler failed.
+    """
+    first, last = (step and compile_kernel(step, target) for step in (kernel.first, kernel.last))
+    return Binary(compile_kernel(kernel, target), first, last)
+
+
+def bind(
+    kernel: Kernel,
+    target: Target,
+    tensors: Tensors,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
+    *,
+    compiled: Binary | None = None,
+    allocate: Allocate = allocate_workspace,
+) -> Launch:
+    """Returns the launch of a kernel for tensors of these shapes: loads, compiles and plans.
+
+    Tensors and extra inputs have the strides and lengths of later calls. With `compiled`, many shapes share
+    one binary. Verification allocates poisoned workspaces.
+
+    Raises:
+        KernelError: The kernel does not compile, or cannot be loaded on this GPU.
+    """
+    module = load_module(kernel)
+    quantized = tensors.q.dtype is E4M3
+    # Scales of quantised queries have fixed strides, so the plan does not need them.
+    planned_side = () if quantized else (name for name in kernel.all_side if name not in NUMBERS)
+    planned = (*tensors.planned, *(getattr(side, name) for name in planned_side))
+    grid, shapes, integers = module.launch_plan(*planned)
+    plans = [(kernel.entry, kernel.arguments, grid, integers)]
+    if kernel.prologue is not None:
+        plans.insert(0, (kernel.prologue.entry, kernel.prologue.arguments, *module.prologue_plan(*planned)))
+    if kernel.epilogue is not None:
+        plans.append((kernel.epilogue.entry, kernel.epilogue.arguments, *module.epilogue_plan(*planned)))
+    names = [_names(kernel, tensors, arguments, ints) for _, arguments, _, ints in plans]
+    workspaces = dict(zip(_workspaces(tensors, names), shapes, strict=True))
+    fields = tensors._fields
+    if interpreting():
+        queues = (interpreted_queue(module, entry, at, ints) for entry, _, at, ints in plans)
+        stages = tuple(zip(queues, names, strict=True))
+        return interpreted_launch_of(stages, fields, workspaces, allocate)
+    binary = compiled or compile_binary(kernel, target)
+    binaries = [one for one in (binary.prologue, binary.kernel, binary.epilogue) if one is not None]
+    device = tensors.q.device
+    patterns: dict[str, Sequence[Any]] = {}
+    arguments = None
+    if kernel.takes_descriptors:
+        patterns = _descriptors(kernel, module, tensors, planned, workspaces)
+        arguments = DescriptorArguments([*patterns.values()], binary.kernel.metadata.tensordesc_meta)
+    return launch_of(
+        tuple(
+            Stage(queue_of(one, at, ints, device), taken, bool(patterns) and one is binary.kernel)
+            for one, (_, _, at, ints), taken in zip(binaries, plans, names, strict=True)
+        ),
+        fields,
+        device,
+        Workspaces(workspaces, device, allocate) if workspaces else None,
+        tuple(patterns),
+        arguments,
+        unit_scales(tensors.q) if quantized else None,
+    )
+
+
+def _names(
+    kernel: Kernel, tensors: Tensors, arguments: tuple[Argument, ...], integers: tuple[int, ...]
+) -> tuple[str, ...]:
+    """Returns the names of a kernel's arguments without descriptors (first) and integers (last)."""
+    plain = [argument.name for argument in arguments if not argument.type.startswith("tensordesc")]
+    names = plain[: len(plain) - len(integers)]
+    if isinstance(tensors, ForwardTensors) and not kernel.specialization.lse:
+        # A kernel without a log-sum-exp gets the output in its place and never accesses it.
+        names = ["out" if name == "lse" else name for name in names]
+    return tuple(names)
+
+
+def _workspaces(tensors: Tensors, names: Sequence[tuple[str, ...]]) -> list[str]:
+    """Returns the names of the workspaces, in the order of their shapes in a plan.
+
+    These of a backward pass end with their index, and these of a forward pass are in the kernels' order.
+    """
+    known = {*tensors._fields, *ExtraInputs._fields, "scale"}
+    found = dict.fromkeys(name for taken in names for name in taken if name not in known)
+    return sorted(found, key=lambda name: name if name.startswith(WORKSPACE) else "")
+
+
+def _descriptors(
+    kernel: Kernel,
+    module: Any,
+    tensors: Tensors,
+    planned: tuple[Tensor | None, ...],
+    workspaces: dict[str, tuple[int, ...]],
+) -> dict[str, Sequence[Any]]:
+    """Returns the descriptors of each tensor and workspace by its name, on tensors without memory."""
+    # Each call draws its own seed for dropout, so a plan has none.
+    lasting = [tensor if tensor is None else without_memory(tensor) for tensor in planned]
+    scratch = [allocate_workspace(shape, torch.device("meta")) for shape in workspaces.values()]
+    if isinstance(tensors, BackwardTensors):
+        found: dict[str, Sequence[Any]] = module.descriptors(*lasting, *scratch)
+        return found
+    q, k, v, out = lasting[:4]
+    source = "v"
+    if kernel.prologue is not None:
+        # The kernel reads the values from the workspace that the prologue fills.
+        source, v = next(iter(workspaces)), typed(scratch[0], tensors.v)
+    return dict(zip(("q", "k", source, "out"), module.descriptors(q, k, v, out), strict=True))

@@ -1,0 +1,152 @@
+"""Launches of the kernels of one pass, bound to strides and lengths. This code runs in every call.
+
+Arguments have names: fields of `ForwardTensors` or `BackwardTensors`, of `ExtraInputs`, names of workspaces,
+and `scale`. Each kernel takes the arguments that it names, so families can divide the work as they like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
+from flashtune.launch.launcher import Queue, current_device, current_stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.launch.tma_descriptors import DescriptorArguments
+    from flashtune.launch.workspaces import Allocate, Workspaces
+
+# A scale of zero means plain averages. As a factor of -inf it would give NaN.
+MIN_SCALE = 1e-30
+# Runs the kernels of a pass, as the result of `launch_of`.
+Launch = Callable[..., None]
+# Bound once, for `map`.
+address_of = torch.Tensor.data_ptr
+
+
+class Stage(NamedTuple):
+    """One kernel of a launch.
+
+    Attributes:
+        queue: Its binary, grid and integers.
+        names: The names of its arguments, without descriptors (first) and integers (last).
+        described: Whether it takes the descriptors of the launch.
+    """
+
+    queue: Queue
+    names: tuple[str, ...]
+    described: bool = False
+
+
+def launch_of(
+    stages: tuple[Stage, ...],
+    fields: tuple[str, ...],
+    device: torch.device,
+    workspaces: Workspaces | None = None,
+    described: tuple[str, ...] = (),
+    arguments: DescriptorArguments | None = None,
+    ones: Tensor | None = None,
+) -> Launch:
+    """Returns a function that queues the kernels of one pass on the current stream of their device.
+
+    Its arguments are the tensors, as in `ForwardTensors` or `BackwardTensors`; the factor of scores, which is
+    not negative; and the extra inputs of the problem. Shapes and strides are bound, so a call reads only
+    addresses, each once: a transposed view works like its base.
+
+    Args:
+        stages: The kernels in order.
+        fields: The names of the tensors of a call, in order.
+        device: The device on which the kernels are loaded.
+        workspaces: The workspaces of all kernels, if there are any.
+        described: The names of the tensors and workspaces that are passed as descriptors.
+        arguments: Their descriptors.
+        ones: Replaces missing scales of quantised inputs: at least one number for each head.
+    """
+    taken = {*described, *(name for stage in stages for name in stage.names)}
+    tensor_names = [name for name in fields if name in taken]
+    side_names = [name for name in ExtraInputs._fields if name in taken and name not in NUMBERS]
+    order = [*tensor_names, "scale", *side_names, *(workspaces.names if workspaces else ()), *NUMBERS]
+    tensors_of = taking(fields, tensor_names)
+    side_of = taking(ExtraInputs._fields, side_names) if side_names else None
+    if side_of is not None and ones is not None:
+        side_of = _with_ones(side_of, ones)
+    takes_numbers = any(name in taken for name in NUMBERS)
+    described_of = taking(order, described)
+    bound = [(*stage.queue, taking(order, stage.names), stage.described) for stage in stages]
+    known_descriptors = None if arguments is None else arguments.at
+    index = device.index
+
+    # Each step costs host time in every call, and a GPU may be idle meanwhile.
+    def launch(tensors: tuple[Tensor | None, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS) -> None:
+        if current_device() != index:
+            # The binaries belong to their device's context, which must be current.
+            with torch.cuda.device(index):
+                launch(tensors, scale, side)
+            return
+        stream = current_stream(index)
+        factor = scale if scale > MIN_SCALE else MIN_SCALE
+        values: list[Any] = [*map(address_of, tensors_of(tensors)), factor]
+        if side_of is not None:
+            values += map(address_of, side_of(side))
+        if workspaces is not None:
+            addresses, memory, give_back = workspaces.take(stream)
+            values += addresses
+        if takes_numbers:
+            values += side.numbers
+        descriptors: Sequence[Any] = ()
+        if known_descriptors is not None:
+            at = described_of(values)
+            descriptors = known_descriptors(at) or arguments.made(at, device)  # type: ignore[union-attr]
+        for run, before, after, as_one, integers, _, take, is_described in bound:
+            own = (*descriptors, *take(values), *integers) if is_described else (*take(values), *integers)
+            if as_one:
+                run(*before, stream, *after, own)
+            else:
+                run(*before, stream, *after, *own)
+        if workspaces is not None:
+            give_back(memory)
+
+    return launch
+
+
+def taking(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns a function that selects the values of some names, in C for two or more."""
+    places = [names.index(name) for name in wanted]
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
+
+
+def _with_ones(
+    take: Callable[[Sequence[Any]], tuple[Any, ...]], ones: Tensor
+) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns a function that replaces absent values by ones."""
+    return lambda side: tuple(ones if one is None else one for one in take(side))
+
+
+def interpreted_launch_of(
+    stages: tuple[tuple[Callable[..., None], tuple[str, ...]], ...],
+    fields: tuple[str, ...],
+    workspaces: dict[str, tuple[int, ...]],
+    allocate: Allocate,
+) -> Launch:
+    """Returns a function that runs the kernels of one pass in Triton's interpreter on the CPU.
+
+    `stages` are functions of the kernels' arguments except integers, and the names of these arguments. The
+    other arguments are those of `launch_of`.
+    """
+
+    def launch(tensors: tuple[Tensor | None, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS) -> None:
+        values: dict[str, Any] = side._asdict() | dict(zip(fields, tensors, strict=True))
+        for name, shape in workspaces.items():
+            values[name] = allocate(shape, values["q"].device)
+        values["scale"] = max(scale, MIN_SCALE)
+        for run, names in stages:
+            run(*(values[name] for name in names))
+
+    return launch

@@ -1,0 +1,72 @@
+"""The tensors of a launch, by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ForwardTensors(NamedTuple):
+    """The tensors of a forward pass, as [batch, heads, seqlen, head_dim] of any strides.
+
+    Varlen tensors have a batch of one, and pages are [pages, kv_heads, page_size, head_dim].
+
+    Attributes:
+        q: Queries, [batch, heads, seqlen_q, head_dim].
+        k: Keys, [batch, kv_heads, seqlen_kv, head_dim].
+        v: Values, [batch, kv_heads, seqlen_kv, value_head_dim].
+        out: The output, to be written: [batch, heads, seqlen_q, value_head_dim].
+        lse: Its log-sum-exp, to be written: float32 [batch, heads, seqlen_q], contiguous. None if the kernel
+            does not write it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor | None = None
+
+    @property
+    def planned(self) -> tuple[Tensor, ...]:
+        """The tensors whose strides and lengths determine the launch."""
+        return self[:4]
+
+
+class BackwardTensors(NamedTuple):
+    """The tensors of a backward pass, as [batch, heads, seqlen, head_dim] of any strides.
+
+    Attributes:
+        q: Queries, [batch, heads, seqlen_q, head_dim].
+        k: Keys, [batch, kv_heads, seqlen_kv, head_dim].
+        v: Values, [batch, kv_heads, seqlen_kv, value_head_dim].
+        out: The output of the forward pass, [batch, heads, seqlen_q, value_head_dim].
+        lse: Its log-sum-exp, float32 [batch, heads, seqlen_q], contiguous, natural log.
+        dout: The gradient of `out`, of the same shape.
+        dq: The gradient of q, to be written.
+        dk: The gradient of k, to be written.
+        dv: The gradient of v, to be written.
+        dlse: The gradient of `lse`, of the same shape, or None for zeros.
+        dbias: The gradient of an additive bias in q's type, to be written:
+            [batch, heads, seqlen_q, seqlen_kv].
+        dslopes: The gradient of the ALiBi slopes, to be written: float32 [batch, heads].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dlse: Tensor | None = None
+    dbias: Tensor | None = None
+    dslopes: Tensor | None = None
+
+    @property
+    def planned(self) -> tuple[Tensor, ...]:
+        """The tensors whose strides and lengths determine the launch, and whose addresses must be aligned."""
+        return self.q, self.k, self.v, self.out, self.dout, self.dq, self.dk, self.dv
