@@ -47,6 +47,7 @@ MAX_LATENT = 1024
 class DecodeContext(PortableContext, frozen=True):
     """The values for the template in addition to the config."""
 
+    num_splits: int
     early_combine: bool
     combine_warps: int
     split_tile: int
@@ -57,6 +58,41 @@ class DecodeContext(PortableContext, frozen=True):
     latent: bool
     column_widths: tuple[int, ...]
     paired: bool
+
+    @property
+    def is_split(self) -> bool:
+        """Whether several programs share the keys of a sequence."""
+        return self.num_splits > 1
+
+    @property
+    def widened(self) -> bool:
+        """Whether 8-bit keys and 16-bit queries are multiplied in fp16, which holds all 8-bit values."""
+        return self.asks.quantized and not self.is_fp32
+
+    @property
+    def rescaled(self) -> bool:
+        """Whether queries are scaled by a power of two for each row, so that they fit fp16."""
+        return self.widened and self.dtype is Dtype.BF16
+
+    @property
+    def row_scaled(self) -> bool:
+        """Whether the inverse of this power is part of the scores' factor. Changed scores get it before."""
+        return self.rescaled and not self.asks.is_changed
+
+    @property
+    def page_per_key(self) -> bool:
+        """Whether the keys of a block may be in several pages."""
+        return self.asks.is_paged and not self.asks.one_page
+
+    @property
+    def weight_scales(self) -> bool:
+        """Whether pages' scales of values are factors of the probabilities."""
+        return self.asks.page_scales and self.page_per_key
+
+    @property
+    def scales_product(self) -> bool:
+        """Whether the product of probabilities and values has a factor."""
+        return self.asks.page_scales and (self.asks.one_page or self.widened)
 
 
 class DecodeSplitKV(FamilyOf[DecodeConfig]):
@@ -145,7 +181,8 @@ class DecodeSplitKV(FamilyOf[DecodeConfig]):
         paired = loads_pairs(problem, config, specialization)
         return DecodeContext(
             **portable_fields(problem, specialization, qk_chunks, v_chunks),
-            early_combine=combines_early(problem, config),
+            num_splits=config.num_splits,
+            early_combine=config.num_splits > 1 and combines_early(problem, config),
             combine_warps=COMBINE_WARPS,
             split_tile=split_tile(config),
             combined=combined,

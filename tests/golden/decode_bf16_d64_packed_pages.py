@@ -1,23 +1,37 @@
-"""Attention of few queries over many keys: keys are split among programs, and what these found is combined.
+"""Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and window 1024:-1, first tokens 4, packed, pages of 16, 8-bit keys and values, a scale for each page
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv d1b7f2788d7f
+Template     decode_split_kv 898927714b45
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
-r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
-combined by their log-sum-exps, as flash-decoding does (Dao et al., 2023), always in the same order.
+r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
+combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always in the same order.
 
-Sub-notation
+Algorithm of one program
+  q_tile = rows of q
+  for each block of BLOCK_N keys in this program's part of the visible keys:
+      logits = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      new_max = maximum of running_max and the rows of logits
+      weights, rescale = exp2(logits - new_max), exp2(running_max - new_max)
+      running_sum = running_sum * rescale + sums of the rows of weights
+      accumulator = accumulator * rescale + weights @ v_tile
+  out = accumulator / running_sum;  lse = running_max + log2(running_sum)
+`combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
+
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
                                     (of pages: between pages, heads and keys of a page)
-  *_tile                            a block that is held on the chip, its shape in a comment
-  *_log2                            a quantity in units of log2, so that exp2 serves for exp
-  slots                             where the keys of a block lie; behind the last key its place is named again
+  *_tile                            a block in registers or shared memory, its shape in a comment
+  *_log2                            a quantity in units of log2, so that exp2 replaces exp
+  slots                             positions of a block's keys in memory; beyond the last key, its position
 Tunables
-  BLOCK_M, BLOCK_N                  rows and keys of a tile
+  block_m, block_n                  rows and keys of a tile: BLOCK_M, BLOCK_N
+  num_splits                        parts of the keys of a sequence
+  split_head_dim                    a head dim as several tiles instead of one padded tile
+  early_combine                     combine kernel launched before the splits end
 """
 
 import torch
@@ -28,7 +42,7 @@ BLOCK_M = tl.constexpr(16)
 BLOCK_N = tl.constexpr(128)
 HEAD_DIM = tl.constexpr(64)
 VALUE_HEAD_DIM = tl.constexpr(64)
-# Two stored numbers that lie side by side.
+# Two stored numbers of adjacent columns.
 PAIR = tl.constexpr(tl.pointer_type(tl.int16))
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -36,11 +50,11 @@ WINDOW_LEFT = tl.constexpr(1024)
 FIRST_TOKENS = tl.constexpr(4)
 PAGE_SIZE = tl.constexpr(16)
 SEARCHED = tl.constexpr(256)
-# Splits that are combined together, and columns of a program that does so.
+# Splits that are combined together, and columns of a combine program.
 SPLIT_TILE = tl.constexpr(16)
 COMBINED = tl.constexpr(64)
-# Two pairs of stored bytes become two first numbers and two second ones, in fp16.
-# An integer x makes the number 1024 + 128 + x, byte by byte: 0x64 above x with its sign turned.
+# Four stored bytes as four fp16 numbers, those of even columns first. An integer x becomes 1024 + 128 + x, byte by
+# byte: 0x64 above x with its sign inverted.
 WIDEN = tl.constexpr(
     "{ .reg .b32 turned, offset; xor.b32 turned, $2, 0x80808080; mov.b32 offset, 0x64806480; "
     "prmt.b32 $0, turned, 0x64646464, 0x4240; prmt.b32 $1, turned, 0x64646464, 0x4341; "
@@ -88,19 +102,19 @@ def decode_split_kv(
     sequences,
     splits,
 ):
-    # Which tile of rows, of which KV head of which sequence, and which part of its keys. Tiles are innermost:
-    # programs that read the same keys run together.
+    # The tile of rows, the KV head and sequence, and the part of the keys. Tiles are innermost: programs that
+    # read the same keys run together.
     all_rows = all_heads * seqlen_q
     tiles = seqlen_q * group_size // BLOCK_M + sequences
     tile = tl.program_id(0) % tiles
     if tl.program_id(0) == 0:
-        # Behind the parts stands how many tokens there are: rows behind these are nobody's.
+        # After the parts comes the number of tokens: later rows have no query.
         token_count = tl.load(cu_seqlens_q + sequences)
         tl.store(partial_lse + splits * all_rows, token_count.to(tl.float32, bitcast=True))
     split = tl.program_id(0) // tiles % splits
     sequence_head = tl.program_id(0) // tiles // splits
     kv_head = sequence_head
-    # Sequence b's tiles begin at cu_seqlens_q[b] * group_size // BLOCK_M + b: count those that begin by ours.
+    # Sequence b's tiles begin at cu_seqlens_q[b] * group_size // BLOCK_M + b: count those up to this one.
     begun = 0
     for start in tl.range(0, sequences, SEARCHED):
         others = start + tl.arange(0, SEARCHED)
@@ -116,7 +130,7 @@ def decode_split_kv(
         return
     row_offsets = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_exists = row_offsets < seqlen_q * group_size
-    # Rows behind the last are the last once more, so that queries are loaded without a mask too.
+    # Rows after the last one repeat it, so that queries are loaded without a mask too.
     row_offsets = tl.minimum(row_offsets, seqlen_q * group_size - 1)
     queries = row_offsets // group_size
     head = kv_head * group_size + row_offsets % group_size
@@ -159,7 +173,7 @@ def decode_split_kv(
     band_stop = tl.maximum(last_end, last_lifted)
     band_begin = first_start // BLOCK_N * BLOCK_N
     lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)
-    # Blocks of the start of the sequence, and then those of the band: `skipped` keys lie between.
+    # First the blocks at the start of the sequence, then those of the band: `skipped` keys are between them.
     lifted_stop = tl.maximum(lifted_stop, 0)
     skipped = band_begin - lifted_stop
     blocks = tl.cdiv(tl.maximum(band_stop - skipped, lifted_stop), BLOCK_N)
@@ -180,7 +194,7 @@ def decode_split_kv(
     for step in tl.range(first, last, BLOCK_N):
         start = tl.where(step < lifted_stop, step, step + skipped)
         keys = start + key_offsets
-        # No load needs a mask: it costs every one of them more than a key that is read twice.
+        # Loads need no mask: it costs each of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE
         k_block = k_base + page.to(tl.int64) * stride_kb
         v_block = v_base + page.to(tl.int64) * stride_vb
@@ -209,6 +223,7 @@ def decode_split_kv(
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         running_max = new_max
         weights *= v_factor[None, :]
+        # The largest weight of a row becomes one, so that none leaves the range of fp16.
         weight_factor = tl.maximum(tl.max(weights, 1), 1e-30)
         low_weights = (weights / weight_factor[:, None]).to(tl.float16)
         # [BLOCK_N, 32], two columns each
@@ -224,7 +239,7 @@ def decode_split_kv(
         accumulator_odd = accumulator_odd * rescale[:, None] + product * weight_factor[:, None]
         page = next_page
 
-    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     row_lse = running_max + tl.log2(running_sum)
     places_out = split * all_rows + tokens * heads + head
@@ -273,7 +288,7 @@ def combine(
         other=0.0,
     )
     largest = tl.max(part_lse, 0)
-    # Where no part saw a key, the largest is -inf, and -inf - -inf would be NaN.
+    # If no part has a visible key, the largest is -inf, and -inf - -inf would be NaN.
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2(part_lse - shift)
     total = tl.sum(weights, 0)
@@ -289,7 +304,7 @@ def launch_plan(q, k, v, out, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], block_table.shape[1] * 16
     group_size = heads // kv_heads
-    # Every sequence has room for its last tile, which need not be full.
+    # Every sequence has space for its last tile, which need not be full.
     sequences = cu_seqlens_q.shape[0] - 1
     tiles = seqlen_q * group_size // 16 + sequences
     grid = (tiles * kv_heads * 16,)
@@ -312,7 +327,7 @@ def epilogue_plan(q, k, v, out, k_scale, v_scale, cu_seqlens_q, seqlens_kv, bloc
 def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table):
     """Attention of q over k and v, each with a contiguous last dimension.
 
-    q is [1, heads, tokens, head_dim], its sequences one behind the other.
+    q is [1, heads, tokens, head_dim], one sequence after the other.
     k and v are [pages, kv_heads, 16, head_dim].
     Returns the output, shaped like q but for value_head_dim, and the log-sum-exp of each row,
     [batch, heads, seqlen_q] in float32.
@@ -364,7 +379,9 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
     out = torch.empty(*q.shape[:3], 64, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if out.numel() == 0 or k.shape[2] == 0:
-        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return out.zero_(), lse
     tensors = (q, k, v, out, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table)
     row_lse = out if lse is None else lse
     grid, workspace_shapes, integers = launch_plan(*tensors)

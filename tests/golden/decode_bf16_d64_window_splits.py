@@ -1,23 +1,37 @@
-"""Attention of few queries over many keys: keys are split among programs, and what these found is combined.
+"""Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and window 1024:-1, softcap, pages of 16
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, split_head_dim False, early_combine True
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv d1b7f2788d7f
+Template     decode_split_kv 898927714b45
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
-r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2; parts of the keys are
-combined by their log-sum-exps, as flash-decoding does (Dao et al., 2023), always in the same order.
+r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
+combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always in the same order.
 
-Sub-notation
+Algorithm of one program
+  q_tile = rows of q
+  for each block of BLOCK_N keys in this program's part of the visible keys:
+      logits = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      new_max = maximum of running_max and the rows of logits
+      weights, rescale = exp2(logits - new_max), exp2(running_max - new_max)
+      running_sum = running_sum * rescale + sums of the rows of weights
+      accumulator = accumulator * rescale + weights @ v_tile
+  out = accumulator / running_sum;  lse = running_max + log2(running_sum)
+`combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
+
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
                                     (of pages: between pages, heads and keys of a page)
-  *_tile                            a block that is held on the chip, its shape in a comment
-  *_log2                            a quantity in units of log2, so that exp2 serves for exp
-  slots                             where the keys of a block lie; behind the last key its place is named again
+  *_tile                            a block in registers or shared memory, its shape in a comment
+  *_log2                            a quantity in units of log2, so that exp2 replaces exp
+  slots                             positions of a block's keys in memory; beyond the last key, its position
 Tunables
-  BLOCK_M, BLOCK_N                  rows and keys of a tile
+  block_m, block_n                  rows and keys of a tile: BLOCK_M, BLOCK_N
+  num_splits                        parts of the keys of a sequence
+  split_head_dim                    a head dim as several tiles instead of one padded tile
+  early_combine                     combine kernel launched before the splits end
 """
 
 import torch
@@ -31,7 +45,7 @@ VALUE_HEAD_DIM = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
 WINDOW_LEFT = tl.constexpr(1024)
 PAGE_SIZE = tl.constexpr(16)
-# Splits that are combined together, and columns of a program that does so.
+# Splits that are combined together, and columns of a combine program.
 SPLIT_TILE = tl.constexpr(16)
 COMBINED = tl.constexpr(64)
 
@@ -69,8 +83,8 @@ def decode_split_kv(
     seqlen_kv,
     splits,
 ):
-    # Which tile of rows, of which KV head of which sequence, and which part of its keys. Tiles are innermost:
-    # programs that read the same keys run together.
+    # The tile of rows, the KV head and sequence, and the part of the keys. Tiles are innermost: programs that
+    # read the same keys run together.
     all_rows = all_heads * seqlen_q
     tiles = tl.cdiv(seqlen_q * group_size, BLOCK_M)
     kv_heads = heads // group_size
@@ -81,7 +95,7 @@ def decode_split_kv(
     sequence = sequence_head // kv_heads
     row_offsets = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_exists = row_offsets < seqlen_q * group_size
-    # Rows behind the last are the last once more, so that queries are loaded without a mask too.
+    # Rows after the last one repeat it, so that queries are loaded without a mask too.
     row_offsets = tl.minimum(row_offsets, seqlen_q * group_size - 1)
     queries = row_offsets // group_size
     head = kv_head * group_size + row_offsets % group_size
@@ -125,7 +139,7 @@ def decode_split_kv(
     page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + (band_begin + first), seqlen_kv - 1), 0) // PAGE_SIZE)
     for start in tl.range(band_begin + first, band_begin + last, BLOCK_N):
         keys = start + key_offsets
-        # No load needs a mask: it costs every one of them more than a key that is read twice.
+        # Loads need no mask: it costs each of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE
         k_block = k_base + page.to(tl.int64) * stride_kb
         v_block = v_base + page.to(tl.int64) * stride_vb
@@ -154,9 +168,9 @@ def decode_split_kv(
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
         page = next_page
 
-    # The combining kernel may come onto the GPU while the last programs of this one are at work.
+    # The combine kernel may start while the last programs of this one run.
     tl.extra.cuda.gdc_launch_dependents()
-    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     row_lse = running_max + tl.log2(running_sum)
     places_out = split * all_rows + (sequence * seqlen_q + queries) * heads + head
@@ -202,7 +216,7 @@ def combine(
         other=0.0,
     )
     largest = tl.max(part_lse, 0)
-    # Where no part saw a key, the largest is -inf, and -inf - -inf would be NaN.
+    # If no part has a visible key, the largest is -inf, and -inf - -inf would be NaN.
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2(part_lse - shift)
     total = tl.sum(weights, 0)
@@ -288,7 +302,9 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table, softcap):
     out = torch.empty(*q.shape[:3], 64, dtype=q.dtype, device=q.device)
     lse = None
     if out.numel() == 0 or k.shape[2] == 0:
-        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return out.zero_(), lse
     tensors = (q, k, v, out, seqlens_kv, block_table)
     row_lse = out if lse is None else lse
     grid, workspace_shapes, integers = launch_plan(*tensors)

@@ -140,10 +140,12 @@ def patched(source: str, patch: Patch, name: str) -> str:
 
 
 def _bounds(source: str, part: Part | None, name: str) -> tuple[int, int]:
+    # The docstring of the file describes the algorithm in the words of the code.
+    code = source.find('"""', 3) + 3 if source.startswith('"""') else 0
     if part is None:
-        return 0, len(source)
-    start = source.find(part.begin)
+        return code, len(source)
+    start = source.find(part.begin, code)
     end = source.find(part.end, start + len(part.begin))
-    if source.count(part.begin) != 1 or end < 0:
+    if source.count(part.begin, code) != 1 or end < 0:
         raise PatchError(f"{name}: there is no one part from {part.begin!r} to {part.end!r}")
     return start, end
