@@ -23,16 +23,25 @@ from flashtune.core.record import Resources, ShortText
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import columns, head_chunks
 from flashtune.templates.family import Family
-from flashtune.tuner.binary.resources import occupancy
+from flashtune.tuner.binary.resources import Occupancy, occupancy
 
 # Cost of a spilled byte as a fraction of the inner loop's time. Some spills are outside of the loop.
 SPILL_PENALTY = 1 / 1024
 # Slowdown if ptxas waits for each matrix instruction.
 SERIALIZED_PENALTY = 1.6
+# Cost of a tile's loads and set-up, as a number of additional rows and columns.
+ROW_OVERHEAD = 24
+COLUMN_OVERHEAD = 12
+# Warps that hide the softmax of others as well as one more resident block does.
+WARPS_LIKE_A_BLOCK = 8
+# Slowdown of a portable kernel if no other warps hide its softmax.
+EXPOSED_COST = 2.0
+# The factor of stalls that the makespans of portable families contain: 128 × 64 tiles, eight warps on an SM.
+USUAL_STALLS = 2.35
 # Tensor Cores multiply tf32 at half the rate of 16-bit types, and tf32x3 needs three products.
 TF32X3_RATE = 1 / 6
 # Fields that the size features replace, and fields that predictions model fully.
-SIZES = frozenset({"block_m", "block_n", "num_warps", "maxnreg"})
+SIZES = frozenset({"block_m", "block_n", "num_warps", "maxnreg", "lpt", "heads_innermost"})
 # Estimate of a thread's registers before compilation: its share of accumulators and scores, and a constant.
 # Pointer loads add addresses. Fitted to 600 kernels of an H200.
 ACCUMULATOR_REGISTERS = 1.3
@@ -201,12 +210,27 @@ def scheduled_ms(
 
     Infinite if not one block fits an SM.
     """
-    if not occupancy(resources, family.options(config), target).blocks:
+    resident = occupancy(resources, family.options(config), target)
+    if not resident.blocks:
         return math.inf
     if problem.dtype is Dtype.FP32 and getattr(config, "input_precision", "") == "tf32x3":
         peak = msgspec.structs.replace(target.peak, fp32=target.peak.half * TF32X3_RATE)
         target = msgspec.structs.replace(target, peak=peak)
-    return family.makespan_ms(problem, config, target) * spill_factor(resources)
+    stalls = stall_factor(config, resident) if family.interpreted else 1.0
+    return family.makespan_ms(problem, config, target) * spill_factor(resources) * stalls
+
+
+def stall_factor(config: Config, resident: Occupancy) -> float:
+    """Returns the slowdown of a portable kernel by its tile's shape and by the few warps of an SM.
+
+    Small tiles load more operands for each product. Resident warps hide the softmax of others.
+    """
+    if not isinstance(config, Tiled):
+        return 1.0
+    rows, columns = config.block_m, config.block_n
+    share = rows / (rows + ROW_OVERHEAD) * columns / (columns + COLUMN_OVERHEAD)
+    exposed = 1 / (1 + resident.blocks + resident.warps / WARPS_LIKE_A_BLOCK)
+    return (1 + EXPOSED_COST * exposed) / share / USUAL_STALLS
 
 
 def spill_factor(resources: Resources) -> float:
