@@ -14,7 +14,6 @@ from flashtune.core.features.table import (
     KvDtype,
     KvScale,
     feature_words,
-    features_of,
 )
 from flashtune.core.mask_geometry import MaskInfo, distinct_keys, visible_pairs
 
@@ -68,11 +67,6 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
             f"{self.direction}_{self.dtype}_d{self.head_dim}{value_dim}_h{self.heads}x{self.kv_heads}"
             f"_b{self.batch}_q{self.seqlen_q}_k{self.seqlen_kv}_{self.causal}{feature_words(self)}"
         )
-
-    @property
-    def features(self) -> frozenset[Feature]:
-        """The features that the problem needs and not every family supports."""
-        return features_of(self)
 
     @property
     def computation(self) -> Problem:
@@ -132,23 +126,37 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
         return visible_pairs(self.sight)
 
     def flops(self) -> int:
-        """Returns the floating-point operations of the products over the visible pairs."""
-        return flops(self)
+        """Returns the floating-point operations of the products over the visible pairs.
+
+        A varlen batch counts as sequences of the longest length, as many as its tokens fill.
+        """
+        pairs = self.batch * self.visible_pairs()
+        if self.total_q:
+            pairs = pairs * self.total_q // max(1, self.batch * self.seqlen_q)
+        return 2 * self.heads * pairs * product_widths(self)
 
     def nominal_flops(self) -> int:
         """Returns the nominal number of operations: 4·B·H·Sq·Sk·D, 2.5 times that backward, half if causal.
 
         All reported TFLOP/s use it. With a window, chunks or varlen sequences only visible pairs count.
         """
-        return nominal_flops(self)
+        if any(FEATURES[feature].is_sparse for feature in self.features):
+            return self.flops()
+        full = 2 * self.batch * self.heads * self.seqlen_q * self.seqlen_kv * product_widths(self)
+        return full // 2 if self.is_causal else full
 
     def minimal_bytes(self) -> int:
         """Returns the HBM bytes if each input is read once and each output is written once."""
-        return minimal_bytes(self)
+        inputs, outputs = _tensor_bytes(self)
+        if not self.is_backward:
+            return inputs + outputs
+        # Each tensor has a gradient. The gradient of the output is read, the others are written.
+        return 2 * (inputs + outputs) + _rows(self) * LSE_BYTES
 
     def written_bytes(self) -> int:
-        """Returns the bytes of the outputs, a part of `minimal_bytes`."""
-        return written_bytes(self)
+        """Returns the bytes of the outputs, or of the gradients of the inputs in the backward pass."""
+        inputs, outputs = _tensor_bytes(self)
+        return inputs if self.is_backward else outputs
 
 
 # Bytes of an element of the log-sum-exp.
@@ -168,26 +176,6 @@ def product_widths(problem: Problem) -> int:
     return problem.head_dim + problem.value_head_dim
 
 
-def flops(problem: Problem) -> int:
-    """Returns the operations of the products over the visible pairs.
-
-    A varlen batch counts as sequences of the longest length, as many as its tokens fill.
-    """
-    pairs = problem.batch * problem.visible_pairs()
-    if problem.total_q:
-        pairs = pairs * problem.total_q // max(1, problem.batch * problem.seqlen_q)
-    return 2 * problem.heads * pairs * product_widths(problem)
-
-
-def nominal_flops(problem: Problem) -> int:
-    """Returns the nominal number of operations; see `Problem.nominal_flops`."""
-    if any(FEATURES[feature].is_sparse for feature in problem.features):
-        return flops(problem)
-    pairs = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_kv
-    full = 2 * pairs * product_widths(problem)
-    return full // 2 if problem.is_causal else full
-
-
 def keys_read(problem: Problem) -> int:
     """Returns the keys of one KV head of all sequences that at least one query sees.
 
@@ -202,21 +190,6 @@ def keys_read(problem: Problem) -> int:
         usual = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_kv * 3 // 4)
         return keys + (problem.batch - 1) * distinct_keys(usual.sight)
     return problem.batch * keys
-
-
-def minimal_bytes(problem: Problem) -> int:
-    """Returns the HBM bytes if each input is read once and each output is written once."""
-    inputs, outputs = _tensor_bytes(problem)
-    if not problem.is_backward:
-        return inputs + outputs
-    # Each tensor has a gradient. The gradient of the output is read, the others are written.
-    return 2 * (inputs + outputs) + _rows(problem) * LSE_BYTES
-
-
-def written_bytes(problem: Problem) -> int:
-    """Returns the bytes of the outputs, or of the gradients of the inputs in the backward pass."""
-    inputs, outputs = _tensor_bytes(problem)
-    return inputs if problem.is_backward else outputs
 
 
 def _rows(problem: Problem) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import math
-import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -124,6 +123,11 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
     mla: bool = False
     dropout: bool = False
     deterministic: bool = False
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features that the problem needs and not every family supports."""
+        return frozenset(feature for feature, name, default in _ABSENT if getattr(self, name) != default)
 
 
 class ExtraInputs(NamedTuple):
@@ -284,164 +288,162 @@ def _usual_dropout(call: Call) -> dict[str, Any]:
 
 
 # In the order of the words of `Problem.key`. Scores are changed in this order too.
-FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = types.MappingProxyType(
-    {
-        Feature.WINDOW: Description(
-            title="Sliding windows (left, right or both)",
-            example="window=1023:0",
-            word="window{window_left}:{window_right}",
-            fields=("window_left", "window_right"),
-            help="window=1023 (keys before a query's own that it sees) or window=1023:0 (before and after)",
-            is_mask=True,
-            is_sparse=True,
-        ),
-        Feature.SINK_TOKENS: Description(
-            title="First tokens that are always visible (`sink_tokens`)",
-            example="sink_tokens=4",
-            word="first{sink_tokens}",
-            fields=("sink_tokens",),
-            is_mask=True,
-        ),
-        Feature.ATTENTION_CHUNK: Description(
-            title="Chunks",
-            example="attention_chunk=8192",
-            word="chunk{attention_chunk}",
-            fields=("attention_chunk",),
-            is_mask=True,
-            is_sparse=True,
-        ),
-        Feature.PREFIX: Description(
-            title="Prefixes that all queries attend to",
-            example="prefix",
-            word="prefix",
-            fields=("prefix",),
-            tensors=(TensorInput("prefix", "prefix_lengths", "int32", ("batch",)),),
-            is_mask=True,
-            is_positional=True,
-            usual=_usual_prefix,
-        ),
-        Feature.SOFTCAP: Description(
-            title="Softcap on the scores",
-            example="softcap",
-            word="softcap",
-            fields=("softcap",),
-            # The bounds are the smallest normal float32 and the largest finite one.
-            numbers=(
-                NumberInput(
-                    "softcap",
-                    "softcap",
-                    2.0**-126,
-                    2.0**128 - 2.0**104,
-                    "a positive number, or None for no cap",
-                ),
-            ),
-            change=_capped,
-            derivative=_cap_slope,
-            usual=lambda call: {"softcap": 30.0},
-        ),
-        Feature.ALIBI: Description(
-            title="ALiBi",
-            example="alibi",
-            word="alibi",
-            fields=("alibi",),
-            tensors=(TensorInput("slopes", "alibi_slopes", is_strided=True),),
-            is_positional=True,
-            change=_with_slopes,
-            usual=_usual_slopes,
-        ),
-        Feature.BIAS: Description(
-            title="Biases: additive, or a boolean mask",
-            example="bias=additive",
-            word="bias-{bias}",
-            fields=("bias",),
-            help="bias=additive|boolean",
-            tensors=(TensorInput("bias", "attn_bias or attn_mask", None),),
-            is_mask=True,
-            change=_with_bias,
-            usual=_usual_bias,
-        ),
-        Feature.SINKS: Description(
-            title="Attention sinks",
-            example="sinks",
-            word="sinks",
-            fields=("sinks",),
-            tensors=(TensorInput("sinks", "sinks", shape=("heads",)),),
-            usual=_usual_sinks,
-        ),
-        Feature.VARLEN: Description(
-            title="Packed sequences of different lengths",
-            example="total_q=65536",
-            word="packed{total_q}",
-            fields=("total_q",),
-            help="total_q=65536 (tokens of all sequences; seqlen is the longest)",
-            tensors=(
-                TensorInput("cu_seqlens_q", "cu_seqlens_q", "int32", ("batch + 1",)),
-                TensorInput("cu_seqlens_kv", "cu_seqlens_k", "int32", ("batch + 1",)),
-            ),
-            is_mask=True,
-            is_sparse=True,
-        ),
-        Feature.SEQLENS_K: Description(
-            title="KV lengths in device memory",
-            example="seqlens_k",
-            word="lengths",
-            fields=("seqlens_k",),
-            tensors=(TensorInput("seqlens_kv", "seqlens_k or kv_lengths", "int32", ("batch",)),),
-            is_mask=True,
-        ),
-        Feature.PAGES: Description(
-            title="Paged KV caches",
-            example="page_size=16",
-            word="page{page_size}",
-            fields=("page_size",),
-            tensors=(TensorInput("block_table", "block_table", "int32"),),
-            is_mask=True,
-        ),
-        Feature.QUANTIZED_KV: Description(
-            title="KV caches in e4m3 or int8, with wider queries",
-            example="kv_dtype=e4m3",
-            word="kv-{kv_dtype}-{kv_scale}",
-            fields=("kv_dtype",),
-            details=("kv_scale",),
-            help="kv_dtype=e4m3|int8, kv_scale=tensor|head|page",
-            tensors=(
-                TensorInput("k_scale", "k_scale", is_strided=True),
-                TensorInput("v_scale", "v_scale", is_strided=True),
+FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
+    Feature.WINDOW: Description(
+        title="Sliding windows (left, right or both)",
+        example="window=1023:0",
+        word="window{window_left}:{window_right}",
+        fields=("window_left", "window_right"),
+        help="window=1023 (keys before a query's own that it sees) or window=1023:0 (before and after)",
+        is_mask=True,
+        is_sparse=True,
+    ),
+    Feature.SINK_TOKENS: Description(
+        title="First tokens that are always visible (`sink_tokens`)",
+        example="sink_tokens=4",
+        word="first{sink_tokens}",
+        fields=("sink_tokens",),
+        is_mask=True,
+    ),
+    Feature.ATTENTION_CHUNK: Description(
+        title="Chunks",
+        example="attention_chunk=8192",
+        word="chunk{attention_chunk}",
+        fields=("attention_chunk",),
+        is_mask=True,
+        is_sparse=True,
+    ),
+    Feature.PREFIX: Description(
+        title="Prefixes that all queries attend to",
+        example="prefix",
+        word="prefix",
+        fields=("prefix",),
+        tensors=(TensorInput("prefix", "prefix_lengths", "int32", ("batch",)),),
+        is_mask=True,
+        is_positional=True,
+        usual=_usual_prefix,
+    ),
+    Feature.SOFTCAP: Description(
+        title="Softcap on the scores",
+        example="softcap",
+        word="softcap",
+        fields=("softcap",),
+        # The bounds are the smallest normal float32 and the largest finite one.
+        numbers=(
+            NumberInput(
+                "softcap",
+                "softcap",
+                2.0**-126,
+                2.0**128 - 2.0**104,
+                "a positive number, or None for no cap",
             ),
         ),
-        Feature.MLA: Description(
-            title="Latent keys (MLA): the values are their first columns",
-            example="mla",
-            word="latent",
-            fields=("mla",),
+        change=_capped,
+        derivative=_cap_slope,
+        usual=lambda call: {"softcap": 30.0},
+    ),
+    Feature.ALIBI: Description(
+        title="ALiBi",
+        example="alibi",
+        word="alibi",
+        fields=("alibi",),
+        tensors=(TensorInput("slopes", "alibi_slopes", is_strided=True),),
+        is_positional=True,
+        change=_with_slopes,
+        usual=_usual_slopes,
+    ),
+    Feature.BIAS: Description(
+        title="Biases: additive, or a boolean mask",
+        example="bias=additive",
+        word="bias-{bias}",
+        fields=("bias",),
+        help="bias=additive|boolean",
+        tensors=(TensorInput("bias", "attn_bias or attn_mask", None),),
+        is_mask=True,
+        change=_with_bias,
+        usual=_usual_bias,
+    ),
+    Feature.SINKS: Description(
+        title="Attention sinks",
+        example="sinks",
+        word="sinks",
+        fields=("sinks",),
+        tensors=(TensorInput("sinks", "sinks", shape=("heads",)),),
+        usual=_usual_sinks,
+    ),
+    Feature.VARLEN: Description(
+        title="Packed sequences of different lengths",
+        example="total_q=65536",
+        word="packed{total_q}",
+        fields=("total_q",),
+        help="total_q=65536 (tokens of all sequences; seqlen is the longest)",
+        tensors=(
+            TensorInput("cu_seqlens_q", "cu_seqlens_q", "int32", ("batch + 1",)),
+            TensorInput("cu_seqlens_kv", "cu_seqlens_k", "int32", ("batch + 1",)),
         ),
-        Feature.DROPOUT: Description(
-            title="Dropout",
-            example="dropout",
-            word="dropout",
-            fields=("dropout",),
-            tensors=(TensorInput("seed", "seed", "int64"),),
-            # The largest float32 below one.
-            numbers=(
-                NumberInput(
-                    "dropout",
-                    "dropout_p",
-                    0.0,
-                    1.0 - 2.0**-24,
-                    "a number from 0 up to, and not as much as, 1",
-                ),
+        is_mask=True,
+        is_sparse=True,
+    ),
+    Feature.SEQLENS_K: Description(
+        title="KV lengths in device memory",
+        example="seqlens_k",
+        word="lengths",
+        fields=("seqlens_k",),
+        tensors=(TensorInput("seqlens_kv", "seqlens_k or kv_lengths", "int32", ("batch",)),),
+        is_mask=True,
+    ),
+    Feature.PAGES: Description(
+        title="Paged KV caches",
+        example="page_size=16",
+        word="page{page_size}",
+        fields=("page_size",),
+        tensors=(TensorInput("block_table", "block_table", "int32"),),
+        is_mask=True,
+    ),
+    Feature.QUANTIZED_KV: Description(
+        title="KV caches in e4m3 or int8, with wider queries",
+        example="kv_dtype=e4m3",
+        word="kv-{kv_dtype}-{kv_scale}",
+        fields=("kv_dtype",),
+        details=("kv_scale",),
+        help="kv_dtype=e4m3|int8, kv_scale=tensor|head|page",
+        tensors=(
+            TensorInput("k_scale", "k_scale", is_strided=True),
+            TensorInput("v_scale", "v_scale", is_strided=True),
+        ),
+    ),
+    Feature.MLA: Description(
+        title="Latent keys (MLA): the values are their first columns",
+        example="mla",
+        word="latent",
+        fields=("mla",),
+    ),
+    Feature.DROPOUT: Description(
+        title="Dropout",
+        example="dropout",
+        word="dropout",
+        fields=("dropout",),
+        tensors=(TensorInput("seed", "seed", "int64"),),
+        # The largest float32 below one.
+        numbers=(
+            NumberInput(
+                "dropout",
+                "dropout_p",
+                0.0,
+                1.0 - 2.0**-24,
+                "a number from 0 up to, and not as much as, 1",
             ),
-            usual=_usual_dropout,
         ),
-        Feature.DETERMINISTIC: Description(
-            title="Deterministic gradients",
-            example="backward,deterministic",
-            word="deterministic",
-            fields=("deterministic",),
-            help="deterministic (gradients with the same bits in every run)",
-        ),
-    }
-)
+        usual=_usual_dropout,
+    ),
+    Feature.DETERMINISTIC: Description(
+        title="Deterministic gradients",
+        example="backward,deterministic",
+        word="deterministic",
+        fields=("deterministic",),
+        help="deterministic (gradients with the same bits in every run)",
+    ),
+}
 
 NUMBER_INPUTS = {number.name: number for one in FEATURES.values() for number in one.numbers}
 # Inputs that are passed by value, after the scale. They are last in `ExtraInputs`.
@@ -468,11 +470,6 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 _ABSENT = [(feature, name, DEFAULTS[name]) for feature, one in FEATURES.items() for name in one.fields]
 
 
-def features_of(fields: FeatureFields) -> frozenset[Feature]:
-    """Returns the features of a problem."""
-    return frozenset(feature for feature, name, default in _ABSENT if getattr(fields, name) != default)
-
-
 def flags_of(inputs: ExtraInputs) -> dict[str, Any]:
     """Returns the fields of a problem that are flags, from the presence of their features' inputs."""
     named = {
@@ -487,7 +484,7 @@ def flags_of(inputs: ExtraInputs) -> dict[str, Any]:
 
 def feature_words(fields: FeatureFields) -> str:
     """Returns the features of a problem as the end of its key, empty without features."""
-    has = features_of(fields)
+    has = fields.features
     values = {name: "" if (value := getattr(fields, name)) is None else value for name in FIELDS}
     return "".join(f"_{one.word.format_map(values)}" for feature, one in FEATURES.items() if feature in has)
 
@@ -530,5 +527,5 @@ def usual_inputs(
 
 
 def _changes(fields: FeatureFields) -> Iterator[tuple[Change, Derivative | None]]:
-    has = features_of(fields)
+    has = fields.features
     return ((one.change, one.derivative) for name, one in FEATURES.items() if one.change and name in has)
