@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from flashtune.core.features.table import FEATURES, NUMBERS, TENSOR_INPUTS, TENSORS
 from flashtune.core.kernel import Argument, Specialization
-from flashtune.core.problem import Bias, Feature, Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.templates.common.args.arguments import pointer_type
 
 # Strides after those of q, k, v and out, by their extra input.
@@ -18,29 +19,19 @@ SIDE_STRIDES = {
 
 def side_tensors(problem: Problem) -> tuple[Argument, ...]:
     """Returns pointers to the side tensors, in the order of `ExtraInputs`."""
-    features = problem.features
-    paged = Feature.PAGES in features
     bias = "*i1" if problem.bias is Bias.BOOLEAN else pointer_type(problem.dtype)
-    given = (
-        ("k_scale", "*fp32", Feature.QUANTIZED_KV in features),
-        ("v_scale", "*fp32", Feature.QUANTIZED_KV in features),
-        ("slopes", "*fp32", Feature.ALIBI in features),
-        ("bias", bias, Feature.BIAS in features),
-        ("sinks", "*fp32", Feature.SINKS in features),
-        ("prefix", "*i32", Feature.PREFIX in features),
-        ("cu_seqlens_q", "*i32", Feature.VARLEN in features),
-        ("cu_seqlens_kv", "*i32", Feature.VARLEN in features and not paged),
-        ("seqlens_kv", "*i32", paged or Feature.SEQLENS_K in features),
-        ("block_table", "*i32", paged),
-        ("seed", "*i64", Feature.DROPOUT in features),
-    )
-    return tuple(Argument(name, kind) for name, kind, present in given if present)
+    kinds = {"float32": "*fp32", "int32": "*i32", "int64": "*i64", None: bias}
+    names = {one.name for feature in problem.features for one in FEATURES[feature].tensors}
+    if problem.page_size:
+        # Pages always have lengths, and offsets of queries only.
+        names = (names | {"seqlens_kv"}) - {"cu_seqlens_kv"}
+    return tuple(Argument(name, kinds[TENSOR_INPUTS[name].dtype]) for name in TENSORS if name in names)
 
 
 def side_numbers(problem: Problem) -> tuple[Argument, ...]:
     """Returns the arguments that are passed by value after the scale."""
-    given = (("softcap", problem.softcap), ("dropout", problem.dropout))
-    return tuple(Argument(name, "fp32") for name, present in given if present)
+    names = {one.name for feature in problem.features for one in FEATURES[feature].numbers}
+    return tuple(Argument(name, "fp32") for name in NUMBERS if name in names)
 
 
 def side_strides(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
