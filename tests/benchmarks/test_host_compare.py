@@ -1,0 +1,61 @@
+"""Tests of the comparison of host times of two checkouts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.host import compare
+
+NAMES = (*(name for _, *pair in compare.RATIOS for name in pair), "empty_launch", "two_empty_launches")
+
+
+def test_ratios_are_of_medians() -> None:
+    rounds = [dict.fromkeys(NAMES, time) | {"decode": 3 * time} for time in (1.0, 9.0, 2.0)]
+    old = compare._medians(rounds)
+    new = old | {"decode": 3.0, "two_empty_launches": 5.0}
+    assert old["decode"] == 6.0
+    lines = {line[:32].strip(): line[32:].split() for line in compare._lines(old, new)}
+    assert lines["decode"] == ["6.00", "3.00", "0.500"]
+    assert lines["decode over SDPA"] == ["3.000", "1.500"]
+    assert lines["an empty second launch (us)"] == ["0.00", "3.00"]
+
+
+def test_checkouts_measure_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process has the modules of its checkout first, and answers once for each round."""
+    program = tmp_path / "serve.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "print('a line of a compiler')\n"
+        "print('figures: {}', flush=True)\n"
+        "for number, _ in enumerate(sys.stdin):\n"
+        "    print('figures:', json.dumps({os.environ['PYTHONPATH']: number}), flush=True)\n"
+    )
+    monkeypatch.setattr(compare, "__file__", str(program))
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    found = compare._rounds({"old": old, "new": new})
+    rounds = range(compare.ROUNDS)
+    assert found == {"old": [{str(old): n} for n in rounds], "new": [{str(new): n} for n in rounds]}
+
+
+def test_process_that_ends_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "serve.py"
+    program.write_text("raise SystemExit(1)\n")
+    monkeypatch.setattr(compare, "__file__", str(program))
+    with pytest.raises(SystemExit, match="ended before it answered"):
+        compare._rounds({"old": tmp_path})
+
+
+def test_run_without_another_checkout_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare.py"])
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert "pass --old" in capsys.readouterr().err
+    assert json.loads(json.dumps(compare.RATIOS))
