@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
+from flashtune.core.features.description import ScoreRows
 from flashtune.core.features.table import (
     FEATURES,
     FIELDS,
@@ -13,9 +17,14 @@ from flashtune.core.features.table import (
     TENSORS,
     TYPES,
     ExtraInputs,
+    FeatureFields,
+    changed_scores,
     flags_of,
+    score_derivative,
+    usual_inputs,
 )
 from flashtune.core.problem import Feature
+from flashtune.tuner.workloads.shapes import parse_shape
 
 
 def test_every_feature_has_one_description() -> None:
@@ -40,6 +49,33 @@ def test_inputs_set_the_flags_of_their_features() -> None:
             assert [name for name, there in flags.items() if there] == [
                 field for field in one.fields if bool in TYPES[field]
             ]
+
+
+SCORED = [feature for feature, one in FEATURES.items() if one.change]
+
+
+@pytest.mark.parametrize("feature", SCORED)
+def test_derivatives_are_those_of_autograd(feature: Feature) -> None:
+    (problem,) = parse_shape(f"heads=2,seqlen=6,head_dim=8,batch=2,dtype=fp32,{FEATURES[feature].example}")
+    device = torch.device("cpu")
+    made = usual_inputs(problem, [feature], (6, 6), torch.float32, device)
+    positions = torch.arange(6, dtype=torch.float64)[:, None]
+    distances = (positions - torch.arange(6)).abs()
+    rows = ScoreRows[FeatureFields, ExtraInputs](
+        problem,
+        ExtraInputs(**made),
+        lambda tensor: tensor[:, :, None, None],
+        lambda bias: bias,
+        lambda: positions,
+        lambda: distances,
+    )
+    scores = torch.randn(2, 2, 6, 6, dtype=torch.float64, requires_grad=True)
+    changed, added = changed_scores(scores, rows, sizes=True)
+    (expected,) = torch.autograd.grad(changed.sum(), scores)
+    derivative = score_derivative(scores.detach(), rows)
+    torch.testing.assert_close(torch.ones_like(scores) if derivative is None else derivative, expected)
+    if added is not None:
+        torch.testing.assert_close(added.double(), (changed - scores).detach().abs())
 
 
 def test_words_of_keys_differ() -> None:
