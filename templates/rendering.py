@@ -14,6 +14,7 @@ from flashtune.core.config import Config
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
+from flashtune.templates.common.args.side import side_names
 from flashtune.templates.common.checks import checks_of
 from flashtune.templates.dead_branches import remove_dead_branches
 from flashtune.templates.family import Context, Family, kernel_of_source
@@ -28,7 +29,7 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
 
     Jinja repeats and names parts. Conditions on flags, the booleans of the config and the context in capital
     letters, are Python: `remove_dead_branches` replaces them. `parameters` has the parameters of each
-    launched function, by its name.
+    launched function, by its name; `side_names` and others have the names of extra inputs.
 
     Raises:
         KernelError: The context holds a value that is not a number, bool or enum.
@@ -37,21 +38,23 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
     values = _values(config) | _values(family.context(problem, config, specialization))
     kernel = kernel_of_source(family, problem, config, specialization, "")
     checks = environment.get_template(CHECKS).render(_values(checks_of(family, problem, specialization)))
+    parameters = _parameters(kernel)
     source = environment.get_template(f"{family.name}/{TEMPLATE}").render(
         values,
         template_hash=template_hash(family.name)[:12],
         kernel_name=family.name,
-        parameters=_parameters(kernel),
+        parameters={name: ",\n    ".join(given) for name, given in parameters.items()},
+        **side_names({name for given in parameters.values() for name in given}),
         checks=checks.strip(),
     )
     return msgspec.structs.replace(kernel, source=remove_dead_branches(source, _flags(values)))
 
 
-def _parameters(kernel: Kernel) -> dict[str, str]:
-    """Returns the parameters of the kernel and its steps, by the names of their functions, one a line."""
+def _parameters(kernel: Kernel) -> dict[str, list[str]]:
+    """Returns the parameters of the kernel and its steps, by the names of their functions."""
     steps = (step for step in (kernel.prologue, kernel.epilogue) if step)
     arguments = {kernel.entry: kernel.arguments} | {step.entry: step.arguments for step in steps}
-    return {entry: ",\n    ".join(one.name for one in given) for entry, given in arguments.items()}
+    return {entry: [one.name for one in given] for entry, given in arguments.items()}
 
 
 def _values(given: Config | Context) -> dict[str, object]:

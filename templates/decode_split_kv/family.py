@@ -15,9 +15,7 @@ from flashtune.templates.common.args.arguments import PARTIALS, combine_step
 from flashtune.templates.common.args.feature_context import (
     CONVERTS_E4M3,
     FEATURES,
-    FeatureContext,
     asked_arguments,
-    asked_of,
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import power_of_two
@@ -53,7 +51,6 @@ class DecodeContext(PortableContext, frozen=True):
     split_tile: int
     combined: int
     column_blocks: int
-    asks: FeatureContext
     is_int8: bool
     latent: bool
     column_widths: tuple[int, ...]
@@ -180,14 +177,13 @@ class DecodeSplitKV(FamilyOf[DecodeConfig]):
         widths = {chunk.width for chunk in (*qk_chunks, *v_chunks)}
         paired = loads_pairs(problem, config, specialization)
         return DecodeContext(
-            **portable_fields(problem, specialization, qk_chunks, v_chunks),
+            **portable_fields(problem, specialization, qk_chunks, v_chunks, config.block_n),
             num_splits=config.num_splits,
             early_combine=config.num_splits > 1 and combines_early(problem, config),
             combine_warps=COMBINE_WARPS,
             split_tile=split_tile(config),
             combined=combined,
             column_blocks=math.ceil(problem.value_head_dim / combined),
-            asks=asked_of(problem, config.block_n),
             is_int8=problem.kv_dtype is KvDtype.INT8,
             latent=problem.mla,
             column_widths=tuple(sorted({*widths, *(width // 2 for width in widths if paired)})),

@@ -19,9 +19,7 @@ from flashtune.core.target import Target
 from flashtune.templates.common.args.feature_context import (
     CONVERTS_E4M3,
     FEATURES,
-    FeatureContext,
     asked_arguments,
-    asked_of,
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
@@ -32,12 +30,6 @@ from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, maske
 
 SMALL_SRAM = 128 * 1024
 SHORT = 64
-
-
-class MaskedContext(PortableContext, frozen=True):
-    """The values for the template in addition to the config."""
-
-    asks: FeatureContext
 
 
 class ForwardMasked(FamilyOf[MaskedConfig]):
@@ -123,9 +115,8 @@ class ForwardMasked(FamilyOf[MaskedConfig]):
     def context(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Context:
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
         v_chunks = value_chunks(problem, config)
-        return MaskedContext(
-            **portable_fields(problem, specialization, qk_chunks, v_chunks),
-            asks=asked_of(problem, config.block_n),
+        return PortableContext(
+            **portable_fields(problem, specialization, qk_chunks, v_chunks, config.block_n)
         )
 
 

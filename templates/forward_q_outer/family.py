@@ -23,6 +23,11 @@ class QOuterContext(PortableContext, frozen=True):
     loads: Loads
     overlap_qk: bool
 
+    @property
+    def uses_descriptors(self) -> bool:
+        """Whether keys and values are loaded with TMA."""
+        return self.loads is Loads.DESCRIPTOR
+
 
 class ForwardQOuter(FamilyOf[QOuterConfig]):
     """The family, without state."""

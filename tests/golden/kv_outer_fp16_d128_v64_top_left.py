@@ -3,7 +3,7 @@
 Computes     fp16, head dim 128, value head dim 64, causal: top_left
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_head_dim False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_kv_outer eb73fba5bfed
+Template     forward_kv_outer 6df52579e434
 
 The order of loops is FlashAttention-1's (Dao et al., 2022): each row's running maximum, sum and
 output are carried from one block of keys to the next through global memory, in float32. Programs on
@@ -192,10 +192,11 @@ def launch_plan(q, k, v, out):
 
 
 def attention(q, k, v, scale=None):
-    """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
+    """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
-    [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
+    q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
+    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q], or None if this kernel does
+    not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     dtype = torch.float16
@@ -235,15 +236,16 @@ def attention(q, k, v, scale=None):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale
-    batch, heads, seqlen_q, _ = q.shape
-    out = torch.empty(batch, heads, seqlen_q, v.shape[-1], dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = None
     if out.numel() == 0 or k.shape[2] == 0:
-        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
-    grid, workspace_shapes, integers = launch_plan(q, k, v, out)
+        return out.zero_(), lse
+    side = ()
+    grid, workspace_shapes, integers = launch_plan(q, k, v, out, *side)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
     forward_kv_outer[grid](
         *(q, k, v, out, out if lse is None else lse),
+        *side,
         *workspaces,
         max(scale, 1e-30),
         *integers,

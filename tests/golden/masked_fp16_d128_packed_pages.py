@@ -6,7 +6,7 @@ With         packed, pages of 16, 8-bit keys and values, a scale for each page
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_masked_loop True, split_head_dim False,
              lpt True, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 1e6bca8d008d
+Template     forward_masked 76b5c360a21a
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -134,6 +134,7 @@ def forward_masked(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 128], tl.float32)
 
+    # Blocks that all queries of the tile see whole.
     page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + 0, seqlen_kv - 1), 0) // PAGE_SIZE)
     for start in tl.range(0, open_stop, BLOCK_N):
         keys = start + key_offsets
@@ -201,7 +202,7 @@ def forward_masked(
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
         page = next_page
 
-    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    # Without a visible key the output is zero, and the log-sum-exp is the sink or -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
     tl.store(
@@ -232,15 +233,11 @@ def launch_plan(q, k, v, out, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_
 
 
 def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table):
-    """Attention of q, k, v with a contiguous last dimension, and what this kernel takes beside them.
+    """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    q         [1, heads, all queries, head_dim]; sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
-    k, v      [pages, kv_heads, 16, head dim]; seqlens_kv int32 [sequences] counts a sequence's keys,
-              block_table int32 [sequences, pages of the longest] says in which pages they lie
-    k_scale, v_scale   float32 [pages, kv_heads]: what stored keys and values are multiplied by
-
-    Returns the output, like q with the value head dim, and the log-sum-exp of each row, q's shape but for the
-    head dim, in float32.
+    q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
+    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q], or None if this kernel does
+    not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     if triton.knobs.runtime.interpret:
@@ -288,13 +285,16 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
         q, scale = -q, -scale
     out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, lse
+    if out.numel() == 0 or k.shape[2] == 0:
+        lse.copy_(torch.full_like(lse, float("-inf")))
+        return out.zero_(), lse
     side = (k_scale, v_scale, cu_seqlens_q, seqlens_kv, block_table)
-    grid, _, integers = launch_plan(q, k, v, out, *side)
+    grid, workspace_shapes, integers = launch_plan(q, k, v, out, *side)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
     forward_masked[grid](
         *(q, k, v, out, out if lse is None else lse),
         *side,
+        *workspaces,
         max(scale, 1e-30),
         *integers,
         num_warps=4,

@@ -6,7 +6,7 @@ With         chunk 64, softcap, ALiBi, additive bias
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_masked 1e6bca8d008d
+Template     forward_masked 76b5c360a21a
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -118,6 +118,7 @@ def forward_masked(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 32], tl.float32)
 
+    # Blocks that all queries of the tile see whole.
     for start in tl.range(band_begin, band_stop, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 64]
@@ -158,7 +159,7 @@ def forward_masked(
         )
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None], input_precision="ieee")
 
-    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    # Without a visible key the output is zero, and the log-sum-exp is the sink or -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
     tl.store(
@@ -186,16 +187,11 @@ def launch_plan(q, k, v, out, slopes, bias):
 
 
 def attention(q, k, v, scale=None, *, slopes, bias, softcap):
-    """Attention of q, k, v with a contiguous last dimension, and what this kernel takes beside them.
+    """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    q         [batch, heads, seqlen_q, head_dim]
-    k, v      [batch, kv_heads, seqlen_kv, head dim]
-    slopes    float32 [batch, heads]
-    bias      [batch, heads, seqlen_q, seqlen_kv]: added to the scores
-    softcap   scores s become softcap * tanh(s / softcap)
-
-    Returns the output, like q with the value head dim, and the log-sum-exp of each row, q's shape but for the
-    head dim, in float32.
+    q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
+    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q], or None if this kernel does
+    not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -234,13 +230,16 @@ def attention(q, k, v, scale=None, *, slopes, bias, softcap):
         q, scale = -q, -scale
     out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, lse
+    if out.numel() == 0 or k.shape[2] == 0:
+        lse.copy_(torch.full_like(lse, float("-inf")))
+        return out.zero_(), lse
     side = (slopes, bias)
-    grid, _, integers = launch_plan(q, k, v, out, *side)
+    grid, workspace_shapes, integers = launch_plan(q, k, v, out, *side)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
     forward_masked[grid](
         *(q, k, v, out, out if lse is None else lse),
         *side,
+        *workspaces,
         max(scale, 1e-30),
         softcap,
         *integers,

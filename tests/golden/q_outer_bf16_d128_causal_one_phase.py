@@ -4,7 +4,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: top_left
 Config       block_m 128, block_n 64, 8 warps, 3 stages, pointer loads, overlap_qk False, split_masked_loop False,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 2d4a66163463
+Template     forward_q_outer aca4f22ac344
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -135,10 +135,11 @@ def launch_plan(q, k, v, out):
 
 
 def attention(q, k, v, scale=None):
-    """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
+    """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
-    [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
+    q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
+    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q], or None if this kernel does
+    not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     dtype = torch.bfloat16
@@ -178,15 +179,16 @@ def attention(q, k, v, scale=None):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale
-    batch, heads, seqlen_q, _ = q.shape
-    out = torch.empty(batch, heads, seqlen_q, v.shape[-1], dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = None
     if out.numel() == 0 or k.shape[2] == 0:
-        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
-    grid, workspace_shapes, integers = launch_plan(q, k, v, out)
+        return out.zero_(), lse
+    side = ()
+    grid, workspace_shapes, integers = launch_plan(q, k, v, out, *side)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
     forward_q_outer[grid](
         *(q, k, v, out, out if lse is None else lse),
+        *side,
         *workspaces,
         max(scale, 1e-30),
         *integers,

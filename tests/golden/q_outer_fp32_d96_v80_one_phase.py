@@ -4,7 +4,7 @@ Computes     fp32, head dim 96, value head dim 80, causal: none
 Config       block_m 32, block_n 32, 4 warps, 1 stages, pointer loads, overlap_qk False, split_masked_loop False,
              split_head_dim True, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_q_outer 2d4a66163463
+Template     forward_q_outer aca4f22ac344
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -163,10 +163,11 @@ def launch_plan(q, k, v, out):
 
 
 def attention(q, k, v, scale=None):
-    """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
+    """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
-    [batch, heads, seqlen_q] in float32.
+    q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
+    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q], or None if this kernel does
+    not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -197,15 +198,17 @@ def attention(q, k, v, scale=None):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale
-    batch, heads, seqlen_q, _ = q.shape
-    out = torch.empty(batch, heads, seqlen_q, v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if out.numel() == 0 or k.shape[2] == 0:
-        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
-    grid, workspace_shapes, integers = launch_plan(q, k, v, out)
+        lse.copy_(torch.full_like(lse, float("-inf")))
+        return out.zero_(), lse
+    side = ()
+    grid, workspace_shapes, integers = launch_plan(q, k, v, out, *side)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
     forward_q_outer[grid](
         *(q, k, v, out, out if lse is None else lse),
+        *side,
         *workspaces,
         max(scale, 1e-30),
         *integers,

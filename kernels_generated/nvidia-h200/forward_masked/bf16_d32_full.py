@@ -10,7 +10,7 @@ With         additive bias
 Config       block_m 64, block_n 32, 4 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 1e6bca8d008d
+Template     forward_masked 76b5c360a21a
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -105,6 +105,7 @@ def forward_masked(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
 
+    # Blocks that all queries of the tile see whole.
     for start in tl.range(0, open_stop, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 32]
@@ -162,7 +163,7 @@ def forward_masked(
         )
         accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
 
-    # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+    # Without a visible key the output is zero, and the log-sum-exp is the sink or -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
     tl.store(
@@ -187,14 +188,11 @@ def launch_plan(q, k, v, out, bias):
 
 
 def attention(q, k, v, scale=None, *, bias):
-    """Attention of q, k, v with a contiguous last dimension, and what this kernel takes beside them.
+    """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    q         [batch, heads, seqlen_q, head_dim]
-    k, v      [batch, kv_heads, seqlen_kv, head dim]
-    bias      [batch, heads, seqlen_q, seqlen_kv]: added to the scores
-
-    Returns the output, like q with the value head dim, and the log-sum-exp of each row, q's shape but for the
-    head dim, in float32 (None: this kernel does not write it).
+    q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
+    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q], or None if this kernel does
+    not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     dtype = torch.bfloat16
@@ -241,13 +239,15 @@ def attention(q, k, v, scale=None, *, bias):
         q, scale = -q, -scale
     out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = None
-    if out.numel() == 0:
-        return out, lse
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), lse
     side = (bias,)
-    grid, _, integers = launch_plan(q, k, v, out, *side)
+    grid, workspace_shapes, integers = launch_plan(q, k, v, out, *side)
+    workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
     forward_masked[grid](
         *(q, k, v, out, out if lse is None else lse),
         *side,
+        *workspaces,
         max(scale, 1e-30),
         *integers,
         num_warps=4,

@@ -8,7 +8,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 Config       block_m 128, block_n 64, 4 warps, 2 stages, descriptor loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 2d4a66163463
+Template     forward_q_outer aca4f22ac344
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -74,8 +74,8 @@ def forward_q_outer(
     k_base = k + batch * stride_kb + kv_head * stride_kh
     v_base = v + batch * stride_vb + kv_head * stride_vh
     o_base = out + batch * stride_ob + head * stride_oh
-    # The copy engine reads zeros past the end of a sequence. Queries and outputs pass once: making
-    # descriptors of them too costs more than it saves.
+    # TMA reads zeros after the end of a sequence. Queries and outputs are read once: descriptors of them
+    # cost more than they save.
     k_desc = tl.make_tensor_descriptor(k_base, [seqlen_kv, HEAD_DIM], [stride_ks, 1], [BLOCK_N, 128])
     v_desc = tl.make_tensor_descriptor(v_base, [seqlen_kv, VALUE_HEAD_DIM], [stride_vs, 1], [BLOCK_N, 128])
     columns_128 = tl.arange(0, 128)
@@ -151,10 +151,11 @@ def launch_plan(q, k, v, out):
 
 
 def attention(q, k, v, scale=None):
-    """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
+    """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
-    [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
+    q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
+    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q], or None if this kernel does
+    not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     dtype = torch.bfloat16
@@ -194,17 +195,18 @@ def attention(q, k, v, scale=None):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale
-    batch, heads, seqlen_q, _ = q.shape
-    out = torch.empty(batch, heads, seqlen_q, v.shape[-1], dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = None
     if out.numel() == 0 or k.shape[2] == 0:
-        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
+        return out.zero_(), lse
     # Tensor descriptors are made on the device, in scratch memory that Triton asks for.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
-    grid, workspace_shapes, integers = launch_plan(q, k, v, out)
+    side = ()
+    grid, workspace_shapes, integers = launch_plan(q, k, v, out, *side)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
     forward_q_outer[grid](
         *(q, k, v, out, out if lse is None else lse),
+        *side,
         *workspaces,
         max(scale, 1e-30),
         *integers,

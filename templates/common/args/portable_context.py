@@ -6,6 +6,7 @@ from typing import Any
 
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.templates.common.args.feature_context import FeatureContext, asked_of
 from flashtune.templates.common.model.sram import Chunk
 from flashtune.templates.family import Context
 
@@ -23,6 +24,7 @@ class PortableContext(Context, frozen=True, kw_only=True):
     alignment: Alignment
     index_bits: int
     lse: bool
+    asks: FeatureContext
 
     @property
     def is_causal(self) -> bool:
@@ -33,6 +35,11 @@ class PortableContext(Context, frozen=True, kw_only=True):
     def is_top_left(self) -> bool:
         """Whether query i is at key i, instead of the last query at the last key."""
         return self.causal is Causal.TOP_LEFT
+
+    @property
+    def wide_offsets(self) -> bool:
+        """Whether offsets of tensors need 64 bits."""
+        return self.index_bits > 32
 
     @property
     def is_fp32(self) -> bool:
@@ -50,10 +57,12 @@ def portable_fields(
     specialization: Specialization,
     qk_chunks: tuple[Chunk, ...],
     v_chunks: tuple[Chunk, ...],
+    block_n: int = 0,
 ) -> dict[str, Any]:
     """Returns the fields of a `PortableContext`, by name.
 
-    `qk_chunks` are the tiles of queries' and keys' columns, `v_chunks` those of values' columns.
+    `qk_chunks` are the tiles of queries' and keys' columns, `v_chunks` those of values' columns. A tile has
+    `block_n` keys, or 0 if no template asks for pages.
     """
     return {
         "dtype": problem.dtype,
@@ -66,4 +75,5 @@ def portable_fields(
         "alignment": specialization.alignment,
         "index_bits": specialization.index_bits,
         "lse": specialization.lse,
+        "asks": asked_of(problem, block_n),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from flashtune.core.features.table import FEATURES, NUMBERS, TENSOR_INPUTS, TENSORS
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import Bias, Problem
@@ -45,3 +47,19 @@ def side_strides(problem: Problem, specialization: Specialization) -> tuple[Argu
         for tensor in side_tensors(problem)
         for name in SIDE_STRIDES.get(tensor.name, ())
     )
+
+
+def side_names(parameters: Collection[str]) -> dict[str, list[str] | list[tuple[str, str]]]:
+    """Returns the names that templates need of a kernel's extra inputs, from the parameters of all its steps.
+
+    `side_names` are tensors, `side_numbers` are passed by value, and `side_strides` has each stride with the
+    expression of the host that reads it.
+    """
+    tensors = [name for name in TENSORS if name in parameters]
+    strides = [
+        (stride, f"{tensor}.stride({axis})")
+        for tensor in tensors
+        for axis, stride in enumerate(SIDE_STRIDES.get(tensor, ()))
+    ]
+    numbers = [name for name in NUMBERS if name in parameters]
+    return {"side_names": tensors, "side_numbers": numbers, "side_strides": strides}
