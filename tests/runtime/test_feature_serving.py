@@ -105,7 +105,9 @@ def test_failed_kernel_is_replaced_with_one_warning(wrong: str, bound: Bound, ma
 def test_unsupported_problem_error_names_the_feature_to_omit(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lesser = [find_family("forward_q_outer"), find_family("forward_masked")]
+    # The last family computes pages of latent keys only.
+    names = "forward_q_outer", "forward_masked", "decode_latent_hopper"
+    lesser = [find_family(name) for name in names]
     real = type(lesser[1]).features
     monkeypatch.setattr(type(lesser[1]), "features", real - {Feature.PAGES})
     monkeypatch.setattr(lookup, "families", lambda: lesser)
