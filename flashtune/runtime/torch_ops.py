@@ -111,7 +111,8 @@ def call_plain_operator(
     """
     if causal is True or causal is False:
         causal = "bottom_right" if causal else "none"
-    op = PLAIN_OPERATORS[return_lse]
+    ops = torch.ops.flashtune
+    op = ops.attention_with_lse.default if return_lse else ops.attention.default
     more = (None, None, None, True) if deterministic else ()
     result: Result = op(q, k, v, causal, scale, layout, prefer, *more)
     return result
@@ -120,7 +121,9 @@ def call_plain_operator(
 def call_operator(call: Call) -> Result:
     """Calls the operator of a call. torch.compile traces through this function into one node."""
     if call.is_plain:
-        result: Result = PLAIN_OPERATORS[call.options.return_lse](*operands(call, PLAIN))
+        ops = torch.ops.flashtune
+        op = ops.attention_with_lse if call.options.return_lse else ops.attention
+        result: Result = op.default(*operands(call, PLAIN))
         return result
     out, lse = torch.ops.flashtune.attention_features(*operands(call))
     return (out, lse) if call.options.return_lse else out
@@ -164,7 +167,7 @@ def _register(operator: Operator) -> None:
 
 
 def _any_requires_grad(values: tuple[Any, ...]) -> bool:
-    return any([isinstance(value, Tensor) and value.requires_grad for value in values])
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def _fake(call: Call) -> Result:
@@ -186,6 +189,3 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 for one in OPERATORS:
     _register(one)
-
-# By whether they return the log-sum-exp.
-PLAIN_OPERATORS = torch.ops.flashtune.attention.default, torch.ops.flashtune.attention_with_lse.default
