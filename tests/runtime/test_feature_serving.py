@@ -113,7 +113,7 @@ def test_unsupported_problem_error_names_the_feature_to_omit(
     monkeypatch.setattr(lookup, "families", lambda: lesser)
     token = torch.randn(2, HEADS, 32)
     for sinks in (None, torch.zeros(HEADS)):
-        with pytest.raises(ProblemError, match=r"computes .*pages.* on nvidia-h200 .*: leave out pages$"):
+        with pytest.raises(ProblemError, match=r"computes .*pages.* on nvidia-h200.*: leave out pages$"):
             flashtune.attention_paged(token, *paged((20, 9)), sinks=sinks)
     with pytest.raises(ProblemError, match="leave out pages"):
         flashtune.explain_paged(token, *paged((20, 9)), window=(3, 0))
