@@ -6,7 +6,7 @@ With         nothing
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop False,
              transpose_dq True, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 1d29e4129953
+Template     backward_fused b32db1876ed6
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -109,7 +109,6 @@ def delta(
     row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     tl.store(workspace_1 + rows, row_lse, mask=query_exists)
-
 
 @triton.jit
 def backward_fused(

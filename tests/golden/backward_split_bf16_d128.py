@@ -6,7 +6,7 @@ With         nothing
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
              split_masked_loop False, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split c1079f5a4cde
+Template     backward_split 410ca5dd1621
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -101,7 +101,6 @@ def delta(
     row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     tl.store(workspace_1 + rows, row_lse, mask=query_exists)
-
 
 @triton.jit
 def backward_split(
@@ -314,7 +313,6 @@ def gradient_of_queries(
         dscores = weights * (dweights - row_delta[:, None])
         low_scores = dscores.to(q.dtype.element_ty)
         dq_sum = tl.dot(low_scores, k_tile, dq_sum)
-
     dq_tile = (dq_sum * scale).to(dq.dtype.element_ty)
     tl.store(
         dq_base + queries[:, None] * stride_dqs + columns_128[None, :],

@@ -6,7 +6,7 @@ With         ALiBi, packed, dropout
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split c1079f5a4cde
+Template     backward_split 410ca5dd1621
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -146,7 +146,6 @@ def delta(
     row_first, row_second = random_rows(tl.load(seed), batch_head, queries)
     tl.store(workspace_3 + rows * 2, row_first.to(tl.float32, bitcast=True), mask=query_exists)
     tl.store(workspace_3 + rows * 2 + 1, row_second.to(tl.float32, bitcast=True), mask=query_exists)
-
 
 @triton.jit
 def backward_split(
@@ -486,7 +485,6 @@ def gradient_of_queries(
         dscores = weights * (dweights - row_delta[:, None])
         low_scores = dscores.to(q.dtype.element_ty)
         dq_sum = tl.dot(low_scores, k_tile, dq_sum)
-
     if tile == 0:
         # The gradient of the head's slope is the sum over the keys of the sequence.
         slope_at = workspace_2 + head.to(tl.int64) * slope_stride + first_key

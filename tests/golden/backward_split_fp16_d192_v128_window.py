@@ -6,7 +6,7 @@ With         window 1024:-1, first tokens 4
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim True, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split c1079f5a4cde
+Template     backward_split 410ca5dd1621
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -103,7 +103,6 @@ def delta(
     row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     tl.store(workspace_1 + rows, row_lse, mask=query_exists)
-
 
 @triton.jit
 def backward_split(
@@ -462,7 +461,6 @@ def gradient_of_queries(
         low_scores = dscores.to(q.dtype.element_ty)
         dq_sum_0 = tl.dot(low_scores, k_tile_0, dq_sum_0)
         dq_sum_1 = tl.dot(low_scores, k_tile_1, dq_sum_1)
-
     dq_tile_0 = (dq_sum_0 * scale).to(dq.dtype.element_ty)
     tl.store(
         dq_base + queries[:, None] * stride_dqs + columns_128[None, :],

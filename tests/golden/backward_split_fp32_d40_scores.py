@@ -6,7 +6,7 @@ With         chunk 64, prefix, softcap, ALiBi, additive bias, lengths, gradient 
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split c1079f5a4cde
+Template     backward_split 410ca5dd1621
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -104,7 +104,6 @@ def delta(
     row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     tl.store(workspace_1 + rows, row_lse, mask=query_exists)
-
 
 @triton.jit
 def backward_split(
@@ -507,7 +506,6 @@ def gradient_of_queries(
         tl.store(dbias_at, dscores.to(q.dtype.element_ty), mask=query_exists[:, None] & (keys < all_keys)[None, :])
         low_scores = (dscores * steepness).to(q.dtype.element_ty)
         dq_sum = tl.dot(low_scores, k_tile, dq_sum, input_precision="ieee")
-
     # Blocks of keys that no query of the tile sees add nothing.
     for start in tl.range(lifted_stop, tl.minimum(band_begin, all_keys), BLOCK_N):
         keys = start + key_offsets
