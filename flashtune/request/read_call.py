@@ -9,8 +9,8 @@ from flashtune.core.canonical import normal_form, rounded_up
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.table import flags_of
 from flashtune.core.layouts import DENSE_LAYOUTS, DTYPES, KV_DTYPES, LAYOUTS, Layout
-from flashtune.core.problem import MAX_HEAD_DIM, Bias, Causal, Dtype, KvDtype, KvScale, Problem
-from flashtune.request.arguments import read_option
+from flashtune.core.problem import MAX_HEAD_DIM, Bias, Dtype, KvDtype, KvScale, Problem
+from flashtune.request.arguments import CAUSALS, read_option
 from flashtune.request.call import Call, requires_grad
 from flashtune.request.quantization import check_scales
 from flashtune.request.request import PREFERENCES, Prefer, Request
@@ -73,7 +73,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         batch=max(batch, 0) if packed else batch,
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
-        causal=read_option("causal", options.causal, tuple(Causal)),
+        causal=read_option("causal", options.causal, CAUSALS),
         window_left=options.window_left,
         window_right=options.window_right,
         sink_tokens=options.sink_tokens,
