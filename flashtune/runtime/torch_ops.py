@@ -132,15 +132,18 @@ def call_operator(call: Call) -> Result:
 def _register(operator: Operator) -> None:
     """Registers an operator with its implementation, its fake implementation and its autograd kernel."""
 
+    def known(values: tuple[Any, ...]) -> Result | None:
+        # Defaults at the end are not passed.
+        if operator.names is ALL or len(values) != REQUIRED:
+            return None
+        q, k, v, causal, scale, layout, prefer = values
+        return_lse = operator.options["return_lse"]
+        executor = known_executor(q, k, v, causal, scale, layout, return_lse, prefer, False)
+        return None if executor is None else contiguous(executor(q, k, v, scale))
+
     def compute(*values: Any) -> Result:
-        if operator.names is PLAIN and len(values) == REQUIRED:
-            # Defaults at the end are not passed.
-            q, k, v, causal, scale, layout, prefer = values
-            return_lse = operator.options["return_lse"]
-            executor = known_executor(q, k, v, causal, scale, layout, return_lse, prefer, False)
-            if executor is not None:
-                return contiguous(executor(q, k, v, scale))
-        return operator.results(run_call(operator.call(values)), values[0])
+        result = known(values)
+        return operator.results(run_call(operator.call(values)), values[0]) if result is None else result
 
     def shapes(*values: Any) -> Result:
         call = operator.call(values)
@@ -149,9 +152,13 @@ def _register(operator: Operator) -> None:
         return operator.results(_fake(call), call.q)
 
     def differentiate(*values: Any) -> Result:
-        if runs_eagerly(*values[:3]) and not (torch.is_grad_enabled() and _any_requires_grad(values)):
+        if not (torch.is_grad_enabled() and _any_requires_grad(values)):
             # Another pass through the dispatcher would cost as much as the rest of the call.
-            return compute(*values)
+            result = known(values)
+            if result is not None:
+                return result
+            if runs_eagerly(*values[:3]):
+                return compute(*values)
         call = operator.call(values)
         refuse_tangents(call.q, call.k, call.v, *call.side.optional_tensors)
         if requires_grad(call):
@@ -167,7 +174,7 @@ def _register(operator: Operator) -> None:
 
 
 def _any_requires_grad(values: tuple[Any, ...]) -> bool:
-    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    return True in [value.requires_grad for value in values if isinstance(value, Tensor)]
 
 
 def _fake(call: Call) -> Result:
