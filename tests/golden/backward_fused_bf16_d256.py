@@ -2,11 +2,11 @@
 share of dq to sums in float32 that all blocks of keys share. Their order decides the last bits of dq: runs may differ.
 
 Computes     bf16, head dim 256, value head dim 256, causal: none
-With         nothing
+With         no features
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop False,
              transpose_dq True, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused b32db1876ed6
+Template     backward_fused 4e6e0caacd20
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:

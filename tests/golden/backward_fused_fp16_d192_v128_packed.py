@@ -2,11 +2,11 @@
 share of dq to sums in float32 that all blocks of keys share. Their order decides the last bits of dq: runs may differ.
 
 Computes     fp16, head dim 192, value head dim 128, causal: bottom_right
-With         ALiBi, packed
+With         alibi, varlen
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim True, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused b32db1876ed6
+Template     backward_fused 4e6e0caacd20
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:

@@ -2,11 +2,11 @@
 share of dq to sums in float32 that all blocks of keys share. Their order decides the last bits of dq: runs may differ.
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
-With         chunk 64, prefix, softcap, additive bias, lengths, gradient of the log-sum-exp
+With         attention_chunk, bias, prefix, seqlens_k, softcap, gradient of the log-sum-exp
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction atomics, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused b32db1876ed6
+Template     backward_fused 4e6e0caacd20
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:

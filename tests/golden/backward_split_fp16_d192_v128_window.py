@@ -2,11 +2,11 @@
 one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomics: every run gives the same bits.
 
 Computes     fp16, head dim 192, value head dim 128, causal: top_left
-With         window 1024:-1, first tokens 4
+With         sink_tokens, sinks, window
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim True, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 410ca5dd1621
+Template     backward_split 396b96180615
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:

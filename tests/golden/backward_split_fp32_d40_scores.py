@@ -2,11 +2,11 @@
 one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomics: every run gives the same bits.
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
-With         chunk 64, prefix, softcap, ALiBi, additive bias, lengths, gradient of the log-sum-exp
+With         alibi, attention_chunk, bias, prefix, seqlens_k, softcap, gradient of the log-sum-exp
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split 410ca5dd1621
+Template     backward_split 396b96180615
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:

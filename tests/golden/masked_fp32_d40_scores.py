@@ -2,11 +2,11 @@
 keeps a tile of queries and streams K and V.
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
-With         chunk 64, softcap, ALiBi, additive bias
+With         alibi, attention_chunk, bias, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_masked 76b5c360a21a
+Template     forward_masked a7c26f991199
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query

@@ -5,10 +5,10 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 128, value head dim 128, causal: none
-             and nothing
+             and no features
 Config       block_m 16, block_n 128, 2 warps, 2 stages, 33 splits, split_head_dim False, early_combine True
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv f823f138cd41
+Template     decode_split_kv c6475fe1d6aa
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
