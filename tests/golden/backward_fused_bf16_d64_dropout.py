@@ -437,8 +437,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, seed, dropout):
         ("k", k, dtype, (*keys, 64)),
         ("v", v, dtype, (*keys, 64)),
         ("out", out, dtype, (*rows, 64)),
-                ("dout", dout, dtype, (*rows, 64)),
-                ("lse", lse, torch.float32, rows),
+        ("dout", dout, dtype, (*rows, 64)),
+        ("lse", lse, torch.float32, rows),
         ("seed", seed, torch.int64, (1,)),
     ):
         if tensor.device != q.device:

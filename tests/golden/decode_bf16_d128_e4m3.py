@@ -287,7 +287,8 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale):
         ("q", q, dtype, (*rows, 128)),
         ("k", k, stored, (*keys, 128)),
         ("v", v, stored, (*keys, 128)),
-        ("k_scale", k_scale, torch.float32, factors), ("v_scale", v_scale, torch.float32, factors),
+        ("k_scale", k_scale, torch.float32, factors),
+        ("v_scale", v_scale, torch.float32, factors),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")

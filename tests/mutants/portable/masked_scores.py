@@ -18,7 +18,7 @@ LARGEST = "largest = tl.maximum(running_max, sink_log2)"
 SUM = "running_sum = running_sum * rescale + tl.sum(weights, 1)"
 KEY_EXISTS = "mask=(keys < seqlen_kv)[:, None]"
 LSE = "row_lse = (running_max + tl.log2(running_sum)) * LN_2"
-BAND = Part("for start in tl.range(open_stop,", "# Rows that saw no key")
+BAND = Part("for start in tl.range(open_stop,", "# Without a visible key")
 
 
 def scores(size: Size) -> tuple[Mutant, ...]:
