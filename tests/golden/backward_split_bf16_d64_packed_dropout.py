@@ -147,6 +147,7 @@ def delta(
     tl.store(workspace_3 + rows * 2, row_first.to(tl.float32, bitcast=True), mask=query_exists)
     tl.store(workspace_3 + rows * 2 + 1, row_second.to(tl.float32, bitcast=True), mask=query_exists)
 
+
 @triton.jit
 def backward_split(
     q,

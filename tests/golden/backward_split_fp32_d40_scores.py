@@ -105,6 +105,7 @@ def delta(
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     tl.store(workspace_1 + rows, row_lse, mask=query_exists)
 
+
 @triton.jit
 def backward_split(
     q,
