@@ -9,13 +9,18 @@ elimination.
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
 INDENT = 4
+# Attempts to parse a source.
+PARSES = 4
+_parsing = threading.Lock()
 # An indented line has at most one blank line before it, and other lines have at most two.
 BLANK_LINES = re.compile(r"\n\n\n+(?= )"), re.compile(r"\n{4,}")
 SIMPLE = ast.Name, ast.Constant, ast.Call, ast.Attribute, ast.Subscript, ast.Tuple
@@ -31,9 +36,22 @@ def remove_dead_branches(source: str, flags: Mapping[str, bool]) -> str:
         SyntaxError: The source is not valid Python.
     """
     remover = _Remover(source, flags)
-    remover.visit(ast.parse(source))
+    remover.visit(_parsed(source))
     result = BLANK_LINES[0].sub("\n\n", remover.result())
     return BLANK_LINES[1].sub("\n\n\n", result)
+
+
+def _parsed(source: str) -> ast.Module:
+    """Returns the syntax tree of a source.
+
+    Python 3.11 counts the recursion of parses in several threads together. A parse can then end with a
+    SystemError, also because of a thread of another library. So parses here take turns, and are repeated.
+    """
+    with _parsing:
+        for _ in range(PARSES - 1):
+            with contextlib.suppress(SystemError):
+                return ast.parse(source)
+        return ast.parse(source)
 
 
 class _Branch(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from flashtune.templates import rendering
+from flashtune.templates import dead_branches, rendering
 from flashtune.templates.dead_branches import remove_dead_branches
 from tests.support.golden_kernels import COMBINATIONS, kernel_of
 
@@ -102,6 +102,21 @@ def test_comments_stay_with_their_branch() -> None:
 def test_source_without_flags_stays() -> None:
     source = "def f(x):\n    if x and (y or z):\n        return [*a, *b]\n    return x if y else z\n"
     assert removed(source) == source
+
+
+def test_parse_is_repeated_after_a_system_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, failures = ast.parse, [SystemError("AST constructor recursion depth mismatch")] * 2
+
+    def failing(source: str) -> ast.Module:
+        if failures:
+            raise failures.pop()
+        return parse(source)
+
+    monkeypatch.setattr(ast, "parse", failing)
+    assert removed("if YES:\n    a = 1\n") == "a = 1\n"
+    failures += [SystemError("always")] * dead_branches.PARSES
+    with pytest.raises(SystemError, match="always"):
+        removed("a = 1\n")
 
 
 def test_removed_statements_leave_no_double_blank_lines() -> None:
