@@ -125,7 +125,7 @@ def _names(
 def _workspaces(tensors: Tensors, names: Sequence[tuple[str, ...]]) -> list[str]:
     """Returns the names of the workspaces, in the order of their shapes in a plan.
 
-    These of a backward pass end with their index, and these of a forward pass are in the kernels' order.
+    Those of a backward pass end with their index, and those of a forward pass are in the kernels' order.
     """
     known = {*tensors._fields, *ExtraInputs._fields, "scale"}
     found = dict.fromkeys(name for taken in names for name in taken if name not in known)

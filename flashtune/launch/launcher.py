@@ -30,7 +30,7 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 
 class Queue(NamedTuple):
-    """How a kernel is queued: by a function, whose constant arguments are bound.
+    """A function that queues a kernel, and its constant arguments.
 
     Attributes:
         launch: The function.

@@ -28,10 +28,10 @@ capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturin
 FLOAT32 = 4
 # Alignment of each workspace in bytes. Separate allocations have at least this alignment.
 BORDER = 512
-# The least and the most memory that is kept for later launches, in bytes. Larger workspaces are allocated in
+# The minimum and the maximum of memory that is kept for later launches. Larger workspaces are allocated in
 # each call.
-LEAST_KEPT = 2**20
-MOST_KEPT = 2**25
+MIN_KEPT_BYTES = 2**20
+MAX_KEPT_BYTES = 2**25
 
 
 class Memory(NamedTuple):
@@ -99,7 +99,7 @@ class Workspaces:
         if self._allocate is not None:
             made = [self._allocate(shape, self._device) for shape in self._shapes]
             return [one.data_ptr() for one in made], made, _freed
-        if self._size > MOST_KEPT or capturing():
+        if self._size > MAX_KEPT_BYTES or capturing():
             tensor = empty_like(self._like)
             return [*map(tensor.data_ptr().__add__, self._offsets)], tensor, _freed
         kept = self._kept[stream]
@@ -113,7 +113,7 @@ class Workspaces:
 
 
 def _freed(memory: object) -> None:
-    """Leaves memory to the caller, who drops it."""
+    """Does nothing: the memory is freed when the launch returns."""
 
 
 def _made(size: int, device: torch.device, stream: int) -> Memory:
@@ -122,7 +122,7 @@ def _made(size: int, device: torch.device, stream: int) -> Memory:
     It is done in another thread. In this one, a CUDA graph's pool may serve allocations although nothing is
     captured, and nothing may stay in it: `torch.compile` runs a function so before it captures it.
     """
-    size = max(LEAST_KEPT, 1 << (size - 1).bit_length())
+    size = max(MIN_KEPT_BYTES, 1 << (size - 1).bit_length())
 
     def allocate() -> Tensor:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):

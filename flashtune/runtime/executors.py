@@ -62,7 +62,7 @@ def _quantized(
     scale: float | None,
     scales: ExtraInputs = NO_EXTRA_INPUTS,
 ) -> Result:
-    """Allocates and launches. The cache key contains no properties of scales, so each call checks them."""
+    """Checks the scales, allocates the output and launches the kernel."""
     check_scales(request.problem, q.device, scales)
     contiguous = given_scales(*(one if one is None else one.contiguous() for one in scales.scales))
     out = q.new_empty(request.out_shape, dtype=request.out_dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtune.launch import workspaces
-from flashtune.launch.workspaces import BORDER, LEAST_KEPT, Memory, Workspaces, empty_like, prototype
+from flashtune.launch.workspaces import BORDER, MIN_KEPT_BYTES, Memory, Workspaces, empty_like, prototype
 
 CPU = torch.device("cpu")
 
@@ -109,7 +109,7 @@ def test_graphs_and_large_workspaces_allocate(pool: Pool, monkeypatch: pytest.Mo
     second, _, _ = planned.take(0)
     assert first != second, "the graph's pool owns both, and neither is kept"
     pool.capturing = False
-    monkeypatch.setattr(workspaces, "MOST_KEPT", SIZE - 1)
+    monkeypatch.setattr(workspaces, "MAX_KEPT_BYTES", SIZE - 1)
     planned.take(0)
     assert pool.made == []
 
@@ -124,9 +124,9 @@ def test_memory_is_allocated_on_its_stream_in_another_thread(monkeypatch: pytest
 
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *given: given)
-    memory = workspaces._made(LEAST_KEPT + 1, CPU, 7)
+    memory = workspaces._made(MIN_KEPT_BYTES + 1, CPU, 7)
     assert entered == [((7, CPU), False)]
-    assert memory.size == memory.tensor.numel() == 2 * LEAST_KEPT
+    assert memory.size == memory.tensor.numel() == 2 * MIN_KEPT_BYTES
     assert memory.address == memory.tensor.data_ptr()
 
 
