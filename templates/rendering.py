@@ -37,7 +37,8 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
     environment = _environment()
     values = _values(config) | _values(family.context(problem, config, specialization))
     kernel = kernel_of_source(family, problem, config, specialization, "")
-    checks = environment.get_template(CHECKS).render(_values(checks_of(family, problem, specialization)))
+    check_values = _values(checks_of(family, problem, specialization))
+    checks = remove_dead_branches(environment.get_template(CHECKS).render(check_values), _flags(check_values))
     parameters = _parameters(kernel)
     source = environment.get_template(f"{family.name}/{TEMPLATE}").render(
         values,

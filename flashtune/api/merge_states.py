@@ -15,7 +15,7 @@ from torch import Tensor
 from flashtune.core.arguments import read_count
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.table import FEATURES
-from flashtune.core.layouts import WIDE_FLOATS, Layout
+from flashtune.core.layouts import LAYOUTS, WIDE_FLOATS, Layout
 from flashtune.request.arguments import read_option
 from flashtune.request.call import Call
 from flashtune.request.read_call import require_tensors
@@ -56,7 +56,7 @@ def merge_attention(
                 f"{name} is {part.dtype} on {part.device} and out_a on {out_a.device}: pass 16, 32 "
                 "or 64 bit floats on one device"
             )
-    order = read_option("layout", layout, tuple(Layout))
+    order = read_option("layout", layout, LAYOUTS)
     rows = tuple(out_a.shape[:-1])
     if order in (Layout.BSHD, Layout.THD):
         rows = (*rows[:-2], rows[-1], rows[-2])

@@ -12,6 +12,7 @@ from flashtune.api.merge_states import attend_shared, shared_calls
 from flashtune.core.arguments import checked
 from flashtune.core.canonical import shape_text
 from flashtune.core.errors import ProblemError
+from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
 from flashtune.request.call import Call, DenseOptions, dense_call, seeded
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Executor, Request, Result
@@ -66,11 +67,13 @@ class Prepared:
 class Plan(Generic[Planned_co]):
     """A prepared call. It has little host overhead and can be captured in a CUDA graph."""
 
-    __slots__ = ("_make", "_prepared", "_text")
+    __slots__ = ("_make", "_others", "_prepared", "_text")
 
-    def __init__(self, make: Callable[..., Call], prepared: Prepared, text: str) -> None:
+    def __init__(self, make: Callable[..., Call], call: Call, prepared: Prepared, text: str) -> None:
         """Binds a prepared call. `make` returns the call of new tensors, and `text` is the plan's `repr`."""
         self._make = make
+        # Such a call has no tensors but q, k and v, so a later one need not be made from arguments.
+        self._others = call[3:] if call.side is NO_EXTRA_INPUTS else None
         self._prepared = prepared
         self._text = text
 
@@ -88,7 +91,11 @@ class Plan(Generic[Planned_co]):
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
         """
-        return cast("Planned_co", self._prepared.run(self._make(*tensors, **named)))
+        if self._others is not None and len(tensors) == 3 and not named:
+            call = Call(*tensors, *self._others)  # type: ignore[arg-type]
+        else:
+            call = self._make(*tensors, **named)
+        return cast("Planned_co", self._prepared.run(call))
 
 
 @overload
@@ -156,7 +163,7 @@ def planned(
     # Libraries and allocators create state in the first run, which is not possible during a capture.
     q, k, v = leaves_like(call.q, call.k, call.v)
     go_back(prepared.run(call._replace(q=q, k=k, v=v)), (q, k, v))
-    return Plan(make, prepared, f"flashtune.{name}({_words(request, call.scale)}{words})")
+    return Plan(make, call, prepared, f"flashtune.{name}({_words(request, call.scale)}{words})")
 
 
 def _shared(make: Callable[..., Call], tokens: int, *tensors: Tensor, **named: Tensor | None) -> Call:

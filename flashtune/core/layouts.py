@@ -52,6 +52,8 @@ class Layout(enum.StrEnum):
         return (batch, heads, head_dim) if self is Layout.BHD else (batch, heads, seqlen, head_dim)
 
 
+# All layouts. torch.compile of torch 2.11 does not trace `tuple(Layout)`.
+LAYOUTS = tuple(Layout)
 # Layouts of calls in which all sequences have the same length.
 DENSE_LAYOUTS = (Layout.BHSD, Layout.BSHD)
 

@@ -42,8 +42,8 @@ class Memory(NamedTuple):
     size: int
 
 
-# Memory that no launch uses while it queues kernels, by device and stream.
-_kept: defaultdict[tuple[torch.device, int], list[Memory]] = defaultdict(list)
+# Memory that no launch holds, by device and stream.
+_kept: defaultdict[torch.device, defaultdict[int, list[Memory]]] = defaultdict(lambda: defaultdict(list))
 
 
 def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -86,6 +86,8 @@ class Workspaces:
         for shape in self._shapes:
             self._offsets.append(self._size)
             self._size += -(-math.prod(shape) * FLOAT32 // BORDER) * BORDER
+        # A device's hash costs host time, so calls do not look it up.
+        self._kept = _kept[device]
         if self._allocate is None:
             self._like = prototype((self._size // FLOAT32,), torch.float32, device)
 
@@ -100,7 +102,7 @@ class Workspaces:
         if self._size > MOST_KEPT or capturing():
             tensor = empty_like(self._like)
             return [*map(tensor.data_ptr().__add__, self._offsets)], tensor, _freed
-        kept = _kept[self._device, stream]
+        kept = self._kept[stream]
         try:
             memory = kept.pop()
         except IndexError:

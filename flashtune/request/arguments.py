@@ -20,6 +20,8 @@ NO_WINDOW: Window = (None, None)
 
 Option = TypeVar("Option", bound=enum.StrEnum)
 
+CAUSALS = tuple(Causal)
+
 
 def read_causal(causal: object) -> str:
     """Returns the value of `Causal`. `True` means bottom-right, as in flash_attn.
@@ -31,7 +33,7 @@ def read_causal(causal: object) -> str:
         return "bottom_right"
     if causal is False:
         return "none"
-    if isinstance(causal, str) and causal in list(Causal):
+    if isinstance(causal, str) and causal in CAUSALS:
         return causal
     raise ProblemError(f"causal cannot be {shown(causal)}: pass False, True, 'top_left' or 'bottom_right'")
 

@@ -8,12 +8,12 @@ from flashtune.core.arguments import read_scale
 from flashtune.core.canonical import normal_form, rounded_up
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.table import flags_of
-from flashtune.core.layouts import DENSE_LAYOUTS, DTYPES, KV_DTYPES, Layout
-from flashtune.core.problem import MAX_HEAD_DIM, Bias, Causal, Dtype, KvDtype, KvScale, Problem
-from flashtune.request.arguments import read_option
+from flashtune.core.layouts import DENSE_LAYOUTS, DTYPES, KV_DTYPES, LAYOUTS, Layout
+from flashtune.core.problem import MAX_HEAD_DIM, Bias, Dtype, KvDtype, KvScale, Problem
+from flashtune.request.arguments import CAUSALS, read_option
 from flashtune.request.call import Call, requires_grad
 from flashtune.request.quantization import check_scales
-from flashtune.request.request import Prefer, Request
+from flashtune.request.request import PREFERENCES, Prefer, Request
 from flashtune.request.side_inputs import check_kinds, check_shapes, scale_kind, side_views
 from flashtune.request.tensor_checks import check_double, check_extents, dtype_of, require_dense
 
@@ -42,8 +42,8 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
     read_scale(call.scale)
     require_tensors(call)
     packed, paged = side.cu_seqlens_q is not None, side.block_table is not None
-    layout = read_option("layout", options.layout, tuple(Layout) if packed or paged else DENSE_LAYOUTS)
-    kv_layout = read_option("layout", options.kv_layout, tuple(Layout))
+    layout = read_option("layout", options.layout, LAYOUTS if packed or paged else DENSE_LAYOUTS)
+    kv_layout = read_option("layout", options.kv_layout, LAYOUTS)
     _check_tensors(call, layout, kv_layout)
     check_kinds(side, call.q.device)
     q = layout.heads_first(call.q)
@@ -73,7 +73,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         batch=max(batch, 0) if packed else batch,
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
-        causal=read_option("causal", options.causal, tuple(Causal)),
+        causal=read_option("causal", options.causal, CAUSALS),
         window_left=options.window_left,
         window_right=options.window_right,
         sink_tokens=options.sink_tokens,
@@ -94,7 +94,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
     else:
         # Report shapes that do not match before any computation.
         side_views(problem, side, places)
-    prefer = read_option("prefer", options.prefer, tuple(Prefer))
+    prefer = read_option("prefer", options.prefer, PREFERENCES)
     if problem.dtype.is_quantized:
         prefer = Prefer.GENERATED  # no other implementation supports it
     check_double(q, prefer is Prefer.GENERATED)

@@ -25,6 +25,9 @@ class Prefer(enum.StrEnum):
     GENERATED = "generated"
 
 
+PREFERENCES = tuple(Prefer)
+
+
 class Request(msgspec.Struct, frozen=True):
     """One valid call, without the values of its tensors and its scale.
 

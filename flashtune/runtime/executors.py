@@ -39,38 +39,12 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
     default_scale = request.default_scale
     if request.problem.dtype.is_quantized:
         return functools.partial(_quantized, launch, request)
-    if request.problem.features:
-        return _with_side(launch, request, q)
-    out_like = prototype(request.out_shape, q.dtype, q.device)
-    if request.return_lse:
-        lse_like = prototype(request.lse_shape, torch.float32, q.device)
-
-        def run_with_lse(
-            q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
-        ) -> Result:
-            out, lse = empty_like(out_like), empty_like(lse_like)
-            launch((q, k, v, out, lse), default_scale if scale is None else scale)
-            return out, lse
-
-        return run_with_lse
-
-    def run_plain(
-        q: Tensor, k: Tensor, v: Tensor, scale: float | None, _: ExtraInputs = NO_EXTRA_INPUTS
-    ) -> Result:
-        out = empty_like(out_like)
-        launch((q, k, v, out, None), default_scale if scale is None else scale)
-        return out
-
-    return run_plain
-
-
-def _with_side(launch: Launch, request: Request, q: Tensor) -> Executor:
-    """Returns an executor that allocates the output and launches the kernel with side inputs."""
-    default_scale = request.default_scale
     out_like = prototype(request.out_shape, q.dtype, q.device)
     lse_like = prototype(request.lse_shape, torch.float32, q.device) if request.return_lse else None
 
-    def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> Result:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs = NO_EXTRA_INPUTS
+    ) -> Result:
         out = empty_like(out_like)
         lse = None if lse_like is None else empty_like(lse_like)
         launch((q, k, v, out, lse), default_scale if scale is None else scale, side)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import search_command, warn_once
+from flashtune.dispatch.decision import Backend
 from flashtune.dispatch.lookup import default_selections, nearest_selection, proven_by
 from flashtune.dispatch.nearest import is_far
 from flashtune.launch.kernel_cache import binary_of, kernel_of
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from flashtune.core.target import Target
     from flashtune.dispatch.decision import Decision
     from flashtune.launch.binding import Binary
+    from flashtune.request.request import Request
 
 Usable = TypeVar("Usable")
 
@@ -89,6 +91,62 @@ def chosen(selection: Selection, target: Target, key: KernelKey) -> LoadedKernel
             f"the {record.family} kernel for {key.problem.key} failed its self-check on {target.name}"
         )
     return LoadedKernel(kernel, target, binary)
+
+
+class Pass(NamedTuple, Generic[Usable]):
+    """One pass of a request, with the functions that make its executors.
+
+    Attributes:
+        key: Returns the cache key of its kernel.
+        bind: Returns the executor of a kernel, bound to the strides of the call.
+        interpret: Returns the executor of a decision for Triton's interpreter.
+    """
+
+    key: Callable[[], KernelKey]
+    bind: Callable[[LoadedKernel], Usable]
+    interpret: Callable[[Decision], Usable]
+
+    def known(self) -> Usable | None:
+        """Returns the executor of the cached kernel, or None if there is none."""
+        # Only kernels of calls with features are cached.
+        choice = known_choice(self.key())
+        return None if choice is None else self.bind(choice)
+
+
+def prepared(decision: Decision, one: Pass[Usable]) -> Usable:
+    """Returns the executor of a decision's generated kernel or of its fallback, in one pass.
+
+    Raises:
+        KernelError: No kernel compiles and loads.
+        VerificationError: The kernels are wrong on this GPU.
+    """
+    if decision.backend is Backend.INTERPRETER:
+        return one.interpret(decision)
+    key = one.key()
+
+    def attempt(selection: Selection, target: Target) -> Usable:
+        choice = chosen(selection, target, key)
+        executor = one.bind(choice)
+        remember_choice(key, choice)
+        return executor
+
+    return first_usable(decision, key, attempt)
+
+
+def prepared_or(
+    make: Callable[[], Usable], request: Request, problem: Problem, name: str, instead: Callable[[], Usable]
+) -> Usable:
+    """Returns the result of `make`, or of `instead` with a warning if kernels fail.
+
+    `name` is that of the fallback in the warning. If `prefer` is "generated", the error is passed on.
+    """
+    try:
+        return make()
+    except (KernelError, VerificationError) as failure:
+        if request.prefer is Prefer.GENERATED:
+            raise
+        warn_of_failure(failure, name, problem)
+        return instead()
 
 
 def first_usable(

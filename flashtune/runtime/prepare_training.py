@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Bias
-from flashtune.dispatch.decision import Backend, Decision, baseline
+from flashtune.dispatch.decision import Backend, baseline
 from flashtune.dispatch.pair_decision import (
     PairDecision,
     backward_specialization,
@@ -35,23 +34,11 @@ from flashtune.runtime.backward_executors import (
     interpreted_backward,
 )
 from flashtune.runtime.executors import baseline_executor, in_words, nothing
-from flashtune.runtime.kernel_fallback import (
-    KernelKey,
-    LoadedKernel,
-    chosen,
-    first_usable,
-    known_choice,
-    remember_choice,
-    warn_of_failure,
-)
-from flashtune.runtime.prepare import bound_forward, forward_kernel_key, prepare_generated
+from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, prepared_or
+from flashtune.runtime.prepare import forward_pass
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from flashtune.core.record import Selection
-    from flashtune.core.target import Target
-    from flashtune.request.request import Request
 
 
 def prepare_pair(
@@ -64,33 +51,22 @@ def prepare_pair(
         KernelError: `prefer` is "generated" and no kernel compiles or loads.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
+    forward, backward = forward_pass(request.forward, q, k, v, side), backward_pass(request, q, k, v, side)
     if request.problem.features and not request.is_empty:
-        known = _known_pair(request, q, k, v, side)
-        if known is not None:
-            return known
+        first, last = forward.known(), backward.known()
+        if first is not None and last is not None:
+            return _paired(first, last, request, side)
     decision = decide_pair(request, q, k, v, side)
     if not decision.generated:
         return baseline_of_pair(decision, request)
-    try:
-        forward = prepare_generated(decision.forward, request.forward, q, k, v, side)
-        backward = prepare_backward(decision.backward, request, q, k, v, side)
-    except (KernelError, VerificationError) as failure:
-        if request.prefer is Prefer.GENERATED:
-            raise
-        instead = baseline(request)
-        warn_of_failure(failure, f"{in_words(instead)} (in both passes)", request.backward)
-        return baseline_executor(instead, request)
-    return _paired(forward, backward, request, side)
 
+    def make() -> Executor:
+        first = prepared(decision.forward, forward)
+        return _paired(first, prepared(decision.backward, backward), request, side)
 
-def _known_pair(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Executor | None:
-    """Returns an executor of cached kernels bound to these lengths, or None if one is not cached."""
-    first = known_choice(forward_kernel_key(request.forward, q, k, v, side))
-    last = known_choice(backward_kernel_key(request, q, k, v, side))
-    if first is None or last is None:
-        return None
-    forward = bound_forward(first, request.forward, q, k, v, side)
-    return _paired(forward, bound_backward(last, request, q, k, v, side), request, side)
+    instead = baseline(request)
+    name = f"{in_words(instead)} (in both passes)"
+    return prepared_or(make, request, request.backward, name, lambda: baseline_executor(instead, request))
 
 
 def _paired(forward: Executor, backward: BackwardExecutor, request: Request, side: ExtraInputs) -> Executor:
@@ -110,19 +86,20 @@ def prepare_alone(
         KernelError: `prefer` is "generated" and no kernel compiles or loads.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    known = None if request.is_empty else known_choice(backward_kernel_key(request, q, k, v, side))
+    one = backward_pass(request, q, k, v, side)
+    known = None if request.is_empty else one.known()
     if known is not None:
-        return bound_backward(known, request, q, k, v, side)
+        return known
     decision = decide_pair(msgspec.structs.replace(request, prefer=Prefer.GENERATED), q, k, v, side)
     if not decision.generated:
         return recomputed(request)
-    try:
-        return prepare_backward(decision.backward, request, q, k, v, side)
-    except (KernelError, VerificationError) as failure:
-        if request.prefer is Prefer.GENERATED:
-            raise
-        warn_of_failure(failure, "the unfused computation", request.backward)
-        return recomputed(request)
+    return prepared_or(
+        lambda: prepared(decision.backward, one),
+        request,
+        request.backward,
+        "the unfused computation",
+        lambda: recomputed(request),
+    )
 
 
 def recomputed(request: Request) -> BackwardExecutor:
@@ -184,49 +161,18 @@ def baseline_of_pair(decision: PairDecision, request: Request) -> Executor:
     return baseline_executor(backend, request)
 
 
-def prepare_backward(
-    decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
-) -> BackwardExecutor:
-    """Returns the executor of a backward pass. Its kernel is compiled, loaded and verified.
+def backward_pass(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+) -> Pass[BackwardExecutor]:
+    """Returns the backward pass of a request, whose kernels take a gradient with the output's strides."""
 
-    Raises:
-        KernelError: No kernel compiles and loads.
-        VerificationError: The kernels are wrong on this GPU.
-    """
-    if decision.backend is Backend.INTERPRETER:
-        return functools.partial(interpreted_backward, decision, request)
-    key = backward_kernel_key(request, q, k, v, side)
+    def key() -> KernelKey:
+        needed = backward_specialization(request, q, k, v, side)
+        return KernelKey(request.backward, needed, request.prefer, request.device)
 
-    def attempt(selection: Selection, target: Target) -> BackwardExecutor:
-        choice = chosen(selection, target, key)
-        executor = bound_backward(choice, request, q, k, v, side)
-        remember_choice(key, choice)
+    def bound(choice: LoadedKernel) -> BackwardExecutor:
+        executor = BoundBackward(choice, request)
+        executor.bind_usual(q, k, v, side)
         return executor
 
-    return first_usable(decision, key, attempt)
-
-
-def backward_kernel_key(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
-) -> KernelKey:
-    """Returns the cache key of a request's backward kernel."""
-    needed = backward_specialization(request, q, k, v, side)
-    return KernelKey(request.backward, needed, request.prefer, request.device)
-
-
-def bound_backward(
-    choice: LoadedKernel,
-    request: Request,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    side: ExtraInputs = NO_EXTRA_INPUTS,
-) -> BackwardExecutor:
-    """Returns the executor of a kernel that is bound to a gradient with the strides of the output.
-
-    Raises:
-        KernelError: The kernel does not load.
-    """
-    executor = BoundBackward(choice, request)
-    executor.bind_usual(q, k, v, side)
-    return executor
+    return Pass(key, bound, lambda decision: functools.partial(interpreted_backward, decision, request))

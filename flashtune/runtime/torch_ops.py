@@ -111,7 +111,8 @@ def call_plain_operator(
     """
     if causal is True or causal is False:
         causal = "bottom_right" if causal else "none"
-    op = PLAIN_OPERATORS[return_lse]
+    ops = torch.ops.flashtune
+    op = ops.attention_with_lse.default if return_lse else ops.attention.default
     more = (None, None, None, True) if deterministic else ()
     result: Result = op(q, k, v, causal, scale, layout, prefer, *more)
     return result
@@ -120,7 +121,9 @@ def call_plain_operator(
 def call_operator(call: Call) -> Result:
     """Calls the operator of a call. torch.compile traces through this function into one node."""
     if call.is_plain:
-        result: Result = PLAIN_OPERATORS[call.options.return_lse](*operands(call, PLAIN))
+        ops = torch.ops.flashtune
+        op = ops.attention_with_lse if call.options.return_lse else ops.attention
+        result: Result = op.default(*operands(call, PLAIN))
         return result
     out, lse = torch.ops.flashtune.attention_features(*operands(call))
     return (out, lse) if call.options.return_lse else out
@@ -129,15 +132,18 @@ def call_operator(call: Call) -> Result:
 def _register(operator: Operator) -> None:
     """Registers an operator with its implementation, its fake implementation and its autograd kernel."""
 
+    def known(values: tuple[Any, ...]) -> Result | None:
+        # Defaults at the end are not passed.
+        if operator.names is ALL or len(values) != REQUIRED:
+            return None
+        q, k, v, causal, scale, layout, prefer = values
+        return_lse = operator.options["return_lse"]
+        executor = known_executor(q, k, v, causal, scale, layout, return_lse, prefer, False)
+        return None if executor is None else contiguous(executor(q, k, v, scale))
+
     def compute(*values: Any) -> Result:
-        if operator.names is PLAIN and len(values) == REQUIRED:
-            # Defaults at the end are not passed.
-            q, k, v, causal, scale, layout, prefer = values
-            return_lse = operator.options["return_lse"]
-            executor = known_executor(q, k, v, causal, scale, layout, return_lse, prefer, False)
-            if executor is not None:
-                return contiguous(executor(q, k, v, scale))
-        return operator.results(run_call(operator.call(values)), values[0])
+        result = known(values)
+        return operator.results(run_call(operator.call(values)), values[0]) if result is None else result
 
     def shapes(*values: Any) -> Result:
         call = operator.call(values)
@@ -146,9 +152,13 @@ def _register(operator: Operator) -> None:
         return operator.results(_fake(call), call.q)
 
     def differentiate(*values: Any) -> Result:
-        if runs_eagerly(*values[:3]) and not (torch.is_grad_enabled() and _any_requires_grad(values)):
+        if not (torch.is_grad_enabled() and _any_requires_grad(values)):
             # Another pass through the dispatcher would cost as much as the rest of the call.
-            return compute(*values)
+            result = known(values)
+            if result is not None:
+                return result
+            if runs_eagerly(*values[:3]):
+                return compute(*values)
         call = operator.call(values)
         refuse_tangents(call.q, call.k, call.v, *call.side.optional_tensors)
         if requires_grad(call):
@@ -164,7 +174,7 @@ def _register(operator: Operator) -> None:
 
 
 def _any_requires_grad(values: tuple[Any, ...]) -> bool:
-    return any([isinstance(value, Tensor) and value.requires_grad for value in values])
+    return True in [value.requires_grad for value in values if isinstance(value, Tensor)]
 
 
 def _fake(call: Call) -> Result:
@@ -186,6 +196,3 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 for one in OPERATORS:
     _register(one)
-
-# By whether they return the log-sum-exp.
-PLAIN_OPERATORS = torch.ops.flashtune.attention.default, torch.ops.flashtune.attention_with_lse.default

@@ -39,6 +39,21 @@ class CheckContext(Context, frozen=True):
     interpreted: bool
     widens: bool
 
+    @property
+    def is_fp32(self) -> bool:
+        """Whether queries are in fp32."""
+        return self.dtype is Dtype.FP32
+
+    @property
+    def quantized_queries(self) -> bool:
+        """Whether queries are in 8 bits."""
+        return self.dtype.is_quantized
+
+    @property
+    def aligned(self) -> bool:
+        """Whether strides and addresses must be aligned."""
+        return self.alignment > 1
+
 
 def checks_of(family: Family, problem: Problem, specialization: Specialization) -> CheckContext:
     """Returns the values that the checks of a kernel's wrapper render from."""

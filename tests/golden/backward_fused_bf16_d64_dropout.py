@@ -6,7 +6,7 @@ With         dropout
 Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 1d29e4129953
+Template     backward_fused 4e6e0caacd20
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -146,7 +146,6 @@ def delta(
     row_first, row_second = random_rows(tl.load(seed), batch_head, queries)
     tl.store(workspace_3 + rows * 2, row_first.to(tl.float32, bitcast=True), mask=query_exists)
     tl.store(workspace_3 + rows * 2 + 1, row_second.to(tl.float32, bitcast=True), mask=query_exists)
-
 
 @triton.jit
 def backward_fused(
@@ -422,34 +421,38 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, seed, dropout):
         if q.dtype != torch.float32:
             raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
         dtype = torch.float32
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, dtype, (batch, heads, seqlen_q, 64)),
-        ("k", k, dtype, (batch, kv_heads, seqlen_kv, 64)),
-        ("v", v, dtype, (batch, kv_heads, seqlen_kv, 64)),
-        ("out", out, dtype, (batch, heads, seqlen_q, 64)),
-        ("dout", dout, dtype, (batch, heads, seqlen_q, 64)),
-        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
+    rows = (batch, heads, seqlen_q)
+    keys = (batch, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 64)),
+        ("k", k, dtype, (*keys, 64)),
+        ("v", v, dtype, (*keys, 64)),
+        ("out", out, dtype, (*rows, 64)),
+                ("dout", dout, dtype, (*rows, 64)),
+                ("lse", lse, torch.float32, rows),
         ("seed", seed, torch.int64, (1,)),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("lse", lse),):
+    for name, tensor in [("lse", lse)]:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    for name, tensor in large:
         if any(stride % 16 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
         if tensor.data_ptr() % 16:

@@ -2,11 +2,11 @@
 share of dq to sums in float32 that all blocks of keys share. Their order decides the last bits of dq: runs may differ.
 
 Computes     fp16, head dim 192, value head dim 128, causal: bottom_right
-With         ALiBi, packed
+With         alibi, varlen
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim True, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 1d29e4129953
+Template     backward_fused 4e6e0caacd20
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -117,7 +117,6 @@ def delta(
     row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     tl.store(workspace_1 + rows, row_lse, mask=query_exists)
-
 
 @triton.jit
 def backward_fused(
@@ -492,37 +491,40 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, slopes, cu_seqlen
         if q.dtype != torch.float32:
             raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
         dtype = torch.float32
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    _, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
-    batch, sequences = 1, max(cu_seqlens_q.numel() - 1, 0)
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = max(cu_seqlens_q.numel() - 1, 0)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, dtype, (batch, heads, seqlen_q, 192)),
-        ("k", k, dtype, (batch, kv_heads, seqlen_kv, 192)),
-        ("v", v, dtype, (batch, kv_heads, seqlen_kv, 128)),
-        ("out", out, dtype, (batch, heads, seqlen_q, 128)),
-        ("dout", dout, dtype, (batch, heads, seqlen_q, 128)),
-        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
-        ("slopes", slopes, torch.float32, (sequences, heads)),
-        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (sequences + 1,)),
-        ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (sequences + 1,)),
+    rows = (1, heads, seqlen_q)
+    keys = (1, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 192)),
+        ("k", k, dtype, (*keys, 192)),
+        ("v", v, dtype, (*keys, 128)),
+        ("out", out, dtype, (*rows, 128)),
+                ("dout", dout, dtype, (*rows, 128)),
+                ("lse", lse, torch.float32, rows),
+        ("slopes", slopes, torch.float32, (batch, heads)),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,)),
+        ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (batch + 1,)),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("lse", lse),):
+    for name, tensor in [("lse", lse)]:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    for name, tensor in large:
         if any(stride % 16 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
         if tensor.data_ptr() % 16:

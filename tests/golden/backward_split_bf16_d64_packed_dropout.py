@@ -2,11 +2,11 @@
 one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomics: every run gives the same bits.
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
-With         ALiBi, packed, dropout
+With         alibi, dropout, varlen
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split c1079f5a4cde
+Template     backward_split 396b96180615
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -146,7 +146,6 @@ def delta(
     row_first, row_second = random_rows(tl.load(seed), batch_head, queries)
     tl.store(workspace_3 + rows * 2, row_first.to(tl.float32, bitcast=True), mask=query_exists)
     tl.store(workspace_3 + rows * 2 + 1, row_second.to(tl.float32, bitcast=True), mask=query_exists)
-
 
 @triton.jit
 def backward_split(
@@ -486,7 +485,6 @@ def gradient_of_queries(
         dscores = weights * (dweights - row_delta[:, None])
         low_scores = dscores.to(q.dtype.element_ty)
         dq_sum = tl.dot(low_scores, k_tile, dq_sum)
-
     if tile == 0:
         # The gradient of the head's slope is the sum over the keys of the sequence.
         slope_at = workspace_2 + head.to(tl.int64) * slope_stride + first_key
@@ -552,38 +550,41 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, slopes, cu_seqlen
         if q.dtype != torch.float32:
             raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
         dtype = torch.float32
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    _, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
-    batch, sequences = 1, max(cu_seqlens_q.numel() - 1, 0)
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = max(cu_seqlens_q.numel() - 1, 0)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, dtype, (batch, heads, seqlen_q, 64)),
-        ("k", k, dtype, (batch, kv_heads, seqlen_kv, 64)),
-        ("v", v, dtype, (batch, kv_heads, seqlen_kv, 64)),
-        ("out", out, dtype, (batch, heads, seqlen_q, 64)),
-        ("dout", dout, dtype, (batch, heads, seqlen_q, 64)),
-        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
-        ("slopes", slopes, torch.float32, (sequences, heads)),
-        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (sequences + 1,)),
-        ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (sequences + 1,)),
+    rows = (1, heads, seqlen_q)
+    keys = (1, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 64)),
+        ("k", k, dtype, (*keys, 64)),
+        ("v", v, dtype, (*keys, 64)),
+        ("out", out, dtype, (*rows, 64)),
+                ("dout", dout, dtype, (*rows, 64)),
+                ("lse", lse, torch.float32, rows),
+        ("slopes", slopes, torch.float32, (batch, heads)),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,)),
+        ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (batch + 1,)),
         ("seed", seed, torch.int64, (1,)),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("lse", lse),):
+    for name, tensor in [("lse", lse)]:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    for name, tensor in large:
         if any(stride % 16 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
         if tensor.data_ptr() % 16:

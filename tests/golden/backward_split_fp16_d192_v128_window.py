@@ -2,11 +2,11 @@
 one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomics: every run gives the same bits.
 
 Computes     fp16, head dim 192, value head dim 128, causal: top_left
-With         window 1024:-1, first tokens 4
+With         sink_tokens, sinks, window
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim True, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split c1079f5a4cde
+Template     backward_split 396b96180615
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -103,7 +103,6 @@ def delta(
     row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     tl.store(workspace_1 + rows, row_lse, mask=query_exists)
-
 
 @triton.jit
 def backward_split(
@@ -462,7 +461,6 @@ def gradient_of_queries(
         low_scores = dscores.to(q.dtype.element_ty)
         dq_sum_0 = tl.dot(low_scores, k_tile_0, dq_sum_0)
         dq_sum_1 = tl.dot(low_scores, k_tile_1, dq_sum_1)
-
     dq_tile_0 = (dq_sum_0 * scale).to(dq.dtype.element_ty)
     tl.store(
         dq_base + queries[:, None] * stride_dqs + columns_128[None, :],
@@ -518,33 +516,37 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
         if q.dtype != torch.float32:
             raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
         dtype = torch.float32
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, dtype, (batch, heads, seqlen_q, 192)),
-        ("k", k, dtype, (batch, kv_heads, seqlen_kv, 192)),
-        ("v", v, dtype, (batch, kv_heads, seqlen_kv, 128)),
-        ("out", out, dtype, (batch, heads, seqlen_q, 128)),
-        ("dout", dout, dtype, (batch, heads, seqlen_q, 128)),
-        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
+    rows = (batch, heads, seqlen_q)
+    keys = (batch, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 192)),
+        ("k", k, dtype, (*keys, 192)),
+        ("v", v, dtype, (*keys, 128)),
+        ("out", out, dtype, (*rows, 128)),
+                ("dout", dout, dtype, (*rows, 128)),
+                ("lse", lse, torch.float32, rows),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("lse", lse),):
+    for name, tensor in [("lse", lse)]:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    for name, tensor in large:
         if any(stride % 16 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
         if tensor.data_ptr() % 16:

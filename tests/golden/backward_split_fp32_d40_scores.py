@@ -2,11 +2,11 @@
 one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomics: every run gives the same bits.
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
-With         chunk 64, prefix, softcap, ALiBi, additive bias, lengths, gradient of the log-sum-exp
+With         alibi, attention_chunk, bias, prefix, seqlens_k, softcap, gradient of the log-sum-exp
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split c1079f5a4cde
+Template     backward_split 396b96180615
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -104,7 +104,6 @@ def delta(
     row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     tl.store(workspace_1 + rows, row_lse, mask=query_exists)
-
 
 @triton.jit
 def backward_split(
@@ -507,7 +506,6 @@ def gradient_of_queries(
         tl.store(dbias_at, dscores.to(q.dtype.element_ty), mask=query_exists[:, None] & (keys < all_keys)[None, :])
         low_scores = (dscores * steepness).to(q.dtype.element_ty)
         dq_sum = tl.dot(low_scores, k_tile, dq_sum, input_precision="ieee")
-
     # Blocks of keys that no query of the tile sees add nothing.
     for start in tl.range(lifted_stop, tl.minimum(band_begin, all_keys), BLOCK_N):
         keys = start + key_offsets
@@ -583,38 +581,43 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, slopes, bia
     and seed are those of the forward pass. The checks give the dtype and the shape of each tensor.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    dtype = torch.float32
+    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, torch.float32, (batch, heads, seqlen_q, 40)),
-        ("k", k, torch.float32, (batch, kv_heads, seqlen_kv, 40)),
-        ("v", v, torch.float32, (batch, kv_heads, seqlen_kv, 24)),
-        ("out", out, torch.float32, (batch, heads, seqlen_q, 24)),
-        ("dout", dout, torch.float32, (batch, heads, seqlen_q, 24)),
-        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
-        ("dlse", dlse, torch.float32, (batch, heads, seqlen_q)),
+    rows = (batch, heads, seqlen_q)
+    keys = (batch, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 40)),
+        ("k", k, dtype, (*keys, 40)),
+        ("v", v, dtype, (*keys, 24)),
+        ("out", out, dtype, (*rows, 24)),
+                ("dout", dout, dtype, (*rows, 24)),
+                ("lse", lse, torch.float32, rows),
+        ("dlse", dlse, torch.float32, rows),
         ("slopes", slopes, torch.float32, (batch, heads)),
-        ("bias", bias, torch.float32, (batch, heads, seqlen_q, seqlen_kv)),
+        ("bias", bias, dtype, (*rows, *k.shape[2:3])),
         ("prefix", prefix, torch.int32, (batch,)),
         ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("lse", lse), ("dlse", dlse)):
+    for name, tensor in [("lse", lse), ("dlse", dlse)]:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    for name, tensor in large:
         # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
         span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
         if span >= 2**31:

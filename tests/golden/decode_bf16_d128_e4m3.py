@@ -1,10 +1,10 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
-             and 8-bit keys and values, a scale for each head
+             and quantized_kv
 Config       block_m 16, block_n 128, 4 warps, 3 stages, 16 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv f823f138cd41
+Template     decode_split_kv c6475fe1d6aa
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -267,31 +267,37 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale):
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.bfloat16
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET is set, and Triton's interpreter corrupts 16-bit tiles: unset it")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, torch.bfloat16, (batch, heads, seqlen_q, 128)),
-        ("k", k, torch.float8_e4m3fn, (batch, kv_heads, seqlen_kv, 128)),
-        ("v", v, torch.float8_e4m3fn, (batch, kv_heads, seqlen_kv, 128)),
-        ("k_scale", k_scale, torch.float32, (batch, kv_heads)),
-        ("v_scale", v_scale, torch.float32, (batch, kv_heads)),
+    rows = (batch, heads, seqlen_q)
+    keys = (batch, kv_heads, k.shape[2])
+    stored = torch.float8_e4m3fn
+    factors = (batch, kv_heads)
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 128)),
+        ("k", k, stored, (*keys, 128)),
+        ("v", v, stored, (*keys, 128)),
+        ("k_scale", k_scale, torch.float32, factors), ("v_scale", v_scale, torch.float32, factors),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
-        if name not in ("k_scale", "v_scale") and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if (name not in ("k_scale", "v_scale")) and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in large:
         if any(stride % 16 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
         if tensor.data_ptr() % 16:

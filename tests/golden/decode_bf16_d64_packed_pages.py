@@ -1,10 +1,10 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
-             and window 1024:-1, first tokens 4, packed, pages of 16, 8-bit keys and values, a scale for each page
+             and pages, quantized_kv, sink_tokens, varlen, window
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv f823f138cd41
+Template     decode_split_kv c6475fe1d6aa
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -333,35 +333,40 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
     [batch, heads, seqlen_q] in float32.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.bfloat16
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET is set, and Triton's interpreter corrupts 16-bit tiles: unset it")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    _, heads, seqlen_q, _ = q.shape
-    _, kv_heads, _, _ = k.shape
-    batch, sequences = 1, max(cu_seqlens_q.numel() - 1, 0)
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = max(cu_seqlens_q.numel() - 1, 0)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, torch.bfloat16, (batch, heads, seqlen_q, 64)),
-        ("k", k, torch.int8, (k.shape[0], kv_heads, 16, 64)),
-        ("v", v, torch.int8, (k.shape[0], kv_heads, 16, 64)),
-        ("k_scale", k_scale, torch.float32, (k.shape[0], kv_heads)),
-        ("v_scale", v_scale, torch.float32, (k.shape[0], kv_heads)),
-        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (sequences + 1,)),
-        ("seqlens_kv", seqlens_kv, torch.int32, (sequences,)),
-        ("block_table", block_table, torch.int32, (sequences, *block_table.shape[-1:])),
+    rows = (1, heads, seqlen_q)
+    keys = (k.shape[0], kv_heads, 16)
+    stored = torch.int8
+    factors = (k.shape[0], kv_heads)
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 64)),
+        ("k", k, stored, (*keys, 64)),
+        ("v", v, stored, (*keys, 64)),
+        ("k_scale", k_scale, torch.float32, factors), ("v_scale", v_scale, torch.float32, factors),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,)),
+        ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
+        ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
-        if name not in ("k_scale", "v_scale") and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if (name not in ("k_scale", "v_scale")) and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in large:
         if any(stride % 16 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
         if tensor.data_ptr() % 16:

@@ -1,10 +1,10 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
-             and chunk 64, prefix, softcap, ALiBi, boolean bias, sinks
+             and alibi, attention_chunk, bias, prefix, sinks, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     decode_split_kv f823f138cd41
+Template     decode_split_kv c6475fe1d6aa
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -293,31 +293,36 @@ def attention(q, k, v, scale=None, *, slopes, bias, sinks, prefix, softcap):
     [batch, heads, seqlen_q] in float32.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    dtype = torch.float32
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, torch.float32, (batch, heads, seqlen_q, 40)),
-        ("k", k, torch.float32, (batch, kv_heads, seqlen_kv, 40)),
-        ("v", v, torch.float32, (batch, kv_heads, seqlen_kv, 24)),
+    rows = (batch, heads, seqlen_q)
+    keys = (batch, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 40)),
+        ("k", k, dtype, (*keys, 40)),
+        ("v", v, dtype, (*keys, 24)),
         ("slopes", slopes, torch.float32, (batch, heads)),
-        ("bias", bias, torch.bool, (batch, heads, seqlen_q, seqlen_kv)),
+        ("bias", bias, torch.bool, (*rows, *k.shape[2:3])),
         ("sinks", sinks, torch.float32, (heads,)),
         ("prefix", prefix, torch.int32, (batch,)),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in large:
         # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
         span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
         if span >= 2**31:

@@ -2,11 +2,11 @@
 keeps a tile of queries and streams K and V.
 
 Computes     fp16, head dim 128, value head dim 128, causal: bottom_right
-With         packed, pages of 16, 8-bit keys and values, a scale for each page
+With         pages, quantized_kv, varlen
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_masked_loop True, split_head_dim False,
              lpt True, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 76b5c360a21a
+Template     forward_masked a7c26f991199
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -240,35 +240,40 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
     not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.float16
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET is set, and Triton's interpreter corrupts 16-bit tiles: unset it")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    _, heads, seqlen_q, _ = q.shape
-    _, kv_heads, _, _ = k.shape
-    batch, sequences = 1, max(cu_seqlens_q.numel() - 1, 0)
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = max(cu_seqlens_q.numel() - 1, 0)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, torch.float16, (batch, heads, seqlen_q, 128)),
-        ("k", k, torch.float8_e4m3fn, (k.shape[0], kv_heads, 16, 128)),
-        ("v", v, torch.float8_e4m3fn, (k.shape[0], kv_heads, 16, 128)),
-        ("k_scale", k_scale, torch.float32, (k.shape[0], kv_heads)),
-        ("v_scale", v_scale, torch.float32, (k.shape[0], kv_heads)),
-        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (sequences + 1,)),
-        ("seqlens_kv", seqlens_kv, torch.int32, (sequences,)),
-        ("block_table", block_table, torch.int32, (sequences, *block_table.shape[-1:])),
+    rows = (1, heads, seqlen_q)
+    keys = (k.shape[0], kv_heads, 16)
+    stored = torch.float8_e4m3fn
+    factors = (k.shape[0], kv_heads)
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 128)),
+        ("k", k, stored, (*keys, 128)),
+        ("v", v, stored, (*keys, 128)),
+        ("k_scale", k_scale, torch.float32, factors), ("v_scale", v_scale, torch.float32, factors),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,)),
+        ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
+        ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
-        if name not in ("k_scale", "v_scale") and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if (name not in ("k_scale", "v_scale")) and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in large:
         if any(stride % 16 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
         if tensor.data_ptr() % 16:

@@ -2,11 +2,11 @@
 keeps a tile of queries and streams K and V.
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
-With         chunk 64, softcap, ALiBi, additive bias
+With         alibi, attention_chunk, bias, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_masked 76b5c360a21a
+Template     forward_masked a7c26f991199
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -194,29 +194,34 @@ def attention(q, k, v, scale=None, *, slopes, bias, softcap):
     not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    dtype = torch.float32
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, torch.float32, (batch, heads, seqlen_q, 40)),
-        ("k", k, torch.float32, (batch, kv_heads, seqlen_kv, 40)),
-        ("v", v, torch.float32, (batch, kv_heads, seqlen_kv, 24)),
+    rows = (batch, heads, seqlen_q)
+    keys = (batch, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 40)),
+        ("k", k, dtype, (*keys, 40)),
+        ("v", v, dtype, (*keys, 24)),
         ("slopes", slopes, torch.float32, (batch, heads)),
-        ("bias", bias, torch.float32, (batch, heads, seqlen_q, seqlen_kv)),
+        ("bias", bias, dtype, (*rows, *k.shape[2:3])),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in large:
         # Offsets have 32 bits. A tile may lie past the end of a sequence by 1,024 masked rows.
         span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
         if span >= 2**31:

@@ -13,7 +13,9 @@ from torch import Tensor
 import flashtune
 from flashtune.core.errors import KernelError
 from flashtune.core.notices import FlashtuneWarning
+from flashtune.dispatch.decision import Decision
 from flashtune.runtime import prepare_training
+from flashtune.runtime.kernel_fallback import Pass, prepared
 from tests.interpreter import autograd_calls
 from tests.interpreter.autograd_calls import (
     HEADS,
@@ -166,16 +168,20 @@ def test_rows_outside_of_sequences_do_not_contribute_to_sinks() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def without_backward_kernels(decision: Decision, one: Pass[Any]) -> Any:
+    """`prepared` where backward kernels do not compile."""
+    if one.key().problem.is_backward:
+        raise KernelError("PTXASError: out of registers")
+    return prepared(decision, one)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"return_lse": True}, {"window": (9, 0), "return_lse": True}], ids=str
 )
 def test_autocast_does_not_change_types_of_baselines(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    def refuse(*_: object) -> object:
-        raise KernelError("PTXASError: out of registers")
-
-    monkeypatch.setattr(prepare_training, "prepare_backward", refuse)
+    monkeypatch.setattr(prepare_training, "prepared", without_backward_kernels)
     q, k, v = tensors()
 
     def attended() -> tuple[Tensor, ...]:
@@ -190,10 +196,7 @@ def test_autocast_does_not_change_types_of_baselines(
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
 def test_failed_backward_kernel_uses_torch_for_both_passes(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    def refuse(*_: object) -> object:
-        raise KernelError("PTXASError: out of registers")
-
-    monkeypatch.setattr(prepare_training, "prepare_backward", refuse)
+    monkeypatch.setattr(prepare_training, "prepared", without_backward_kernels)
     q, k, v = tensors()
     with pytest.raises(KernelError, match="out of registers"):
         loss(q, k, v)

@@ -115,7 +115,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "current_device", lambda: None)
     monkeypatch.setattr(launch, "current_stream", lambda device: 0)
     monkeypatch.setattr(workspaces, "capturing", lambda: False)
-    monkeypatch.setattr(workspaces, "_kept", defaultdict(list))
+    monkeypatch.setattr(workspaces, "_kept", defaultdict(lambda: defaultdict(list)))
     monkeypatch.setattr(workspaces, "_made", memory)
 
 

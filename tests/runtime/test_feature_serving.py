@@ -105,13 +105,15 @@ def test_failed_kernel_is_replaced_with_one_warning(wrong: str, bound: Bound, ma
 def test_unsupported_problem_error_names_the_feature_to_omit(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lesser = [find_family("forward_q_outer"), find_family("forward_masked")]
+    # The last family computes pages of latent keys only.
+    names = "forward_q_outer", "forward_masked", "decode_latent_hopper"
+    lesser = [find_family(name) for name in names]
     real = type(lesser[1]).features
     monkeypatch.setattr(type(lesser[1]), "features", real - {Feature.PAGES})
     monkeypatch.setattr(lookup, "families", lambda: lesser)
     token = torch.randn(2, HEADS, 32)
     for sinks in (None, torch.zeros(HEADS)):
-        with pytest.raises(ProblemError, match=r"computes .*pages.* on nvidia-h200: leave out pages$"):
+        with pytest.raises(ProblemError, match=r"computes .*pages.* on nvidia-h200.*: leave out pages$"):
             flashtune.attention_paged(token, *paged((20, 9)), sinks=sinks)
     with pytest.raises(ProblemError, match="leave out pages"):
         flashtune.explain_paged(token, *paged((20, 9)), window=(3, 0))

@@ -64,7 +64,7 @@ def test_executors_are_not_wrapped_without_recording(problem: Problem, file: Pat
     assert recorder.counted(serve, problem, Specialization()) is serve
     with flashtune.record_calls(file):
         flashtune.attention(*inputs(problem), causal=True)
-        assert {server.__name__ for server in call_cache._executors.values()} == {"run_plain"}
+        assert {server.__name__ for server in call_cache._executors.values()} == {"run"}
         assert all(hasattr(server, "__wrapped__") for server in call_cache._executors.values())
     assert not call_cache._executors
     flashtune.attention(*inputs(problem), causal=True)

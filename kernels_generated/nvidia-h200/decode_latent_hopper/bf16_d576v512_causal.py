@@ -494,31 +494,36 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    dtype = torch.bfloat16
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, _, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads != 1:
         raise ValueError(f"k has {kv_heads} heads, expected 1")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, torch.bfloat16, (batch, heads, seqlen_q, 576)),
-        ("k", k, torch.bfloat16, (k.shape[0], kv_heads, 16, 576)),
-        ("v", v, torch.bfloat16, (k.shape[0], kv_heads, 16, 512)),
+    rows = (batch, heads, seqlen_q)
+    keys = (k.shape[0], kv_heads, 16)
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 576)),
+        ("k", k, dtype, (*keys, 576)),
+        ("v", v, dtype, (*keys, 512)),
         ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
         ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
     if (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
         raise ValueError("v is a tensor of its own, expected the first 512 columns of k")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in large:
         if any(stride % 8 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
         if tensor.data_ptr() % 16:

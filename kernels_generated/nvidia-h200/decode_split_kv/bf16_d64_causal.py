@@ -5,10 +5,10 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
-             and sinks, pages of 16
+             and pages, sinks
 Config       block_m 16, block_n 128, 8 warps, 4 stages, 2 splits, split_head_dim False, early_combine True
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv f823f138cd41
+Template     decode_split_kv c6475fe1d6aa
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -266,30 +266,34 @@ def attention(q, k, v, scale=None, *, sinks, seqlens_kv, block_table):
         if q.dtype != torch.float32:
             raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
         dtype = torch.float32
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, _, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, dtype, (batch, heads, seqlen_q, 64)),
-        ("k", k, dtype, (k.shape[0], kv_heads, 16, 64)),
-        ("v", v, dtype, (k.shape[0], kv_heads, 16, 64)),
+    rows = (batch, heads, seqlen_q)
+    keys = (k.shape[0], kv_heads, 16)
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 64)),
+        ("k", k, dtype, (*keys, 64)),
+        ("v", v, dtype, (*keys, 64)),
         ("sinks", sinks, torch.float32, (heads,)),
         ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
         ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in large:
         if any(stride % 16 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
         if tensor.data_ptr() % 16:

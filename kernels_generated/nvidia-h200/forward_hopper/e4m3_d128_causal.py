@@ -576,11 +576,14 @@ def attention(q, k, v, scale=None, q_scale=None, k_scale=None, v_scale=None):
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    dtype = torch.float8_e4m3fn
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
     scales = [
@@ -592,16 +595,18 @@ def attention(q, k, v, scale=None, q_scale=None, k_scale=None, v_scale=None):
         )
         if factor is not None
     ]
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, torch.float8_e4m3fn, (batch, heads, seqlen_q, 128)),
-        ("k", k, torch.float8_e4m3fn, (batch, kv_heads, seqlen_kv, 128)),
-        ("v", v, torch.float8_e4m3fn, (batch, kv_heads, seqlen_kv, 128)),
+    rows = (batch, heads, seqlen_q)
+    keys = (batch, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 128)),
+        ("k", k, dtype, (*keys, 128)),
+        ("v", v, dtype, (*keys, 128)),
         *scales,
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -609,7 +614,7 @@ def attention(q, k, v, scale=None, q_scale=None, k_scale=None, v_scale=None):
     for name, factor, *_ in scales:
         if not factor.is_contiguous():
             raise ValueError(f"{name} has strides {factor.stride()}, expected a contiguous tensor")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in large:
         if any(stride % 16 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
         if tensor.data_ptr() % 16:

@@ -49,6 +49,7 @@ class FeatureContext(Context, frozen=True, kw_only=True):
         dropout: Whether there is dropout.
         causal: How queries are aligned with keys, if causal.
         block_n: Keys of a tile; 0 if unknown.
+        features: All features, for the header of a rendered file.
     """
 
     window_left: int
@@ -68,6 +69,7 @@ class FeatureContext(Context, frozen=True, kw_only=True):
     dropout: bool
     causal: Causal
     block_n: int
+    features: tuple[Feature, ...]
 
     @property
     def has_window_left(self) -> bool:
@@ -185,6 +187,7 @@ def asked_of(problem: Problem, block_n: int = 0) -> FeatureContext:
         dropout=problem.dropout,
         causal=problem.causal,
         block_n=block_n,
+        features=tuple(sorted(problem.features)),
     )
 
 

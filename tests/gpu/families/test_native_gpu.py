@@ -21,7 +21,7 @@ from flashtune.dispatch import decision
 from flashtune.dispatch.tables import Tables
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import kernel_fallback, prepare
+from flashtune.runtime import kernel_fallback
 from flashtune.templates.registry import find_family
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
@@ -94,7 +94,7 @@ def test_failed_native_kernel_is_replaced_by_a_portable_one(monkeypatch: pytest.
             raise KernelError("AttributeError: this Triton calls it otherwise")
         return real(selection, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(prepare, "chosen", refuse_native)
+    monkeypatch.setattr(kernel_fallback, "chosen", refuse_native)
     q, k, v = tensors("aligned")
     with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
         out = flashtune.attention(q, k, v, causal=True, prefer="generated")

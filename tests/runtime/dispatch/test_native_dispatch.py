@@ -23,7 +23,9 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Request
-from flashtune.runtime import prepare
+from flashtune.runtime import kernel_fallback, prepare
+from flashtune.runtime.kernel_fallback import prepared
+from flashtune.runtime.prepare import forward_pass
 from flashtune.templates.family import Family
 
 H200 = find_target("h200")
@@ -171,14 +173,15 @@ def test_failed_kernel_is_replaced_by_another_family(
         tried.append(f"{selection.record.family} {selection.source}")
         if selection.record.family == native.name:
             raise KernelError("AttributeError: this Triton calls it otherwise")
-        return None
+        return None, None, None
 
-    monkeypatch.setattr(prepare, "chosen", refuse_native)
-    monkeypatch.setattr(prepare, "bound_forward", lambda *_: "served")
+    monkeypatch.setattr(kernel_fallback, "chosen", refuse_native)
+    monkeypatch.setattr(prepare, "bind", lambda *_, **__: None)
+    monkeypatch.setattr(prepare, "launcher", lambda *_: "served")
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
     request, decided_for = decided(monkeypatch, tuned, misaligned=False)
     assert decided_for.backend is Backend.GENERATED
     with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
-        served: object = prepare._generated_or_baseline(decided_for, request, *tensors(512, False))
+        served: object = prepared(decided_for, forward_pass(request, *tensors(512, False)))
     assert served == "served"
     assert tried == ["forward_native shipped", "forward_native default", "forward_q_outer default"]

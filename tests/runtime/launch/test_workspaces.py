@@ -55,7 +55,7 @@ class Pool:
 def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
     found = Pool()
     monkeypatch.setattr(workspaces, "_made", found.make)
-    monkeypatch.setattr(workspaces, "_kept", defaultdict(list))
+    monkeypatch.setattr(workspaces, "_kept", defaultdict(lambda: defaultdict(list)))
     monkeypatch.setattr(workspaces, "capturing", lambda: found.capturing)
     return found
 
