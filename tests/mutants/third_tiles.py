@@ -20,7 +20,7 @@ from tests.mutants.portable import backward_size, fused
 from tests.mutants.portable import portable as forward
 
 LOW_WEIGHTS = "low_weights = weights.to({}.dtype.element_ty)"
-LOW_SCORES = "low_scores = dscores.to(q.dtype.element_ty)"
+LOW_SCORES = "low_ds = ds.to(q.dtype.element_ty)"
 GLUON_WEIGHTS = "exponentials.to(gl.bfloat16)"
 HOPPER_LOOP = "for _ in range(block - 1, -1, -1):"
 
