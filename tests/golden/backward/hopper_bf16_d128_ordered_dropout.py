@@ -726,34 +726,39 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, seed, dropout):
     dropout        share of dropped weights
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    dtype = torch.bfloat16
+    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, torch.bfloat16, (batch, heads, seqlen_q, 128)),
-        ("k", k, torch.bfloat16, (batch, kv_heads, seqlen_kv, 128)),
-        ("v", v, torch.bfloat16, (batch, kv_heads, seqlen_kv, 128)),
-        ("out", out, torch.bfloat16, (batch, heads, seqlen_q, 128)),
-        ("dout", dout, torch.bfloat16, (batch, heads, seqlen_q, 128)),
-        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
+    rows = (batch, heads, seqlen_q)
+    keys = (batch, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 128)),
+        ("k", k, dtype, (*keys, 128)),
+        ("v", v, dtype, (*keys, 128)),
+        ("out", out, dtype, (*rows, 128)),
+                ("dout", dout, dtype, (*rows, 128)),
+                ("lse", lse, torch.float32, rows),
         ("seed", seed, torch.int64, (1,)),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("lse", lse),):
+    for name, tensor in [("lse", lse)]:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    for name, tensor in large:
         if any(stride % 8 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
         if tensor.data_ptr() % 16:

@@ -685,33 +685,38 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     dropout        share of dropped weights
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    dtype = torch.float16
+    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_kv, _ = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    for name, tensor, dtype_taken, shape in (
-        ("q", q, torch.float16, (batch, heads, seqlen_q, 256)),
-        ("k", k, torch.float16, (batch, kv_heads, seqlen_kv, 256)),
-        ("v", v, torch.float16, (batch, kv_heads, seqlen_kv, 256)),
-        ("out", out, torch.float16, (batch, heads, seqlen_q, 256)),
-        ("dout", dout, torch.float16, (batch, heads, seqlen_q, 256)),
-        ("lse", lse, torch.float32, (batch, heads, seqlen_q)),
+    rows = (batch, heads, seqlen_q)
+    keys = (batch, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 256)),
+        ("k", k, dtype, (*keys, 256)),
+        ("v", v, dtype, (*keys, 256)),
+        ("out", out, dtype, (*rows, 256)),
+                ("dout", dout, dtype, (*rows, 256)),
+                ("lse", lse, torch.float32, rows),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
-        if tensor.dtype != dtype_taken:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype_taken}")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
-    for name, tensor in (("lse", lse),):
+    for name, tensor in [("lse", lse)]:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+    for name, tensor in large:
         if any(stride % 8 for stride in tensor.stride()[:3]):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
         if tensor.data_ptr() % 16:
