@@ -27,7 +27,7 @@ LONGEST_NS = 4096
 _PLACE = re.compile(
     r"^(?P<indent> +)(?:return |[\w, ]+ \+?= )?"
     r"(?:copy_in|copy_out|mbarrier\.(?:wait|arrive)|warpgroup_mma(?:_wait)?|fence_async_shared|tma\.store_wait"
-    r"|take_turn|pass_turn|await_turn|add_sums|spread"
+    r"|take_turn|pass_turn|wait_counter|atomic_add|broadcast_row"
     r"|room\.reshape\([^=\n]*\.store|[^=\n]*\.index\([^=\n]*\.(?:store|load))\(",
     re.MULTILINE,
 )

@@ -65,10 +65,10 @@ def emulate_backward(
             program = Program(number, programs, module)
             names = program.names()
             names |= {
-                "hidden": lambda value: value,
-                "fresh_zeros": lambda: Tensor(np.zeros(key_tile)),
-                "spread": lambda row: row.load(None),
-                "add_sums": sums.add,
+                "opaque": lambda value: value,
+                "opaque_zeros": lambda: Tensor(np.zeros(key_tile)),
+                "broadcast_row": lambda row: row.load(None),
+                "atomic_add": sums.add,
             }
             exec(source, names)
             names[kernel.entry](*descriptors, sums, *numbers, *integers)

@@ -38,7 +38,8 @@ from tests.emulator.inline_ptx import emulate_ptx
 FORWARD_ROLES = {"next_slot", "locate", "seek", "count_blocks", "skip_blocks", "produce", "weigh", "consume"}
 # Functions of dropout.
 DRAWING = {"scrambled", "random_rows", "drop"}
-ROLES = FORWARD_ROLES | DRAWING | {"issue_query_grads", "keep_order"}
+BACKWARD_ROLES = {"make_barriers", "issue_product", "issue_dq", "add_dq", "order_additions"}
+ROLES = FORWARD_ROLES | DRAWING | BACKWARD_ROLES
 
 
 def identity(function: Any = None, **_: object) -> Any:
@@ -70,13 +71,14 @@ class Program:
         return {
             **constants,
             "gl": self.language(),
+            "aggregate": identity,
             "triton": SimpleNamespace(jit=identity),
             "gluon": SimpleNamespace(jit=identity, constexpr_function=identity),
             "mbarrier": SimpleNamespace(
                 init=self.init_barrier,
                 wait=self.wait,
                 expect=lambda barrier, size: barrier.change(1, int(size)),
-                arrive=lambda barrier: barrier.change(1, 0),
+                arrive=lambda barrier, pred=True: barrier.change(1, 0) if pred else None,
             ),
             "tma": SimpleNamespace(store_wait=lambda _: None),
             "copy_in": self.copy_in,
@@ -124,6 +126,9 @@ class Program:
             float32="fp32",
             int32="i32",
             int64="i64",
+            tensor=object,
+            shared_memory_descriptor=object,
+            to_tensor=lambda value: value,
             program_id=lambda _: self.number,
             num_programs=lambda _: self.programs,
             arange=lambda start, end, _: Tensor(np.arange(start, plain(end))),
@@ -238,7 +243,10 @@ def emulate(
 
 
 def counted(kernel: Kernel) -> ast.Module:
-    """The functions of a kernel's roles, without integer conversions other than those to 32-bit words."""
+    """Returns the aggregates and the functions of a kernel's roles.
+
+    Integer conversions are removed, except for those to 32-bit words.
+    """
 
     class Widths(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -250,9 +258,13 @@ def counted(kernel: Kernel) -> ast.Module:
                 return ast.Call(ast.Name("as_word", ast.Load()), [node.func.value], [])
             return node.func.value if ast.unparse(node).endswith(".to(gl.int64)") else node
 
-    functions = [node for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)]
     functions_run = ROLES | {kernel.entry}
-    roles: list[ast.stmt] = [node for node in functions if node.name in functions_run]
+    roles: list[ast.stmt] = [
+        node
+        for node in ast.parse(kernel.source).body
+        if isinstance(node, ast.ClassDef)
+        or (isinstance(node, ast.FunctionDef) and node.name in functions_run)
+    ]
     module = ast.Module(roles, [])
     Widths().visit(module)
     return ast.fix_missing_locations(module)
