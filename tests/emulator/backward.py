@@ -108,12 +108,11 @@ def emulate_backward(
     (programs,), _, integers = module.launch_plan(*planned)
     made = module.descriptors(*planned, stats, *([None] * workspaces))
     descriptors = [Descriptor(one, memory[name]) for name, parts in made.items() for one in parts]
-    source = counted(kernel)
     sums = Sums()
 
     def emulate(number: int) -> None:
         names = BackwardProgram(number, programs, module, sums).names()
-        exec(compile(source, kernel.entry, "exec"), names)
+        exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
         names[kernel.entry](*descriptors, *([Base(0)] * workspaces), scale, *integers)
 
     with small_steps(), ThreadPoolExecutor(at_once) as multiprocessors:

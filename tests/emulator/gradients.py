@@ -59,7 +59,6 @@ def emulate_backward(
     descriptors = [Descriptor(one, memory[name]) for name, (one,) in made.items()]
     sums = Sums(shapes[1][0] * shapes[1][1], config.block_m, width)
     key_tile = [plain(module.ROWS), plain(module.WIDTH)]
-    source = compile(counted(kernel), kernel.entry, "exec")
     with small_steps():
         for number in range(programs):
             program = Program(number, programs, module)
@@ -70,6 +69,6 @@ def emulate_backward(
                 "broadcast_row": lambda row: row.load(None),
                 "atomic_add": sums.add,
             }
-            exec(source, names)
+            exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
             names[kernel.entry](*descriptors, sums, *numbers, *integers)
     return sums.tiles.reshape(shapes[1][0], -1, width)

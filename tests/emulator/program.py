@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -35,12 +35,6 @@ from tests.emulator.hardware import (
 )
 from tests.emulator.inline_ptx import emulate_ptx
 
-FORWARD_ROLES = {"next_slot", "locate", "seek", "count_blocks", "skip_blocks", "produce", "weigh", "consume"}
-# Functions of dropout.
-DRAWING = {"scrambled", "random_rows", "drop"}
-BACKWARD_ROLES = {"make_barriers", "issue_product", "issue_dq", "add_dq", "order_additions"}
-ROLES = FORWARD_ROLES | DRAWING | BACKWARD_ROLES
-
 
 def identity(function: Any = None, **_: object) -> Any:
     """Replaces decorators with and without options."""
@@ -56,6 +50,7 @@ class Program:
         self.turns = [Turn(self.clock) for _ in range(self.groups)]
         self.grown: dict[int, bool] = {}
         self.kept: dict[int, Tensor] = {}
+        self.scope: dict[str, Any] = {}
 
     @property
     def groups(self) -> int:
@@ -68,7 +63,7 @@ class Program:
         constants = {
             name: getattr(one, "value", one) for name, one in vars(self.module).items() if name.isupper()
         }
-        return {
+        self.scope = {
             **constants,
             "gl": self.language(),
             "aggregate": identity,
@@ -86,6 +81,14 @@ class Program:
             "fence_async_shared": lambda: None,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else tuple(deps),
+            "wait_named_barrier": lambda group: self.turns[group].sync(),
+            "signal_named_barrier": lambda group: self.turns[(group + 1) % count].arrive(),
+            "declare_vote": lambda _: None,
+            "vote_rescale": lambda grows, group: self.grown.update({group: bool(grows.values.any())}),
+            "needs_rescale": lambda group: self.grown[group],
+            "declare_p": lambda _: None,
+            "store_p": self.store_p,
+            "load_p": lambda group: self.kept[group],
             "take_turn": lambda group: self.turns[group].sync(),
             "pass_turn": lambda group: self.turns[(group + 1) % count].arrive(),
             "declare_growth": lambda _: None,
@@ -97,6 +100,15 @@ class Program:
             "kept_weights": lambda group: self.kept[group],
             "rounded": lambda weights: weights,
         }
+        return self.scope
+
+    def store_p(self, p: Tensor, place: Any) -> None:
+        """Stores 8-bit probabilities in shared memory, or in the registers of a group."""
+        p = self.scope["in_fours"](p)
+        if isinstance(place, Shared):
+            place.store(p)
+        else:
+            self.kept[place] = p
 
     def language(self) -> SimpleNamespace:
         def where(test: Any, yes: Any, no: Any) -> Any:
@@ -120,15 +132,16 @@ class Program:
 
         return SimpleNamespace(
             constexpr=lambda value: value,
+            tensor=object,
+            tuple=tuple,
+            shared_memory_descriptor=object,
+            to_tensor=lambda value: value,
             bfloat16="bf16",
             float16="fp16",
             float8e4nv="e4m3",
             float32="fp32",
             int32="i32",
             int64="i64",
-            tensor=object,
-            shared_memory_descriptor=object,
-            to_tensor=lambda value: value,
             program_id=lambda _: self.number,
             num_programs=lambda _: self.programs,
             arange=lambda start, end, _: Tensor(np.arange(start, plain(end))),
@@ -232,18 +245,24 @@ def emulate(
     planned = () if tensors[0].dtype is E4M3 else beside
     starts = [torch.empty(one.shape, device="meta") for one in planned]
     integers = module.launch_plan(*tensors, *starts)[2]
-    source = counted(kernel)
     with small_steps():
         for number in range(programs):
             program = Program(number, programs, module)
             names = program.names()
-            exec(compile(source, kernel.entry, "exec"), names)
+            exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
             pointers = [Pointer(one.reshape(-1)) for one in (*beside, *workspaces)]
             names[kernel.entry](*descriptors, Pointer(lse), *pointers, scale, *numbers, *integers)
 
 
-def counted(kernel: Kernel) -> ast.Module:
-    """Returns the aggregates and the functions of a kernel's roles.
+def _is_run(node: ast.stmt, emulated: Collection[str]) -> bool:
+    """Returns whether a statement defines a jitted function or an aggregate without an emulation."""
+    if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name in emulated:
+        return False
+    return any(ast.unparse(one).startswith(("gluon.jit", "aggregate")) for one in node.decorator_list)
+
+
+def counted(kernel: Kernel, emulated: Collection[str]) -> ast.Module:
+    """Returns the aggregates and the jitted functions of a kernel that have no emulation.
 
     Integer conversions are removed, except for those to 32-bit words.
     """
@@ -258,13 +277,7 @@ def counted(kernel: Kernel) -> ast.Module:
                 return ast.Call(ast.Name("as_word", ast.Load()), [node.func.value], [])
             return node.func.value if ast.unparse(node).endswith(".to(gl.int64)") else node
 
-    functions_run = ROLES | {kernel.entry}
-    roles: list[ast.stmt] = [
-        node
-        for node in ast.parse(kernel.source).body
-        if isinstance(node, ast.ClassDef)
-        or (isinstance(node, ast.FunctionDef) and node.name in functions_run)
-    ]
+    roles: list[ast.stmt] = [node for node in ast.parse(kernel.source).body if _is_run(node, emulated)]
     module = ast.Module(roles, [])
     Widths().visit(module)
     return ast.fix_missing_locations(module)

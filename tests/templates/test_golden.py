@@ -21,7 +21,7 @@ MAX_LINE = 125
 # Hopper's steps are handed the whole schedule.
 MAX_HOPPER_LINE = 130
 # What Hopper kernels set for phases that not every config has.
-SPARE = {"earlier", "positions", "workspaces"}
+SPARE = {"n_block", "positions", "workspaces", "v", "lse"}
 COMPILED = [
     "q_outer_bf16_d128_descriptors",
     "q_outer_fp16_d96_v80_decomposed",

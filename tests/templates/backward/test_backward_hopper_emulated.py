@@ -84,10 +84,9 @@ def places(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int, int]]:
     q, k = like
     module = load_module(kernel)
     (programs,), _, integers = module.launch_plan(q, k, k, q, q, q, k, k)
-    source = compile(counted(kernel), kernel.entry, "exec")
     for number in range(programs):
         names = BackwardProgram(number, programs, module, Sums()).names()
-        exec(source, names)
+        exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
         *counts, seqlen_kv, diagonal, interleaved = integers
         yield names["TileScheduler"](*counts, interleaved, seqlen_kv, diagonal).get_tile()
 
