@@ -84,7 +84,8 @@ def _rounds(checkouts: Mapping[str, Path]) -> dict[str, list[Times]]:
 
 
 def _start(checkout: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
+    paths = filter(None, (str(checkout), os.environ.get("PYTHONPATH")))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, cwd=checkout, stdin=pipe, stdout=pipe, text=True)
