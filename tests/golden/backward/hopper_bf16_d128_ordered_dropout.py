@@ -743,8 +743,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, seed, dropout):
         ("k", k, dtype, (*keys, 128)),
         ("v", v, dtype, (*keys, 128)),
         ("out", out, dtype, (*rows, 128)),
-                ("dout", dout, dtype, (*rows, 128)),
-                ("lse", lse, torch.float32, rows),
+        ("dout", dout, dtype, (*rows, 128)),
+        ("lse", lse, torch.float32, rows),
         ("seed", seed, torch.int64, (1,)),
     ):
         if tensor.device != q.device:

@@ -614,8 +614,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse):
         ("k", k, dtype, (*keys, 96)),
         ("v", v, dtype, (*keys, 80)),
         ("out", out, dtype, (*rows, 80)),
-                ("dout", dout, dtype, (*rows, 80)),
-                ("lse", lse, torch.float32, rows),
+        ("dout", dout, dtype, (*rows, 80)),
+        ("lse", lse, torch.float32, rows),
         ("dlse", dlse, torch.float32, rows),
     ):
         if tensor.device != q.device:

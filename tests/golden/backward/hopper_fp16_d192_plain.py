@@ -628,8 +628,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
         ("k", k, dtype, (*keys, 192)),
         ("v", v, dtype, (*keys, 192)),
         ("out", out, dtype, (*rows, 192)),
-                ("dout", dout, dtype, (*rows, 192)),
-                ("lse", lse, torch.float32, rows),
+        ("dout", dout, dtype, (*rows, 192)),
+        ("lse", lse, torch.float32, rows),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
