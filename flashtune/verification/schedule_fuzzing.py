@@ -27,8 +27,8 @@ LONGEST_NS = 4096
 _PLACE = re.compile(
     r"^(?P<indent> +)(?:return |[\w, ]+ \+?= )?"
     r"(?:copy_in|copy_out|mbarrier\.(?:wait|arrive)|warpgroup_mma(?:_wait)?|fence_async_shared|tma\.store_wait"
-    r"|take_turn|pass_turn|await_turn|add_sums|spread"
-    r"|room\.reshape\([^=\n]*\.store|[^=\n]*\.index\([^=\n]*\.(?:store|load))\(",
+    r"|take_turn|pass_turn|wait_named_barrier|signal_named_barrier|wait_counter|atomic_add|broadcast_row"
+    r"|p_tile\.store|room\.reshape\([^=\n]*\.store|[^=\n]*\.index\([^=\n]*\.(?:store|load))\(",
     re.MULTILINE,
 )
 

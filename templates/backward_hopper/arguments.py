@@ -36,7 +36,7 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Ar
         *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in _added_to(problem)),
         Argument("scale", "fp32"),
         *side_numbers(problem),
-        *_integers((*COUNTS, "beside") if problem.deterministic else COUNTS),
+        *_integers((*COUNTS, "interleaved_heads") if problem.deterministic else COUNTS),
     )
 
 

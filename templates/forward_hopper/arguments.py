@@ -11,7 +11,7 @@ from flashtune.templates.forward_hopper.space import HopperConfig
 
 # TMA's widest row without bank conflicts.
 WIDEST_SWIZZLE = 128
-PACKED_COUNTS = ("heads", "group_size", "tokens", "section", "sequences", "steps")
+PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps")
 
 
 def hopper_arguments(
@@ -27,7 +27,7 @@ def hopper_arguments(
         (1, 1, config.pack_gqa, config.rows_per_group // config.pack_gqa),
         (*outer, config.block_n),
     )
-    counts = PACKED_COUNTS if problem.total_q else (*COUNTS, "section")
+    counts = PACKED_COUNTS if problem.total_q else (*COUNTS, "heads_per_swizzle")
     # If outputs are stored in halves, so is the descriptor's tile.
     parts = 2 if config.split_epilogue else 1
     return (

@@ -73,6 +73,15 @@ class HopperContext(Context, frozen=True):
         return self.dtype.is_quantized
 
     @property
+    def is_fp16(self) -> bool:
+        return self.dtype is Dtype.FP16
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element of q, k and v."""
+        return 8 * self.dtype.itemsize
+
+    @property
     def is_causal(self) -> bool:
         return self.causal is not Causal.NONE
 

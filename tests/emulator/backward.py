@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +43,7 @@ class Sums:
             if values.any():
                 self.added.setdefault(int(address), []).append(Addition(program, values.copy()))
 
-    def await_turn(self, counter: int, block: int) -> None:
+    def wait_counter(self, counter: int, block: int) -> None:
         with self.clock:
             came = self.clock.wait_for(
                 lambda: self.counters.get(int(counter), 0) == block, hardware.WAIT_TIMEOUT_S
@@ -52,7 +51,7 @@ class Sums:
             if not came:
                 raise BarrierError("a wait for a turn timed out")
 
-    def pass_turn(self, counter: int, block: int) -> None:
+    def set_counter(self, counter: int, block: int) -> None:
         with self.clock:
             self.counters[int(counter)] = block + 1
             self.clock.notify_all()
@@ -66,29 +65,22 @@ class BackwardProgram(Program):
         self.sums = sums
 
     def names(self) -> dict[str, Any]:
-        names = super().names()
         module = self.module
 
         def zeros() -> Tensor:
             return Tensor(np.zeros([plain(module.ROWS), plain(module.WIDTH)]))
 
-        def spread(row: Shared) -> Tensor:
+        def broadcast_row(row: Shared) -> Tensor:
             return Tensor(np.broadcast_to(row.values, (plain(module.ROWS), row.values.shape[1])))
 
-        def arrive(barrier: Any, pred: bool = True) -> None:
-            if pred:
-                barrier.change(1, 0)
-
         return {
-            **names,
-            "gluon": SimpleNamespace(jit=lambda one=None, **_: one or (lambda function: function)),
-            "mbarrier": SimpleNamespace(**{**vars(names["mbarrier"]), "arrive": arrive}),
-            "hidden": lambda value: value,
-            "fresh_zeros": zeros,
-            "spread": spread,
-            "add_sums": lambda address, values: self.sums.add(self.number, address, values.values),
-            "await_turn": self.sums.await_turn,
-            "pass_turn": self.sums.pass_turn,
+            **super().names(),
+            "opaque": lambda value: value,
+            "opaque_zeros": zeros,
+            "broadcast_row": broadcast_row,
+            "atomic_add": lambda address, values: self.sums.add(self.number, address, values.values),
+            "wait_counter": self.sums.wait_counter,
+            "set_counter": self.sums.set_counter,
         }
 
 
@@ -116,12 +108,11 @@ def emulate_backward(
     (programs,), _, integers = module.launch_plan(*planned)
     made = module.descriptors(*planned, stats, *([None] * workspaces))
     descriptors = [Descriptor(one, memory[name]) for name, parts in made.items() for one in parts]
-    source = counted(kernel)
     sums = Sums()
 
     def emulate(number: int) -> None:
         names = BackwardProgram(number, programs, module, sums).names()
-        exec(compile(source, kernel.entry, "exec"), names)
+        exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
         names[kernel.entry](*descriptors, *([Base(0)] * workspaces), scale, *integers)
 
     with small_steps(), ThreadPoolExecutor(at_once) as multiprocessors:

@@ -59,17 +59,16 @@ def emulate_backward(
     descriptors = [Descriptor(one, memory[name]) for name, (one,) in made.items()]
     sums = Sums(shapes[1][0] * shapes[1][1], config.block_m, width)
     key_tile = [plain(module.ROWS), plain(module.WIDTH)]
-    source = compile(counted(kernel), kernel.entry, "exec")
     with small_steps():
         for number in range(programs):
             program = Program(number, programs, module)
             names = program.names()
             names |= {
-                "hidden": lambda value: value,
-                "fresh_zeros": lambda: Tensor(np.zeros(key_tile)),
-                "spread": lambda row: row.load(None),
-                "add_sums": sums.add,
+                "opaque": lambda value: value,
+                "opaque_zeros": lambda: Tensor(np.zeros(key_tile)),
+                "broadcast_row": lambda row: row.load(None),
+                "atomic_add": sums.add,
             }
-            exec(source, names)
+            exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
             names[kernel.entry](*descriptors, sums, *numbers, *integers)
     return sums.tiles.reshape(shapes[1][0], -1, width)

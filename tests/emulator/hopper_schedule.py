@@ -19,27 +19,44 @@ def kernel_of(problem: Problem, **changes: Any) -> Kernel:
 
 
 def in_python(kernel: Kernel, name: str) -> Callable[..., Any]:
-    """An integer function of the kernel's source, as a Python function."""
-    (function,) = (node for node in ast.parse(kernel.source).body if getattr(node, "name", "") == name)
-    assert isinstance(function, ast.FunctionDef)
-    function.decorator_list = []
+    """An integer function or a method of the kernel's scheduler, as a Python function.
+
+    A method gets the scheduler's fields after its arguments. A function of blocks gets the lengths of the
+    sequence in place of a tile.
+    """
+    tree = ast.parse(kernel.source)
+    wanted = [node for node in tree.body if getattr(node, "name", "") in {"Tile", "TileScheduler", name}]
     gl = SimpleNamespace(
         where=lambda test, yes, no: yes if test else no,
         minimum=min,
         maximum=max,
         load=lambda place: place.values[place.offset],
+        tensor=int,
+        constexpr=int,
     )
     module = load_module(kernel)
-    constants = {name: getattr(module, name, None) for name in ("BLOCK_N", "PACK", "TILE", "LEFT", "RIGHT")}
+    constants = {
+        name: getattr(module, name, None) for name in ("BLOCK_N", "PACK", "TILE_POSITIONS", "LEFT", "RIGHT")
+    }
     names: dict[str, Any] = {
         "gl": gl,
+        "gluon": SimpleNamespace(jit=lambda one: one, constexpr_function=lambda one: one),
+        "aggregate": lambda one: one,
         **{name: one.value for name, one in constants.items() if one is not None},
     }
-    if name == "seek":
-        names["locate"] = in_python(kernel, "locate")
-    exec(compile(ast.Module([function], []), name, "exec"), names)
-    found: Callable[..., Any] = names[name]
-    return found
+    exec(compile(ast.Module(wanted, []), name, "exec"), names)
+    if name in names:
+        return lambda m_start, span, seqlen_q, seqlen_kv: names[name](
+            SimpleNamespace(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), m_start, span
+        )
+    fields = [*names["TileScheduler"].__annotations__]
+
+    def method(index: int, num_programs: int, *schedule: Any) -> Any:
+        # Fields that a test leaves out are not used.
+        scheduler = names["TileScheduler"](*schedule, *[None] * (len(fields) - len(schedule)))
+        return getattr(scheduler, name)(index, num_programs)
+
+    return method
 
 
 class Place(NamedTuple):
@@ -60,7 +77,7 @@ LOCATES = {
     for pack in (1, 4)
 }
 COUNTS = {
-    causal: in_python(kernel_of(problem), "count_blocks")
+    causal: in_python(kernel_of(problem), "get_n_block_max")
     for causal in Causal
     for problem in [a_problem(64, causal=causal)]
 }

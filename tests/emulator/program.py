@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -35,11 +35,6 @@ from tests.emulator.hardware import (
 )
 from tests.emulator.inline_ptx import emulate_ptx
 
-FORWARD_ROLES = {"next_slot", "locate", "seek", "count_blocks", "skip_blocks", "produce", "weigh", "consume"}
-# Functions of dropout.
-DRAWING = {"scrambled", "random_rows", "drop"}
-ROLES = FORWARD_ROLES | DRAWING | {"issue_query_grads", "keep_order"}
-
 
 def identity(function: Any = None, **_: object) -> Any:
     """Replaces decorators with and without options."""
@@ -55,6 +50,7 @@ class Program:
         self.turns = [Turn(self.clock) for _ in range(self.groups)]
         self.grown: dict[int, bool] = {}
         self.kept: dict[int, Tensor] = {}
+        self.scope: dict[str, Any] = {}
 
     @property
     def groups(self) -> int:
@@ -67,16 +63,17 @@ class Program:
         constants = {
             name: getattr(one, "value", one) for name, one in vars(self.module).items() if name.isupper()
         }
-        return {
+        self.scope = {
             **constants,
             "gl": self.language(),
+            "aggregate": identity,
             "triton": SimpleNamespace(jit=identity),
             "gluon": SimpleNamespace(jit=identity, constexpr_function=identity),
             "mbarrier": SimpleNamespace(
                 init=self.init_barrier,
                 wait=self.wait,
                 expect=lambda barrier, size: barrier.change(1, int(size)),
-                arrive=lambda barrier: barrier.change(1, 0),
+                arrive=lambda barrier, pred=True: barrier.change(1, 0) if pred else None,
             ),
             "tma": SimpleNamespace(store_wait=lambda _: None),
             "copy_in": self.copy_in,
@@ -84,6 +81,14 @@ class Program:
             "fence_async_shared": lambda: None,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else tuple(deps),
+            "wait_named_barrier": lambda group: self.turns[group].sync(),
+            "signal_named_barrier": lambda group: self.turns[(group + 1) % count].arrive(),
+            "declare_vote": lambda _: None,
+            "vote_rescale": lambda grows, group: self.grown.update({group: bool(grows.values.any())}),
+            "needs_rescale": lambda group: self.grown[group],
+            "declare_p": lambda _: None,
+            "store_p": self.store_p,
+            "load_p": lambda group: self.kept[group],
             "take_turn": lambda group: self.turns[group].sync(),
             "pass_turn": lambda group: self.turns[(group + 1) % count].arrive(),
             "declare_growth": lambda _: None,
@@ -95,6 +100,15 @@ class Program:
             "kept_weights": lambda group: self.kept[group],
             "rounded": lambda weights: weights,
         }
+        return self.scope
+
+    def store_p(self, p: Tensor, place: Any) -> None:
+        """Stores 8-bit probabilities in shared memory, or in the registers of a group."""
+        p = self.scope["in_fours"](p)
+        if isinstance(place, Shared):
+            place.store(p)
+        else:
+            self.kept[place] = p
 
     def language(self) -> SimpleNamespace:
         def where(test: Any, yes: Any, no: Any) -> Any:
@@ -118,6 +132,10 @@ class Program:
 
         return SimpleNamespace(
             constexpr=lambda value: value,
+            tensor=object,
+            tuple=tuple,
+            shared_memory_descriptor=object,
+            to_tensor=lambda value: value,
             bfloat16="bf16",
             float16="fp16",
             float8e4nv="e4m3",
@@ -227,18 +245,27 @@ def emulate(
     planned = () if tensors[0].dtype is E4M3 else beside
     starts = [torch.empty(one.shape, device="meta") for one in planned]
     integers = module.launch_plan(*tensors, *starts)[2]
-    source = counted(kernel)
     with small_steps():
         for number in range(programs):
             program = Program(number, programs, module)
             names = program.names()
-            exec(compile(source, kernel.entry, "exec"), names)
+            exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
             pointers = [Pointer(one.reshape(-1)) for one in (*beside, *workspaces)]
             names[kernel.entry](*descriptors, Pointer(lse), *pointers, scale, *numbers, *integers)
 
 
-def counted(kernel: Kernel) -> ast.Module:
-    """The functions of a kernel's roles, without integer conversions other than those to 32-bit words."""
+def _is_run(node: ast.stmt, emulated: Collection[str]) -> bool:
+    """Returns whether a statement defines a jitted function or an aggregate without an emulation."""
+    if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name in emulated:
+        return False
+    return any(ast.unparse(one).startswith(("gluon.jit", "aggregate")) for one in node.decorator_list)
+
+
+def counted(kernel: Kernel, emulated: Collection[str]) -> ast.Module:
+    """Returns the aggregates and the jitted functions of a kernel that have no emulation.
+
+    Integer conversions are removed, except for those to 32-bit words.
+    """
 
     class Widths(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -250,9 +277,7 @@ def counted(kernel: Kernel) -> ast.Module:
                 return ast.Call(ast.Name("as_word", ast.Load()), [node.func.value], [])
             return node.func.value if ast.unparse(node).endswith(".to(gl.int64)") else node
 
-    functions = [node for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)]
-    functions_run = ROLES | {kernel.entry}
-    roles: list[ast.stmt] = [node for node in functions if node.name in functions_run]
+    roles: list[ast.stmt] = [node for node in ast.parse(kernel.source).body if _is_run(node, emulated)]
     module = ast.Module(roles, [])
     Widths().visit(module)
     return ast.fix_missing_locations(module)

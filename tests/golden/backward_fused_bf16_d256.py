@@ -6,7 +6,7 @@ With         no features
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop False,
              transpose_dq True, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 4e6e0caacd20
+Template     backward_fused 8f1087ec10b3
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -181,7 +181,6 @@ def backward_fused(
     )
     dv_sum = tl.zeros([BLOCK_N, 256], tl.float32)
     scale_log2 = scale * LOG2_E
-    # Up to which query some, or all, of them lie behind its start.
     band_stop = seqlen_q
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
     band_blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_M)
@@ -216,15 +215,15 @@ def backward_fused(
             other=0.0,
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
-        dweights = tl.dot(v_tile, dout_tile.T)
+        dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        dscores = weights * (dweights - row_delta[None, :])
-        low_scores = dscores.to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_scores, q_tile, dk_sum)
+        ds = weights * (dp - row_delta[None, :])
+        low_ds = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_ds, q_tile, dk_sum)
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
         # [BLOCK_M, 256]
-        dq_tile = tl.dot(k_tile.T, low_scores).T
+        dq_tile = tl.dot(k_tile.T, low_ds).T
         if COPY_ENGINE:
             dq_sums.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
         else:

@@ -6,7 +6,7 @@ With         dropout
 Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 4e6e0caacd20
+Template     backward_fused 8f1087ec10b3
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -223,7 +223,6 @@ def backward_fused(
     kept_factor = 1.0 / (1.0 - dropout)
     # Of a constant the compiler would make a choice among 16-bit numbers, which takes longer.
     nothing = dropout * 0.0
-    # Up to which query some, or all, of them lie behind its start.
     band_stop = seqlen_q
     open_stop = seqlen_q
     open_stop = tl.maximum(open_stop, 0) // BLOCK_M * BLOCK_M
@@ -260,16 +259,16 @@ def backward_fused(
             dout_base + queries[:, None] * stride_dos + columns_64[None, :],
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
-        dweights = tl.dot(v_tile, dout_tile.T)
+        dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries)
         # The score of what is dropped has a gradient all the same.
-        dscores = kept_weights * (dweights * kept_factor) - weights * row_delta[None, :]
-        low_scores = dscores.to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_scores, q_tile, dk_sum)
+        ds = kept_weights * (dp * kept_factor) - weights * row_delta[None, :]
+        low_ds = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_ds, q_tile, dk_sum)
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_scores.T, k_tile)
+        dq_tile = tl.dot(low_ds.T, k_tile)
         if COPY_ENGINE:
             dq_sums.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
         else:
@@ -314,16 +313,16 @@ def backward_fused(
             other=0.0,
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
-        dweights = tl.dot(v_tile, dout_tile.T)
+        dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
         # The score of what is dropped has a gradient all the same.
-        dscores = kept_weights * (dweights * kept_factor) - weights * row_delta[None, :]
-        low_scores = dscores.to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_scores, q_tile, dk_sum)
+        ds = kept_weights * (dp * kept_factor) - weights * row_delta[None, :]
+        low_ds = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_ds, q_tile, dk_sum)
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_scores.T, k_tile)
+        dq_tile = tl.dot(low_ds.T, k_tile)
         if COPY_ENGINE:
             dq_sums.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
         else:

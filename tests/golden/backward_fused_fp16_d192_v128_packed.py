@@ -6,7 +6,7 @@ With         alibi, varlen
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim True, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 4e6e0caacd20
+Template     backward_fused 8f1087ec10b3
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -56,6 +56,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 SEARCHED = tl.constexpr(256)
 # Triton's interpreter has no reductions by the copy engine: there atomics do the same.
 COPY_ENGINE = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def query_start(key, diagonal):
+    """Returns the first query that sees a key: by causality, or by the right window and the chunk."""
+    query = key
+    return tl.maximum(query - diagonal, 0)
 
 
 @triton.jit
@@ -223,10 +230,8 @@ def backward_fused(
     scale_log2 = scale * LOG2_E
     key_numbers = keys.to(tl.float32)
     last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
-    # From which query on some, or all, of the keys lie before the end of what is seen.
-    band_begin = tl.maximum(key_begin - diagonal, 0)
-    open_begin = tl.maximum(last_key - diagonal, 0)
-    # Up to which query some, or all, of them lie behind its start.
+    band_begin = query_start(key_begin, diagonal)
+    open_begin = query_start(last_key, diagonal)
     band_stop = seqlen_q
     open_stop = seqlen_q
     band_begin = band_begin // BLOCK_M * BLOCK_M
@@ -271,17 +276,17 @@ def backward_fused(
             dout_base + queries[:, None] * stride_dos + columns_128[None, :],
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
-        dweights = tl.dot(v_tile, dout_tile.T)
+        dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries)
-        dscores = weights * (dweights - row_delta[None, :])
-        tl.atomic_add(dslopes + sequence * heads + head, -tl.sum(dscores * distance), sem="relaxed")
-        low_scores = dscores.to(q.dtype.element_ty)
-        dk_sum_0 = tl.dot(low_scores, q_tile_0, dk_sum_0)
-        dk_sum_1 = tl.dot(low_scores, q_tile_1, dk_sum_1)
+        ds = weights * (dp - row_delta[None, :])
+        tl.atomic_add(dslopes + sequence * heads + head, -tl.sum(ds * distance), sem="relaxed")
+        low_ds = ds.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(low_ds, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(low_ds, q_tile_1, dk_sum_1)
         sum_block = head * (all_queries // BLOCK_M + sequences) + first_row // BLOCK_M + sequence + start // BLOCK_M
         # [BLOCK_M, 128]
-        dq_tile = tl.dot(low_scores.T, k_tile_0)
+        dq_tile = tl.dot(low_ds.T, k_tile_0)
         if COPY_ENGINE:
             dq_sums_0.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
         else:
@@ -289,7 +294,7 @@ def backward_fused(
             sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_128[None, :]
             tl.atomic_add(sums_at, dq_tile, sem="relaxed")
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_scores.T, k_tile_1)
+        dq_tile = tl.dot(low_ds.T, k_tile_1)
         if COPY_ENGINE:
             dq_sums_1.atomic_add([sum_block * BLOCK_M, 128], dq_tile)
         else:
@@ -346,17 +351,17 @@ def backward_fused(
             other=0.0,
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
-        dweights = tl.dot(v_tile, dout_tile.T)
+        dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        dscores = weights * (dweights - row_delta[None, :])
-        tl.atomic_add(dslopes + sequence * heads + head, -tl.sum(dscores * distance), sem="relaxed")
-        low_scores = dscores.to(q.dtype.element_ty)
-        dk_sum_0 = tl.dot(low_scores, q_tile_0, dk_sum_0)
-        dk_sum_1 = tl.dot(low_scores, q_tile_1, dk_sum_1)
+        ds = weights * (dp - row_delta[None, :])
+        tl.atomic_add(dslopes + sequence * heads + head, -tl.sum(ds * distance), sem="relaxed")
+        low_ds = ds.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(low_ds, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(low_ds, q_tile_1, dk_sum_1)
         sum_block = head * (all_queries // BLOCK_M + sequences) + first_row // BLOCK_M + sequence + start // BLOCK_M
         # [BLOCK_M, 128]
-        dq_tile = tl.dot(low_scores.T, k_tile_0)
+        dq_tile = tl.dot(low_ds.T, k_tile_0)
         if COPY_ENGINE:
             dq_sums_0.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
         else:
@@ -364,7 +369,7 @@ def backward_fused(
             sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_128[None, :]
             tl.atomic_add(sums_at, dq_tile, sem="relaxed")
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_scores.T, k_tile_1)
+        dq_tile = tl.dot(low_ds.T, k_tile_1)
         if COPY_ENGINE:
             dq_sums_1.atomic_add([sum_block * BLOCK_M, 128], dq_tile)
         else:

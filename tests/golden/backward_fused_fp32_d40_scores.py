@@ -6,7 +6,7 @@ With         attention_chunk, bias, prefix, seqlens_k, softcap, gradient of the 
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction atomics, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 4e6e0caacd20
+Template     backward_fused 8f1087ec10b3
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -54,6 +54,20 @@ HEAD_DIM = tl.constexpr(40)
 VALUE_HEAD_DIM = tl.constexpr(24)
 LOG2_E = tl.constexpr(1.4426950408889634)
 CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def query_start(key, diagonal):
+    """Returns the first query that sees a key: by causality, or by the right window and the chunk."""
+    query = key // CHUNK * CHUNK
+    return tl.maximum(query - diagonal, 0)
+
+
+@triton.jit
+def query_stop(key, diagonal, seqlen_q):
+    """Returns the query after the last one that sees a key, by the left window and the chunk."""
+    query = key // CHUNK * CHUNK + CHUNK
+    return tl.minimum(query - diagonal, seqlen_q)
 
 
 @triton.jit
@@ -201,12 +215,10 @@ def backward_fused(
     bias_keys = tl.minimum(keys, seqlen_kv - 1)
     dbias_rows = query_offsets * all_keys
     last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
-    # From which query on some, or all, of the keys lie before the end of what is seen.
-    band_begin = tl.maximum(key_begin // CHUNK * CHUNK - diagonal, 0)
-    open_begin = tl.maximum(last_key // CHUNK * CHUNK - diagonal, 0)
-    # Up to which query some, or all, of them lie behind its start.
-    band_stop = tl.minimum(last_key // CHUNK * CHUNK + CHUNK - diagonal, seqlen_q)
-    open_stop = tl.minimum(key_begin // CHUNK * CHUNK + CHUNK - diagonal, seqlen_q)
+    band_begin = query_start(key_begin, diagonal)
+    open_begin = query_start(last_key, diagonal)
+    band_stop = query_stop(last_key, diagonal, seqlen_q)
+    open_stop = query_stop(key_begin, diagonal, seqlen_q)
     # All queries see the keys of the prefix.
     band_begin = tl.where(key_begin < prefix_end, 0, band_begin)
     # The first keys are seen however far back.
@@ -265,17 +277,17 @@ def backward_fused(
             other=0.0,
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum, input_precision="ieee")
-        dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
+        dp = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries)
-        dscores = weights * (dweights - row_delta[None, :])
+        ds = weights * (dp - row_delta[None, :])
         dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
-        tl.store(dbias_at, dscores.to(q.dtype.element_ty))
-        low_scores = (dscores * steepness).to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_scores, q_tile, dk_sum, input_precision="ieee")
+        tl.store(dbias_at, ds.to(q.dtype.element_ty))
+        low_ds = (ds * steepness).to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_ds, q_tile, dk_sum, input_precision="ieee")
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_scores.T, k_tile, input_precision="ieee")
+        dq_tile = tl.dot(low_ds.T, k_tile, input_precision="ieee")
         sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
         sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
         tl.atomic_add(sums_at, dq_tile, mask=(columns_64 < HEAD_DIM)[None, :], sem="relaxed")
@@ -336,17 +348,17 @@ def backward_fused(
             other=0.0,
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum, input_precision="ieee")
-        dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
+        dp = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        dscores = weights * (dweights - row_delta[None, :])
+        ds = weights * (dp - row_delta[None, :])
         dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
-        tl.store(dbias_at, dscores.to(q.dtype.element_ty), mask=query_exists[None, :] & (keys < all_keys)[:, None])
-        low_scores = (dscores * steepness).to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_scores, q_tile, dk_sum, input_precision="ieee")
+        tl.store(dbias_at, ds.to(q.dtype.element_ty), mask=query_exists[None, :] & (keys < all_keys)[:, None])
+        low_ds = (ds * steepness).to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_ds, q_tile, dk_sum, input_precision="ieee")
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_scores.T, k_tile, input_precision="ieee")
+        dq_tile = tl.dot(low_ds.T, k_tile, input_precision="ieee")
         sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
         sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
         tl.atomic_add(sums_at, dq_tile, mask=(columns_64 < HEAD_DIM)[None, :], sem="relaxed")

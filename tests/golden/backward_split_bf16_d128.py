@@ -6,7 +6,7 @@ With         no features
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
              split_masked_loop False, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 396b96180615
+Template     backward_split d24651bcd79b
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -169,7 +169,6 @@ def backward_split(
     )
     dv_sum = tl.zeros([BLOCK_N, 128], tl.float32)
     scale_log2 = scale * LOG2_E
-    # Up to which query some, or all, of them lie behind its start.
     band_stop = seqlen_q
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
     band_blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_M)
@@ -202,12 +201,12 @@ def backward_split(
             other=0.0,
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
-        dweights = tl.dot(v_tile, dout_tile.T)
+        dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        dscores = weights * (dweights - row_delta[None, :])
-        low_scores = dscores.to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_scores, q_tile, dk_sum)
+        ds = weights * (dp - row_delta[None, :])
+        low_ds = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_ds, q_tile, dk_sum)
 
     dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
     tl.store(
@@ -310,10 +309,10 @@ def gradient_of_queries(
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        dweights = tl.dot(dout_tile, v_tile.T)
-        dscores = weights * (dweights - row_delta[:, None])
-        low_scores = dscores.to(q.dtype.element_ty)
-        dq_sum = tl.dot(low_scores, k_tile, dq_sum)
+        dp = tl.dot(dout_tile, v_tile.T)
+        ds = weights * (dp - row_delta[:, None])
+        low_ds = ds.to(q.dtype.element_ty)
+        dq_sum = tl.dot(low_ds, k_tile, dq_sum)
     dq_tile = (dq_sum * scale).to(dq.dtype.element_ty)
     tl.store(
         dq_base + queries[:, None] * stride_dqs + columns_128[None, :],

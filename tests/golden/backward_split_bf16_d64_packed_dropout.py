@@ -6,7 +6,7 @@ With         alibi, dropout, varlen
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 396b96180615
+Template     backward_split d24651bcd79b
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -87,6 +87,13 @@ def stays(row_first, row_second, keys, dropout):
     word = (product >> 32).to(tl.uint32) ^ product.to(tl.uint32) ^ row_second
     fallen_words = tl.full([1, 1], dropout, tl.float32) * 4294967296.0
     return word * 0xAC4C1B51 >= fallen_words.to(tl.uint32)
+
+
+@triton.jit
+def query_start(key, diagonal):
+    """Returns the first query that sees a key: by causality, or by the right window and the chunk."""
+    query = key
+    return tl.maximum(query - diagonal, 0)
 
 
 @triton.jit
@@ -246,9 +253,7 @@ def backward_split(
     nothing = dropout * 0.0
     slope_base = key_row
     slope_sum = tl.zeros([BLOCK_N], tl.float32)
-    # From which query on some, or all, of the keys lie before the end of what is seen.
-    band_begin = tl.maximum(key_begin - diagonal, 0)
-    # Up to which query some, or all, of them lie behind its start.
+    band_begin = query_start(key_begin, diagonal)
     band_stop = seqlen_q
     band_begin = band_begin // BLOCK_M * BLOCK_M
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
@@ -301,16 +306,16 @@ def backward_split(
             other=0.0,
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
-        dweights = tl.dot(v_tile, dout_tile.T)
+        dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
         # The score of what is dropped has a gradient all the same.
-        dscores = kept_weights * (dweights * kept_factor) - weights * row_delta[None, :]
-        slope_sum = tl.where(block == 0, 0.0, slope_sum) - tl.sum(dscores * distance, 1)
+        ds = kept_weights * (dp * kept_factor) - weights * row_delta[None, :]
+        slope_sum = tl.where(block == 0, 0.0, slope_sum) - tl.sum(ds * distance, 1)
         slope_at = workspace_2 + slope_base + head.to(tl.int64) * slope_stride + keys
         tl.store(slope_at, slope_sum, mask=key_exists)
-        low_scores = dscores.to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_scores, q_tile, dk_sum)
+        low_ds = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_ds, q_tile, dk_sum)
 
     dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
     tl.store(
@@ -452,12 +457,12 @@ def gradient_of_queries(
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_64[None, :],
         )
-        dweights = tl.dot(dout_tile, v_tile.T)
+        dp = tl.dot(dout_tile, v_tile.T)
         staying = stays(row_first[:, None], row_second[:, None], keys[None, :], dropout)
-        dweights = tl.where(staying, dweights, 0.0) * kept_factor
-        dscores = weights * (dweights - row_delta[:, None])
-        low_scores = dscores.to(q.dtype.element_ty)
-        dq_sum = tl.dot(low_scores, k_tile, dq_sum)
+        dp = tl.where(staying, dp, 0.0) * kept_factor
+        ds = weights * (dp - row_delta[:, None])
+        low_ds = ds.to(q.dtype.element_ty)
+        dq_sum = tl.dot(low_ds, k_tile, dq_sum)
 
     for start in tl.range(open_stop, band_stop, BLOCK_N):
         keys = start + key_offsets
@@ -480,12 +485,12 @@ def gradient_of_queries(
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        dweights = tl.dot(dout_tile, v_tile.T)
+        dp = tl.dot(dout_tile, v_tile.T)
         staying = stays(row_first[:, None], row_second[:, None], keys[None, :], dropout)
-        dweights = tl.where(staying, dweights, 0.0) * kept_factor
-        dscores = weights * (dweights - row_delta[:, None])
-        low_scores = dscores.to(q.dtype.element_ty)
-        dq_sum = tl.dot(low_scores, k_tile, dq_sum)
+        dp = tl.where(staying, dp, 0.0) * kept_factor
+        ds = weights * (dp - row_delta[:, None])
+        low_ds = ds.to(q.dtype.element_ty)
+        dq_sum = tl.dot(low_ds, k_tile, dq_sum)
     if tile == 0:
         # The gradient of the head's slope is the sum over the keys of the sequence.
         slope_at = workspace_2 + head.to(tl.int64) * slope_stride + first_key

@@ -6,7 +6,7 @@ With         sink_tokens, sinks, window
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim True, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 396b96180615
+Template     backward_split d24651bcd79b
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -56,6 +56,20 @@ VALUE_HEAD_DIM = tl.constexpr(128)
 LOG2_E = tl.constexpr(1.4426950408889634)
 WINDOW_LEFT = tl.constexpr(1024)
 FIRST_TOKENS = tl.constexpr(4)
+
+
+@triton.jit
+def query_start(key, diagonal):
+    """Returns the first query that sees a key: by causality, or by the right window and the chunk."""
+    query = key
+    return tl.maximum(query - diagonal, 0)
+
+
+@triton.jit
+def query_stop(key, diagonal, seqlen_q):
+    """Returns the query after the last one that sees a key, by the left window and the chunk."""
+    query = key + WINDOW_LEFT + 1
+    return tl.minimum(query - diagonal, seqlen_q)
 
 
 @triton.jit
@@ -178,14 +192,13 @@ def backward_split(
         other=0.0,
     )
     dv_sum = tl.zeros([BLOCK_N, 128], tl.float32)
+    diagonal = 0
     scale_log2 = scale * LOG2_E
     last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
-    # From which query on some, or all, of the keys lie before the end of what is seen.
-    band_begin = tl.maximum(key_begin, 0)
-    open_begin = tl.maximum(last_key, 0)
-    # Up to which query some, or all, of them lie behind its start.
-    band_stop = tl.minimum(last_key + WINDOW_LEFT + 1, seqlen_q)
-    open_stop = tl.minimum(key_begin + WINDOW_LEFT + 1, seqlen_q)
+    band_begin = query_start(key_begin, diagonal)
+    open_begin = query_start(last_key, diagonal)
+    band_stop = query_stop(last_key, diagonal, seqlen_q)
+    open_stop = query_stop(key_begin, diagonal, seqlen_q)
     # The first keys are seen however far back.
     band_stop = tl.where(key_begin < FIRST_TOKENS, seqlen_q, band_stop)
     band_begin = band_begin // BLOCK_M * BLOCK_M
@@ -222,13 +235,13 @@ def backward_split(
             dout_base + queries[:, None] * stride_dos + columns_128[None, :],
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
-        dweights = tl.dot(v_tile, dout_tile.T)
+        dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries)
-        dscores = weights * (dweights - row_delta[None, :])
-        low_scores = dscores.to(q.dtype.element_ty)
-        dk_sum_0 = tl.dot(low_scores, q_tile_0, dk_sum_0)
-        dk_sum_1 = tl.dot(low_scores, q_tile_1, dk_sum_1)
+        ds = weights * (dp - row_delta[None, :])
+        low_ds = ds.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(low_ds, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(low_ds, q_tile_1, dk_sum_1)
     # Blocks that some queries see in part, or where some are missing: on both sides of the others.
     right_begin = tl.maximum(open_begin, open_stop)
     left_blocks = tl.cdiv(tl.maximum(tl.minimum(open_begin, band_stop) - band_begin, 0), BLOCK_M)
@@ -245,7 +258,7 @@ def backward_split(
         row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
         queries = start + query_offsets
         query_exists = queries < seqlen_q
-        places = queries
+        places = queries + diagonal
         row_end = tl.minimum(places + 1, seqlen_kv)
         row_lifted = tl.minimum(row_end, FIRST_TOKENS)
         row_start = tl.maximum(places - WINDOW_LEFT, 0)
@@ -277,13 +290,13 @@ def backward_split(
             other=0.0,
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
-        dweights = tl.dot(v_tile, dout_tile.T)
+        dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        dscores = weights * (dweights - row_delta[None, :])
-        low_scores = dscores.to(q.dtype.element_ty)
-        dk_sum_0 = tl.dot(low_scores, q_tile_0, dk_sum_0)
-        dk_sum_1 = tl.dot(low_scores, q_tile_1, dk_sum_1)
+        ds = weights * (dp - row_delta[None, :])
+        low_ds = ds.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(low_ds, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(low_ds, q_tile_1, dk_sum_1)
 
     dk_tile_0 = (dk_sum_0 * scale).to(dk.dtype.element_ty)
     tl.store(
@@ -379,9 +392,10 @@ def gradient_of_queries(
     row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
     dq_sum_0 = tl.zeros([BLOCK_M, 128], tl.float32)
     dq_sum_1 = tl.zeros([BLOCK_M, 64], tl.float32)
-    places = queries
-    first_place = first_query
-    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1
+    diagonal = 0
+    places = queries + diagonal
+    first_place = first_query + diagonal
+    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
     row_end = tl.minimum(places + 1, seqlen_kv)
     row_lifted = tl.minimum(row_end, FIRST_TOKENS)
     row_start = tl.maximum(places - WINDOW_LEFT, 0)
@@ -416,11 +430,11 @@ def gradient_of_queries(
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_128[None, :],
         )
-        dweights = tl.dot(dout_tile, v_tile.T)
-        dscores = weights * (dweights - row_delta[:, None])
-        low_scores = dscores.to(q.dtype.element_ty)
-        dq_sum_0 = tl.dot(low_scores, k_tile_0, dq_sum_0)
-        dq_sum_1 = tl.dot(low_scores, k_tile_1, dq_sum_1)
+        dp = tl.dot(dout_tile, v_tile.T)
+        ds = weights * (dp - row_delta[:, None])
+        low_ds = ds.to(q.dtype.element_ty)
+        dq_sum_0 = tl.dot(low_ds, k_tile_0, dq_sum_0)
+        dq_sum_1 = tl.dot(low_ds, k_tile_1, dq_sum_1)
 
     lifted_blocks = lifted_stop // BLOCK_N
     # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
@@ -457,11 +471,11 @@ def gradient_of_queries(
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        dweights = tl.dot(dout_tile, v_tile.T)
-        dscores = weights * (dweights - row_delta[:, None])
-        low_scores = dscores.to(q.dtype.element_ty)
-        dq_sum_0 = tl.dot(low_scores, k_tile_0, dq_sum_0)
-        dq_sum_1 = tl.dot(low_scores, k_tile_1, dq_sum_1)
+        dp = tl.dot(dout_tile, v_tile.T)
+        ds = weights * (dp - row_delta[:, None])
+        low_ds = ds.to(q.dtype.element_ty)
+        dq_sum_0 = tl.dot(low_ds, k_tile_0, dq_sum_0)
+        dq_sum_1 = tl.dot(low_ds, k_tile_1, dq_sum_1)
     dq_tile_0 = (dq_sum_0 * scale).to(dq.dtype.element_ty)
     tl.store(
         dq_base + queries[:, None] * stride_dqs + columns_128[None, :],

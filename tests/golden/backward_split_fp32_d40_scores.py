@@ -6,7 +6,7 @@ With         alibi, attention_chunk, bias, prefix, seqlens_k, softcap, gradient 
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split 396b96180615
+Template     backward_split d24651bcd79b
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -55,6 +55,20 @@ HEAD_DIM = tl.constexpr(40)
 VALUE_HEAD_DIM = tl.constexpr(24)
 LOG2_E = tl.constexpr(1.4426950408889634)
 CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def query_start(key, diagonal):
+    """Returns the first query that sees a key: by causality, or by the right window and the chunk."""
+    query = key // CHUNK * CHUNK
+    return tl.maximum(query - diagonal, 0)
+
+
+@triton.jit
+def query_stop(key, diagonal, seqlen_q):
+    """Returns the query after the last one that sees a key, by the left window and the chunk."""
+    query = key // CHUNK * CHUNK + CHUNK
+    return tl.minimum(query - diagonal, seqlen_q)
 
 
 @triton.jit
@@ -199,10 +213,8 @@ def backward_split(
     slope_base = (sequence * heads).to(tl.int64) * slope_stride
     slope_sum = tl.zeros([BLOCK_N], tl.float32)
     last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
-    # From which query on some, or all, of the keys lie before the end of what is seen.
-    band_begin = tl.maximum(key_begin // CHUNK * CHUNK - diagonal, 0)
-    # Up to which query some, or all, of them lie behind its start.
-    band_stop = tl.minimum(last_key // CHUNK * CHUNK + CHUNK - diagonal, seqlen_q)
+    band_begin = query_start(key_begin, diagonal)
+    band_stop = query_stop(last_key, diagonal, seqlen_q)
     # All queries see the keys of the prefix.
     band_begin = tl.where(key_begin < prefix_end, 0, band_begin)
     # The first keys are seen however far back.
@@ -273,15 +285,15 @@ def backward_split(
             other=0.0,
         )
         dv_sum = tl.dot(low_weights, dout_tile, dv_sum, input_precision="ieee")
-        dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
+        dp = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        dscores = weights * (dweights - row_delta[None, :])
-        slope_sum = tl.where(block == 0, 0.0, slope_sum) - tl.sum(dscores * distance, 1)
+        ds = weights * (dp - row_delta[None, :])
+        slope_sum = tl.where(block == 0, 0.0, slope_sum) - tl.sum(ds * distance, 1)
         slope_at = workspace_2 + slope_base + head.to(tl.int64) * slope_stride + keys
         tl.store(slope_at, slope_sum, mask=key_exists)
-        low_scores = (dscores * steepness).to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_scores, q_tile, dk_sum, input_precision="ieee")
+        low_ds = (ds * steepness).to(q.dtype.element_ty)
+        dk_sum = tl.dot(low_ds, q_tile, dk_sum, input_precision="ieee")
 
     dk_sum = tl.where(key_exists[:, None], dk_sum, 0.0)
     dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
@@ -449,12 +461,12 @@ def gradient_of_queries(
             mask=(columns_32 < VALUE_HEAD_DIM)[None, :],
             other=0.0,
         )
-        dweights = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
-        dscores = weights * (dweights - row_delta[:, None])
+        dp = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
+        ds = weights * (dp - row_delta[:, None])
         dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
-        tl.store(dbias_at, dscores.to(q.dtype.element_ty), mask=query_exists[:, None])
-        low_scores = (dscores * steepness).to(q.dtype.element_ty)
-        dq_sum = tl.dot(low_scores, k_tile, dq_sum, input_precision="ieee")
+        tl.store(dbias_at, ds.to(q.dtype.element_ty), mask=query_exists[:, None])
+        low_ds = (ds * steepness).to(q.dtype.element_ty)
+        dq_sum = tl.dot(low_ds, k_tile, dq_sum, input_precision="ieee")
 
     lifted_blocks = lifted_stop // BLOCK_N
     # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
@@ -501,12 +513,12 @@ def gradient_of_queries(
             mask=(keys < seqlen_kv)[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
             other=0.0,
         )
-        dweights = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
-        dscores = weights * (dweights - row_delta[:, None])
+        dp = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
+        ds = weights * (dp - row_delta[:, None])
         dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
-        tl.store(dbias_at, dscores.to(q.dtype.element_ty), mask=query_exists[:, None] & (keys < all_keys)[None, :])
-        low_scores = (dscores * steepness).to(q.dtype.element_ty)
-        dq_sum = tl.dot(low_scores, k_tile, dq_sum, input_precision="ieee")
+        tl.store(dbias_at, ds.to(q.dtype.element_ty), mask=query_exists[:, None] & (keys < all_keys)[None, :])
+        low_ds = (ds * steepness).to(q.dtype.element_ty)
+        dq_sum = tl.dot(low_ds, k_tile, dq_sum, input_precision="ieee")
     # Blocks of keys that no query of the tile sees add nothing.
     for start in tl.range(lifted_stop, tl.minimum(band_begin, all_keys), BLOCK_N):
         keys = start + key_offsets

@@ -4,22 +4,33 @@ Computes     fp16, head dim 576, value head dim 512, causal: bottom_right
 Keys         of each sequence in one piece, as many as seqlens_kv says; values are their first columns
 Config       4 queries and 16 heads a tile, 2 stages, 6 parts, overlap_pv False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     decode_latent_hopper 4a15279ce2b2
+Template     decode_latent_hopper 1ba63d797678
 
-All heads share one KV head, so that heads (and queries) fill the rows of a tile. A block of keys is
-copied in once, as the left and the right half of the values and the rest, and serves both products.
-The first group makes scores, weights, and the left half of the output; the second takes the weights
-from shared memory and makes the right half.
+All heads share one KV head, so that heads (and queries) are the rows of a tile. A block of keys is
+copied once, as the left and the right half of the values and the rest, and is in both products.
 
-Sub-notation
-  left, right, rest                 columns of a key: halves of the values, and what only scores need
-  *_desc                            what the copy engine knows of a tensor: shape, strides, tile
-  *_tiles                           a ring of tiles in shared memory
-  *_full, *_empty                   barriers of a ring: a tile has arrived, a tile may be overwritten
-  *_log2                            a quantity in units of log2, so that exp2 serves for exp
+Algorithm of one program
+  producer: copy q_tile; for each block of keys, from the last to the first: copy left, rest and right
+  first group, for each block:
+      scores = q_tile @ k_tile.T * scale_log2, and -inf where hidden
+      new_max = maximum of row_max and the rows of scores, if that exceeds row_max by SLACK; else row_max
+      weights, rescale = exp2(scores - new_max), exp2(row_max - new_max)
+      running_sum = running_sum * rescale + sums of the rows of weights
+      store weights and rescale for the second group
+      accumulator = accumulator * rescale + weights @ left
+  second group, for each block: accumulator = accumulator * rescale + weights @ right
+  out = accumulators / running_sum;  lse = row_max + log2(running_sum)
+
+Notation
+  left, right, rest                 columns of a key: halves of the values, and those that only scores need
+  *_desc                            TMA descriptor of a tensor: shape, strides, tile
+  tiles, full, empty                a ring of tiles in shared memory, and its barriers
+  *_log2                            a quantity in units of log2, so that exp2 replaces exp
 Tunables
-  POSITIONS, HEADS                  queries and heads of a tile
-  STAGES                            blocks of keys in flight
+  queries                           queries of a tile (POSITIONS); its other rows are HEADS
+  num_stages                        blocks of keys in flight: STAGES
+  num_splits                        parts of the keys of a sequence, combined by a second kernel
+  overlap_pv                        second group's product of a block during the first one's next softmax
 """
 
 import torch
@@ -35,6 +46,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+try:
+    from triton.experimental.gluon import aggregate
+except ImportError:  # before Triton 3.9
+    from triton.language.core import _aggregate as aggregate
 
 # Triton 3.9 renamed the copies.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -63,6 +79,91 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
+@aggregate
+class Ring:
+    """Tiles in shared memory, and their barriers: a tile has arrived, a tile may be overwritten."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+
+
+@aggregate
+class Queries:
+    """Halves of the queries and their rest, and the barrier of their arrival."""
+
+    tiles: gl.shared_memory_descriptor
+    rest_tile: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, rest_tile, full):
+        self.tiles = tiles
+        self.rest_tile = rest_tile
+        self.full = full
+
+
+@aggregate
+class Exchange:
+    """Data from the first group to the second: a ring of probabilities and factors of earlier output."""
+
+    tiles: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    final_factors: gl.shared_memory_descriptor
+    finished: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, factors, full, empty, final_factors, finished):
+        self.tiles = tiles
+        self.factors = factors
+        self.full = full
+        self.empty = empty
+        self.final_factors = final_factors
+        self.finished = finished
+
+
+@aggregate
+class Tiling:
+    """The numbers of tiles, heads, queries and keys, the splits, the lengths."""
+
+    tiles: gl.tensor
+    heads: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_kv: gl.tensor
+    all_heads: gl.tensor
+    splits: gl.tensor
+    seqlens_kv: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, heads, seqlen_q, seqlen_kv, all_heads, splits, seqlens_kv):
+        self.tiles = tiles
+        self.heads = heads
+        self.seqlen_q = seqlen_q
+        self.seqlen_kv = seqlen_kv
+        self.all_heads = all_heads
+        self.splits = splits
+        self.seqlens_kv = seqlens_kv
+
+
+@gluon.jit
+def make_barriers(SLOTS: gl.constexpr):
+    """Returns two barriers for each slot of a ring."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    return full, empty
+
+
 @gluon.jit
 def next_slot(stage, phase, STAGES: gl.constexpr):
     """The slot of a ring after this one; each time around, the parity of its barriers flips."""
@@ -71,25 +172,26 @@ def next_slot(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def locate(tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv):
+def locate(tiling):
     """What this program does: a sequence, its first head and query, and blocks of keys [begin, end).
 
     There is a block even where there is nothing to see: the sequence then counts as empty, and of its
     keys nothing is read. Tiles are innermost, so that programs that read the same keys run together.
     """
-    tile = gl.program_id(0) % tiles
-    split = gl.program_id(0) // tiles % splits
-    sequence = gl.program_id(0) // tiles // splits
-    head_tiles = (heads + HEADS - 1) // HEADS
+    seqlen_kv = tiling.seqlen_kv
+    tile = gl.program_id(0) % tiling.tiles
+    split = gl.program_id(0) // tiling.tiles % tiling.splits
+    sequence = gl.program_id(0) // tiling.tiles // tiling.splits
+    head_tiles = (tiling.heads + HEADS - 1) // HEADS
     head = tile % head_tiles * HEADS
     position = tile // head_tiles * POSITIONS
     # A length beyond the tensors counts as their end. A negative count of blocks would never end.
-    seqlen_kv = gl.maximum(gl.minimum(gl.load(seqlens_kv + sequence), seqlen_kv), 0)
-    diagonal = seqlen_kv - seqlen_q
-    last_key = gl.minimum(gl.minimum(position + POSITIONS, seqlen_q) + diagonal, seqlen_kv)
+    seqlen_kv = gl.maximum(gl.minimum(gl.load(tiling.seqlens_kv + sequence), seqlen_kv), 0)
+    diagonal = seqlen_kv - tiling.seqlen_q
+    last_key = gl.minimum(gl.minimum(position + POSITIONS, tiling.seqlen_q) + diagonal, seqlen_kv)
     blocks = (gl.maximum(last_key, 0) + BLOCK_N - 1) // BLOCK_N
-    begin = split * blocks // splits
-    end = (split + 1) * blocks // splits
+    begin = split * blocks // tiling.splits
+    end = (split + 1) * blocks // tiling.splits
     is_empty = begin == end
     seqlen_kv = gl.where(is_empty, 0, seqlen_kv)
     begin = gl.where(is_empty, 0, begin)
@@ -127,43 +229,36 @@ def has_grown(GROUP: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, q_tiles, q_rest_tile, q_full, left_tiles, right_tiles,
-    rest_tiles, left_full, left_empty, right_full, right_empty, rest_full, rest_empty, tiles, heads,
-    seqlen_q, seqlen_kv, splits, seqlens_kv,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, queries, left, right, rest, tiling,
 ):
     """Copies queries in, and blocks of keys from the last to the first."""
-    sequence, head, position, seqlen_kv, _, begin, end, _ = locate(tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv)
-    mbarrier.expect(q_full.index(0), 73728)
+    sequence, head, position, seqlen_kv, _, begin, end, _ = locate(tiling)
+    mbarrier.expect(queries.full.index(0), 73728)
     for half in gl.static_range(2):
-        copy_in(q_desc, [sequence, head, position, half * HALF], q_full.index(0), q_tiles.index(half))
-    copy_in(q_rest_desc, [sequence, head, position, 512], q_full.index(0), q_rest_tile.index(0))
+        copy_in(q_desc, [sequence, head, position, half * HALF], queries.full.index(0), queries.tiles.index(half))
+    copy_in(q_rest_desc, [sequence, head, position, 512], queries.full.index(0), queries.rest_tile.index(0))
     stage, phase = 0, 1
     for step in range(end - begin):
         block = end - 1 - step
         index, first_row, rows = sequence, block * BLOCK_N, seqlen_kv
-        mbarrier.wait(left_empty.index(stage), phase)
-        mbarrier.expect(left_full.index(stage), 32768)
-        copy_in(k_desc, [FAR, rows, index, FAR - rows + first_row, 0], left_full.index(stage), left_tiles.index(stage))
-        mbarrier.wait(rest_empty.index(0), (step & 1) ^ 1)
-        mbarrier.expect(rest_full.index(0), 8192)
-        copy_in(k_rest_desc, [FAR, rows, index, FAR - rows + first_row, 512], rest_full.index(0), rest_tiles.index(0))
-        mbarrier.wait(right_empty.index(stage), phase)
-        mbarrier.expect(right_full.index(stage), 32768)
-        copy_in(k_desc, [FAR, rows, index, FAR - rows + first_row, HALF], right_full.index(stage), right_tiles.index(stage))
+        mbarrier.wait(left.empty.index(stage), phase)
+        mbarrier.expect(left.full.index(stage), 32768)
+        copy_in(k_desc, [FAR, rows, index, FAR - rows + first_row, 0], left.full.index(stage), left.tiles.index(stage))
+        mbarrier.wait(rest.empty.index(0), (step & 1) ^ 1)
+        mbarrier.expect(rest.full.index(0), 8192)
+        copy_in(k_rest_desc, [FAR, rows, index, FAR - rows + first_row, 512], rest.full.index(0), rest.tiles.index(0))
+        mbarrier.wait(right.empty.index(stage), phase)
+        mbarrier.expect(right.full.index(stage), 32768)
+        copy_in(k_desc, [FAR, rows, index, FAR - rows + first_row, HALF], right.full.index(stage), right.tiles.index(stage))
         stage, phase = next_slot(stage, phase, STAGES)
 
 
 @gluon.jit
 def weigh(
-    q_tiles, q_rest_tile, q_full, left_tiles, right_tiles, rest_tiles, left_full, left_empty, right_full,
-    right_empty, rest_full, rest_empty, weight_tiles, factors, weights_full, weights_empty, final_factors,
-    finished, partial_out, partial_lse, all_heads, scale_log2, tiles, heads, seqlen_q, seqlen_kv, splits,
-    seqlens_kv,
+    queries, left, right, rest, exchange, out, lse, scale_log2, tiling,
 ):
     """The first group: scores and weights of all blocks, and the left half of the output."""
-    sequence, head, position, seqlen_kv, diagonal, begin, end, split = locate(
-        tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv
-    )
+    sequence, head, position, seqlen_kv, diagonal, begin, end, split = locate(tiling)
     key_offsets = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     row_positions = position + gl.arange(0, ROWS, SCORE_ROWS) % POSITIONS
     # Query i sees the keys before visible_end[i]; blocks before open_blocks are seen whole by all rows.
@@ -175,22 +270,22 @@ def weigh(
     k_stage, k_phase, v_stage = 0, 0, 0
 
     # The first block stands alone.
-    mbarrier.wait(q_full.index(0), 0)
-    mbarrier.wait(left_full.index(k_stage), k_phase)
-    q_tile = q_tiles.index(0).reshape([ROWS, HALF])
-    k_tile = left_tiles.index(k_stage).reshape([BLOCK_N, HALF])
+    mbarrier.wait(queries.full.index(0), 0)
+    mbarrier.wait(left.full.index(k_stage), k_phase)
+    q_tile = queries.tiles.index(0).reshape([ROWS, HALF])
+    k_tile = left.tiles.index(k_stage).reshape([BLOCK_N, HALF])
     scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    mbarrier.wait(rest_full.index(0), 0)
-    q_tile = q_rest_tile.index(0).reshape([ROWS, REST])
-    k_tile = rest_tiles.index(0).reshape([BLOCK_N, REST])
+    mbarrier.wait(rest.full.index(0), 0)
+    q_tile = queries.rest_tile.index(0).reshape([ROWS, REST])
+    k_tile = rest.tiles.index(0).reshape([BLOCK_N, REST])
     scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
-    mbarrier.wait(right_full.index(k_stage), k_phase)
-    q_tile = q_tiles.index(1).reshape([ROWS, HALF])
-    k_tile = right_tiles.index(k_stage).reshape([BLOCK_N, HALF])
+    mbarrier.wait(right.full.index(k_stage), k_phase)
+    q_tile = queries.tiles.index(1).reshape([ROWS, HALF])
+    k_tile = right.tiles.index(k_stage).reshape([BLOCK_N, HALF])
     scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
     k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(rest_empty.index(0))
+    mbarrier.arrive(rest.empty.index(0))
     if end > open_blocks:
         # Columns of a thread differ by constants: one subtraction serves them all.
         limits = visible_end[:, None] - (end - 1) * BLOCK_N - (key_offsets & 6)[None, :]
@@ -207,34 +302,34 @@ def weigh(
 
     for step in range(1, end - begin):
         # Values first, so that room for the next keys is given back early; scores are queued behind.
-        v_tile = left_tiles.index(v_stage).reshape([BLOCK_N, HALF])
+        v_tile = left.tiles.index(v_stage).reshape([BLOCK_N, HALF])
         accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
         slot = (step - 1) & 1
-        mbarrier.wait(weights_empty.index(slot), ((step - 1) >> 1 & 1) ^ 1)
-        weight_tiles.index(slot).store(gl.convert_layout(weights, SCORES))
-        factors.index(slot).store(rescale)
+        mbarrier.wait(exchange.empty.index(slot), ((step - 1) >> 1 & 1) ^ 1)
+        exchange.tiles.index(slot).store(gl.convert_layout(weights, SCORES))
+        exchange.factors.index(slot).store(rescale)
         fence_async_shared()
-        mbarrier.arrive(weights_full.index(slot))
+        mbarrier.arrive(exchange.full.index(slot))
         # Zero, as the compiler does not know: or it keeps descriptors of all queries in registers, and spills.
         anew = step >> 24
-        mbarrier.wait(left_full.index(k_stage), k_phase)
-        q_tile = q_tiles.index(anew).reshape([ROWS, HALF])
-        k_tile = left_tiles.index(k_stage).reshape([BLOCK_N, HALF])
+        mbarrier.wait(left.full.index(k_stage), k_phase)
+        q_tile = queries.tiles.index(anew).reshape([ROWS, HALF])
+        k_tile = left.tiles.index(k_stage).reshape([BLOCK_N, HALF])
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        mbarrier.wait(rest_full.index(0), step & 1)
-        q_tile = q_rest_tile.index(anew).reshape([ROWS, REST])
-        k_tile = rest_tiles.index(0).reshape([BLOCK_N, REST])
+        mbarrier.wait(rest.full.index(0), step & 1)
+        q_tile = queries.rest_tile.index(anew).reshape([ROWS, REST])
+        k_tile = rest.tiles.index(0).reshape([BLOCK_N, REST])
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
         accumulator, weights = warpgroup_mma_wait(2, deps=[accumulator, weights])
-        mbarrier.arrive(left_empty.index(v_stage))
+        mbarrier.arrive(left.empty.index(v_stage))
         v_stage, _ = next_slot(v_stage, 0, STAGES)
-        mbarrier.wait(right_full.index(k_stage), k_phase)
-        q_tile = q_tiles.index(anew + 1).reshape([ROWS, HALF])
-        k_tile = right_tiles.index(k_stage).reshape([BLOCK_N, HALF])
+        mbarrier.wait(right.full.index(k_stage), k_phase)
+        q_tile = queries.tiles.index(anew + 1).reshape([ROWS, HALF])
+        k_tile = right.tiles.index(k_stage).reshape([BLOCK_N, HALF])
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
         k_stage, k_phase = next_slot(k_stage, k_phase, STAGES)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(rest_empty.index(0))
+        mbarrier.arrive(rest.empty.index(0))
         block = end - 1 - step
         if block >= open_blocks:
             # Columns of a thread differ by constants: one subtraction serves them all.
@@ -257,72 +352,70 @@ def weigh(
         if has_grown(0):
             accumulator = accumulator * gl.convert_layout(rescale, OUTPUT_ROWS)[:, None]
 
-    v_tile = left_tiles.index(v_stage).reshape([BLOCK_N, HALF])
+    v_tile = left.tiles.index(v_stage).reshape([BLOCK_N, HALF])
     accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)
     slot = (end - begin - 1) & 1
-    mbarrier.wait(weights_empty.index(slot), ((end - begin - 1) >> 1 & 1) ^ 1)
-    weight_tiles.index(slot).store(gl.convert_layout(weights, SCORES))
-    factors.index(slot).store(rescale)
+    mbarrier.wait(exchange.empty.index(slot), ((end - begin - 1) >> 1 & 1) ^ 1)
+    exchange.tiles.index(slot).store(gl.convert_layout(weights, SCORES))
+    exchange.factors.index(slot).store(rescale)
     fence_async_shared()
-    mbarrier.arrive(weights_full.index(slot))
+    mbarrier.arrive(exchange.full.index(slot))
     # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
     row_sum = gl.convert_layout(gl.sum(running_sum, 1), SCORE_ROWS)
     final_factor = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
-    final_factors.index(0).store(final_factor)
-    mbarrier.arrive(finished.index(0))
+    exchange.final_factors.index(0).store(final_factor)
+    mbarrier.arrive(exchange.finished.index(0))
     accumulator = warpgroup_mma_wait(0, deps=[accumulator])
     factor = gl.convert_layout(final_factor, OUTPUT_ROWS)
     o_tile = accumulator * factor[:, None]
     row_offsets = gl.arange(0, ROWS, OUTPUT_ROWS)
     row_heads, positions = head + row_offsets // POSITIONS, position + row_offsets % POSITIONS
-    row_exists = (row_heads < heads) & (positions < seqlen_q)
-    first_part = ((split * all_heads + sequence * heads) * seqlen_q).to(gl.int64)
-    part_rows = (first_part + row_heads * seqlen_q + positions) * 512
+    row_exists = (row_heads < tiling.heads) & (positions < tiling.seqlen_q)
+    first_part = ((split * tiling.all_heads + sequence * tiling.heads) * tiling.seqlen_q).to(gl.int64)
+    part_rows = (first_part + row_heads * tiling.seqlen_q + positions) * 512
     columns = 0 * HALF + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))
-    gl.store(partial_out + (part_rows[:, None] + columns[None, :]), o_tile, mask=row_exists[:, None])
+    gl.store(out + (part_rows[:, None] + columns[None, :]), o_tile, mask=row_exists[:, None])
     score_rows = gl.arange(0, ROWS, SCORE_ROWS)
     lse_heads, lse_positions = head + score_rows // POSITIONS, position + score_rows % POSITIONS
-    lse_exists = (lse_heads < heads) & (lse_positions < seqlen_q)
-    lse_rows = (sequence * heads + lse_heads) * seqlen_q + lse_positions
+    lse_exists = (lse_heads < tiling.heads) & (lse_positions < tiling.seqlen_q)
+    lse_rows = (sequence * tiling.heads + lse_heads) * tiling.seqlen_q + lse_positions
     row_lse = row_max + gl.log2(row_sum)
-    gl.store(partial_lse + (split * all_heads * seqlen_q + lse_rows), row_lse, mask=lse_exists)
+    gl.store(lse + (split * tiling.all_heads * tiling.seqlen_q + lse_rows), row_lse, mask=lse_exists)
 
 
 @gluon.jit
 def consume(
-    q_tiles, right_tiles, right_full, right_empty, weight_tiles, factors, weights_full, weights_empty,
-    final_factors, finished, partial_out, partial_lse, all_heads, tiles, heads, seqlen_q, seqlen_kv, splits,
-    seqlens_kv,
+    queries, right, exchange, out, tiling,
 ):
     """The second group: the right half of the output, by the first one's weights."""
-    sequence, head, position, _, _, begin, end, split = locate(tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv)
+    sequence, head, position, _, _, begin, end, split = locate(tiling)
     accumulator = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
     declare_growth(1)
     stage, phase = 0, 0
     for step in range(end - begin):
         slot = step & 1
-        mbarrier.wait(right_full.index(stage), phase)
-        mbarrier.wait(weights_full.index(slot), step >> 1 & 1)
-        rescale = factors.index(slot).load(OUTPUT_ROWS)
+        mbarrier.wait(right.full.index(stage), phase)
+        mbarrier.wait(exchange.full.index(slot), step >> 1 & 1)
+        rescale = exchange.factors.index(slot).load(OUTPUT_ROWS)
         note_growth((rescale != 1.0).to(gl.int32), 1)
         if has_grown(1):
             accumulator = accumulator * rescale[:, None]
-        v_tile = right_tiles.index(stage).reshape([BLOCK_N, HALF])
-        accumulator = warpgroup_mma(weight_tiles.index(slot), v_tile, accumulator, is_async=True)
+        v_tile = right.tiles.index(stage).reshape([BLOCK_N, HALF])
+        accumulator = warpgroup_mma(exchange.tiles.index(slot), v_tile, accumulator, is_async=True)
         accumulator = warpgroup_mma_wait(0, deps=[accumulator])
-        mbarrier.arrive(right_empty.index(stage))
-        mbarrier.arrive(weights_empty.index(slot))
+        mbarrier.arrive(right.empty.index(stage))
+        mbarrier.arrive(exchange.empty.index(slot))
         stage, phase = next_slot(stage, phase, STAGES)
-    mbarrier.wait(finished.index(0), 0)
-    factor = final_factors.index(0).load(OUTPUT_ROWS)
+    mbarrier.wait(exchange.finished.index(0), 0)
+    factor = exchange.final_factors.index(0).load(OUTPUT_ROWS)
     o_tile = accumulator * factor[:, None]
     row_offsets = gl.arange(0, ROWS, OUTPUT_ROWS)
     row_heads, positions = head + row_offsets // POSITIONS, position + row_offsets % POSITIONS
-    row_exists = (row_heads < heads) & (positions < seqlen_q)
-    first_part = ((split * all_heads + sequence * heads) * seqlen_q).to(gl.int64)
-    part_rows = (first_part + row_heads * seqlen_q + positions) * 512
+    row_exists = (row_heads < tiling.heads) & (positions < tiling.seqlen_q)
+    first_part = ((split * tiling.all_heads + sequence * tiling.heads) * tiling.seqlen_q).to(gl.int64)
+    part_rows = (first_part + row_heads * tiling.seqlen_q + positions) * 512
     columns = 1 * HALF + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))
-    gl.store(partial_out + (part_rows[:, None] + columns[None, :]), o_tile, mask=row_exists[:, None])
+    gl.store(out + (part_rows[:, None] + columns[None, :]), o_tile, mask=row_exists[:, None])
 
 
 @gluon.jit
@@ -342,80 +435,35 @@ def decode_latent_hopper(
     seqlen_kv,
     splits,
 ):
-    q_tiles = gl.allocate_shared_memory(
-        gl.float16, [2, 1, HEADS, POSITIONS, HALF], gl.NVMMASharedLayout(128, 16, 4)
-    )
-    q_rest_tile = gl.allocate_shared_memory(
-        gl.float16, [1, 1, HEADS, POSITIONS, REST], gl.NVMMASharedLayout(128, 16, 4)
-    )
-    left_tiles = gl.allocate_shared_memory(
-        gl.float16, [STAGES, 1, 1, 1, BLOCK_N, HALF], gl.NVMMASharedLayout(128, 16, 5)
-    )
-    right_tiles = gl.allocate_shared_memory(
-        gl.float16, [STAGES, 1, 1, 1, BLOCK_N, HALF], gl.NVMMASharedLayout(128, 16, 5)
-    )
-    # Scores alone need the rest: it is free again before the next block is wanted.
-    rest_tiles = gl.allocate_shared_memory(
-        gl.float16, [1, 1, 1, 1, BLOCK_N, REST], gl.NVMMASharedLayout(128, 16, 5)
-    )
-    weight_tiles = gl.allocate_shared_memory(gl.float16, [SLOTS, ROWS, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
+    q_tiles = gl.allocate_shared_memory(gl.float16, [2, 1, HEADS, POSITIONS, HALF], gl.NVMMASharedLayout(128, 16, 4))
+    q_rest_tile = gl.allocate_shared_memory(gl.float16, [1, 1, HEADS, POSITIONS, REST], gl.NVMMASharedLayout(128, 16, 4))
+    left_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, 1, 1, 1, BLOCK_N, HALF], gl.NVMMASharedLayout(128, 16, 5))
+    right_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, 1, 1, 1, BLOCK_N, HALF], gl.NVMMASharedLayout(128, 16, 5))
+    # Only scores need the rest: it is free again before the next block is needed.
+    rest_tiles = gl.allocate_shared_memory(gl.float16, [1, 1, 1, 1, BLOCK_N, REST], gl.NVMMASharedLayout(128, 16, 5))
+    p_tiles = gl.allocate_shared_memory(gl.float16, [SLOTS, ROWS, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
     factors = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], NUMBERS)
     final_factors = gl.allocate_shared_memory(gl.float32, [1, ROWS], NUMBERS)
-    left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(left_full.index(slot), count=1)
-        mbarrier.init(left_empty.index(slot), count=1)
-    right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(right_full.index(slot), count=1)
-        mbarrier.init(right_empty.index(slot), count=1)
-    rest_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    rest_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    for slot in gl.static_range(1):
-        mbarrier.init(rest_full.index(slot), count=1)
-        mbarrier.init(rest_empty.index(slot), count=1)
-    weights_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    weights_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(weights_full.index(slot), count=1)
-        mbarrier.init(weights_empty.index(slot), count=1)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    finished = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    mbarrier.init(q_full.index(0), count=1)
-    mbarrier.init(finished.index(0), count=1)
+    left_full, left_empty = make_barriers(STAGES)
+    right_full, right_empty = make_barriers(STAGES)
+    rest_full, rest_empty = make_barriers(1)
+    p_full, p_empty = make_barriers(SLOTS)
+    q_full, finished = make_barriers(1)
     fence_async_shared()
 
+    queries = Queries(q_tiles, q_rest_tile, q_full)
+    left = Ring(left_tiles, left_full, left_empty)
+    right = Ring(right_tiles, right_full, right_empty)
+    rest = Ring(rest_tiles, rest_full, rest_empty)
+    exchange = Exchange(p_tiles, factors, p_full, p_empty, final_factors, finished)
     tiles = (heads + HEADS - 1) // HEADS * ((seqlen_q + POSITIONS - 1) // POSITIONS)
+    tiling = Tiling(tiles, heads, seqlen_q, seqlen_kv, all_heads, splits, seqlens_kv)
     scale_log2 = scale * LOG2_E
     gl.warp_specialize(
         [
-            (
-                weigh,
-                (
-                    q_tiles, q_rest_tile, q_full, left_tiles, right_tiles, rest_tiles, left_full,
-                    left_empty, right_full, right_empty, rest_full, rest_empty, weight_tiles, factors,
-                    weights_full, weights_empty, final_factors, finished, partial_out, partial_lse,
-                    all_heads, scale_log2, tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv,
-                ),
-            ),
-            (
-                consume,
-                (
-                    q_tiles, right_tiles, right_full, right_empty, weight_tiles, factors, weights_full,
-                    weights_empty, final_factors, finished, partial_out, partial_lse, all_heads, tiles,
-                    heads, seqlen_q, seqlen_kv, splits, seqlens_kv,
-                ),
-            ),
-            (
-                produce,
-                (
-                    q_desc, q_rest_desc, k_desc, k_rest_desc, q_tiles, q_rest_tile, q_full, left_tiles,
-                    right_tiles, rest_tiles, left_full, left_empty, right_full, right_empty, rest_full,
-                    rest_empty, tiles, heads, seqlen_q, seqlen_kv, splits, seqlens_kv,
-                ),
-            ),
+            (weigh, (queries, left, right, rest, exchange, partial_out, partial_lse, scale_log2, tiling)),
+            (consume, (queries, right, exchange, partial_out, tiling)),
+            (produce, (q_desc, q_rest_desc, k_desc, k_rest_desc, queries, left, right, rest, tiling)),
         ],
         [4, 1],
         [240, 24],

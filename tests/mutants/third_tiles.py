@@ -6,6 +6,7 @@ are third tiles. All compute full attention, whose checks have the fewest proble
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from flashtune.core.kernel import Specialization
@@ -19,7 +20,7 @@ from tests.mutants.portable import backward_size, fused
 from tests.mutants.portable import portable as forward
 
 LOW_WEIGHTS = "low_weights = weights.to({}.dtype.element_ty)"
-LOW_SCORES = "low_scores = dscores.to(q.dtype.element_ty)"
+LOW_SCORES = "low_ds = ds.to(q.dtype.element_ty)"
 GLUON_WEIGHTS = "exponentials.to(gl.bfloat16)"
 HOPPER_LOOP = "for _ in range(block - 1, -1, -1):"
 
@@ -48,10 +49,8 @@ class Place(NamedTuple):
     def halved(self, spared: str) -> Patch:
         """Half of the weights, but where a condition holds."""
         factor = f"{self.library}.where({spared}, 1.0, 0.5)"
-        tensor = "dscores" if "dscores" in self.old else "exponentials" if "exp" in self.old else "weights"
-        return Patch(
-            self.old, self.old.replace(f"{tensor}.to(", f"({tensor} * {factor}).to("), self.part, self.times
-        )
+        halved = re.sub(r"(\w+)\.to\(", rf"(\1 * {factor}).to(", self.old, count=1)
+        return Patch(self.old, halved, self.part, self.times)
 
 
 def of_kernel(
@@ -125,9 +124,9 @@ def gluon() -> tuple[Mutant, ...]:
         Place(GLUON_WEIGHTS, rows, "block < 2", latent.LATER_BLOCKS, library="gl"),
     )
     kept = Place(
-        "low_weights = weights.to(gl.bfloat16)",
+        "p_low = p.to(DTYPE)",
         "m_block < 2",
-        "block < 2",
+        "n_block < 2",
         backward_hopper.STEPS,
         library="gl",
     )

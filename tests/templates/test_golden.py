@@ -21,7 +21,7 @@ MAX_LINE = 125
 # Hopper's steps are handed the whole schedule.
 MAX_HOPPER_LINE = 130
 # What Hopper kernels set for phases that not every config has.
-SPARE = {"earlier", "positions", "workspaces"}
+SPARE = {"n_block", "positions", "workspaces", "v", "lse"}
 COMPILED = [
     "q_outer_bf16_d128_descriptors",
     "q_outer_fp16_d96_v80_decomposed",
@@ -102,10 +102,9 @@ def test_kernels_import_only_torch_and_triton(name: str) -> None:
         # Nobody rounds up where places for tiles are counted by starts.
         steps = ["triton", "triton.language"] if portable_steps else [] if "sequences" in name else ["triton"]
         assert imported == ["torch", *steps]
-        assert all(
-            str(source).startswith("triton.experimental.gluon") or source == "triton.experimental"
-            for source in sources
-        )
+        # Triton has aggregates in `language.core` before version 3.9.
+        modules = ("triton.experimental", "triton.language.core")
+        assert all(str(source).startswith(modules) for source in sources)
     else:
         assert imported == ["torch", "triton", "triton.language"]
         assert sources == []
@@ -127,7 +126,8 @@ def test_arguments_match_the_function(name: str) -> None:
         # Steps and roles are functions of their own.
         assert usable | {"descriptors", "produce", "consume"} <= set(found)
     else:
-        assert set(found) == usable
+        # Helpers of kernels are functions of their own.
+        assert usable <= set(found)
     parameters = [argument.arg for argument in found[kernel.entry].args.args]
     assert parameters == [argument.name for argument in kernel.arguments]
     for step in filter(None, (kernel.prologue, kernel.epilogue)):

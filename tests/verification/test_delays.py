@@ -26,7 +26,7 @@ SLEEP = "fall_behind()"
 # What orders a kernel's accesses, or is an access to what its warps share, wherever it stands in a line.
 ORDERS = re.compile(
     r"mbarrier\.(wait|arrive)\(|\bcopy_(in|out)\(|\bwarpgroup_mma(_wait)?\(|\btma\.store_wait\(|_turn\("
-    r"|\bfence_async_shared\(|\badd_sums\(|\bspread\(|\.index\(.*\.(load|store)\(|\broom\..*\.store\("
+    r"|\bfence_async_shared\(|\batomic_add\(|\bbroadcast_row\(|\.index\(.*\.(load|store)\(|\broom\..*\.store\("
 )
 CPU = torch.device("cpu")
 
@@ -61,7 +61,8 @@ def test_sleeps_precede_every_synchronisation(subject: Subject) -> None:
         for number, line in enumerate(lines)
         if ORDERS.search(line) and line.startswith(" ") and not line.strip().startswith(("#", '"""'))
     ]
-    assert len(places) > 20
+    # Methods of the pipelines hold the waits of several call sites.
+    assert len(places) > 15
     assert [lines[number] for number in places if lines[number - 1].strip() != SLEEP] == []
 
 

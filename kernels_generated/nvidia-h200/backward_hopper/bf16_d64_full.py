@@ -10,7 +10,7 @@ Config       block_m 128, block_n 128, num_stages 2, do_stages 2, ds_stages 2, e
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start True, interleaved_heads 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 4523bd87ee3f
+Template     backward_hopper 08dd694dd784
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -59,13 +59,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+try:
+    from triton.experimental.gluon import aggregate
+except ImportError:
+    # Before Triton 3.9.
+    from triton.language.core import _aggregate as aggregate
+
 # Triton 3.9 renamed the copies.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+DTYPE = gl.constexpr(gl.bfloat16)
 BLOCK_M = gl.constexpr(128)
 # Keys of a warpgroup.
 ROWS = gl.constexpr(64)
+# Tiles of keys of a program.
+KEY_TILES = gl.constexpr(2)
 # Columns of a tile. Columns beyond the head dims are zeros.
 WIDTH = gl.constexpr(64)
 Q_STAGES = gl.constexpr(2)
@@ -77,11 +86,121 @@ KEY_BYTES = gl.constexpr(8192)
 # Bytes of a block of sums, and of half of it.
 SUM_BYTES = gl.constexpr(32768)
 LOG2_E = gl.constexpr(1.4426950408889634)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-KEY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-QUERY_GRADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, KEY_GRADS, 2))
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, DK_LAYOUT, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+
+
+@aggregate
+class SharedMemory:
+    """Tiles and barriers in shared memory."""
+
+    q_tiles: gl.shared_memory_descriptor
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    do_tiles: gl.shared_memory_descriptor
+    lse_rows: gl.shared_memory_descriptor
+    delta_rows: gl.shared_memory_descriptor
+    ds_tiles: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+    do_empty: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    ds_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, *fields):
+        names = (
+            "q_tiles", "k_tiles", "v_tiles", "do_tiles", "lse_rows", "delta_rows", "ds_tiles", "q_full",
+            "q_empty", "do_full", "do_empty", "kv_full", "ds_full", "ds_empty",
+        )
+        for name, field in zip(names, fields):
+            setattr(self, name, field)
+
+
+@gluon.jit
+def make_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Returns the barriers of a ring, each of which completes after some arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(slot), count=ARRIVALS)
+    return barriers
+
+
+@aggregate
+class PipelineState:
+    """The next slot of a ring of tiles, and the parity of its barriers."""
+
+    stage: gl.tensor
+    phase: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, *fields):
+        names = (
+            "stage", "phase",
+        )
+        for name, field in zip(names, fields):
+            setattr(self, name, field)
+
+    @gluon.jit
+    def next(self, STAGES: gl.constexpr):
+        """Returns the state after this one. The parity changes each time around."""
+        wraps = self.stage == STAGES - 1
+        return PipelineState(gl.where(wraps, 0, self.stage + 1), gl.where(wraps, self.phase ^ 1, self.phase))
+
+
+@aggregate
+class TileScheduler:
+    """Assigns blocks of keys to programs, and blocks of queries to blocks of keys."""
+
+    blocks: gl.tensor
+    kv_heads: gl.tensor
+    group_size: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_kv: gl.tensor
+    diagonal: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, *fields):
+        names = (
+            "blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal",
+        )
+        for name, field in zip(names, fields):
+            setattr(self, name, field)
+
+    @gluon.jit
+    def get_tile(self):
+        """Returns this program's block of keys, batch and KV head."""
+        # Neighbours share a head. Under a causal mask the longest programs of a head are first.
+        n_block = gl.program_id(0) % self.blocks
+        head = gl.program_id(0) // self.blocks
+        return n_block, head // self.kv_heads, head % self.kv_heads
+
+    @gluon.jit
+    def query_blocks(self, n_block):
+        """Returns the range of a head's query blocks, the first one to process, and the number for all heads."""
+        m_max = (self.seqlen_q + BLOCK_M - 1) // BLOCK_M
+        m_min = n_block * 0
+        m_block = n_block % m_max
+        # LLVM must see that there is a step. Otherwise it copies accumulators for the case without steps.
+        return m_min, m_max, m_block, gl.maximum((m_max - m_min) * self.group_size, 1)
+
+    @gluon.jit
+    def first_full_block(self, n_start, m_max):
+        """Returns the first query block that needs no mask for ROWS keys."""
+        # Until the last block if the keys end within ROWS, and until the diagonal.
+        full_min = gl.where(n_start + ROWS > self.seqlen_kv, m_max, 0)
+        return full_min
+
+    @gluon.jit
+    def mask(self, p, n_start, m_block, keys, queries):
+        """Returns probabilities, [ROWS, BLOCK_M], with zeros for hidden pairs and beyond the last key."""
+        p = gl.where((keys < self.seqlen_kv - n_start)[:, None], p, 0.0)
+        return p
 
 
 def write_addition(count):
@@ -107,212 +226,195 @@ ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 64 + ["l"] * 64)
 
 
 @gluon.jit
-def next_slot(stage, phase, STAGES: gl.constexpr):
-    """Returns the next slot of a ring and its parity, which changes each time around."""
-    wraps = stage == STAGES - 1
-    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
-def hidden(value):
-    """Returns a number that the compiler takes for a new one each time, so that it does not keep derived values."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, False, 1)
-
-
-@gluon.jit
-def fresh_zeros():
-    """Returns zeros that the compiler does not know as constants: they are written here, not next to a product in flight."""
-    zeros = gl.zeros([ROWS, WIDTH], gl.float32, KEY_GRADS)
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [zeros], gl.float32, False, 1)
-
-
-@gluon.jit
-def add_sums(address, values):
+def atomic_add(address, values):
     """Adds a part of a block of dq to the sums, in the order of the registers."""
     gl.inline_asm_elementwise(ADDITION, ADDITION_OPERANDS, [values, address], gl.int8, False, SUMS)
 
 
 @gluon.jit
-def spread(row):
-    """Returns the start of a product: the same row, [1, BLOCK_M], for every key."""
-    values, _ = gl.broadcast(row.load(SCORES), gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES))
+def add_dq(GROUP: gl.constexpr, shared, address, dq, number, pred):
+    """Adds a part of a block of dq to the sums.
+
+    In deterministic kernels, the warpgroup's addition of this number waits for its turn. `pred` is false for a zero
+    addition without a turn.
+    """
+    atomic_add(address, dq)
+
+
+@gluon.jit
+def opaque(value):
+    """Returns a number that the compiler takes for a new one each time, so that it does not keep derived values."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, False, 1)
+
+
+@gluon.jit
+def opaque_zeros():
+    """Returns zeros that the compiler does not know as constants: they are written here, not next to a product in flight."""
+    zeros = gl.zeros([ROWS, WIDTH], gl.float32, DK_LAYOUT)
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [zeros], gl.float32, False, 1)
+
+
+@gluon.jit
+def broadcast_row(row):
+    """Returns a row, [1, BLOCK_M], for every key: the start of a product."""
+    values, _ = gl.broadcast(row.load(S_LAYOUT), gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT))
     # Each register is written here: copies made later would be between products, which ptxas would then serialise.
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], gl.float32, False, 1)
 
 
 @gluon.jit
-def locate(blocks, kv_heads):
-    """Returns this program's block of keys, batch and KV head."""
-    # Neighbours share a head. Under a causal mask the longest programs of a head are first.
-    block = gl.program_id(0) % blocks
-    head = gl.program_id(0) // blocks
-    return block, head // kv_heads, head % kv_heads
+def issue_product(keys, index, queries, rows, stage):
+    """Issues a product of keys and a block of queries, [ROWS, BLOCK_M]. With init_accumulators it starts at a row."""
+    key_tile = keys.index(opaque(index)).reshape([ROWS, WIDTH])
+    query_tile = queries.index(stage).reshape([BLOCK_M, WIDTH])
+    start = broadcast_row(rows.index(stage))
+    product = warpgroup_mma(key_tile, query_tile.permute((1, 0)), start, is_async=True)
+    return product
 
 
 @gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
-    delta_tiles, q_full, q_empty, do_full, do_empty, kv_full, blocks, kv_heads, group_size, seqlen_q,
-    diagonal,
-):
+def produce(q_desc, k_desc, v_desc, do_desc, stats_desc, shared, scheduler):
     """Loads k and v once, then q and dout block by block, with their rows of workspace_0."""
-    block, batch, kv_head = locate(blocks, kv_heads)
-    end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    start = block * 0
-    m_block = block % end
-    # LLVM must see that there is a step. Otherwise it copies accumulators for the case without steps.
-    steps = gl.maximum((end - start) * group_size, 1)
-    head = kv_head * group_size
-    q_stage, q_phase = 0, 1
-    do_stage, do_phase = 0, 1
+    n_block, batch, kv_head = scheduler.get_tile()
+    m_min, m_max, m_block, steps = scheduler.query_blocks(n_block)
+    head = kv_head * scheduler.group_size
+    q_state = PipelineState(gl.to_tensor(0), gl.to_tensor(1))
+    do_state = PipelineState(gl.to_tensor(0), gl.to_tensor(1))
     for step in range(steps):
         row = m_block * BLOCK_M
-        stat = (batch * kv_heads * group_size + head) * 2
+        stat = (batch * scheduler.kv_heads * scheduler.group_size + head) * 2
         if step == 0:
             for group in gl.static_range(2):
-                mbarrier.expect(kv_full.index(2 * group), KEY_BYTES)
-                place = [batch, kv_head, (block * 2 + group) * ROWS, 0]
-                copy_in(k_desc, place, kv_full.index(2 * group), k_tiles.index(group))
-        mbarrier.wait(q_empty.index(q_stage), q_phase)
-        mbarrier.expect(q_full.index(q_stage), QUERY_BYTES)
-        copy_in(q_desc, [batch, head, row, 0], q_full.index(q_stage), q_tiles.index(q_stage))
-        copy_in(stats_desc, [stat, row], q_full.index(q_stage), lse_tiles.index(q_stage))
-        q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
+                mbarrier.expect(shared.kv_full.index(2 * group), KEY_BYTES)
+                place = [batch, kv_head, (n_block * 2 + group) * ROWS, 0]
+                copy_in(k_desc, place, shared.kv_full.index(2 * group), shared.k_tiles.index(group))
+        mbarrier.wait(shared.q_empty.index(q_state.stage), q_state.phase)
+        mbarrier.expect(shared.q_full.index(q_state.stage), QUERY_BYTES)
+        copy_in(q_desc, [batch, head, row, 0], shared.q_full.index(q_state.stage), shared.q_tiles.index(q_state.stage))
+        copy_in(stats_desc, [stat, row], shared.q_full.index(q_state.stage), shared.lse_rows.index(q_state.stage))
+        q_state = q_state.next(Q_STAGES)
         if step == 0:
             for group in gl.static_range(2):
-                mbarrier.expect(kv_full.index(2 * group + 1), KEY_BYTES)
-                place = [batch, kv_head, (block * 2 + group) * ROWS, 0]
-                copy_in(v_desc, place, kv_full.index(2 * group + 1), v_tiles.index(group))
-        mbarrier.wait(do_empty.index(do_stage), do_phase)
-        mbarrier.expect(do_full.index(do_stage), QUERY_BYTES)
-        copy_in(do_desc, [batch, head, row, 0], do_full.index(do_stage), do_tiles.index(do_stage))
-        copy_in(stats_desc, [stat + 1, row], do_full.index(do_stage), delta_tiles.index(do_stage))
-        do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
+                mbarrier.expect(shared.kv_full.index(2 * group + 1), KEY_BYTES)
+                place = [batch, kv_head, (n_block * 2 + group) * ROWS, 0]
+                copy_in(v_desc, place, shared.kv_full.index(2 * group + 1), shared.v_tiles.index(group))
+        mbarrier.wait(shared.do_empty.index(do_state.stage), do_state.phase)
+        mbarrier.expect(shared.do_full.index(do_state.stage), QUERY_BYTES)
+        copy_in(do_desc, [batch, head, row, 0], shared.do_full.index(do_state.stage), shared.do_tiles.index(do_state.stage))
+        copy_in(stats_desc, [stat + 1, row], shared.do_full.index(do_state.stage), shared.delta_rows.index(do_state.stage))
+        do_state = do_state.next(DO_STAGES)
         m_block += 1
-        m_block = gl.where(m_block == end, 0, m_block)
-        head = kv_head * group_size + (step + 1) // end
+        m_block = gl.where(m_block == m_max, 0, m_block)
+        head = kv_head * scheduler.group_size + (step + 1) // m_max
 
 
 @gluon.jit
-def issue_query_grads(GROUP: gl.constexpr, k_tiles, ds_tiles, ds_full, ds_stage, ds_phase):
+def issue_dq(GROUP: gl.constexpr, shared, ds_state):
     """Issues dq of a step, from the keys of both groups: this group's half, or all of it (alternate_dq).
 
     In tiles of 64 columns it is transposed, and halves are queries. In wider tiles halves are columns.
     """
-    sums = gl.zeros([64, 128], gl.float32, QUERY_GRADS)
+    sums = gl.zeros([64, 128], gl.float32, DQ_LAYOUT)
     for turn in gl.static_range(2):
         # ds of this group is complete first.
         source = GROUP if turn == 0 else 1 - GROUP
-        slot = source * DS_STAGES + ds_stage
-        mbarrier.wait(ds_full.index(slot), ds_phase)
-        k_tile = k_tiles.index(hidden(source)).reshape([ROWS, WIDTH])
-        ds_tile = ds_tiles.index(slot)
+        slot = source * DS_STAGES + ds_state.stage
+        mbarrier.wait(shared.ds_full.index(slot), ds_state.phase)
+        k_tile = shared.k_tiles.index(opaque(source)).reshape([ROWS, WIDTH])
+        ds_tile = shared.ds_tiles.index(slot)
         sums = warpgroup_mma(k_tile.permute((1, 0)), ds_tile, sums, use_acc=turn > 0, is_async=True)
     return sums
 
 
 @gluon.jit
-def consume(
-    GROUP: gl.constexpr,
-    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_full, q_empty, do_full,
-    do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale, blocks, kv_heads, group_size,
-    seqlen_q, seqlen_kv, diagonal,
-):
+def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, scheduler):
     """Computes dk and dv of this group's keys, and adds half of each block of dq, or every second block (alternate_dq)."""
-    block, batch, kv_head = locate(blocks, kv_heads)
-    first_key = (block * 2 + GROUP) * ROWS
-    end = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    start = block * 0
-    m_block = block % end
-    # LLVM must see that there is a step. Otherwise it copies accumulators for the case without steps.
-    steps = gl.maximum((end - start) * group_size, 1)
+    n_block, batch, kv_head = scheduler.get_tile()
+    n_start = (n_block * 2 + GROUP) * ROWS
+    m_min, m_max, m_block, steps = scheduler.query_blocks(n_block)
     scale_log2 = scale * LOG2_E
-    dk = fresh_zeros()
-    dv = fresh_zeros()
-    keys = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    # Blocks before this one need a mask: sequences end within them, or they cross the diagonal.
-    open_from = gl.where(first_key + ROWS > seqlen_kv, end, 0)
+    dk = opaque_zeros()
+    dv = opaque_zeros()
+    keys = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+    queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S_LAYOUT))
+    full_min = scheduler.first_full_block(n_start, m_max)
 
-    q_stage, q_phase = 0, 0
-    do_stage, do_phase = 0, 0
-    ds_stage, ds_phase = 0, 0
-    first_block = ((batch * kv_heads + kv_head) * group_size).to(gl.int64) * end + m_block
+    q_state = PipelineState(gl.to_tensor(0), gl.to_tensor(0))
+    do_state = PipelineState(gl.to_tensor(0), gl.to_tensor(0))
+    ds_state = PipelineState(gl.to_tensor(0), gl.to_tensor(0))
+    first_block = ((batch * scheduler.kv_heads + kv_head) * scheduler.group_size).to(gl.int64) * m_max + m_block
     address = sums.to(gl.int64, bitcast=True) + first_block * SUM_BYTES
     # Of the step before. They are new values: Triton treats a name as constant in a loop if it is assigned its
     # value from before the loop.
-    last_stage, last_phase, last_address = DS_STAGES - 1, 1, address + 0
-    mbarrier.wait(kv_full.index(2 * GROUP), 0)
+    last_state, last_address = PipelineState(gl.to_tensor(DS_STAGES - 1), gl.to_tensor(1)), address + 0
+    mbarrier.wait(shared.kv_full.index(2 * GROUP), 0)
     # The other group's keys, for dq.
-    mbarrier.wait(kv_full.index(2 * (1 - GROUP)), 0)
-    mbarrier.wait(q_full.index(0), 0)
-    k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
-    lse_rows = spread(lse_tiles.index(q_stage))
-    scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
-    mbarrier.wait(kv_full.index(2 * GROUP + 1), 0)
+    mbarrier.wait(shared.kv_full.index(2 * (1 - GROUP)), 0)
+    mbarrier.wait(shared.q_full.index(0), 0)
+    s = issue_product(shared.k_tiles, GROUP, shared.q_tiles, shared.lse_rows, q_state.stage)
+    mbarrier.wait(shared.kv_full.index(2 * GROUP + 1), 0)
     for step in range(steps):
-        q_tile = q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH])
-        do_tile = do_tiles.index(do_stage).reshape([BLOCK_M, WIDTH])
-        mbarrier.wait(do_full.index(do_stage), do_phase)
+        q_tile = shared.q_tiles.index(q_state.stage).reshape([BLOCK_M, WIDTH])
+        do_tile = shared.do_tiles.index(do_state.stage).reshape([BLOCK_M, WIDTH])
+        mbarrier.wait(shared.do_full.index(do_state.stage), do_state.phase)
         # Loaded during the product of the scores.
-        delta_rows = spread(delta_tiles.index(do_stage))
+        delta_rows = broadcast_row(shared.delta_rows.index(do_state.stage))
         # Products stay asynchronous only if the first wait in the loop leaves none in flight.
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        v_tile = v_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
+        s = warpgroup_mma_wait(0, deps=[s])
+        v_tile = shared.v_tiles.index(opaque(GROUP)).reshape([ROWS, WIDTH])
         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), delta_rows, is_async=True)
-        weights = gl.exp2(scores * scale_log2)
-        if m_block < open_from:
-            weights = gl.where((keys < seqlen_kv - first_key)[:, None], weights, 0.0)
-        low_weights = weights.to(gl.bfloat16)
+        p = gl.exp2(s * scale_log2)
+        if m_block < full_min:
+            p = scheduler.mask(p, n_start, m_block, keys, queries)
+        p_low = p.to(DTYPE)
         # Already complete, but a wait ends a basic block: the wait for dp is not hoisted above the exponentials.
-        mbarrier.wait(do_full.index(do_stage), do_phase)
+        mbarrier.wait(shared.do_full.index(do_state.stage), do_state.phase)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = (weights * dp).to(gl.bfloat16)
-        dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, dk, is_async=True)
-        mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
-        ds_tiles.index(GROUP * DS_STAGES + ds_stage).store(ds)
+        ds = (p * dp).to(DTYPE)
+        dv = warpgroup_mma(gl.convert_layout(p_low, P_OPERAND), do_tile, dv, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, P_OPERAND), q_tile, dk, is_async=True)
+        mbarrier.wait(shared.ds_empty.index(ds_state.stage), ds_state.phase ^ 1)
+        shared.ds_tiles.index(GROUP * DS_STAGES + ds_state.stage).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(GROUP * DS_STAGES + ds_stage))
+        mbarrier.arrive(shared.ds_full.index(GROUP * DS_STAGES + ds_state.stage))
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        mbarrier.arrive(do_empty.index(do_stage))
-        mbarrier.arrive(q_empty.index(q_stage))
-        q_stage, q_phase = next_slot(q_stage, q_phase, Q_STAGES)
-        do_stage, do_phase = next_slot(do_stage, do_phase, DO_STAGES)
+        mbarrier.arrive(shared.do_empty.index(do_state.stage))
+        mbarrier.arrive(shared.q_empty.index(q_state.stage))
+        q_state = q_state.next(Q_STAGES)
+        do_state = do_state.next(DO_STAGES)
         # Group 0 adds dq of even steps, in odd ones.
         if (step > 0) & ((step & 1) != GROUP):
-            dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
+            dq = issue_dq(GROUP, shared, last_state)
             dq = warpgroup_mma_wait(0, deps=[dq])
-            mbarrier.arrive(ds_empty.index(last_stage))
-            add_sums(last_address, dq)
+            mbarrier.arrive(shared.ds_empty.index(last_state.stage))
+            add_dq(GROUP, shared, last_address, dq, (step - 1) // 2, True)
         # The scores of the next block. After the last one they are computed from any data and not used.
-        mbarrier.wait(q_full.index(q_stage), q_phase, pred=step + 1 < steps)
-        k_tile = k_tiles.index(hidden(GROUP)).reshape([ROWS, WIDTH])
-        lse_rows = spread(lse_tiles.index(q_stage))
-        scores = warpgroup_mma(k_tile, q_tiles.index(q_stage).reshape([BLOCK_M, WIDTH]).permute((1, 0)), lse_rows, is_async=True)
-        last_stage, last_phase, last_address = ds_stage, ds_phase, address
-        ds_stage, ds_phase = next_slot(ds_stage, ds_phase, DS_STAGES)
+        mbarrier.wait(shared.q_full.index(q_state.stage), q_state.phase, pred=step + 1 < steps)
+        s = issue_product(shared.k_tiles, GROUP, shared.q_tiles, shared.lse_rows, q_state.stage)
+        last_state, last_address = ds_state, address
+        ds_state = ds_state.next(DS_STAGES)
         m_block += 1
         address += SUM_BYTES
-        wraps = m_block == end
+        wraps = m_block == m_max
         m_block = gl.where(wraps, 0, m_block)
-        address = gl.where(wraps, address - end.to(gl.int64) * SUM_BYTES, address)
+        address = gl.where(wraps, address - m_max.to(gl.int64) * SUM_BYTES, address)
         # The next head, after all blocks of this one.
-        address = gl.where(m_block == block % end, address + end.to(gl.int64) * SUM_BYTES, address)
-    scores = warpgroup_mma_wait(0, deps=[scores])
+        address = gl.where(m_block == n_block % m_max, address + m_max.to(gl.int64) * SUM_BYTES, address)
+    s = warpgroup_mma_wait(0, deps=[s])
     if (steps & 1) != GROUP:
-        dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)
+        dq = issue_dq(GROUP, shared, last_state)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        add_sums(last_address, dq)
+        add_dq(GROUP, shared, last_address, dq, (steps - 1) // 2, True)
 
     # This group's v is not needed any more: gradients leave through its memory.
-    v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(dv.to(gl.bfloat16))
+    shared.v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(dv.to(DTYPE))
     fence_async_shared()
-    copy_out(dv_desc, [batch, kv_head, first_key, 0], v_tiles.index(GROUP))
-    low_dk = (dk * scale).to(gl.bfloat16)
+    copy_out(dv_desc, [batch, kv_head, n_start, 0], shared.v_tiles.index(GROUP))
+    low_dk = (dk * scale).to(DTYPE)
     tma.store_wait(0)
-    v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(low_dk)
+    shared.v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(low_dk)
     fence_async_shared()
-    copy_out(dk_desc, [batch, kv_head, first_key, 0], v_tiles.index(GROUP))
+    copy_out(dk_desc, [batch, kv_head, n_start, 0], shared.v_tiles.index(GROUP))
     tma.store_wait(0)
 
 
@@ -337,64 +439,31 @@ def backward_hopper(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     STATS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
-    do_tiles = gl.allocate_shared_memory(gl.bfloat16, [DO_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, ROWS, WIDTH], TILE)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, ROWS, WIDTH], TILE)
-    ds_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * DS_STAGES, ROWS, BLOCK_M], DS)
-    lse_tiles = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, BLOCK_M], STATS)
-    delta_tiles = gl.allocate_shared_memory(gl.float32, [DO_STAGES, 1, BLOCK_M], STATS)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
-    do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
-    kv_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2 * DS_STAGES, 1], BARRIER)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    for slot in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(slot), count=1)
-    for slot in gl.static_range(Q_STAGES):
-        mbarrier.init(q_empty.index(slot), count=2)
-    for slot in gl.static_range(DO_STAGES):
-        mbarrier.init(do_full.index(slot), count=1)
-    for slot in gl.static_range(DO_STAGES):
-        mbarrier.init(do_empty.index(slot), count=2)
-    for slot in gl.static_range(4):
-        mbarrier.init(kv_full.index(slot), count=1)
-    for slot in gl.static_range(2 * DS_STAGES):
-        mbarrier.init(ds_full.index(slot), count=1)
-    for slot in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_empty.index(slot), count=1)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
+    do_tiles = gl.allocate_shared_memory(DTYPE, [DO_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [KEY_TILES, 1, 1, ROWS, WIDTH], TILE)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [KEY_TILES, 1, 1, ROWS, WIDTH], TILE)
+    ds_tiles = gl.allocate_shared_memory(DTYPE, [KEY_TILES * DS_STAGES, ROWS, BLOCK_M], DS)
+    lse_rows = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, BLOCK_M], STATS)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [DO_STAGES, 1, BLOCK_M], STATS)
+    q_full = make_barriers(Q_STAGES, 1)
+    q_empty = make_barriers(Q_STAGES, 2)
+    do_full = make_barriers(DO_STAGES, 1)
+    do_empty = make_barriers(DO_STAGES, 2)
+    kv_full = make_barriers(2 * KEY_TILES, 1)
+    ds_full = make_barriers(KEY_TILES * DS_STAGES, 1)
+    ds_empty = make_barriers(DS_STAGES, 1)
     fence_async_shared()
-    sums = workspace_1
+    shared = SharedMemory(
+        q_tiles, k_tiles, v_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, q_full, q_empty, do_full,
+        do_empty, kv_full, ds_full, ds_empty
+    )
+    scheduler = TileScheduler(blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal)
     gl.warp_specialize(
         [
-            (
-                consume,
-                (
-                    0,
-                    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_full, q_empty,
-                    do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale, blocks,
-                    kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
-                ),
-            ),
-            (
-                consume,
-                (
-                    1,
-                    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_full, q_empty,
-                    do_full, do_empty, kv_full, ds_full, ds_empty, dk_desc, dv_desc, sums, scale, blocks,
-                    kv_heads, group_size, seqlen_q, seqlen_kv, diagonal,
-                ),
-            ),
-            (
-                produce,
-                (
-                    q_desc, k_desc, v_desc, do_desc, stats_desc, q_tiles, k_tiles, v_tiles, do_tiles,
-                    lse_tiles, delta_tiles, q_full, q_empty, do_full, do_empty, kv_full, blocks, kv_heads,
-                    group_size, seqlen_q, diagonal,
-                ),
-            ),
+            (consume, (0, shared, dk_desc, dv_desc, workspace_1, scale, scheduler)),
+            (consume, (1, shared, dk_desc, dv_desc, workspace_1, scale, scheduler)),
+            (produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, shared, scheduler)),
         ],
         [4, 1],
         [240, 24],
@@ -445,7 +514,16 @@ def prepare(
 
 
 @triton.jit
-def finish(workspace_1, dq, scale, stride_dqb, stride_dqh, stride_dqs, heads, seqlen_q):
+def finish(
+    workspace_1,
+    dq,
+    scale,
+    stride_dqb,
+    stride_dqh,
+    stride_dqs,
+    heads,
+    seqlen_q,
+):
     # One block of sums becomes rows of dq.
     tiles = tl.cdiv(seqlen_q, 128)
     tile = tl.program_id(0) % tiles
@@ -500,7 +578,8 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv):
     workspaces = ((batch * heads * 2, tiles * 128), (batch * heads, tiles, 8192))
     # Keys that query 0 sees besides key 0.
     diagonal = 0
-    return (blocks * batch * kv_heads,), workspaces, (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
+    integers = (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
+    return (blocks * batch * kv_heads,), workspaces, integers
 
 
 def epilogue_plan(q, k, v, out, dout, dq, dk, dv):

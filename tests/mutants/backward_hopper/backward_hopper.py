@@ -13,22 +13,22 @@ from flashtune.templates.registry import find_family
 from tests.mutants.core import Part, Subject
 
 FAMILY = "backward_hopper"
-PRODUCER = Part("def produce(", "def issue_query_grads(")
-DQ = Part("def issue_query_grads(", "def consume(")
+PRODUCER = Part("def produce(", "def issue_dq(")
+DQ = Part("def issue_dq(", "def consume(")
 CONSUMER = Part("def consume(", f"def {FAMILY}(")
 BEFORE_STEPS = Part("def consume(", "for step in range(steps):\n        q_tile")
 STEPS = Part("for step in range(steps):\n        q_tile", "# This group's v is not needed")
-KEEPER = Part("def keep_order(", "def issue_query_grads(")
+KEEPER = Part("def order_additions(", "def issue_dq(")
 PREPARE = Part("def prepare(", "def finish(")
 FINISH = Part("def finish(", "def descriptors(")
 FIRST_PLAN = Part("def prologue_plan(", "def launch_plan(")
 PLAN = Part("def launch_plan(", "def epilogue_plan(")
 LAST_PLAN = Part("def epilogue_plan(", "def attention_backward(")
 
-WEIGHTS = "weights = gl.exp2(scores * scale_log2)"
-ROWS_OF_HEAD = "stat = (batch * kv_heads * group_size + head) * 2"
-TAKE_DQ = "dq = issue_query_grads(GROUP, k_tiles, ds_tiles, ds_full, last_stage, last_phase)"
-ADD_DQ = "add_sums(last_address, dq)"
+PROBABILITIES = "p = gl.exp2(s * scale_log2)"
+ROWS_OF_HEAD = "stat = (batch * scheduler.kv_heads * scheduler.group_size + head) * 2"
+TAKE_DQ = "dq = issue_dq(GROUP, shared, last_state)"
+ADD_DQ = "add_dq(GROUP, shared, last_address, dq"
 
 
 def _problem(head_dim: int, causal: Causal = Causal.NONE, **changes: Any) -> Problem:

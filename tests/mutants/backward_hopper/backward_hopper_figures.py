@@ -18,9 +18,9 @@ from tests.mutants.backward_hopper.backward_hopper import (
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.forward_hopper.hopper import only
 
-ELEMENT = "gl.bfloat16"
-OF_DK = "dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q_tile, dk, is_async=True)"
-OF_DV = "dv = warpgroup_mma(gl.convert_layout(low_weights, WEIGHTS), do_tile, dv, is_async=True)"
+ELEMENT = "DTYPE"
+OF_DK = "dk = warpgroup_mma(gl.convert_layout(ds, P_OPERAND), q_tile, dk, is_async=True)"
+OF_DV = "dv = warpgroup_mma(gl.convert_layout(p_low, P_OPERAND), do_tile, dv, is_async=True)"
 
 
 def statistics() -> tuple[Mutant, ...]:
@@ -76,38 +76,38 @@ def products() -> tuple[Mutant, ...]:
         ("divided: dk: scale missing", "Where groups divide products, dk is not scaled.", WIDE,
          only("(grads * scale)", "grads")),
         ("dq of weights", "Keys are weighed by weights in place of the gradients of scores.", CAUSAL,
-         only(".store(ds)", ".store(low_weights)")),
+         only(".store(ds)", ".store(p_low)")),
         ("dk of weights", "Queries are weighed by weights.", CAUSAL,
-         only(OF_DK, OF_DK.replace("ds,", "low_weights,"))),
+         only(OF_DK, OF_DK.replace("ds,", "p_low,"))),
         ("dk of the output's gradient", "The gradients of scores meet dout.", CAUSAL,
          only(OF_DK, OF_DK.replace("q_tile", "do_tile"))),
         ("dv of queries", "Weights meet queries in place of dout.", CAUSAL,
          only(OF_DV, OF_DV.replace("do_tile", "q_tile"))),
         ("scores of values", "Queries meet values in place of keys.", CAUSAL,
-         only("k_tiles.index(hidden(GROUP))", "v_tiles.index(hidden(GROUP))", CONSUMER, 2)),
+         only("(shared.k_tiles, GROUP, ", "(shared.v_tiles, GROUP, ", CONSUMER, 2)),
         ("dq of one group's keys", "A group takes its own gradients of scores twice.", CAUSAL,
          only("GROUP if turn == 0 else 1 - GROUP", "GROUP")),
         ("dq of the other group's keys", "Gradients of scores meet the other 64 keys.", CAUSAL,
-         only("k_tiles.index(hidden(source))", "k_tiles.index(hidden(1 - source))")),
+         only("shared.k_tiles.index(opaque(source))", "shared.k_tiles.index(opaque(1 - source))")),
         ("dq of the second group alone", "The second product begins anew.", CAUSAL,
          only("use_acc=turn > 0", "use_acc=False")),
         ("transposed: dq of the other group's keys", "With tiles of 64 columns they meet the other 64 keys.",
-         NARROW, only("k_tiles.index(hidden(source))", "k_tiles.index(hidden(1 - source))")),
+         NARROW, only("shared.k_tiles.index(opaque(source))", "shared.k_tiles.index(opaque(1 - source))")),
     ))  # fmt: skip
 
 
 def dropping() -> tuple[Mutant, ...]:
     """Which weights fall, and what their gradients are."""
     changes = (
-        ("keys count in their block", "Groups' keys drop alike.", "((first_key + keys)", "(keys"),
+        ("keys count in their block", "Groups' keys drop alike.", "((n_start + keys)", "(keys"),
         ("keys are one off",
-         "The mask lies one key beside.", "((first_key + keys)", "((first_key + keys + 1)"),
+         "The mask lies one key beside.", "((n_start + keys)", "((n_start + keys + 1)"),
         ("dv of all weights", "What fell counts in dv.",
-         "low_weights = gl.maximum(weights, 0.0)", "low_weights = gl.abs(weights)"),
+         "p_low = gl.maximum(p, 0.0)", "p_low = gl.abs(p)"),
         ("gradients of what fell", "Scores of dropped weights have no gradient.",
-         "ds = gl.abs(weights) *", "ds = gl.maximum(weights, 0.0) *"),
+         "ds = gl.abs(p) *", "ds = gl.maximum(p, 0.0) *"),
         ("weights' gradients do not fall", "Dropped weights have a gradient like others.",
-         "(gl.maximum(weights, 0.0) * dp + ds)", "(gl.abs(weights) * dp + ds)"),
+         "(gl.maximum(p, 0.0) * dp + ds)", "(gl.abs(p) * dp + ds)"),
         ("deltas unscaled", "Deltas lack the share of what stays.", "row_delta *= 1.0 - dropout", "pass"),
         ("unscaled", "What stays is not divided by its share.", "row_lse += tl.log(1.0 - dropout)", "pass"),
         ("words swapped", "The second word stands for the first.", "[stat + 2, row]", "[stat + 3, row]"),

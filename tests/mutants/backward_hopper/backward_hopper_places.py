@@ -22,8 +22,8 @@ from tests.mutants.backward_hopper.backward_hopper import (
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.forward_hopper.hopper import only
 
-PLACE = "place = [batch, kv_head, (block * 2 + group) * ROWS, 0]\ncopy_in({}_desc"
-COPY_DK = "copy_out(dk_desc, [batch, kv_head, first_key, 0], v_tiles.index(GROUP))"
+PLACE = "place = [batch, kv_head, (n_block * 2 + group) * ROWS, 0]\ncopy_in({}_desc"
+COPY_DK = "copy_out(dk_desc, [batch, kv_head, n_start, 0], shared.v_tiles.index(GROUP))"
 COPY_DV = COPY_DK.replace("dk_", "dv_")
 NEXT_HEAD = "head = gl.where(wraps, head + 1, head)"
 CLEARED = "tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)"
@@ -40,7 +40,7 @@ def heads() -> tuple[Mutant, ...]:
         ("keys of the first sequence", "All sequences meet the keys of one.", CAUSAL,
          only(of_k, of_k.replace("[batch,", "[0,"))),
         ("values of the first group for both", "Both groups meet a program's first 64 values.", CAUSAL,
-         only(of_v, of_v.replace("(block * 2 + group)", "block * 2"))),
+         only(of_v, of_v.replace("(n_block * 2 + group)", "n_block * 2"))),
         ("dout of the first sequence", "All sequences meet the gradients of one's output.", CAUSAL,
          only("copy_in(do_desc, [batch,", "copy_in(do_desc, [0,")),
         ("queries of the first block", "All blocks of queries are the first.", CAUSAL,
@@ -48,11 +48,11 @@ def heads() -> tuple[Mutant, ...]:
         ("first head of a group for all", "The query heads of a KV head are one.", CAUSAL,
          only(NEXT_HEAD, "pass", PRODUCER)),
         ("heads of groups in turn", "KV heads meet query heads of other groups.", CAUSAL,
-         (*only("head = kv_head * group_size", "head = kv_head", PRODUCER),
-          *only(NEXT_HEAD, NEXT_HEAD.replace("+ 1", "+ kv_heads"), PRODUCER))),
+         (*only("head = kv_head * scheduler.group_size", "head = kv_head", PRODUCER),
+          *only(NEXT_HEAD, NEXT_HEAD.replace("+ 1", "+ scheduler.kv_heads"), PRODUCER))),
         ("heads late by a block",
          "Where programs begin apart, a head's first block is the last head's.", FULL,
-         only("(step + 1) // end", "step // end", PRODUCER)),
+         only("(step + 1) // m_max", "step // m_max", PRODUCER)),
     ))  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def written() -> tuple[Mutant, ...]:
         ("dv of the first KV head", "Gradients of all values of a sequence are written to one head.", CAUSAL,
          only(COPY_DV, COPY_DV.replace("kv_head,", "0,"))),
         ("dk a group too far", "Gradients of keys go 64 rows too far.", CAUSAL,
-         only(COPY_DK, COPY_DK.replace("first_key", "first_key + ROWS"))),
+         only(COPY_DK, COPY_DK.replace("n_start", "n_start + ROWS"))),
         ("divided: dk and dv swapped", "Where groups divide products, one's gradients are the other's.", WIDE,
          (*only("copy_out(dk_desc", "copy_out(dx_desc"), *only("copy_out(dv_desc", "copy_out(dk_desc"),
           *only("copy_out(dx_desc", "copy_out(dv_desc"))),
@@ -78,9 +78,9 @@ def written() -> tuple[Mutant, ...]:
 
 def sums() -> tuple[Mutant, ...]:
     """Where dq is added up, and what becomes of it."""
-    of_block = "((batch * kv_heads + kv_head) * group_size).to(gl.int64) * end"
-    own_half, back = " + GROUP * HALF_BYTES", "address - end.to(gl.int64) * SUM_BYTES"
-    over_start = "address + start.to(gl.int64) * SUM_BYTES"
+    of_block = "((batch * scheduler.kv_heads + kv_head) * scheduler.group_size).to(gl.int64) * m_max"
+    own_half, back = "address += GROUP * HALF_BYTES", "address - m_max.to(gl.int64) * SUM_BYTES"
+    over_start = "address + m_min.to(gl.int64) * SUM_BYTES"
     return mutants_of((
         ("sums not cleared", "What was in memory is added to dq.", CAUSAL,
          only(CLEARED, "tl.arange(0, 8192)", PREPARE)),
@@ -88,7 +88,7 @@ def sums() -> tuple[Mutant, ...]:
          "The last block of queries has no statistics, and its sums are not cleared.",
          CAUSAL, only("* batch * heads,)", "* batch * heads - (batch > 1),)", FIRST_PLAN)),
         ("sums of the first sequence", "All sequences add to one.", CAUSAL,
-         only(of_block, of_block.replace("batch * kv_heads + kv_head", "kv_head"))),
+         only(of_block, of_block.replace("batch * scheduler.kv_heads + kv_head", "kv_head"))),
         ("sums of the block before", "A block's share goes to other queries.", FULL,
          only("m_block\naddress", "gl.maximum(m_block - 1, 0)\naddress", CONSUMER)),
         ("sums of a late address", "A block's share, made a step late, goes to the next block.", CAUSAL,
@@ -96,13 +96,14 @@ def sums() -> tuple[Mutant, ...]:
         ("sums not wound back", "Behind the last block of a head comes the next head's first.", FULL,
          only(back, "address")),
         ("sums of a group's first head", "A program that comes round stays with the first head.", FULL,
-         only("address + end.to(gl.int64) * SUM_BYTES, address)", "address, address)")),
+         only("address + m_max.to(gl.int64) * SUM_BYTES, address)", "address, address)")),
         ("sums not moved over hidden blocks",
          "Where a head's first blocks see nothing, the next one's go astray.",
          CAUSAL, only(over_start, "address")),
         ("dq: halves swapped", "A group adds to the other's half.", HALVES,
          only(own_half, own_half.replace("GROUP", "(1 - GROUP)"))),
-        ("dq: second half over the first", "Both groups add to the first half.", LATE, only(own_half, "")),
+        ("dq: second half over the first", "Both groups add to the first half.", LATE,
+         only(own_half, "pass")),
         ("dq: left half of the keys twice", "Both groups make the first columns.", LATE,
          only("k_tile.slice(GROUP * 64,", "k_tile.slice(0,")),
         ("transposed: first queries twice", "Both groups make the first queries of a block.", NARROW_HALVES,
@@ -110,7 +111,7 @@ def sums() -> tuple[Mutant, ...]:
         ("divided: left half twice", "Both groups make the first columns.", WIDE,
          only(".slice(GROUP * 128,", ".slice(0,")),
         ("divided: sums of the block before", "What is made a step late goes to its successor.", WIDE,
-         only("add_sums(half + last_place.to", "add_sums(half + place.to", times=2)),
+         only("atomic_add(half + last_place.to", "atomic_add(half + place.to", times=2)),
         ("dq written, not added", "Of all blocks of keys one is left in dq.", CAUSAL,
          only("red.relaxed.gpu.global.add.v4.f32", "st.relaxed.gpu.global.v4.f32")),
         ("half of the warps add to the others' rows", "Threads count to 64 where they are 128.", CAUSAL,

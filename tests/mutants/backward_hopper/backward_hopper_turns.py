@@ -18,8 +18,9 @@ from tests.mutants.backward_hopper.backward_hopper import (
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.forward_hopper.hopper import only
 
-AWAIT, PASS = "await_turn(counter, block)", "pass_turn(counter, block)"
-TURN, ADDED = "mbarrier.wait(turn.index(GROUP)", "mbarrier.wait(added.index(GROUP)"
+AWAIT, PASS = "wait_counter(counter, n_block)", "set_counter(counter, n_block)"
+WAIT_TURN = "mbarrier.wait(shared.turn.index(GROUP), number & 1, pred=pred)"
+ADDED = "mbarrier.wait(shared.added.index(GROUP)"
 
 
 def groups() -> tuple[Mutant, ...]:
@@ -32,13 +33,13 @@ def groups() -> tuple[Mutant, ...]:
             ("dq of a program's last step twice", "Both groups add what the last step made.", CAUSAL,
              only(last, "if steps > 0:")),
             ("halves: dq of the last step left out", "Nobody adds what the last step made.", LATE,
-             only(ADD_DQ, "pass", CONSUMER)),
+             only(f"{ADD_DQ}, steps - 1, True)", "pass", CONSUMER)),
         )),
         *mutants_of((
             ("dq before the first step", "A step that was not is added.", CAUSAL,
              only("if (step > 0) & (", "if (step >= 0) & (")),
             ("dq of the step after", "What is not complete yet is added.", CAUSAL,
-             only(TAKE_DQ, TAKE_DQ.replace("last_stage, last_phase", "ds_stage, ds_phase"), CONSUMER, 2)),
+             only(TAKE_DQ, TAKE_DQ.replace("last_state", "ds_state"), CONSUMER, 2)),
         ), racy=True),
         *mutants_of((
             ("both groups make each step's dq", "A step's room is given back twice.", CAUSAL,
@@ -49,7 +50,7 @@ def groups() -> tuple[Mutant, ...]:
 
 def order() -> tuple[Mutant, ...]:
     """Blocks of keys add to dq out of their order."""
-    add = f"{ADD_DQ}\nmbarrier.arrive(added.index(GROUP))"
+    add = "atomic_add(address, dq)\nmbarrier.arrive(shared.added.index(GROUP), pred=pred)"
     return (
         *mutants_of((
             ("order: turns not waited for", "Blocks of keys add to dq as they come.", ORDERED_FULL,
@@ -58,11 +59,11 @@ def order() -> tuple[Mutant, ...]:
              "The next block may add before this one has.", ORDERED,
              only(f"{ADDED}, (step // 2) & 1)\n{PASS}", f"{PASS}\n{ADDED}, (step // 2) & 1)")),
             ("order: a group adds without its turn", "Nobody waits for the warp that waits.", ORDERED_FULL,
-             only(f"{TURN}, ((step - 1) // 2) & 1)", "pass", CONSUMER)),
+             only(WAIT_TURN, "pass")),
             ("order: sums told before they are added", "The turn is passed on before the addition.", ORDERED,
-             only(add, "\n".join(reversed(add.split("\n"))), times=2)),
+             only(add, "\n".join(reversed(add.split("\n"))))),
             ("order: halves: a group adds without its turn", "Halves of dq are added as they come.",
-             ORDERED_HALVES, only(f"{TURN}, (step - 1) & 1, pred=step > 0)", "pass", CONSUMER)),
+             ORDERED_HALVES, only(WAIT_TURN, "pass")),
             ("order: divided: turns not waited for", "So where groups divide the products.", ORDERED_WIDE,
              only(AWAIT, "pass", KEEPER)),
         ), racy=True),
@@ -74,16 +75,16 @@ def order() -> tuple[Mutant, ...]:
             ("order: turns never passed", "The second block of keys waits for ever.", ORDERED,
              only(PASS, "pass", KEEPER)),
             ("order: every second turn", "A turn is passed to the block after the next.", ORDERED,
-             only("[counter, block + 1]", "[counter, block + 2]")),
+             only("[counter, n_block + 1]", "[counter, n_block + 2]")),
             ("order: phases of every step", "Barriers are waited for as if a group had each step's turn.",
              ORDERED, only(f"{ADDED}, (step // 2) & 1)", f"{ADDED}, step & 1)")),
             ("order: halves: one counter for both", "Groups wait for each other's turns.", ORDERED_HALVES,
              only("* 2 + GROUP) * 4", "* 2) * 4", KEEPER)),
             ("order: last blocks of keys first",
              "Programs wait for those that start after them.", ORDERED_FULL,
-             only("block = number // together", "block = blocks - 1 - number // together")),
+             only("n_block = number // interleaved", "n_block = self.blocks - 1 - number // interleaved")),
             ("order: counters not moved over hidden blocks",
              "Where a head's first blocks see nothing, the next one's turns are others'.", ORDERED,
-             only("2 * end - start - 1, -1)", "2 * end - 1, -1)", KEEPER)),
+             only("2 * m_max - m_min - 1, -1)", "2 * m_max - 1, -1)", KEEPER)),
         ), hangs=True),
     )  # fmt: skip

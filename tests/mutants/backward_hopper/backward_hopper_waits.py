@@ -20,35 +20,40 @@ from tests.mutants.backward_hopper.backward_hopper_places import COPY_DK
 from tests.mutants.core import Mutant, Patch, mutants_of
 from tests.mutants.forward_hopper.hopper import only
 
-WAIT_Q = "mbarrier.wait(q_full.index(q_stage), q_phase, pred=step + 1 < steps)"
-WAIT_DOUT = "mbarrier.wait(do_full.index(do_stage), do_phase)"
-GIVE_Q, GIVE_DOUT = "mbarrier.arrive(q_empty.index(q_stage))", "mbarrier.arrive(do_empty.index(do_stage))"
-STORE_DS = "ds_tiles.index(GROUP * DS_STAGES + ds_stage).store(ds)"
-TELL_DS = "mbarrier.arrive(ds_full.index(GROUP * DS_STAGES + ds_stage))"
-ROOM_FOR_DS = "mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)"
+WAIT_Q = "mbarrier.wait(shared.q_full.index(q_state.stage), q_state.phase, pred=step + 1 < steps)"
+WAIT_DOUT = "mbarrier.wait(shared.do_full.index(do_state.stage), do_state.phase)"
+GIVE_Q, GIVE_DOUT = (
+    "mbarrier.arrive(shared.q_empty.index(q_state.stage))",
+    "mbarrier.arrive(shared.do_empty.index(do_state.stage))",
+)
+STORE_DS = "shared.ds_tiles.index(GROUP * DS_STAGES + ds_state.stage).store(ds)"
+TELL_DS = "mbarrier.arrive(shared.ds_full.index(GROUP * DS_STAGES + ds_state.stage))"
+ROOM_FOR_DS = "mbarrier.wait(shared.ds_empty.index(ds_state.stage), ds_state.phase ^ 1)"
 FENCE = "fence_async_shared()"
+STATE = "{} = PipelineState(gl.to_tensor(0), gl.to_tensor({}))"
+GIVE_DS = "mbarrier.arrive(shared.ds_empty.index(last_state.stage))"
 
 
 def waits() -> tuple[Mutant, ...]:
     """A tile is used before it has arrived."""
-    zeros = "ds_tiles.index({}).store(gl.zeros([ROWS, BLOCK_M], gl.bfloat16, SCORES))"
+    zeros = "shared.ds_tiles.index({}).store(gl.zeros([ROWS, BLOCK_M], DTYPE, S_LAYOUT))"
     return mutants_of((
         ("first queries not waited for",
          "A program's first scores are of whatever lies in the queries' room.",
-         CAUSAL, only("mbarrier.wait(q_full.index(0), 0)", "pass")),
+         CAUSAL, only("mbarrier.wait(shared.q_full.index(0), 0)", "pass")),
         ("dout not waited for", "The output's gradients are used whether they have arrived or not.", CAUSAL,
          only(WAIT_DOUT, "pass", times=2)),
         ("nothing waited for before the first scores", "They are of whatever lies where tiles will be.",
-         CAUSAL, (*only("mbarrier.wait(kv_full.index(2 * GROUP), 0)", "pass"),
-                  *only("mbarrier.wait(kv_full.index(2 * (1 - GROUP)), 0)", "pass"),
-                  *only("mbarrier.wait(q_full.index(0), 0)", "pass"))),
+         CAUSAL, (*only("mbarrier.wait(shared.kv_full.index(2 * GROUP), 0)", "pass"),
+                  *only("mbarrier.wait(shared.kv_full.index(2 * (1 - GROUP)), 0)", "pass"),
+                  *only("mbarrier.wait(shared.q_full.index(0), 0)", "pass"))),
         ("neither values nor dout waited for", "Products are of whatever lies where both will be.",
-         CAUSAL, (*only("mbarrier.wait(kv_full.index(2 * GROUP + 1), 0)", "pass"),
+         CAUSAL, (*only("mbarrier.wait(shared.kv_full.index(2 * GROUP + 1), 0)", "pass"),
                   Patch(WAIT_DOUT, "pass", times=2))),
         ("halves: the other group's dS not waited for",
          "What the other group has not stored yet counts in dq.", HALVES,
-         only("mbarrier.wait(ds_full.index(slot), ds_phase)",
-              "mbarrier.wait(ds_full.index(slot), ds_phase, pred=turn == 0)", DQ)),
+         only("mbarrier.wait(shared.ds_full.index(slot), ds_state.phase)",
+              "mbarrier.wait(shared.ds_full.index(slot), ds_state.phase, pred=turn == 0)", DQ)),
         ("room for dS not waited for", "A group may overwrite dS while dq is made of it.", CAUSAL,
          only(ROOM_FOR_DS, "pass")),
         ("halves: room for dS not waited for",
@@ -62,13 +67,13 @@ def waits() -> tuple[Mutant, ...]:
          only(zeros.format(0), "pass")),
         ("divided: weights not waited for",
          "Weights that the other group has not stored yet count in dS.", WIDE,
-         only("mbarrier.wait(p_full.index(p_stage), p_phase)", "pass")),
+         only("mbarrier.wait(shared.p_full.index(p_state.stage), p_state.phase)", "pass")),
         ("divided: the other group not waited for",
          "Keys that the other group may read are overwritten by dk.", WIDE,
-         only("mbarrier.wait(done.index(0), 0)", "pass")),
+         only("mbarrier.wait(shared.done.index(0), 0)", "pass")),
         ("statistics' bytes forgotten", "The barrier of a tile of queries does not know of its row.", CAUSAL,
-         only("mbarrier.expect(q_full.index(q_stage), QUERY_BYTES)",
-              "mbarrier.expect(q_full.index(q_stage), KEY_BYTES)")),
+         only("mbarrier.expect(shared.q_full.index(q_state.stage), QUERY_BYTES)",
+              "mbarrier.expect(shared.q_full.index(q_state.stage), KEY_BYTES)")),
         ("no fence behind dS", "What shared memory does not have yet may count in dq.", CAUSAL,
          only(FENCE, "pass", STEPS)),
         ("no fence before dk leaves", "The copy engine may read dk before it is in shared memory.", CAUSAL,
@@ -85,37 +90,37 @@ def releases() -> tuple[Mutant, ...]:
         ("dout given back before it is read",
          "It may be overwritten while dP and dv are made of it.", NARROW,
          (Patch(GIVE_DOUT, "pass", STEPS),
-          *only("v_tile = v_tiles.index(hidden(GROUP))",
-                f"{GIVE_DOUT}\nv_tile = v_tiles.index(hidden(GROUP))"))),
+          *only("v_tile = shared.v_tiles.index(opaque(GROUP))",
+                f"{GIVE_DOUT}\nv_tile = shared.v_tiles.index(opaque(GROUP))"))),
         ("queries given back by one group for both",
          "One group's word frees room that the other still reads.",
-         CAUSAL, only("(q_empty.index(slot), count=2)", "(q_empty.index(slot), count=1)")),
+         CAUSAL, only("q_empty = make_barriers(Q_STAGES, 2)", "q_empty = make_barriers(Q_STAGES, 1)")),
         ("dout given back by one group for both", "One group's word frees room that the other still reads.",
-         CAUSAL, only("(do_empty.index(slot), count=2)", "(do_empty.index(slot), count=1)")),
+         CAUSAL, only("do_empty = make_barriers(DO_STAGES, 2)", "do_empty = make_barriers(DO_STAGES, 1)")),
         ("halves: dS given back by one group for both",
          "One group's word frees dS that the other still reads.",
-         LATE, only("(ds_empty.index(slot), count=2)", "(ds_empty.index(slot), count=1)")),
+         LATE, only("ds_empty = make_barriers(DS_STAGES, 2)", "ds_empty = make_barriers(DS_STAGES, 1)")),
         ("dS told before it is stored", "What lay there before counts in dq.", HALVES,
          only(f"{STORE_DS}\n{FENCE}\n{TELL_DS}", f"{TELL_DS}\n{STORE_DS}\n{FENCE}")),
         ("dS of another slot given back", "Room is free whose dS is still to be read.", CAUSAL,
-         only("mbarrier.arrive(ds_empty.index(last_stage))", "mbarrier.arrive(ds_empty.index(ds_stage))")),
+         only(GIVE_DS, GIVE_DS.replace("last", "ds"))),
         ("divided: weights given back before they are read",
          "Weights may be overwritten while they are read.",
-         WIDE, only("weights = p_tiles.index(p_stage).load(SCORES).to(gl.float32)\n"
-                    "mbarrier.arrive(p_empty.index(p_stage))",
-                    "mbarrier.arrive(p_empty.index(p_stage))\n"
-                    "weights = p_tiles.index(p_stage).load(SCORES).to(gl.float32)")),
+         WIDE, only("p = shared.p_tiles.index(p_state.stage).load(S_LAYOUT).to(gl.float32)\n"
+                    "mbarrier.arrive(shared.p_empty.index(p_state.stage))",
+                    "mbarrier.arrive(shared.p_empty.index(p_state.stage))\n"
+                    "p = shared.p_tiles.index(p_state.stage).load(S_LAYOUT).to(gl.float32)")),
         ("dv overwritten before it is stored",
          "Gradients of keys are put where those of values are being copied from.", CAUSAL,
-         only("low_dk = (dk * scale).to(gl.bfloat16)\ntma.store_wait(0)",
-              "low_dk = (dk * scale).to(gl.bfloat16)")),
+         only("low_dk = (dk * scale).to(DTYPE)\ntma.store_wait(0)",
+              "low_dk = (dk * scale).to(DTYPE)")),
         ("phases never flip", "A barrier counts as complete from its second round on.", FULL,
-         only("gl.where(wraps, phase ^ 1, phase)", "phase")),
+         only("gl.where(wraps, self.phase ^ 1, self.phase)", "self.phase")),
         ("consumers a phase ahead for dout", "The first dout counts as arrived from the start.", CAUSAL,
-         only("do_stage, do_phase = 0, 0", "do_stage, do_phase = 0, 1", BEFORE_STEPS)),
+         only(STATE.format("do_state", 0), STATE.format("do_state", 1), BEFORE_STEPS)),
         ("consumers a phase ahead for queries",
          "A block's queries count as arrived when the block before has.",
-         CAUSAL, only("q_stage, q_phase = 0, 0", "q_stage, q_phase = 0, 1", BEFORE_STEPS)),
+         CAUSAL, only(STATE.format("q_state", 0), STATE.format("q_state", 1), BEFORE_STEPS)),
     ), racy=True)  # fmt: skip
 
 
@@ -124,23 +129,23 @@ def endless() -> tuple[Mutant, ...]:
     return mutants_of((
         ("queries of a block that does not come",
          "Behind its last block a program waits for another.", CAUSAL,
-         only(WAIT_Q, "mbarrier.wait(q_full.index(q_stage), q_phase)")),
+         only(WAIT_Q, "mbarrier.wait(shared.q_full.index(q_state.stage), q_state.phase)")),
         ("queries never given back",
          "A program's blocks run out of room.", CAUSAL, only(GIVE_Q, "pass", STEPS)),
         ("dS never given back", "Groups run out of room for gradients of scores.", CAUSAL,
-         only("mbarrier.arrive(ds_empty.index(last_stage))", "pass", CONSUMER)),
+         only(GIVE_DS, "pass", CONSUMER)),
         ("more bytes awaited than come", "The barrier of a tile of dout is told of bytes that nobody copies.",
-         CAUSAL, only("mbarrier.expect(do_full.index(do_stage), QUERY_BYTES)",
-                      "mbarrier.expect(do_full.index(do_stage), QUERY_BYTES + 16)")),
+         CAUSAL, only("mbarrier.expect(shared.do_full.index(do_state.stage), QUERY_BYTES)",
+                      "mbarrier.expect(shared.do_full.index(do_state.stage), QUERY_BYTES + 16)")),
         ("slots never advance", "Every tile is looked for in the first slot.", CAUSAL,
-         only("gl.where(wraps, 0, stage + 1)", "gl.where(wraps, 0, stage)")),
+         only("gl.where(wraps, 0, self.stage + 1)", "gl.where(wraps, 0, self.stage)")),
         ("phases flip one slot early", "The last slot of a ring is waited for with the next round's phase.",
-         CAUSAL, only("gl.where(wraps, phase ^ 1, phase)", "gl.where(wraps, phase, phase ^ 1)")),
+         CAUSAL,
+         only("gl.where(wraps, self.phase ^ 1, self.phase)", "gl.where(wraps, self.phase, self.phase ^ 1)")),
         ("producer waits for what is free", "The producer takes empty slots for full ones.", CAUSAL,
-         only("q_stage, q_phase = 0, 1", "q_stage, q_phase = 0, 0", PRODUCER)),
+         only(STATE.format("q_state", 1), STATE.format("q_state", 0), PRODUCER)),
         ("divided: weights in the slot of gradients", "Groups count slots of weights and of dS alike.", WIDE,
-         only("ds_stage, ds_phase = next_slot(p_stage, p_phase, DS_STAGES)",
-              "ds_stage, ds_phase = p_stage, p_phase")),
+         only("ds_state = p_state.next(DS_STAGES)", "ds_state = p_state")),
         ("divided: steps of groups differ", "One group takes a step less than the other.", WIDE,
          only("for step in range(steps):", "for step in range(steps - GROUP):", CONSUMER)),
     ), hangs=True)  # fmt: skip

@@ -12,13 +12,14 @@ from flashtune.templates.forward_hopper.space import HopperConfig
 from tests.mutants.core import Part, Patch, Subject
 from tests.problems.hopper import FAMILY, a_config
 
-BLOCKS = " in range(block - 1, -1, -1):"
+BLOCKS = " in range(n_last - 1, n_block_min - 1, -1):"
 PRODUCER = Part("def produce(", "def consume(")
 CONSUMER = Part("def consume(", "def forward_hopper(")
-FIRST_BLOCK = Part("# The first block stands alone", BLOCKS)
-LATER_BLOCKS = Part(BLOCKS, "mbarrier.arrive(q_empty")
-END_OF_TILE = Part("# What comes next is worked out", "def forward_hopper(")
-LAST_PRODUCT = Part("mbarrier.arrive(q_empty", "# What comes next is worked out")
+FIRST_BLOCK = Part("# The first block has its own code", BLOCKS)
+LATER_BLOCKS = Part(BLOCKS, "q_state = q.release(q_state")
+END_OF_TILE = Part("# The next tile is located", "def forward_hopper(")
+STORE = Part("def store_output(", "def produce(")
+LAST_PRODUCT = Part("q_state = q.release(q_state", "# The next tile is located")
 
 
 def a_small_problem(head_dim: int = 128, causal: Causal = Causal.NONE, **changes: Any) -> Problem:

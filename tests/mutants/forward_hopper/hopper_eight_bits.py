@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.core.problem import Causal, Dtype
-from tests.mutants.core import Mutant, Patch
+from tests.mutants.core import Mutant
 from tests.mutants.forward_hopper.hopper import FIRST_BLOCK, LATER_BLOCKS, a_small_problem, only, subject
 from tests.mutants.forward_hopper.hopper_softmax import VOTE
 
@@ -11,11 +11,16 @@ CAUSAL = subject(a_small_problem(causal=Causal.BOTTOM_RIGHT, dtype=Dtype.E4M3, b
 CAUSAL_LSE = subject(a_small_problem(causal=Causal.BOTTOM_RIGHT, dtype=Dtype.E4M3, batch=2), lse=True)
 FULL = subject(a_small_problem(dtype=Dtype.E4M3, batch=2))
 OF_Q, OF_K, OF_V = (
-    "gl.load(q_scale + group * group_size + this_head)",
-    "gl.load(k_scale + group)",
-    "gl.load(v_scale + group)",
+    "gl.load(q_scale + kv_number * scheduler.group_size + this.head)",
+    "gl.load(k_scale + kv_number)",
+    "gl.load(v_scale + kv_number)",
 )
-EXCHANGED = "exponentials.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)"
+EXCHANGED = "p.reshape([GROUP_M, BLOCK_N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)"
+# The inverse of the exchange, which the exchange undoes.
+BACK = "p.reshape([GROUP_M, BLOCK_N // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4).reshape([GROUP_M, BLOCK_N])"
+EXPONENTIATED, SHIFTED_BACK = (
+    f"exponentiate(s, {of}, s_scale_log2)" for of in ("row_max", "row_max + P_SHIFT")
+)
 SOURCES = "sources = places - low + low // 2 % 2 * 8 + low // 4 * 2 + low % 2"
 EXISTS = "mask=exists & (sources < seqlen_kv)[:, None]"
 
@@ -28,20 +33,20 @@ def factors() -> tuple[Mutant, ...]:
             "q_scale of the group's first head",
             "All query heads of a KV head have one scale.",
             FULL,
-            only(OF_Q, OF_Q.replace("this_head", "0")),
+            only(OF_Q, OF_Q.replace("this.head", "0")),
         ),
         Mutant(
             "q_scale of the KV head",
             "Query heads have the scale of the query head with their KV head's number.",
             FULL,
-            only(OF_Q, "gl.load(q_scale + group)"),
+            only(OF_Q, "gl.load(q_scale + kv_number)"),
         ),
         Mutant("k_scale missing", "Keys count as their 8 bits say.", FULL, only(OF_K, "1.0")),
         Mutant(
             "k_scale of the first sequence",
             "All sequences have the scales of one.",
             FULL,
-            only(OF_K, "gl.load(k_scale + this_kv_head)"),
+            only(OF_K, "gl.load(k_scale + this.kv_head)"),
         ),
         Mutant("v_scale missing", "Values count as their 8 bits say.", FULL, only(OF_V, "1.0")),
         Mutant(
@@ -55,36 +60,35 @@ def factors() -> tuple[Mutant, ...]:
             "v_scale of the tile that comes next",
             "Values have the scale of the program's next tile.",
             FULL,
-            only("factor = value_scale /", "factor = gl.load(v_scale + batch * kv_heads + kv_head) /"),
+            only(
+                "factor = o_scale /",
+                "factor = gl.load(v_scale + tile.batch * scheduler.kv_heads + tile.kv_head) /",
+            ),
         ),
     )
 
 
 def weights() -> tuple[Mutant, ...]:
     """Weights of 8 bits."""
-    shift = " - WEIGHT_SHIFT"
     return (
         Mutant(
             "weights' columns not permuted",
             "Weights meet the values of other keys among sixteen.",
             FULL,
-            only(".permute(0, 1, 3, 2, 4)", "", times=2),
+            only(EXCHANGED, "p"),
         ),
         Mutant(
             "first weights' columns not permuted",
             "Weights of the first block meet the values of other keys.",
             FULL,
-            (
-                Patch(f"exchanged = {EXCHANGED}", "unmoved = exponentials", FIRST_BLOCK),
-                Patch("exchanged.reshape([ROWS, BLOCK_N])", "unmoved", FIRST_BLOCK),
-            ),
+            only("store_p(p, GROUP)", f"store_p({BACK}, GROUP)", FIRST_BLOCK),
         ),
         Mutant(
             "weights of the block before",
             "Values meet the weights of the block that came before them.",
             FULL,
             only(
-                "keep_weights(gl.convert_layout(exchanged.reshape([ROWS, BLOCK_N]), WEIGHTS), GROUP)",
+                "store_p(p, GROUP)",
                 "pass",
                 LATER_BLOCKS,
             ),
@@ -114,55 +118,58 @@ def weights() -> tuple[Mutant, ...]:
             "a scale of zero masks nothing",
             "Scores whose scale is zero in float32 are NaN where they are masked.",
             CAUSAL,
-            only("scale_log2 = gl.where(scale_log2 == 0.0, 1e-30, scale_log2)", "pass"),
+            only("s_scale_log2 = gl.where(s_scale_log2 == 0.0, 1e-30, s_scale_log2)", "pass"),
         ),
         Mutant(
             "shift left in the log-sum-exp",
             "The log-sum-exp is that of the shifted weights.",
             CAUSAL_LSE,
-            only("gl.log2(row_sum) - WEIGHT_SHIFT", "gl.log2(row_sum)"),
+            only("lse_log2 - P_SHIFT", "lse_log2"),
         ),
         Mutant(
             "first block not shifted",
             "Weights of the first block are smaller than the others.",
             FULL,
-            only(shift, "", FIRST_BLOCK),
+            only(EXPONENTIATED, SHIFTED_BACK, FIRST_BLOCK),
         ),
         Mutant(
             "later blocks not shifted",
             "Weights of the first block are larger than the others.",
             FULL,
-            only(shift, "", LATER_BLOCKS),
+            only(EXPONENTIATED, SHIFTED_BACK, LATER_BLOCKS),
         ),
         Mutant(
             "slack beyond e4m3",
             "Weights outgrow 448 before a maximum is followed.",
             FULL,
-            only("SLACK = gl.constexpr(2.0)", "SLACK = gl.constexpr(4.0)"),
+            only("RESCALE_THRESHOLD = gl.constexpr(2.0)", "RESCALE_THRESHOLD = gl.constexpr(4.0)"),
         ),
         Mutant(
             "shift beyond e4m3",
             "The largest weights are cut off at 448.",
             FULL,
-            only("WEIGHT_SHIFT = gl.constexpr(6.0)", "WEIGHT_SHIFT = gl.constexpr(9.0)"),
+            only("P_SHIFT = gl.constexpr(6.0)", "P_SHIFT = gl.constexpr(9.0)"),
         ),
         Mutant(
             "diagonal one key too far",
             "Every query sees the key after its last one.",
             CAUSAL,
-            only("positions + diagonal + 1, seqlen_kv)", "positions + diagonal + 2, seqlen_kv)"),
+            only(
+                "positions + diagonal + RIGHT + 1, this.seqlen_kv)",
+                "positions + diagonal + 2, this.seqlen_kv)",
+            ),
         ),
         Mutant(
             "tail unmasked",
             "Zeros that the copy engine reads behind the last key take part in the softmax.",
             FULL,
-            only("if seqlen_kv % BLOCK_N != 0:", "if seqlen_kv < 0:"),
+            only("if this.seqlen_kv % BLOCK_N != 0:", "if this.seqlen_kv < 0:"),
         ),
         Mutant(
             "second row of a thread has no vote",
             "A warp is rescaled when some first row of a thread has grown.",
             FULL,
-            only(VOTE, "${flags}, 0; or.pred"),
+            only(VOTE, "${rows}, 0; or.pred"),
         ),
     )
 

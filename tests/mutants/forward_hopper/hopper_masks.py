@@ -5,63 +5,63 @@ from __future__ import annotations
 from tests.mutants.core import Mutant, Patch
 from tests.mutants.forward_hopper.hopper import CAUSAL, EAGER, FULL, LATER_BLOCKS, only
 
-ODD_COLUMNS = "(key_offsets & -7)[None, :] < limits"
-EXPONENTIALS = "exponentials = gl.exp2(scores * scale_log2 - shift[:, None])"
-TO_WEIGHTS = "weights = gl.convert_layout(exponentials.to(gl.bfloat16), WEIGHTS)"
-OPEN = "open_blocks = gl.maximum(gl.minimum(first + diagonal + 1, seqlen_kv), 0) // BLOCK_N"
+ODD_COLUMNS = "(n_offsets & -7)[None, :] < limits"
+EXPONENTIALS = "block_sum, p = exponentiate(s, row_max, s_scale_log2)"
+TO_WEIGHTS = "p = gl.convert_layout(p.to(ELEMENT), P_LAYOUT)"
+OPEN = "full_max = gl.maximum(gl.minimum(m_start + diagonal + RIGHT + 1, this.seqlen_kv), 0) // BLOCK_N"
 
 
 def masks() -> tuple[Mutant, ...]:
     """Which keys a query sees, at the tail and at the diagonal."""
-    last = "visible_end = gl.minimum(positions + diagonal + 1, seqlen_kv)"
+    last = "n_end = gl.minimum(positions + diagonal + RIGHT + 1, this.seqlen_kv)"
     return (
         Mutant(
             "tail unmasked",
             "Zeros that the copy engine reads behind the last key take part in the softmax.",
             FULL,
-            only("if seqlen_kv % BLOCK_N != 0:", "if seqlen_kv < 0:"),
+            only("if this.seqlen_kv % BLOCK_N != 0:", "if this.seqlen_kv < 0:"),
         ),
         Mutant(
             "tail one key too long",
             "One key of zeros behind the last takes part in the softmax.",
             FULL,
-            only("limits = seqlen_kv - block", "limits = seqlen_kv + 1 - block"),
+            only("mask_from(s, this.seqlen_kv, n_last", "mask_from(s, this.seqlen_kv + 1, n_last"),
         ),
         Mutant(
             "tail one key too short",
             "The last key is masked where the last block is not whole.",
             FULL,
-            only("limits = seqlen_kv - block", "limits = seqlen_kv - 1 - block"),
+            only("mask_from(s, this.seqlen_kv, n_last", "mask_from(s, this.seqlen_kv - 1, n_last"),
         ),
         Mutant(
             "diagonal one key too far",
             "Every query sees the key after its last one.",
             CAUSAL,
-            only(last, "visible_end = gl.minimum(positions + diagonal + 2, seqlen_kv)"),
+            only(last, "n_end = gl.minimum(positions + diagonal + 2, this.seqlen_kv)"),
         ),
         Mutant(
             "diagonal one key too short",
             "No query sees its last key.",
             CAUSAL,
-            only(last, "visible_end = gl.minimum(positions + diagonal, seqlen_kv)"),
+            only(last, "n_end = gl.minimum(positions + diagonal, this.seqlen_kv)"),
         ),
         Mutant(
             "diagonal aligned to the other corner",
             "The mask starts at the first key where it should end at the last.",
             CAUSAL,
-            only("diagonal = seqlen_kv - seqlen_q", "diagonal = 0"),
+            only("diagonal = this.seqlen_kv - this.seqlen_q", "diagonal = 0"),
         ),
         Mutant(
             "first block's mask missing",
             "The last block of keys, which comes first, is taken without a mask.",
             CAUSAL,
-            only("if block >= open_blocks:", "if block < 0:"),
+            only("if n_last >= full_max:", "if n_last < 0:"),
         ),
         Mutant(
             "later blocks' masks missing",
             "Where the diagonal crosses two blocks only one is masked.",
             CAUSAL,
-            only("if earlier >= open_blocks:", "if earlier < 0:"),
+            only("if n_block >= full_max:", "if n_block < 0:"),
         ),
         Mutant(
             "open blocks one too many",
@@ -74,27 +74,30 @@ def masks() -> tuple[Mutant, ...]:
             "A block counts as open when the last row sees it whole, where the first must.",
             CAUSAL,
             only(
-                "gl.minimum(first + diagonal + 1, seqlen_kv)",
-                "gl.minimum(first + POSITIONS + diagonal, seqlen_kv)",
+                "gl.minimum(m_start + diagonal + RIGHT + 1, this.seqlen_kv)",
+                "gl.minimum(m_start + GROUP_POSITIONS + diagonal, this.seqlen_kv)",
             ),
         ),
         Mutant(
             "odd columns masked as even ones",
             "The mask steps by two keys.",
             CAUSAL,
-            only(ODD_COLUMNS, "(key_offsets & -8)[None, :] < limits", times=2),
+            only(ODD_COLUMNS, "(n_offsets & -8)[None, :] < limits"),
         ),
         Mutant(
             "mask of the first group's rows",
             "All groups mask as if they held the tile's first rows.",
             CAUSAL,
-            only("positions = first + row_offsets", "positions = first - GROUP * POSITIONS + row_offsets"),
+            only(
+                "positions = m_start + row_offsets",
+                "positions = m_start - GROUP * GROUP_POSITIONS + row_offsets",
+            ),
         ),
         Mutant(
             "empty rows shifted by -inf",
             "A row that has seen no key yet turns NaN.",
             CAUSAL,
-            only('shift = gl.where(row_max == float("-inf"), 0.0, row_max)', "shift = row_max", times=2),
+            only("shift = finite(row_max)", "shift = row_max"),
         ),
         Mutant(
             "empty rows divided by zero",
@@ -109,10 +112,10 @@ def forgotten() -> tuple[Mutant, ...]:
     """Weights that are missing, or another block's."""
 
     def forget(which: str) -> tuple[Patch, ...]:
-        kept = f"exponentials = gl.where({which}, 0.0, exponentials)"
-        return only(EXPONENTIALS, f"{EXPONENTIALS}\n{kept}", LATER_BLOCKS)
+        kept = f"s = gl.where({which}, float('-inf'), s)"
+        return only(EXPONENTIALS, f"{kept}\n{EXPONENTIALS}", LATER_BLOCKS)
 
-    first = "(key_offsets + earlier * BLOCK_N < BLOCK_N)[None, :]"
+    first = "(n_offsets + n_block * BLOCK_N < BLOCK_N)[None, :]"
     rows = "(positions % 8 == 3)[:, None]"
     return (
         Mutant("first keys forgotten", "The first block of keys has no weight.", CAUSAL, forget(first)),
@@ -126,28 +129,31 @@ def forgotten() -> tuple[Mutant, ...]:
             "a block forgotten in one group",
             "The second group gives the first block of keys no weight.",
             CAUSAL,
-            forget(f"{first} & (row_offsets + GROUP * ROWS >= ROWS)[:, None]"),
+            forget(f"{first} & (row_offsets + GROUP * GROUP_M >= GROUP_M)[:, None]"),
         ),
         Mutant(
             "one key in some rows forgotten",
             "In one row of eight the sixth key of a block has no weight.",
             CAUSAL,
-            forget(f"{rows} & (key_offsets == 5)[None, :]"),
+            forget(f"{rows} & (n_offsets == 5)[None, :]"),
         ),
         Mutant(
             "weights of the block before",
             "Values meet the weights of the block that came before them.",
             EAGER,
-            only(TO_WEIGHTS, "pass", LATER_BLOCKS),
+            (
+                Patch(EXPONENTIALS, EXPONENTIALS.replace("p =", "_ ="), LATER_BLOCKS),
+                Patch(TO_WEIGHTS, "pass", LATER_BLOCKS),
+            ),
         ),
         Mutant(
             "last keys of all blocks forgotten in the sum",
             "One lane in four leaves its columns out of the sum of weights.",
             FULL,
             only(
-                "exponentials.reshape([ROWS,",
-                "gl.where((key_offsets % 8 < 6)[None, :], exponentials, 0.0).reshape([ROWS,",
-                times=2,
+                "p.reshape([GROUP_M,",
+                "gl.where((gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT)) % 8 < 6)[None, :], p, 0.0)"
+                ".reshape([GROUP_M,",
             ),
         ),
         Mutant(

@@ -6,10 +6,10 @@ from flashtune.core.problem import Causal, Dtype
 from tests.mutants.core import Mutant, Patch
 from tests.mutants.forward_hopper.hopper import CAUSAL_LSE, EAGER, FULL, a_small_problem, only, subject
 
-LSE = "row_lse = (row_max + gl.log2(row_sum)) * LN_2"
-RESCALED = "accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]"
-CLEARED = "accumulator = gl.zeros([ROWS, 128], gl.float32, OUTPUT)"
-VOTE = "${flags + flag}, 0; or.pred"
+LSE = "row_lse = lse_log2 * LN_2"
+RESCALED = "accumulator = rescale_output(rescale, accumulator)"
+CLEARED = "accumulator = gl.zeros([GROUP_M, 128], gl.float32, O_LAYOUT)"
+VOTE = "${rows + row}, 0; or.pred"
 FP16 = subject(a_small_problem(dtype=Dtype.FP16))
 TALL = subject(
     a_small_problem(64, causal=Causal.BOTTOM_RIGHT), num_consumer_groups=2, rows_per_group=128, block_n=64
@@ -30,7 +30,7 @@ def rescaling() -> tuple[Mutant, ...]:
             "Outputs are rescaled by what the block before asked for.",
             EAGER,
             (
-                Patch(CLEARED, f"{CLEARED}\nlate = gl.full([ROWS], 1.0, gl.float32, SCORE_ROWS)"),
+                Patch(CLEARED, f"{CLEARED}\nlate = gl.full([GROUP_M], 1.0, gl.float32, ROW_LAYOUT)"),
                 Patch(RESCALED, f"{RESCALED.replace('(rescale,', '(late,')}\nlate = rescale"),
             ),
         ),
@@ -57,27 +57,27 @@ def rescaling() -> tuple[Mutant, ...]:
             "Rows whose scores are all far below zero lose every weight.",
             FULL,
             only(
-                "row_max = gl.max(scores, 1) * scale_log2",
-                "row_max = gl.maximum(gl.max(scores, 1) * scale_log2, 0.0)",
+                "row_max = gl.max(s, 1) * s_scale_log2",
+                "row_max = gl.maximum(gl.max(s, 1) * s_scale_log2, 0.0)",
             ),
         ),
         Mutant(
             "growth never acted upon",
             "Lazy rescaling is never done.",
             FULL,
-            only("if has_grown(GROUP):", "if GROUP < 0:"),
+            only("if needs_rescale(GROUP):", "if GROUP < 0:"),
         ),
         Mutant(
             "second row of a thread has no vote",
             "A warp is rescaled when some first row of a thread has grown.",
             FULL,
-            only(VOTE, "${flags}, 0; or.pred"),
+            only(VOTE, "${rows}, 0; or.pred"),
         ),
         Mutant(
             "first row of a thread has no vote",
             "A warp is rescaled when some second row of a thread has grown.",
             FULL,
-            only(VOTE, "${2 * flags - 1}, 0; or.pred"),
+            only(VOTE, "${2 * rows - 1}, 0; or.pred"),
         ),
         Mutant(
             "a vote must be unanimous",
@@ -89,7 +89,7 @@ def rescaling() -> tuple[Mutant, ...]:
             "lower rows of a tall tile have no vote",
             "Of four rows of a thread only two count.",
             TALL,
-            only(VOTE, "${flags + flag % 2}, 0; or.pred"),
+            only(VOTE, "${rows + row % 2}, 0; or.pred"),
         ),
         Mutant(
             "slack without bounds",

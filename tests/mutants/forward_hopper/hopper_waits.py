@@ -11,20 +11,20 @@ from tests.mutants.forward_hopper.hopper import (
     LAST_PRODUCT,
     LATER_BLOCKS,
     SHORT_RINGS,
+    STORE,
     only,
 )
 from tests.mutants.forward_hopper.hopper_places import HALVED, IN_PARTS
 
-WAIT_K = "mbarrier.wait(k_full.index(k_stage), k_phase)"
-WAIT_V = "mbarrier.wait(v_full.index(v_stage), v_phase)"
-ARRIVE_K = "mbarrier.arrive(k_empty.index(k_stage))"
-ARRIVE_V = "mbarrier.arrive(v_empty.index(v_stage))"
-ARRIVE_Q = "mbarrier.arrive(q_empty.index(q_stage * GROUPS + GROUP))"
-SCORES_DONE = "scores = warpgroup_mma_wait(1, deps=[scores])"
+WAIT_K = "k.wait_full(k_state)"
+WAIT_V = "v.wait_full(v_state)"
+ARRIVE_K = "k_state = k.release(k_state)"
+ARRIVE_V = "v_state = v.release(v_state)"
+ARRIVE_Q = "q_state = q.release(q_state, GROUP)"
+SCORES_DONE = "s = warpgroup_mma_wait(1, deps=[s])"
 OUTPUT_DONE = "accumulator = warpgroup_mma_wait(0, deps=[accumulator])"
-WEIGHTED = "accumulator = warpgroup_mma(weights, v_tile, accumulator, is_async=True)"
-BEFORE_TILES = Part("def consume(", "this_first, this_batch")
-FIRST_HALF = Part("# In two halves", "[this_batch, this_kv_head, this_head, this_first, 128]")
+WEIGHTED = "accumulator = issue_pv(p, v, v_state, accumulator)"
+FIRST_HALF = Part("# Both halves", "[tile.batch, tile.kv_head, tile.head, m_start, 128]")
 
 
 def waits() -> tuple[Mutant, ...]:
@@ -34,10 +34,7 @@ def waits() -> tuple[Mutant, ...]:
             "first keys not waited for",
             "A tile's first scores are of whatever lies where its keys will be.",
             FULL,
-            (
-                Patch(WAIT_K, "pass", BEFORE_TILES),
-                Patch("mbarrier.wait(k_full.index(k_stage), k_phase, pred=more)", "pass"),
-            ),
+            only("k.wait_full(k_state, pred=more)", "pass"),
             racy=True,
         ),
         Mutant(
@@ -65,10 +62,7 @@ def waits() -> tuple[Mutant, ...]:
             "queries not waited for",
             "A tile's first scores may be of queries that have not arrived.",
             FULL,
-            (
-                Patch("mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase)", "pass"),
-                Patch("mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase, pred=more)", "pass"),
-            ),
+            only("q.wait_full(q_state, GROUP, pred=more)", "pass"),
             racy=True,
         ),
         Mutant(
@@ -76,11 +70,10 @@ def waits() -> tuple[Mutant, ...]:
             "Keys, values and queries are used whether they have arrived or not.",
             EAGER,
             (
-                Patch(WAIT_K, "pass", CONSUMER, 2),
+                Patch(WAIT_K, "pass", CONSUMER),
                 Patch(WAIT_V, "pass", CONSUMER, 2),
-                Patch("mbarrier.wait(k_full.index(k_stage), k_phase, pred=more)", "pass"),
-                Patch("mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase)", "pass"),
-                Patch("mbarrier.wait(q_full.index(q_stage * GROUPS + GROUP), q_phase, pred=more)", "pass"),
+                Patch("k.wait_full(k_state, pred=more)", "pass"),
+                Patch("q.wait_full(q_state, GROUP, pred=more)", "pass"),
             ),
             racy=True,
         ),
@@ -88,7 +81,7 @@ def waits() -> tuple[Mutant, ...]:
             "scores read before they are done",
             "The product of queries and keys is not waited for.",
             FULL,
-            only(SCORES_DONE, "scores = warpgroup_mma_wait(2, deps=[scores])"),
+            only(SCORES_DONE, "s = warpgroup_mma_wait(2, deps=[s])"),
             racy=True,
         ),
         Mutant(
@@ -103,8 +96,8 @@ def waits() -> tuple[Mutant, ...]:
             "The barrier of a tile of keys is told of half of its bytes.",
             FULL,
             only(
-                "mbarrier.expect(k_full.index(k_stage), 32768)",
-                "mbarrier.expect(k_full.index(k_stage), 16384)",
+                "mbarrier.expect(k.full.index(k_state.stage), 32768)",
+                "mbarrier.expect(k.full.index(k_state.stage), 16384)",
             ),
             racy=True,
         ),
@@ -113,8 +106,8 @@ def waits() -> tuple[Mutant, ...]:
             "The barrier of a tile of values is told of bytes that nobody copies.",
             FULL,
             only(
-                "mbarrier.expect(v_full.index(v_stage), 32768)",
-                "mbarrier.expect(v_full.index(v_stage), 32784)",
+                "mbarrier.expect(v.full.index(v_state.stage), 32768)",
+                "mbarrier.expect(v.full.index(v_state.stage), 32784)",
             ),
             hangs=True,
         ),
@@ -122,7 +115,7 @@ def waits() -> tuple[Mutant, ...]:
             "keys of a tile that does not come",
             "After a program's last tile the keys of another are waited for.",
             FULL,
-            only("mbarrier.wait(k_full.index(k_stage), k_phase, pred=more)", WAIT_K),
+            only("k.wait_full(k_state, pred=more)", WAIT_K),
             hangs=True,
         ),
     )
@@ -143,8 +136,8 @@ def releases() -> tuple[Mutant, ...]:
             "Values may be overwritten while weights meet them.",
             EAGER,
             (
-                Patch(WEIGHTED, f"{WEIGHTED}\n{ARRIVE_V}", LATER_BLOCKS),
                 Patch(f"{OUTPUT_DONE}\n{ARRIVE_V}", OUTPUT_DONE, LATER_BLOCKS),
+                Patch(WEIGHTED, f"{WEIGHTED}\n{ARRIVE_V}", LATER_BLOCKS),
             ),
             racy=True,
         ),
@@ -152,7 +145,13 @@ def releases() -> tuple[Mutant, ...]:
             "queries given back before they are read",
             "Queries of the next tile overwrite those that are still in use.",
             SHORT_RINGS,
-            (Patch(ARRIVE_Q, "pass"), Patch("for earlier in range(", f"{ARRIVE_Q}\nfor earlier in range(")),
+            (
+                Patch(ARRIVE_Q, "q_state = q.advance(q_state)"),
+                Patch(
+                    "for n_block in range(",
+                    "mbarrier.arrive(q.empty.index(q.slot(q_state, GROUP)))\nfor n_block in range(",
+                ),
+            ),
         ),
         Mutant(
             "keys given back by one group for both",
@@ -178,21 +177,21 @@ def releases() -> tuple[Mutant, ...]:
             "queries never given back",
             "A program's tiles run out of room for queries.",
             FULL,
-            only(ARRIVE_Q, "pass"),
+            only(ARRIVE_Q, "q_state = q.advance(q_state)"),
             hangs=True,
         ),
         Mutant(
             "keys never given back",
             "A tile of keys is never overwritten.",
             FULL,
-            only(ARRIVE_K, "pass", LATER_BLOCKS),
+            only(ARRIVE_K, "k_state = k.advance(k_state)", LATER_BLOCKS),
             hangs=True,
         ),
         Mutant(
             "last values never given back",
             "The last values of each tile are never overwritten.",
             FULL,
-            only(ARRIVE_V, "pass", END_OF_TILE),
+            only(ARRIVE_V, "v_state = v.advance(v_state)", END_OF_TILE),
             hangs=True,
         ),
         Mutant(
@@ -207,8 +206,8 @@ def releases() -> tuple[Mutant, ...]:
             "A program may end before its last output is stored.",
             FULL,
             only(
-                "warpgroup_mma_wait(0, deps=[scores])\ntma.store_wait(0)",
-                "warpgroup_mma_wait(0, deps=[scores])",
+                "warpgroup_mma_wait(0, deps=[s])\ntma.store_wait(0)",
+                "warpgroup_mma_wait(0, deps=[s])",
             ),
             racy=True,
         ),
@@ -216,14 +215,14 @@ def releases() -> tuple[Mutant, ...]:
             "no fence before the store",
             "The copy engine may read an output before it is in shared memory.",
             FULL,
-            only("fence_async_shared()", "pass", END_OF_TILE),
+            only("fence_async_shared()", "pass", STORE),
             racy=True,
         ),
         Mutant(
             "no fence before a store in parts",
             "The copy engine may read a part of an output before it is in shared memory.",
             IN_PARTS,
-            only("fence_async_shared()", "pass", END_OF_TILE, 2),
+            only("fence_async_shared()", "pass", STORE, 2),
             racy=True,
         ),
     )

@@ -15,7 +15,7 @@ def masks() -> tuple[Mutant, ...]:
     """Which keys a query sees, at the tail and at the diagonal, and which are left out."""
     shift = 'shift = gl.where(row_max == float("-inf"), 0.0, row_max)'
     some_rows = "((gl.arange(0, ROWS, SCORE_ROWS) & 7) == 5)[:, None]"
-    last_key = "gl.minimum(position + POSITIONS, seqlen_q) + diagonal"
+    last_key = "gl.minimum(position + POSITIONS, tiling.seqlen_q) + diagonal"
     return mutants_of((
         ("tail unmasked",
          "Zeros that the copy engine reads behind the last key take part in the softmax.", FULL,
@@ -30,7 +30,7 @@ def masks() -> tuple[Mutant, ...]:
          "No query sees its last key.", WHOLE, only("(diagonal + 1)", "diagonal")),
         ("diagonal aligned to the other corner",
          "The mask starts at the first key and not at the last.",
-         WHOLE, only("diagonal = seqlen_kv - seqlen_q", "diagonal = 0")),
+         WHOLE, only("diagonal = seqlen_kv - tiling.seqlen_q", "diagonal = 0")),
         ("later blocks' masks missing", "Where the diagonal crosses two blocks only one is masked.", WHOLE,
          only("if block >= open_blocks:", "if block >= end:")),
         ("open blocks of a tile's last query",
@@ -71,9 +71,9 @@ def softmax() -> tuple[Mutant, ...]:
         ("right half: rescaling left out", "It keeps a scale that maxima have left behind.", WHOLE,
          only("accumulator = accumulator * rescale[:, None]", "pass", SECOND_GROUP)),
         ("right half: rescaling late by a block", "It is rescaled by what the block before asked for.", WHOLE,
-         only("factors.index(slot).load", "factors.index(1 - slot).load")),
+         only("exchange.factors.index(slot).load", "exchange.factors.index(1 - slot).load")),
         ("right half: weights of the block before", "Values meet the weights of another block.", WHOLE,
-         only("warpgroup_mma(weight_tiles.index(slot)", "warpgroup_mma(weight_tiles.index(1 - slot)")),
+         only("warpgroup_mma(exchange.tiles.index(slot)", "warpgroup_mma(exchange.tiles.index(1 - slot)")),
         ("right half: last block left out",
          "The block that comes last has no weight in the right half.", WHOLE,
          only("for step in range(end - begin):", "for step in range(end - begin - 1):", SECOND_GROUP)),

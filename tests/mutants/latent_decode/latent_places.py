@@ -27,21 +27,21 @@ def columns() -> tuple[Mutant, ...]:
     """Halves of values, and what of a key only scores need."""
     return mutants_of((
         ("rest of queries from the values' columns", "Keys' last columns meet others of the queries.", WHOLE,
-         only("position, 512], q_full", "position, 448], q_full")),
+         only("position, 512], queries.full", "position, 448], queries.full")),
         ("rest of keys from the values' columns", "Queries' last columns meet others of the keys.", WHOLE,
-         only("first_row, 512], rest_full", "first_row, 448], rest_full")),
+         only("first_row, 512], rest.full", "first_row, 448], rest.full")),
         ("narrow: rest of keys from the values' columns", "So of values of 128 columns.", NARROW,
-         only("first_row, 128], rest_full", "first_row, 112], rest_full")),
+         only("first_row, 128], rest.full", "first_row, 112], rest.full")),
         ("rest left out", "Scores of all blocks but the first come of the values' columns alone.", WHOLE,
          only(SCORES_OF_REST, "accumulator, weights", LATER_BLOCKS)),
         ("rest of the first block for all",
          "Later blocks' last columns are read at the end of the keys.", FULL,
-         only("FAR - rows + first_row, 512], rest_full",
-              "FAR - rows + (end - 1) * BLOCK_N, 512], rest_full")),
+         only("FAR - rows + first_row, 512], rest.full",
+              "FAR - rows + (end - 1) * BLOCK_N, 512], rest.full")),
         ("left half of queries twice", "Right halves of keys meet left ones of queries.", WHOLE,
-         (Patch("q_tiles.index(1)", "q_tiles.index(0)", times=2), Patch("anew + 1", "anew"))),
+         (Patch("queries.tiles.index(1)", "queries.tiles.index(0)", times=2), Patch("anew + 1", "anew"))),
         ("left half of keys twice", "The right half of keys and values is the left one.", WHOLE,
-         only("first_row, HALF], right_full", "first_row, 0], right_full")),
+         only("first_row, HALF], right.full", "first_row, 0], right.full")),
         ("left half of the output twice", "The right half of the output is written over the left one.", WHOLE,
          only("1 * HALF], room", "0 * HALF], room")),
         ("parts: left half twice", "A part's right half is written over its left one.", PARTS,
@@ -51,20 +51,22 @@ def columns() -> tuple[Mutant, ...]:
 
 def keys() -> tuple[Mutant, ...]:
     """Which keys, pages and lengths are read, and which rows are written."""
-    of_rows, exist = "gl.minimum(seqlen_kv - block * BLOCK_N + first_row, PAGE)", "(lse_heads < heads) & "
+    of_rows = "gl.minimum(seqlen_kv - block * BLOCK_N + first_row, PAGE)"
+    exist = "(lse_heads < tiling.heads) & "
     next_page = "pages + gl.maximum(block - 1, 0) * BLOCK_N // PAGE"
     return mutants_of((
         ("keys of the first sequence", "All sequences meet the keys of one.", FULL,
          only("= sequence, block * BLOCK_N, seqlen_kv", "= 0, block * BLOCK_N, seqlen_kv")),
         ("lengths of the first sequence", "All sequences count as long as one.", LENGTHS,
-         only("gl.load(seqlens_kv + sequence)", "gl.load(seqlens_kv)")),
+         only("gl.load(tiling.seqlens_kv + sequence)", "gl.load(tiling.seqlens_kv)")),
         ("rows behind the last key", "What lies behind a sequence's keys is copied too.", LENGTHS,
          only("block * BLOCK_N, seqlen_kv\n", "block * BLOCK_N, (block + 1) * BLOCK_N\n", PRODUCER)),
         ("pages of the first sequence", "All sequences look their keys up in one's table.", PARTS,
-         only("block_table + sequence.to(gl.int64) * stride_table", "block_table")),
+         only("block_table + sequence.to(gl.int64) * tiling.stride_table", "block_table")),
         ("pages of the next sequence", "Sequences look their keys up in the next one's table.", PARTS,
-         only("sequence.to(gl.int64) * stride_table",
-              "((sequence + 1) % (gl.num_programs(0) // tiles // splits)).to(gl.int64) * stride_table")),
+         only("sequence.to(gl.int64) * tiling.stride_table",
+              "((sequence + 1) % (gl.num_programs(0) // tiling.tiles // tiling.splits))"
+              ".to(gl.int64) * tiling.stride_table")),
         ("pages a block late", "A block's page is that of the block that came before it.", PARTS,
          only(next_page, next_page.replace("block - 1", "block"))),
         ("rows behind the last key of a page", "What lies behind a sequence's keys is copied too.", PARTS,
@@ -90,11 +92,11 @@ def keys() -> tuple[Mutant, ...]:
         ("tiles of queries one apart", "Tiles of queries overlap.", WHOLE,
          only("position = tile // head_tiles * POSITIONS", "position = tile // head_tiles")),
         ("lse of the first sequence", "Log-sum-exps of all sequences are written to one.", WHOLE,
-         only("lse_rows = (sequence * heads + lse_heads)", "lse_rows = lse_heads")),
+         only("lse_rows = (sequence * tiling.heads + lse_heads)", "lse_rows = lse_heads")),
         ("lse beyond the heads", "Rows that stand for no head write the next sequence's log-sum-exp.", WHOLE,
          only(exist, "")),
         ("lse beyond the queries", "Rows that stand for no query write the next head's log-sum-exp.", WHOLE,
-         only(" & (lse_positions < seqlen_q)", "")),
+         only(" & (lse_positions < tiling.seqlen_q)", "")),
         ("output of the last tile not written", "The last program is not launched.", WHOLE,
          only("return (tiles * batch,)", "return (tiles * batch - (batch > 1),)", PLAN)),
     ))  # fmt: skip
@@ -102,18 +104,21 @@ def keys() -> tuple[Mutant, ...]:
 
 def parts() -> tuple[Mutant, ...]:
     """Which blocks are whose, and how parts become one."""
-    begin, end = "begin = split * blocks // splits", "end = (split + 1) * blocks // splits"
+    begin, end = "begin = split * blocks // tiling.splits", "end = (split + 1) * blocks // tiling.splits"
     changes = (
         ("overlap",
-         "Where parts are not alike some blocks count twice.", begin, "begin = split * (blocks // splits)"),
+         "Where parts are not alike some blocks count twice.", begin,
+         "begin = split * (blocks // tiling.splits)"),
         ("last blocks left out", "What is left over when blocks are divided is nobody's.",
-         end, "end = gl.maximum((split + 1) * (blocks // splits), begin)"),
+         end, "end = gl.maximum((split + 1) * (blocks // tiling.splits), begin)"),
         ("written over one another", "All parts are written where the first lies.",
-         Patch("((split * all_heads + sequence * heads)", "((sequence * heads)", times=2), ""),
+         Patch("((split * tiling.all_heads + sequence * tiling.heads)",
+               "((sequence * tiling.heads)", times=2), ""),
         ("log-sum-exps a sequence apart", "Those of parts overlap where there are several sequences.",
-         "split * all_heads * seqlen_q + lse_rows", "split * heads * seqlen_q + lse_rows"),
+         "split * tiling.all_heads * tiling.seqlen_q + lse_rows",
+         "split * tiling.heads * tiling.seqlen_q + lse_rows"),
         ("rows beyond the heads", "Rows that stand for no head are written over the next sequence's.",
-         Patch("row_exists = (row_heads < heads) &", "row_exists =", times=2), ""),
+         Patch("row_exists = (row_heads < tiling.heads) &", "row_exists =", times=2), ""),
         ("log-sum-exps in natural units", "Parts are weighed by powers of two of natural logarithms.",
          "row_lse = row_max + gl.log2(row_sum)",
          "row_lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453"),

@@ -14,16 +14,16 @@ from tests.mutants.latent_decode.latent import (
     WHOLE,
 )
 
-WAIT_LEFT = "mbarrier.wait(left_full.index(k_stage), k_phase)"
-WAIT_RIGHT = "mbarrier.wait(right_full.index(k_stage), k_phase)"
-WAIT_REST = "mbarrier.wait(rest_full.index(0), step & 1)"
-WAIT_WEIGHTS = "mbarrier.wait(weights_full.index(slot), step >> 1 & 1)"
-GIVE_LEFT, GIVE_REST = "mbarrier.arrive(left_empty.index(v_stage))", "mbarrier.arrive(rest_empty.index(0))"
-GIVE_RIGHT, GIVE_WEIGHTS = (f"mbarrier.arrive({name}_empty.index({slot}))"
-                            for name, slot in (("right", "stage"), ("weights", "slot")))  # fmt: skip
-TELL_WEIGHTS, FENCE = "mbarrier.arrive(weights_full.index(slot))", "fence_async_shared()"
-STORE_FACTORS = "factors.index(slot).store(rescale)"
-STORE_WEIGHTS = "weight_tiles.index(slot).store(gl.convert_layout(weights, SCORES))"
+WAIT_LEFT = "mbarrier.wait(left.full.index(k_stage), k_phase)"
+WAIT_RIGHT = "mbarrier.wait(right.full.index(k_stage), k_phase)"
+WAIT_REST = "mbarrier.wait(rest.full.index(0), step & 1)"
+WAIT_WEIGHTS = "mbarrier.wait(exchange.full.index(slot), step >> 1 & 1)"
+GIVE_LEFT, GIVE_REST = "mbarrier.arrive(left.empty.index(v_stage))", "mbarrier.arrive(rest.empty.index(0))"
+GIVE_RIGHT, GIVE_WEIGHTS = (f"mbarrier.arrive({name}.empty.index({slot}))"
+                            for name, slot in (("right", "stage"), ("exchange", "slot")))  # fmt: skip
+TELL_WEIGHTS, FENCE = "mbarrier.arrive(exchange.full.index(slot))", "fence_async_shared()"
+STORE_FACTORS = "exchange.factors.index(slot).store(rescale)"
+STORE_WEIGHTS = "exchange.tiles.index(slot).store(gl.convert_layout(weights, SCORES))"
 DONE = "accumulator = warpgroup_mma_wait(0, deps=[accumulator])"
 
 
@@ -31,7 +31,7 @@ def waits() -> tuple[Mutant, ...]:
     """A tile is used before it has arrived."""
     return mutants_of((
         ("queries not waited for", "A program's first scores may be of queries that have not arrived.", WHOLE,
-         only("mbarrier.wait(q_full.index(0), 0)", "pass")),
+         only("mbarrier.wait(queries.full.index(0), 0)", "pass")),
         ("first keys not waited for",
          "A program's first scores are of whatever lies where its keys will be.", WHOLE,
          only(WAIT_LEFT, "pass", FIRST_BLOCK)),
@@ -50,11 +50,11 @@ def waits() -> tuple[Mutant, ...]:
          "The second group may multiply what shared memory does not have yet.", FULL,
          only(f"{STORE_FACTORS}\n{FENCE}", STORE_FACTORS, times=2)),
         ("no fence before the output leaves", "The copy engine may read an output before it is there.", WHOLE,
-         only(f"{FENCE}\ncopy_out(o_desc", "copy_out(o_desc", times=2)),
+         only(f"{FENCE}\ncopy_out(out", "copy_out(out", times=2)),
         ("half a tile counts as a whole", "The barrier of a left half is told of half of its bytes.", WHOLE,
-         only("expect(left_full.index(stage), 32768)", "expect(left_full.index(stage), 16384)")),
+         only("expect(left.full.index(stage), 32768)", "expect(left.full.index(stage), 16384)")),
         ("a page counts as a block", "Blocks of pages count as arrived with the first of them.", PARTS,
-         only("expect(right_full.index(stage), 32768)", "expect(right_full.index(stage), 8192)")),
+         only("expect(right.full.index(stage), 32768)", "expect(right.full.index(stage), 8192)")),
     ), racy=True)  # fmt: skip
 
 
@@ -98,9 +98,9 @@ def endless() -> tuple[Mutant, ...]:
          "Keys run out of room.", WHOLE, only(GIVE_RIGHT, "pass", SECOND_GROUP)),
         ("weights never given back", "Weights run out of room.", WHOLE, only(GIVE_WEIGHTS, "pass")),
         ("sums never told", "The second group waits for ever.", WHOLE,
-         only("mbarrier.arrive(finished.index(0))", "pass")),
+         only("mbarrier.arrive(exchange.finished.index(0))", "pass")),
         ("more bytes awaited than come", "The barrier of a rest is told of bytes that nobody copies.", WHOLE,
-         only("mbarrier.expect(rest_full.index(0), 8192)", "mbarrier.expect(rest_full.index(0), 8208)")),
+         only("mbarrier.expect(rest.full.index(0), 8192)", "mbarrier.expect(rest.full.index(0), 8208)")),
         ("phases flip one slot early",
          "The last slot of a ring is waited for with the next round's phase.", WHOLE,
          only("gl.where(wraps, phase ^ 1, phase)", "gl.where(wraps, phase, phase ^ 1)")),

@@ -27,8 +27,8 @@ def figures(size: Size) -> tuple[Mutant, ...]:
     of_dk, of_dq, of_dv = "(dk_sum * scale)", "(dq_sum * scale)", "dv_sum.to("
     squares = product.replace("dout_tile", "out_tile")
     changes = (
-        ("dk: delta left out", "There dS is P times dP.", Patch(KEYS_DELTA, "dweights", KEYS, LOOPS)),
-        ("dq: delta left out", "There dS is P times dP.", Patch(QUERIES_DELTA, "dweights", QUERIES, LOOPS)),
+        ("dk: delta left out", "There dS is P times dP.", Patch(KEYS_DELTA, "dp", KEYS, LOOPS)),
+        ("dq: delta left out", "There dS is P times dP.", Patch(QUERIES_DELTA, "dp", QUERIES, LOOPS)),
         ("delta of the output alone", "It is that of the output's squares.", Patch(product, squares, DELTA)),
         ("lse in natural units", "Weights are relative to a logarithm to base e.",
          Patch(of_rows, of_rows.removesuffix(" * LOG2_E"), DELTA)),

@@ -139,7 +139,7 @@ def forgotten(size: Size) -> tuple[Mutant, ...]:
             (
                 Patch(
                     LOW_SCORES,
-                    f"dscores = tl.where({some_rows}, 0.0, dscores)\n{LOW_SCORES}",
+                    f"ds = tl.where({some_rows}, 0.0, ds)\n{LOW_SCORES}",
                     QUERIES,
                     LOOPS,
                 ),
@@ -149,7 +149,7 @@ def forgotten(size: Size) -> tuple[Mutant, ...]:
             "dk: one query at some keys forgotten",
             "One key of eight misses the sixth query of each block.",
             causal,
-            (Patch(LOW_SCORES, f"dscores = tl.where({some_keys}, 0.0, dscores)\n{LOW_SCORES}", KEYS, LOOPS),),
+            (Patch(LOW_SCORES, f"ds = tl.where({some_keys}, 0.0, ds)\n{LOW_SCORES}", KEYS, LOOPS),),
         ),
         Mutant(
             "dv: one query at some keys forgotten",

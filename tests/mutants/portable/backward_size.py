@@ -22,10 +22,9 @@ DIAGONAL = "diagonal = seqlen_kv - seqlen_q"
 ROW_END = "row_end = tl.minimum(places + 1, seqlen_kv)"
 HIDE = "weights = tl.where(seen, weights, 0.0)"
 LOW_WEIGHTS, LOW_SCORES = (
-    f"low_{name} = {tensor}.to(q.dtype.element_ty)"
-    for name, tensor in (("weights", "weights"), ("scores", "dscores"))
+    f"low_{name} = {tensor}.to(q.dtype.element_ty)" for name, tensor in (("weights", "weights"), ("ds", "ds"))
 )
-KEYS_DELTA, QUERIES_DELTA = "(dweights - row_delta[None, :])", "(dweights - row_delta[:, None])"
+KEYS_DELTA, QUERIES_DELTA = "(dp - row_delta[None, :])", "(dp - row_delta[:, None])"
 SCALE = "scale_log2 = scale * LOG2_E"
 ROWS = "row_base = (sequence * heads + head)"
 

@@ -24,7 +24,7 @@ DELTA = Part("def delta(", f"def {FAMILY}(")
 KEYS = Part(f"def {FAMILY}(", "def convert_sums(")
 SUMS = Part("def convert_sums(", "def prologue_plan(")
 OPEN, BAND = Part("open_blocks = ", "right_begin = "), Part("right_begin = ", "dk_tile = (")
-SHARE = "dq_tile = tl.dot(low_scores.T, k_tile"
+SHARE = "dq_tile = tl.dot(low_ds.T, k_tile"
 ROWS_OF_HEAD = "(sequence * heads + head) * tl.cdiv("
 
 
@@ -59,7 +59,7 @@ def sums(size: Size) -> tuple[Mutant, ...]:
         ("dq of values", "The gradients of scores meet values in place of keys.",
          Patch(SHARE, SHARE.replace("k_tile", "v_tile"), KEYS, LOOPS)),
         ("dq of weights", "Keys are weighed by weights in place of the gradients of scores.",
-         Patch(SHARE, SHARE.replace("low_scores", "low_weights"), KEYS, LOOPS)),
+         Patch(SHARE, SHARE.replace("low_ds", "low_weights"), KEYS, LOOPS)),
         ("dq of open blocks forgotten", "Blocks without a mask add nothing to dq.",
          Patch(SHARE, SHARE.replace("tl.dot", "0.0 * tl.dot"), OPEN)),
         ("dq of masked blocks forgotten", "Blocks with a mask add nothing to dq.",
@@ -82,7 +82,7 @@ def sums(size: Size) -> tuple[Mutant, ...]:
         Patch(', sem="relaxed")', ")", KEYS, LOOPS),
     )
     atomics, exact = _subject(size, reduction="atomics"), _subject(size, exact=True)
-    lower = "low_scores.to(tl.bfloat16).to(q.dtype.element_ty).T"
+    lower = "low_ds.to(tl.bfloat16).to(q.dtype.element_ty).T"
     return (
         *(Mutant(name, breaks, _subject(size), (patch,)) for name, breaks, patch in changes),
         Mutant("dq written, not added", "Of all blocks of keys one is left in dq.", atomics, stored),
@@ -90,7 +90,7 @@ def sums(size: Size) -> tuple[Mutant, ...]:
             "dq: rounded to 8 bits",
             "Of a float32 kernel dS passes through bfloat16 before it makes dq.",
             exact,
-            (Patch(SHARE, SHARE.replace("low_scores.T", lower), KEYS, LOOPS),),
+            (Patch(SHARE, SHARE.replace("low_ds.T", lower), KEYS, LOOPS),),
         ),
         Mutant(
             "dS: rounded to 8 bits",
@@ -126,7 +126,7 @@ def pairs(size: Size) -> tuple[Mutant, ...]:
          causal, Patch(member, "head = kv_head * group_size", KEYS, LOOPS)),
         ("keys of the first sequence", "All sequences meet the keys of one.",
          causal, Patch("k + sequence * stride_kb", "k", KEYS)),
-        ("delta left out", "There dS is P times dP.", causal, Patch(KEYS_DELTA, "dweights", KEYS, LOOPS)),
+        ("delta left out", "There dS is P times dP.", causal, Patch(KEYS_DELTA, "dp", KEYS, LOOPS)),
         ("natural exponentials", "Powers of two are taken of scores in natural units.",
          causal, Patch(SCALE, "scale_log2 = scale", KEYS)),
         ("dk: scale missing", "The gradient of keys is not scaled.",

@@ -129,10 +129,10 @@ def test_batches_have_independent_dropout() -> None:
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("(first_key + keys).to(gl.uint32)", "keys.to(gl.uint32)"),
+        ("(n_start + keys).to(gl.uint32)", "keys.to(gl.uint32)"),
         ("[stat + 3, row]", "[stat + 2, row]"),
-        ("gl.abs(weights) *", "gl.maximum(weights, 0.0) *"),
-        ("low_weights = gl.maximum(weights, 0.0)", "low_weights = gl.abs(weights)"),
+        ("gl.abs(p) *", "gl.maximum(p, 0.0) *"),
+        ("p_low = gl.maximum(p, 0.0)", "p_low = gl.abs(p)"),
         ("DOUT_BYTES = gl.constexpr(", "DOUT_BYTES = gl.constexpr(0 * "),
     ],
 )

@@ -84,11 +84,11 @@ def places(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int, int]]:
     q, k = like
     module = load_module(kernel)
     (programs,), _, integers = module.launch_plan(q, k, k, q, q, q, k, k)
-    source = compile(counted(kernel), kernel.entry, "exec")
     for number in range(programs):
         names = BackwardProgram(number, programs, module, Sums()).names()
-        exec(source, names)
-        yield names["locate"](integers[0], integers[1], integers[-1])
+        exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
+        *counts, seqlen_kv, diagonal, interleaved = integers
+        yield names["TileScheduler"](*counts, interleaved, seqlen_kv, diagonal).get_tile()
 
 
 def emulated(problem: Problem, at_once: int, **changes: Any) -> Sums:
@@ -157,9 +157,9 @@ def test_either_group_may_take_the_last_turn(
     [
         ("if (step > 0) & (", "if (step >= 0) & ("),
         ("if (steps & 1) != GROUP:", "if steps < 0:"),
-        ("last_address = ds_stage, ds_phase, address", "last_address = ds_stage, ds_phase, last_address"),
-        ("mbarrier.arrive(ds_empty.index(last_stage))", "mbarrier.arrive(ds_empty.index(ds_stage))"),
-        ("mbarrier.init(ds_empty.index(slot), count=1)", "mbarrier.init(ds_empty.index(slot), count=2)"),
+        ("last_address = ds_state, address", "last_address = ds_state, last_address"),
+        ("shared.ds_empty.index(last_state.stage)", "shared.ds_empty.index(ds_state.stage)"),
+        ("ds_empty = make_barriers(DS_STAGES, 1)", "ds_empty = make_barriers(DS_STAGES, 2)"),
         ("(step // 2) & 1)", "step & 1)"),
     ],
 )

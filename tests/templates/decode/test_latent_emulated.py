@@ -205,7 +205,7 @@ def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not worst_error(broken(of_pages, right, wrong), small, LENGTHS) < 1e-3, wrong
     monkeypatch.setattr(hardware, "WAIT_TIMEOUT_S", 0.5)
     with pytest.raises(BarrierError):
-        worst_error(broken(kernel, "mbarrier.arrive(rest_empty.index(0))", "pass"), problem, LENGTHS)
+        worst_error(broken(kernel, "mbarrier.arrive(rest.empty.index(0))", "pass"), problem, LENGTHS)
 
 
 @pytest.mark.slow

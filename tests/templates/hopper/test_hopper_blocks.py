@@ -70,7 +70,9 @@ def test_groups_process_exactly_the_visible_blocks(
     groups, rows = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([16, 64, 128]))
     lengths = {name: data.draw(st.integers(1, 2500)) for name in ("seqlen_q", "seqlen_kv")}
     problem = msgspec.structs.replace(a_problem(64, causal=causal), **window, **lengths)
-    count, skip = (COUNTED[causal, tuple(window.items())][name] for name in ("count_blocks", "skip_blocks"))
+    count, skip = (
+        COUNTED[causal, tuple(window.items())][name] for name in ("get_n_block_max", "get_n_block_min")
+    )
     size = groups * rows
     first = data.draw(st.integers(0, (lengths["seqlen_q"] - 1) // size)) * size
     whole = count(first, size, *lengths.values())
@@ -93,8 +95,8 @@ def test_groups_process_exactly_the_visible_blocks(
 
 def counting(causal: Causal, window: dict[str, int]) -> dict[str, Any]:
     kernel = kernel_of(msgspec.structs.replace(a_problem(64, causal=causal), **window))
-    names = ("count_blocks", "skip_blocks") if "window_left" in window else ("count_blocks",)
-    return {"skip_blocks": None, **{name: in_python(kernel, name) for name in names}}
+    names = ("get_n_block_max", "get_n_block_min") if "window_left" in window else ("get_n_block_max",)
+    return {"get_n_block_min": None, **{name: in_python(kernel, name) for name in names}}
 
 
 COUNTED = {(causal, tuple(window.items())): counting(causal, window) for causal, window in WINDOWS}

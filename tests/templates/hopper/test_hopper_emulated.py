@@ -180,32 +180,32 @@ def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     window = a_small(Causal.BOTTOM_RIGHT, window_left=100)
     kernel = kernel_of(window, **SMALL)
     for right, wrong in (
-        (">= starts", "> starts"),
-        ("earlier < open_from", "earlier < open_from - 1"),
-        ("- LEFT\n    return", "- LEFT + 64\n    return"),
-        ("if block >= open_blocks", "if block > open_blocks"),
+        (">= limits", "> limits"),
+        ("n_block < full_min", "n_block < full_min - 1"),
+        ("- LEFT\n    return gl.minimum", "- LEFT + 64\n    return gl.minimum"),
+        ("if n_last >= full_max", "if n_last > full_max"),
     ):
         assert not worst_error(broken(kernel, right, wrong), window, 2) < 1e-3, wrong
     monkeypatch.setattr(hardware, "WAIT_TIMEOUT_S", 0.5)
     with pytest.raises(BarrierError):
-        worst_error(broken(kernel, "in range(unseen + gl", "in range(gl"), window, 2)
+        worst_error(broken(kernel, "passed += gl", "passed = gl"), window, 2)
     dropped = a_small(Causal.BOTTOM_RIGHT, dropout=True)
     kernel = kernel_of(dropped, **SMALL)
     for right, wrong in (
         ("^ head_number)", ")"),
-        ("(earlier * BLOCK_N).to", "(block * BLOCK_N).to"),
-        ("(key_offsets & -7).to(gl.uint32) *", "(key_offsets & -8).to(gl.uint32) *"),
+        ("(n_block * BLOCK_N).to", "(n_last * BLOCK_N).to"),
+        ("(n_offsets & -7).to(gl.uint32) *", "(n_offsets & -8).to(gl.uint32) *"),
         ("xor.b32 low, low, high;", ""),
-        ("where(row_sum == 0.0, 1.0, row_sum) * (1.0 - dropout))", "where(row_sum == 0.0, 1.0, row_sum))"),
+        ("divisor * (1.0 - dropout)", "divisor"),
     ):
         assert not worst_error(broken(kernel, right, wrong), dropped, 2) < 1e-3, wrong
     packed = a_small(Causal.BOTTOM_RIGHT, total_q=1)
     kernel = kernel_of(packed, **SMALL)
     for right, wrong in (
         (
-            "this_start + this_seqlen_q, this_head, FAR - this_seqlen_q",
-            "this_start + this_seqlen_q + 64, this_head, FAR - this_seqlen_q - 64",
+            "tile.q_start + tile.seqlen_q, tile.head, FAR - tile.seqlen_q + m_start",
+            "tile.q_start + tile.seqlen_q + 64, tile.head, FAR - tile.seqlen_q - 64 + m_start",
         ),
-        ("mask=positions < this_seqlen_q", "mask=positions < tokens"),
+        ("mask=positions < tile.seqlen_q", "mask=positions < scheduler.tokens"),
     ):
         assert not worst_error(broken(kernel, right, wrong), packed, 2, EQUAL, spare=300) < 1e-3, wrong

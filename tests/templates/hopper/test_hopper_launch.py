@@ -225,7 +225,7 @@ def test_varlen_workspace_has_the_maximum_number_of_tiles() -> None:
 def test_varlen_kernels_receive_sequence_offsets() -> None:
     kernel = kernel_of(PACKED, a_config(PACKED))
     names = [argument.name for argument in kernel.arguments]
-    counts = ["heads", "group_size", "tokens", "section", "sequences", "steps"]
+    counts = ["heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps"]
     assert names[-10:] == ["lse", "cu_seqlens_q", "cu_seqlens_kv", "scale", *counts]
     assert kernel.side == ("cu_seqlens_q", "cu_seqlens_kv")
 
@@ -234,5 +234,13 @@ def test_integer_arguments_are_in_order() -> None:
     problem = a_problem(64)
     kernel = kernel_of(problem, a_config(problem))
     names = [argument.name for argument in kernel.arguments]
-    assert names[-7:] == ["scale", "heads", "group_size", "all_heads", "seqlen_q", "seqlen_kv", "section"]
+    assert names[-7:] == [
+        "scale",
+        "heads",
+        "group_size",
+        "all_heads",
+        "seqlen_q",
+        "seqlen_kv",
+        "heads_per_swizzle",
+    ]
     assert {argument.type for argument in kernel.arguments[-6:]} == {"i32"}

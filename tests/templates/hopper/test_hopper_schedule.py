@@ -71,8 +71,9 @@ def test_serpentine_order_balances_tile_lengths() -> None:
 
 PACKED = a_problem(64, causal=Causal.BOTTOM_RIGHT, total_q=1)
 SEEKS = {order: kernel_of(PACKED, order=order) for order in ("linear", "lpt", "serpentine")}
-SEEKING = {order: in_python(kernel, "seek") for order, kernel in SEEKS.items()}
+SEEKING = {order: in_python(kernel, "next_tile") for order, kernel in SEEKS.items()}
 ROWS_OF_A_TILE = 192
+FIELDS = ("m_block", "kv_head", "head", "q_start", "seqlen_q", "kv_start", "seqlen_kv")
 
 
 @given(
@@ -96,15 +97,16 @@ def test_every_varlen_tile_is_processed_once(
     total = places * heads
     workers = min(most_workers, total)
     schedule = (total, places, min(section, heads), heads, heads, group)
+    heads_of_kv = (kv_heads, group)
     given_lengths = (Place(q_starts), Place(kv_starts), sequences, (sequences - 1).bit_length())
     found = []
     for worker in range(workers):
         index = worker
         while True:
-            index, *tile = SEEKING[order](index, workers, *schedule, *given_lengths)
+            index, tile = SEEKING[order](index, workers, *schedule, *heads_of_kv, *given_lengths)
             if index >= total:
                 break
-            found.append(tuple(tile))
+            found.append(tuple(getattr(tile, name) for name in FIELDS))
             index += workers
     assert sorted(found) == sorted(
         (tile, head // group, head, q_starts[sequence], length, kv_starts[sequence], keys[sequence])

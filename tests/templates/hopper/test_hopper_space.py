@@ -47,8 +47,8 @@ def test_every_config_of_a_space_renders(problem: Problem) -> None:
         kernel = render(FAMILY, problem, config, Specialization(lse=number % 2 == 0))
         names = {node.name for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)}
         assert kernel.entry in names
-        assert ("take_turn" in names) is config.ping_pong
-        assert ("has_grown" in names) is config.conditional_rescale
+        assert ("wait_named_barrier" in names) is config.ping_pong
+        assert ("needs_rescale" in names) is config.conditional_rescale
         assert ("transpose_values" in names) is problem.dtype.is_quantized
 
 
