@@ -36,12 +36,12 @@ def remove_dead_branches(source: str, flags: Mapping[str, bool]) -> str:
         SyntaxError: The source is not valid Python.
     """
     remover = _Remover(source, flags)
-    remover.visit(_parsed(source))
+    remover.visit(parsed(source))
     result = BLANK_LINES[0].sub("\n\n", remover.result())
     return BLANK_LINES[1].sub("\n\n\n", result)
 
 
-def _parsed(source: str) -> ast.Module:
+def parsed(source: str) -> ast.Module:
     """Returns the syntax tree of a source.
 
     Python 3.11 counts the recursion of parses in several threads together. A parse can then end with a

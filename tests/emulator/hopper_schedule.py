@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Problem
 from flashtune.launch.compilation import load_module
+from flashtune.templates.dead_branches import parsed
 from flashtune.templates.rendering import render
 from tests.problems.hopper import FAMILY, PLAIN, a_config, a_problem
 
@@ -24,7 +25,7 @@ def in_python(kernel: Kernel, name: str) -> Callable[..., Any]:
     A method gets the scheduler's fields after its arguments. A function of blocks gets the lengths of the
     sequence in place of a tile.
     """
-    tree = ast.parse(kernel.source)
+    tree = parsed(kernel.source)
     wanted = [node for node in tree.body if getattr(node, "name", "") in {"Tile", "TileScheduler", name}]
     gl = SimpleNamespace(
         where=lambda test, yes, no: yes if test else no,

@@ -22,6 +22,7 @@ import torch
 from flashtune.core.kernel import Kernel
 from flashtune.launch.compilation import load_module
 from flashtune.request.quantization import E4M3
+from flashtune.templates.dead_branches import parsed
 from tests.emulator.hardware import (
     Array,
     Barrier,
@@ -277,7 +278,7 @@ def counted(kernel: Kernel, emulated: Collection[str]) -> ast.Module:
                 return ast.Call(ast.Name("as_word", ast.Load()), [node.func.value], [])
             return node.func.value if ast.unparse(node).endswith(".to(gl.int64)") else node
 
-    roles: list[ast.stmt] = [node for node in ast.parse(kernel.source).body if _is_run(node, emulated)]
+    roles: list[ast.stmt] = [node for node in parsed(kernel.source).body if _is_run(node, emulated)]
     module = ast.Module(roles, [])
     Widths().visit(module)
     return ast.fix_missing_locations(module)

@@ -22,7 +22,7 @@ from tests.mutants.portable import portable as forward
 LOW_WEIGHTS = "low_weights = weights.to({}.dtype.element_ty)"
 LOW_SCORES = "low_ds = ds.to(q.dtype.element_ty)"
 GLUON_WEIGHTS = "exponentials.to(gl.bfloat16)"
-HOPPER_LOOP = "for _ in range(block - 1, -1, -1):"
+HOPPER_LOOP = "for _ in range(n_last - 1, n_block_min - 1, -1):"
 
 
 class Place(NamedTuple):
@@ -111,10 +111,10 @@ def gradients(size: backward_size.Size) -> tuple[Mutant, ...]:
 
 def gluon() -> tuple[Mutant, ...]:
     """Those of the families in Gluon."""
-    first = "this_first < 2 * TILE"
+    first = "this_m_start < 2 * TILE_POSITIONS"
     forward_places = (
-        Place(GLUON_WEIGHTS, first, "block < 2", hopper.FIRST_BLOCK, library="gl"),
-        Place(GLUON_WEIGHTS, first, "this_block < 2", hopper.LATER_BLOCKS, library="gl"),
+        Place("p.to(ELEMENT)", first, "n_last < 2", hopper.FIRST_BLOCK, library="gl"),
+        Place("p.to(ELEMENT)", first, "this_block < 2", hopper.LATER_BLOCKS, library="gl"),
     )
     # Blocks of keys are counted down.
     named = Patch(HOPPER_LOOP, HOPPER_LOOP.replace("_", "this_block", 1))

@@ -70,7 +70,8 @@ def test_mutants_are_delayed_as_well() -> None:
     mutant = next(one for one in gpu_mutants() if one.id == "forward_hopper: values not waited for")
     kernel = delayed(broken(mutant))
     assert kernel is not None
-    assert kernel.source.count(SLEEP) < late(mutant.subject).source.count(SLEEP)
+    assert kernel.source.count(SLEEP) >= broken(mutant).source.count("mbarrier.wait(") > 0
+    assert kernel.digest != late(mutant.subject).digest
 
 
 @pytest.mark.parametrize("subject", [WITH_BARRIERS[0], SUBJECTS[0]], ids=str)
