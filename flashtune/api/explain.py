@@ -158,16 +158,14 @@ def explain_call(call: Call) -> Explanation:
 
 def _of_both(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Explanation:
     """Returns the explanation of both passes. If the kernel of one fails, a baseline computes both."""
-    pair = decide_pair(request, q, k, v, side)
-    forward, backward = (
-        _explanation(request.problem, pair.forward),
-        _explanation(request.backward, pair.backward),
-    )
-    if pair.backward.backend is Backend.GENERATED:
+    decisions = decide_pair(request, q, k, v, side)
+    forward = _explanation(request.problem, decisions[0])
+    backward = _explanation(request.backward, decisions[1])
+    if decisions[1].backend is Backend.GENERATED:
         needed = required_specialization(request.forward, q, k, v, side)
-        first = _of_kernel(request.problem, request, pair.forward, needed)
+        first = _of_kernel(request.problem, request, decisions[0], needed)
         needed = backward_specialization(request, q, k, v, side)
-        last = _of_kernel(request.backward, request, pair.backward, needed)
+        last = _of_kernel(request.backward, request, decisions[1], needed)
         failed = next((one for one in (first, last) if one.backend is not Backend.GENERATED), None)
         if failed is None:
             forward, backward = first, last

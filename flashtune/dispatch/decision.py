@@ -56,6 +56,11 @@ class Decision(msgspec.Struct, frozen=True):
     target: Target | None = None
     selection: Selection | None = None
 
+    @property
+    def generated(self) -> bool:
+        """Whether a generated kernel serves, on a GPU or under the interpreter."""
+        return self.backend in (Backend.GENERATED, Backend.INTERPRETER)
+
 
 def decide(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
@@ -80,7 +85,7 @@ def decide(
         needed = required_specialization(request, q, k, v, side)
         selection = default_selection(request.problem, target, needed)
         return Decision(Backend.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
-    target = device_target(torch.cuda.current_device() if q.device.index is None else q.device.index)
+    target = request_target(request)
     # A baseline may not be selected if the call returns a log-sum-exp or has features.
     features = bool(request.problem.features)
     generated = request.prefer is Prefer.GENERATED or request.return_lse or features
@@ -96,6 +101,17 @@ def decide(
         usual = select(request.problem, target, tables, BEST_TENSORS, generated=generated)
         passed_over = _passed_over(usual, selection)
     return _of_selection(request, selection, target, (q, k, v, side), passed_over)
+
+
+def request_target(request: Request) -> Target:
+    """Returns the GPU of a request."""
+    index = request.device.index
+    return device_target(torch.cuda.current_device() if index is None else index)
+
+
+def peer_backend(peer: str) -> Backend:
+    """Returns the backend of a timed baseline."""
+    return Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
 
 
 def baseline(request: Request) -> Backend:
@@ -143,7 +159,7 @@ def _of_selection(
         sharing = None if bias is None else sharing_of(request.problem, bias)
         peer = _faster_peer(request, selection, sharing, *given)
         if peer is not None:
-            backend = Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
+            backend = peer_backend(peer)
             timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
             reason = peer_reason(peer, selection, sharing=sharing if timed else None)
             return Decision(backend, reason, target, selection)

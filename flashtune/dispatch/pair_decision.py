@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.table import NO_EXTRA_INPUTS, TENSOR_INPUTS, TENSORS, ExtraInputs
 from flashtune.core.kernel import Specialization, specialization_of
-from flashtune.core.target import device_target, find_target
+from flashtune.core.target import find_target
 from flashtune.dispatch.decision import (
     DOUBLE,
     INTERPRETED_TARGET,
@@ -18,11 +18,13 @@ from flashtune.dispatch.decision import (
     Decision,
     baseline,
     check_device,
+    peer_backend,
     peer_reason,
+    request_target,
     required_specialization,
     selection_source,
 )
-from flashtune.dispatch.faster_peers import UNFUSED, faster_peer_of_pair
+from flashtune.dispatch.faster_peers import faster_peer_of_pair
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.sdpa import default_backend
 from flashtune.dispatch.tables import tuned_records
@@ -40,16 +42,8 @@ if TYPE_CHECKING:
 DIFFERENTIABLE_SIDE = ("slopes", "bias", "sinks")
 
 
-class PairDecision(NamedTuple):
-    """The decision for each pass. A baseline serves both passes or none."""
-
-    forward: Decision
-    backward: Decision
-
-    @property
-    def generated(self) -> bool:
-        """Whether generated kernels serve, on a GPU or under the interpreter."""
-        return self.backward.backend in (Backend.GENERATED, Backend.INTERPRETER)
+# The decisions for the forward and the backward pass, with the same backend.
+BothPasses: TypeAlias = tuple[Decision, Decision]
 
 
 class Assumptions(NamedTuple):
@@ -70,8 +64,8 @@ class Assumptions(NamedTuple):
 
 def decide_pair(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
-) -> PairDecision:
-    """Returns the decision for both passes of a request and its tensors.
+) -> BothPasses:
+    """Returns the decisions for both passes of a request and its tensors.
 
     Raises:
         ProblemError: No backend supports the call, or `prefer` is "generated" and no family computes it.
@@ -89,8 +83,8 @@ def decide_pair(
     return decide_assumed(request, assumed)
 
 
-def decide_assumed(request: Request, assumed: Assumptions) -> PairDecision:
-    """Returns the decision for both passes from known properties of the tensors, without the tensors.
+def decide_assumed(request: Request, assumed: Assumptions) -> BothPasses:
+    """Returns the decisions for both passes from known properties of the tensors, without the tensors.
 
     Raises:
         ProblemError: As `decide_pair`.
@@ -161,7 +155,7 @@ def backward_tensors(
     return BackwardTensors(*views(q, k, v), heads_first(out), lse, heads_first(dout), *views(*gradients))
 
 
-def _generated(request: Request, assumed: Assumptions) -> PairDecision:
+def _generated(request: Request, assumed: Assumptions) -> BothPasses:
     """Returns the result of `decide_assumed` for calls that generated kernels may serve."""
     blocked = [TENSOR_INPUTS[name].option for name in assumed.gradients if name not in DIFFERENTIABLE_SIDE]
     if blocked:
@@ -174,24 +168,19 @@ def _generated(request: Request, assumed: Assumptions) -> PairDecision:
         reason = "TRITON_INTERPRET=1 runs kernels on the CPU"
         forward = default_selection(request.problem, target, assumed.forward)
         backward = default_selection(request.backward, target, assumed.backward)
-        return PairDecision(
+        return (
             Decision(Backend.INTERPRETER, reason, target, forward),
             Decision(Backend.INTERPRETER, reason, target, backward),
         )
-    target = device_target(
-        torch.cuda.current_device() if request.device.index is None else request.device.index
-    )
+    target = request_target(request)
     tables = tuned_records(target.name)
     forward = select(request.problem, target, tables, assumed.forward, generated=True)
     backward = select(request.backward, target, tables, assumed.backward, generated=True)
     peer = _faster_peer(request, forward, backward, assumed.usual)
     if peer is not None:
-        backend = Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
-        reason = peer_reason(peer, forward, backward)
-        return PairDecision(
-            Decision(backend, reason, target, forward), Decision(backend, reason, target, backward)
-        )
-    return PairDecision(
+        backend, reason = peer_backend(peer), peer_reason(peer, forward, backward)
+        return Decision(backend, reason, target, forward), Decision(backend, reason, target, backward)
+    return (
         Decision(Backend.GENERATED, selection_source(forward), target, forward),
         Decision(Backend.GENERATED, selection_source(backward), target, backward),
     )
@@ -209,13 +198,13 @@ def _faster_peer(
     return faster_peer_of_pair(forward, backward, problem, None if problem.features else usual())
 
 
-def _ungenerated(request: Request) -> PairDecision | None:
-    """Returns the decision for empty and float64 calls, which need no generated kernel, else None."""
+def _ungenerated(request: Request) -> BothPasses | None:
+    """Returns the decisions for empty and float64 calls, which need no generated kernel, else None."""
     check_differentiable(request)
     if request.is_empty:
         return _both(Decision(Backend.NONE, "there is nothing to attend to"))
     return _both(Decision(baseline(request), DOUBLE)) if request.is_double else None
 
 
-def _both(decision: Decision) -> PairDecision:
-    return PairDecision(decision, decision)
+def _both(decision: Decision) -> BothPasses:
+    return decision, decision

@@ -57,7 +57,7 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
     Raises:
         ProblemError: No backend supports the call.
     """
-    decision = decide_assumed(_hinted(request), _assumed(request, call))
+    _, decision = decide_assumed(_hinted(request), _assumed(request, call))
     if not decision.generated:
         return baseline_of_pair(decision, request)(call.q, call.k, call.v, call.scale, call.side)
     options = call.options._replace(return_lse=request.return_lse, deterministic=request.deterministic)

@@ -56,7 +56,7 @@ def prepare(
         if decision.backend is Backend.SDPA:
             # A trial of SDPA that ran out of memory is not cached.
             decision = msgspec.structs.replace(decision, backend=Backend.GENERATED)
-    if decision.backend in (Backend.GENERATED, Backend.INTERPRETER):
+    if decision.generated:
         executor = one.known()
         if executor is not None:
             return executor

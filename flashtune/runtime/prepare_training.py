@@ -17,13 +17,8 @@ import torch
 from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Bias
-from flashtune.dispatch.decision import Backend, baseline
-from flashtune.dispatch.pair_decision import (
-    PairDecision,
-    backward_specialization,
-    decide_pair,
-    side_gradients,
-)
+from flashtune.dispatch.decision import Backend, Decision, baseline
+from flashtune.dispatch.pair_decision import backward_specialization, decide_pair, side_gradients
 from flashtune.request.request import Executor, Prefer, Request
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.autograd import Pair, ServeAll, differentiable, with_side
@@ -56,13 +51,13 @@ def prepare_pair(
         first, last = forward.known(), backward.known()
         if first is not None and last is not None:
             return _paired(first, last, request, side)
-    decision = decide_pair(request, q, k, v, side)
-    if not decision.generated:
-        return baseline_of_pair(decision, request)
+    decisions = decide_pair(request, q, k, v, side)
+    if not decisions[1].generated:
+        return baseline_of_pair(decisions[1], request)
 
     def make() -> Executor:
-        first = prepared(decision.forward, forward)
-        return _paired(first, prepared(decision.backward, backward), request, side)
+        first, last = prepared(decisions[0], forward), prepared(decisions[1], backward)
+        return _paired(first, last, request, side)
 
     instead = baseline(request)
     name = f"{in_words(instead)} (in both passes)"
@@ -90,11 +85,11 @@ def prepare_alone(
     known = None if request.is_empty else one.known()
     if known is not None:
         return known
-    decision = decide_pair(msgspec.structs.replace(request, prefer=Prefer.GENERATED), q, k, v, side)
+    _, decision = decide_pair(msgspec.structs.replace(request, prefer=Prefer.GENERATED), q, k, v, side)
     if not decision.generated:
         return recomputed(request)
     return prepared_or(
-        lambda: prepared(decision.backward, one),
+        lambda: prepared(decision, one),
         request,
         request.backward,
         "the unfused computation",
@@ -151,14 +146,13 @@ def _autograd_inside_operator() -> Iterator[None]:
         yield
 
 
-def baseline_of_pair(decision: PairDecision, request: Request) -> Executor:
+def baseline_of_pair(decision: Decision, request: Request) -> Executor:
     """Returns the baseline's executor for both passes, and warns if no family computes them."""
-    backend: Backend = decision.backward.backend
-    if backend is Backend.NONE:
+    if decision.backend is Backend.NONE:
         return functools.partial(nothing, request)
-    if decision.backward.selection is None and not request.is_double:
-        warn_once("gradients", f"{decision.backward.reason}, so {in_words(backend)} serves both passes")
-    return baseline_executor(backend, request)
+    if decision.selection is None and not request.is_double:
+        warn_once("gradients", f"{decision.reason}, so {in_words(decision.backend)} serves both passes")
+    return baseline_executor(decision.backend, request)
 
 
 def backward_pass(

@@ -132,8 +132,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     fake = Machine()
     monkeypatch.setattr(decision, "check_device", lambda request: None)
     monkeypatch.setattr(pair_decision, "check_device", lambda request: None)
+    monkeypatch.setattr(decision, "device_target", lambda index: TARGET)
     for module in (decision, pair_decision):
-        monkeypatch.setattr(module, "device_target", lambda index: TARGET)
         monkeypatch.setattr(module, "tuned_records", lambda name: fake.tables)
     for module in (sdpa, masked_sdpa):
         monkeypatch.setattr(module, "chosen_backend", lambda *_: fake.usual)
