@@ -21,7 +21,7 @@ from torch import Tensor
 
 import flashtune
 from benchmarks.saved import RESULTS, Source, load, save, this_run
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Dtype
 from flashtune.request.quantization import E4M3, LARGEST, given_scales, quantize
 from flashtune.tuner.cli.output import table

@@ -7,7 +7,7 @@ from typing import Unpack
 import msgspec
 from torch import Tensor
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.notices import search_command
 from flashtune.core.problem import Problem

@@ -12,7 +12,7 @@ from flashtune.api.merge_states import attend_shared, shared_calls
 from flashtune.core.arguments import checked
 from flashtune.core.canonical import shape_text
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
+from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.request.call import Call, DenseOptions, dense_call, seeded
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Executor, Request, Result

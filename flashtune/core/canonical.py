@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.features.table import DEFAULTS, FEATURES
+from flashtune.core.features.records import DEFAULTS
+from flashtune.core.features.table import FEATURES
 from flashtune.core.problem import Causal, Feature, Problem
 
 CAUSAL_WORDS = {Causal.NONE: "", Causal.BOTTOM_RIGHT: "causal", Causal.TOP_LEFT: "causal=top_left"}

@@ -6,15 +6,8 @@ import msgspec
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.plain_problem import Causal, Direction, Dtype
-from flashtune.core.features.table import (
-    FEATURES,
-    Bias,
-    Feature,
-    FeatureFields,
-    KvDtype,
-    KvScale,
-    feature_words,
-)
+from flashtune.core.features.records import Bias, Feature, FeatureFields, KvDtype, KvScale
+from flashtune.core.features.table import FEATURES, feature_words, features_of
 from flashtune.core.mask_geometry import MaskInfo, distinct_keys, visible_pairs
 
 # Other packages import the types of a problem's fields from here.
@@ -54,6 +47,11 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
             raise ProblemError("a paged cache always has lengths: leave seqlens_k out")
         if self.kv_dtype is not None and self.dtype.is_quantized:
             raise ProblemError(f"with keys of {self.kv_dtype} leave queries in bf16, fp16 or fp32")
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features that the problem needs and not every family supports."""
+        return features_of(self)
 
     @property
     def key(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Specialization, specialization_of
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Selection

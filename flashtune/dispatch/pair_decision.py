@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.features.table import NO_EXTRA_INPUTS, TENSOR_INPUTS, TENSORS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS, ExtraInputs
+from flashtune.core.features.table import TENSOR_INPUTS
 from flashtune.core.kernel import Specialization, specialization_of
 from flashtune.core.target import find_target
 from flashtune.dispatch.decision import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from flashtune.core.record import Selection
 
 # Side inputs whose gradients are computed from the kernels' results, in addition to those of q, k and v.
-DIFFERENTIABLE_SIDE = ("slopes", "bias", "sinks")
+DIFFERENTIABLE_SIDE = tuple(name for name in TENSORS if TENSOR_INPUTS[name].has_gradient)
 
 
 # The decisions for the forward and the backward pass, with the same backend.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
 from flashtune.launch.compilation import compile_kernel, interpreting, load_module
 from flashtune.launch.launch import Launch, Stage, interpreted_launch_of, launch_of
 from flashtune.launch.launcher import interpreted_queue, queue_of

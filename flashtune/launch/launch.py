@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
 from flashtune.launch.launcher import Queue, current_device, current_stream
 
 if TYPE_CHECKING:

@@ -10,13 +10,8 @@ from torch import Tensor
 
 from flashtune.core.arguments import read_count, read_flag, shown
 from flashtune.core.errors import ProblemError
-from flashtune.core.features.table import (
-    NO_EXTRA_INPUTS,
-    NUMBER_INPUTS,
-    TENSOR_INPUTS,
-    ExtraInputs,
-    FeatureOptions,
-)
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureOptions
+from flashtune.core.features.table import NUMBER_INPUTS, TENSOR_INPUTS
 from flashtune.request.arguments import (
     Bound,
     Window,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtune.core.arguments import MAX_TOKENS, kind_of, read_scale, shown
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import WIDE_FLOATS
 from flashtune.core.problem import Problem
 from flashtune.request.tensor_checks import require_dense

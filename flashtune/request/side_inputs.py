@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.core.features.description import TensorInput
-    from flashtune.core.features.table import ExtraInputs
+    from flashtune.core.features.records import ExtraInputs
     from flashtune.core.problem import Problem
 
 

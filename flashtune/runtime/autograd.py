@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.runtime.torch_modes import refuse_batches
 
 if TYPE_CHECKING:

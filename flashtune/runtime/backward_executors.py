@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from flashtune.core.errors import KernelError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT, Specialization
 from flashtune.core.problem import Bias, Dtype
 from flashtune.dispatch.lookup import default_selection

@@ -16,7 +16,7 @@ import torch
 from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.canonical import rounded_up
 from flashtune.core.errors import KernelError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, TENSORS
+from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS
 from flashtune.dispatch.decision import required_specialization
 from flashtune.dispatch.pair_decision import backward_specialization, side_gradients
 from flashtune.recording.recorder import counted, on_change, recording

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import Layout
 from flashtune.core.problem import Dtype
 from flashtune.dispatch.decision import Backend, Decision, required_specialization

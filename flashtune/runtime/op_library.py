@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from flashtune.core.extra_inputs import NUMBERS, TENSORS, ExtraInputs
+from flashtune.core.features.records import NUMBERS, TENSORS, ExtraInputs
 from flashtune.request.call import Call, Options, known_if_empty
 from flashtune.request.request import Result
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.notices import warn_once
 from flashtune.dispatch.decision import Backend, baseline, decide, output_like, required_specialization
 from flashtune.dispatch.masked_sdpa import refusal, sdpa_allowed

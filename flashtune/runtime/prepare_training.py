@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.table import score_tensors
 from flashtune.core.notices import warn_once
-from flashtune.core.problem import Bias
 from flashtune.dispatch.decision import Backend, Decision, baseline
 from flashtune.dispatch.pair_decision import backward_specialization, decide_pair, side_gradients
 from flashtune.request.request import Executor, Prefer, Request
@@ -100,8 +100,7 @@ def prepare_alone(
 def recomputed(request: Request) -> BackwardExecutor:
     """Returns an executor that computes the forward pass again, unfused, and differentiates it."""
     standard = baseline_executor(Backend.UNFUSED, request)
-    written = {"bias": request.problem.bias is Bias.ADDITIVE, "slopes": request.problem.alibi}
-    names = [name for name, given in written.items() if given]
+    names = score_tensors(request.problem)
 
     def run(
         q: Tensor,
@@ -120,14 +119,17 @@ def recomputed(request: Request) -> BackwardExecutor:
         views = side_views(request.problem, side, request.views(q, k, v)[1].shape[0])
         with _autograd_inside_operator():
             inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-            extra = {name: getattr(views, name).detach().clone().requires_grad_() for name in names}
+            given = {name: getattr(views, name).detach() for name in names}
+            # A boolean mask has no gradient.
+            floats = {name: tensor for name, tensor in given.items() if tensor.is_floating_point()}
+            extra = {name: tensor.clone().requires_grad_() for name, tensor in floats.items()}
             result = standard(*inputs, scale, side._replace(**extra))
             found = torch.autograd.grad(
                 result, (*inputs, *extra.values()), dout if dlse is None else (dout, dlse)
             )
         # Return the strides that the fake implementation declares to compilers.
         gradients = Gradients(*map(_with_layout_of, (q, k, v), found))
-        return gradients._replace(**{f"d{name}": one for name, one in zip(names, found[3:], strict=True)})
+        return gradients._replace(**{f"d{name}": one for name, one in zip(extra, found[3:], strict=True)})
 
     return run
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flashtune.core.features.description import ScoreRows
 from flashtune.core.features.masks import seen_keys
-from flashtune.core.features.table import NO_EXTRA_INPUTS, TENSOR_INPUTS, ExtraInputs, changed_scores
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.table import TENSOR_INPUTS, changed_scores
 from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Dtype, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.runtime.value_checks import check_pages
@@ -25,7 +26,7 @@ from flashtune.templates.family import BytesItem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashtune.core.features.table import FeatureFields
+    from flashtune.core.features.records import FeatureFields
     from flashtune.core.problem import Problem
 
 # Inputs with an entry for each sequence, and inputs that a gathered sequence does not have.

@@ -18,7 +18,7 @@ from flashtune.core.errors import ProblemError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.extra_inputs import ExtraInputs
+    from flashtune.core.features.records import ExtraInputs
     from flashtune.core.problem import Problem
     from flashtune.request.request import Executor, Request, Result
 

@@ -19,7 +19,7 @@ from flashtune.verification.reference.masks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.extra_inputs import ExtraInputs
+    from flashtune.core.features.records import ExtraInputs
     from flashtune.core.problem import Problem
     from flashtune.verification.lengths import Lengths
 

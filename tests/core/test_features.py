@@ -8,16 +8,11 @@ import pytest
 import torch
 
 from flashtune.core.features.description import ScoreRows
+from flashtune.core.features.records import FIELDS, NUMBERS, TENSORS, TYPES, ExtraInputs, FeatureFields
 from flashtune.core.features.table import (
     FEATURES,
-    FIELDS,
     NUMBER_INPUTS,
-    NUMBERS,
     TENSOR_INPUTS,
-    TENSORS,
-    TYPES,
-    ExtraInputs,
-    FeatureFields,
     changed_scores,
     flags_of,
     score_derivative,

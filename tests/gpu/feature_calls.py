@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.request.call import Call, dense_call, paged_call, varlen_call
 from tests.problems.features import Paged, expected, paged, starts
 

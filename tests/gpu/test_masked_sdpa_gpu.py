@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention
 from torch.nn.attention import sdpa_kernel
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.dispatch.masked_sdpa import masked_attention, refusal
 from flashtune.request.call import dense_call

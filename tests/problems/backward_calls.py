@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.config import Config
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.problem import Bias, Direction, Dtype, Problem
 from flashtune.core.target import find_target

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import FlashtuneError, KernelError, ProblemError
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Feature
 from flashtune.dispatch import decision, lookup

@@ -10,7 +10,7 @@ import torch
 
 import flashtune
 from flashtune.core.errors import KernelError
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Problem
 from flashtune.runtime import backward_executors, prepare

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtune import merge_attention
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.dispatch.decision import Backend
 from flashtune.request.call import Call, dense_call, paged_call, varlen_call
 from flashtune.request.read_call import read_call

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import KernelError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from flashtune.core.extra_inputs import NUMBERS
+from flashtune.core.features.records import NUMBERS
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Bias, Causal, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target

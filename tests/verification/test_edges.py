@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
+from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.verification.lengths import Lengths, equal_lengths
 from flashtune.verification.mask_boundary_probes import _borders, _drawn, _neighbours

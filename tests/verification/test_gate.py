@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.request.quantization import quantize

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashtune.core.config import Config
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target

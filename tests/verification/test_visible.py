@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.masks import (

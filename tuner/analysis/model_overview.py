@@ -7,7 +7,7 @@ import math
 import msgspec
 import torch
 
-from flashtune.core.extra_inputs import NUMBERS
+from flashtune.core.features.records import NUMBERS
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Dtype, Problem, score_bytes
 from flashtune.core.target import Target

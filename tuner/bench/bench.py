@@ -19,7 +19,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import TargetError, UsageError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
+from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.problem import Feature, Problem
 from flashtune.core.record import Measurement
 from flashtune.core.target import Target, device_target

@@ -9,7 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.features.table import NO_EXTRA_INPUTS, SEED, ExtraInputs, usual_inputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.table import SEED, usual_inputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem

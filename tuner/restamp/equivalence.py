@@ -19,7 +19,7 @@ import msgspec
 import torch
 import triton
 
-from flashtune.core.extra_inputs import NUMBERS
+from flashtune.core.features.records import NUMBERS
 from flashtune.core.file_lock import read_bounded
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.launch.tma_descriptors import typed

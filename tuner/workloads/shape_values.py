@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from flashtune.core.errors import UsageError
-from flashtune.core.features.table import TYPES
+from flashtune.core.features.records import TYPES
 from flashtune.core.problem import Causal, Direction, Dtype
 
 MAX_COUNT = 2**24

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from flashtune.core.canonical import normal_form
 from flashtune.core.earlier_names import PROBLEM_FIELDS
 from flashtune.core.errors import UsageError
-from flashtune.core.features.table import DEFAULTS
+from flashtune.core.features.records import DEFAULTS
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.tuner.workloads.shape_values import ALONE, KEYS, Value, Window, parse_values
 

@@ -23,6 +23,7 @@ class TensorInput(NamedTuple):
         dtype: Its element type as torch names it, or None if it is q's.
         shape: The shape that a call must pass, in names of `batch` and `heads`; None if other code checks it.
         is_strided: Whether its last dimension may have any stride.
+        has_gradient: Whether its gradient is computed, if its elements are numbers.
     """
 
     name: str
@@ -30,6 +31,7 @@ class TensorInput(NamedTuple):
     dtype: str | None = "float32"
     shape: tuple[str, ...] | None = None
     is_strided: bool = False
+    has_gradient: bool = False
 
 
 class NumberInput(NamedTuple):

@@ -11,7 +11,7 @@ from flashtune.core.features.plain_problem import Causal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.features.table import FeatureFields
+    from flashtune.core.features.records import FeatureFields
 
 
 def seen_keys(fields: FeatureFields, positions: Tensor, keys: Tensor, prefix: Tensor | None) -> Tensor:

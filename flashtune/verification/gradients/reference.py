@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
+from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.problem import Bias
 from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
 from flashtune.verification.gradients.scores import BackwardCase, Work, largest, once, work_on

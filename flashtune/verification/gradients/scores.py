@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import changed_scores, score_derivative
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.verification.gradients.tolerance import QueryErrors, Sizes, query_errors

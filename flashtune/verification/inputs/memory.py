@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import TENSORS, ExtraInputs
+from flashtune.core.features.records import TENSORS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import KvScale

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashtune.core.features.table import ExtraInputs, usual_inputs
+from flashtune.core.features.records import ExtraInputs
+from flashtune.core.features.table import usual_inputs
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, Feature, KvDtype, KvScale, Problem
 from flashtune.verification.inputs.placement import aside

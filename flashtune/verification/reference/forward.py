@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.description import Changed
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import changed_scores
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Problem

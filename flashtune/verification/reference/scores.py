@@ -30,7 +30,7 @@ from flashtune.verification.reference.masks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.features.table import ExtraInputs, FeatureFields
+    from flashtune.core.features.records import ExtraInputs, FeatureFields
     from flashtune.core.problem import Problem
     from flashtune.verification.lengths import Lengths
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from flashtune.core.features.table import FEATURES, NUMBERS, TENSOR_INPUTS, TENSORS
+from flashtune.core.features.records import NUMBERS, TENSORS
+from flashtune.core.features.table import FEATURES, TENSOR_INPUTS
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import Bias, Problem
 from flashtune.templates.common.args.arguments import pointer_type

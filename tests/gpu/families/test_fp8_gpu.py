@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import device_target

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
 from tests.problems.backward_calls import FEATURES as BOTH_PASSES
 from tests.problems.backward_calls import LENGTHS

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment, Specialization, specialization_of
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.target import find_target

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.launch import workspaces
 from flashtune.launch.launch import MIN_SCALE, launch_of
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors

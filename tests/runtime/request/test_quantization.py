@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import ProblemError
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.problem import Dtype
 from flashtune.launch.launch import MIN_SCALE, launch_of
 from flashtune.launch.tensors import ForwardTensors

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
+from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.target import find_target

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.decode_latent_hopper.space import LatentConfig, row_tiles

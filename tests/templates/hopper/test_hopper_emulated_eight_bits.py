@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
+from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.request.quantization import E4M3

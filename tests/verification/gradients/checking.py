@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashtune.core.config import Config, LaunchOptions
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.target import find_target

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.config import Config
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, Problem
 from flashtune.launch.tensors import BackwardTensors
 from tests.verification.plain_kernel import key_count, out_of_sight, query_rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.extra_inputs import NO_EXTRA_INPUTS
+from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.problem import Causal, Dtype
 from flashtune.verification.cases import Level
 from flashtune.verification.gradients.cases import RACE_REPEATS, companions, main_cases, tiles_of

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flashtune.core.extra_inputs import ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Bias, Causal, Dtype
 from flashtune.launch.tensors import BackwardTensors
