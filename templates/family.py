@@ -29,8 +29,44 @@ class BytesItem(msgspec.Struct, frozen=True):
     bytes: int
 
 
-class FamilyOf(Protocol[C_contra]):
-    """An implementation of attention with one type of config: template, search space, SRAM model, arguments.
+class PerformanceModel(Protocol[C_contra]):
+    """The performance model of a family: minimum SRAM, makespan and HBM traffic of each config."""
+
+    def sram_items(
+        self, problem: Problem, config: C_contra, target: Target, specialization: Specialization
+    ) -> tuple[BytesItem, ...]:
+        """Returns the SRAM model, item by item, in bytes: a lower bound of the compiler's SRAM."""
+        ...
+
+    def tensor_memory_columns(self, problem: Problem, config: C_contra, target: Target) -> int:
+        """Returns the minimum columns of tensor memory of a config (0 without such memory)."""
+        return 0
+
+    def makespan_ms(self, problem: Problem, config: C_contra, target: Target) -> float:
+        """Returns the makespan of a launch, in ms: from its tiles, their programs and the traffic.
+
+        Use it for ratios between shapes and between configs; other parameters of a config are ignored. Fast
+        enough for dispatch: under 100 µs.
+        """
+        ...
+
+    def schedule_variants(self, problem: Problem, config: C_contra, target: Target) -> Iterable[Config]:
+        """Returns configs of the space that differ from one only in the schedule of work on the GPU."""
+        return ()
+
+    def hbm_items(
+        self, problem: Problem, config: C_contra, target: Target | None = None
+    ) -> tuple[BytesItem, ...]:
+        """Returns HBM traffic of the loop order, item by item, in bytes.
+
+        Without a target, every load of a tile counts, as if there were no cache. With one, repeated loads
+        count by the fraction that misses its last-level cache, which is continuous in the lengths.
+        """
+        ...
+
+
+class FamilyOf(PerformanceModel[C_contra], Protocol[C_contra]):
+    """An implementation of attention with one type of config: template, search space, arguments, model.
 
     The template renders a module that depends only on torch and triton. It holds the jitted kernel `name`,
     `launch_plan(q, k, v, out)` and `attention(q, k, v, scale)`. If the kernel's arguments are descriptors, it
@@ -75,38 +111,6 @@ class FamilyOf(Protocol[C_contra]):
         """Returns a config that fits the target's SRAM, for untuned shapes."""
         ...
 
-    def sram_items(
-        self, problem: Problem, config: C_contra, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
-        """Returns the SRAM model, item by item, in bytes: a lower bound of the compiler's SRAM."""
-        ...
-
-    def tensor_memory_columns(self, problem: Problem, config: C_contra, target: Target) -> int:
-        """Returns the minimum columns of tensor memory of a config (0 without such memory)."""
-        return 0
-
-    def makespan_ms(self, problem: Problem, config: C_contra, target: Target) -> float:
-        """Returns the makespan of a launch, in ms: from its tiles, their programs and the traffic.
-
-        Use it for ratios between shapes and between configs; other parameters of a config are ignored. Fast
-        enough for dispatch: under 100 µs.
-        """
-        ...
-
-    def schedule_variants(self, problem: Problem, config: C_contra, target: Target) -> Iterable[Config]:
-        """Returns configs of the space that differ from one only in the schedule of work on the GPU."""
-        return ()
-
-    def hbm_items(
-        self, problem: Problem, config: C_contra, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
-        """Returns HBM traffic of the loop order, item by item, in bytes.
-
-        Without a target, every load of a tile counts, as if there were no cache. With one, repeated loads
-        count by the fraction that misses its last-level cache, which is continuous in the lengths.
-        """
-        ...
-
     def context(self, problem: Problem, config: C_contra, specialization: Specialization) -> Context:
         """Returns the values for the template, without the fields of the config."""
         ...
@@ -119,7 +123,7 @@ class FamilyOf(Protocol[C_contra]):
 
     def options(self, config: C_contra) -> LaunchOptions:
         """Returns the compiler's options."""
-        return LaunchOptions(config.num_warps, config.num_stages)
+        return LaunchOptions(config.num_warps, config.num_stages, getattr(config, "maxnreg", 0))
 
     def prologue(self, problem: Problem, config: C_contra, specialization: Specialization) -> Step | None:
         """Returns the step before the kernel, None if none; its module then also holds `prologue_plan`."""

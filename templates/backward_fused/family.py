@@ -8,7 +8,7 @@ from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Bias, Direction, Feature, Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_fused.perf_model import fused_items, fused_span
+from flashtune.templates.backward_fused.perf_model import FusedModel
 from flashtune.templates.backward_fused.space import (
     FusedConfig,
     Reduction,
@@ -33,8 +33,7 @@ from flashtune.templates.common.args.backward_portable import (
 )
 from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.model.sram import Chunk, head_chunks
-from flashtune.templates.common.model.traffic import summed_items, unpacked
-from flashtune.templates.family import BytesItem, Context, FamilyOf
+from flashtune.templates.family import Context, FamilyOf
 
 # Maximum number of elements that a program of the prologue clears at once.
 CLEARED = 4096
@@ -58,7 +57,7 @@ class FusedContext(BackwardContext, frozen=True):
         return self.reduction is Reduction.COPY_ENGINE
 
 
-class BackwardFused(FamilyOf[FusedConfig]):
+class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
     """The family, without state."""
 
     name = "backward_fused"
@@ -85,9 +84,6 @@ class BackwardFused(FamilyOf[FusedConfig]):
         read = ("q", "k", "v", "dout", "workspace_0", "workspace_1", SUMS, *_random(problem))
         return backward_arguments(problem, specialization, (*read, "dk", "dv", *dbias, *dslopes))
 
-    def options(self, config: FusedConfig) -> LaunchOptions:
-        return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
-
     def prologue(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Step | None:
         dlse = ("dlse",) if specialization.lse else ()
         dslopes = ("dslopes",) if problem.alibi else ()
@@ -112,21 +108,6 @@ class BackwardFused(FamilyOf[FusedConfig]):
             *(Argument(name, "i32") for name in ("heads", "seqlen_q", *(("sequences",) if packed else ()))),
         )
         return Step("convert_sums", arguments, LaunchOptions(STEP_WARPS, 1))
-
-    def sram_items(
-        self, problem: Problem, config: FusedConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
-        return fused_items(problem, config, target, specialization)
-
-    def makespan_ms(self, problem: Problem, config: FusedConfig, target: Target) -> float:
-        return fused_span(unpacked(problem), config, target)
-
-    def hbm_items(
-        self, problem: Problem, config: FusedConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
-        problem = unpacked(problem)
-        inner = config.heads_innermost
-        return summed_items(problem, config.block_m, config.block_n, problem.head_dim, target, inner=inner)
 
     def context(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Context:
         sum_chunk = head_chunks(problem.head_dim, False)[0]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import msgspec
-
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
@@ -15,7 +11,7 @@ from flashtune.templates.backward_hopper.arguments import (
     kernel_arguments,
     prepare_arguments,
 )
-from flashtune.templates.backward_hopper.perf_model import hopper_backward_items, hopper_backward_span
+from flashtune.templates.backward_hopper.perf_model import HopperBackwardModel
 from flashtune.templates.backward_hopper.space import (
     CONSUMER_REGISTERS,
     MULTIPROCESSORS,
@@ -32,8 +28,7 @@ from flashtune.templates.backward_hopper.space import (
     width_of,
 )
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
-from flashtune.templates.common.model.traffic import summed_items
-from flashtune.templates.family import BytesItem, Context, FamilyOf
+from flashtune.templates.family import Context, FamilyOf
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
@@ -129,7 +124,7 @@ class HopperBackwardContext(Context, frozen=True):
         return 1 if self.config.alternate_dq else 2
 
 
-class BackwardHopper(FamilyOf[HopperBackwardConfig]):
+class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
     """The family, without state."""
 
     name = "backward_hopper"
@@ -178,26 +173,6 @@ class BackwardHopper(FamilyOf[HopperBackwardConfig]):
         self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
     ) -> Step | None:
         return Step("finish", finish_arguments(problem, specialization), LaunchOptions(STEP_WARPS, 1))
-
-    def sram_items(
-        self, problem: Problem, config: HopperBackwardConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
-        return hopper_backward_items(problem, config)
-
-    def makespan_ms(self, problem: Problem, config: HopperBackwardConfig, target: Target) -> float:
-        return hopper_backward_span(problem, config, target)
-
-    def schedule_variants(
-        self, problem: Problem, config: HopperBackwardConfig, target: Target
-    ) -> Iterable[HopperBackwardConfig]:
-        """Returns configs that differ only in the programs' first query blocks."""
-        if may_rotate(problem):
-            yield msgspec.structs.replace(config, stagger_start=not config.stagger_start)
-
-    def hbm_items(
-        self, problem: Problem, config: HopperBackwardConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
-        return summed_items(problem, config.block_m, config.block_n, width_of(problem), target)
 
     def context(
         self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization

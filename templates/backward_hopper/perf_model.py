@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+import msgspec
+
+from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_hopper.space import ROWS, WIDEST, HopperBackwardConfig, width_of
+from flashtune.templates.backward_hopper.space import ROWS, WIDEST, HopperBackwardConfig, may_rotate, width_of
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE
-from flashtune.templates.common.model.traffic import cycled_queries
-from flashtune.templates.family import BytesItem
+from flashtune.templates.common.model.traffic import cycled_queries, summed_items
+from flashtune.templates.family import BytesItem, PerformanceModel
 
 BARRIER_BYTES = 8
 FLOAT32 = 4
@@ -40,51 +44,69 @@ PRODUCTS = 5
 ADDITION_RATE = 0.7
 
 
-def hopper_backward_items(problem: Problem, config: HopperBackwardConfig) -> tuple[BytesItem, ...]:
-    """Returns all allocations of a program, in bytes."""
-    size, width = problem.dtype.itemsize, width_of(problem)
-    tile = config.block_m * width * size
-    widest = width == WIDEST
-    of_slot, others = DIVIDED_PRODUCTS if widest else DIVIDED_KEYS
-    passed = "weights and gradients of scores" if widest else "gradients of scores of each group"
-    # Two tiles of 64 keys in either case.
-    scores = 2 * ROWS * config.block_m * size
-    streamed = config.num_stages + config.do_stages
-    # Random words are loaded with dout.
-    rows = streamed + (RANDOM_WORDS * config.do_stages if problem.dropout else 0)
-    waits = SIDES * streamed + of_slot * config.ds_stages + others + (TURNS if problem.deterministic else 0)
-    return (
-        BytesItem(f"q, {config.num_stages} in flight", config.num_stages * tile),
-        BytesItem(f"dout, {config.do_stages} in flight", config.do_stages * tile),
-        BytesItem("k and v", 2 * config.block_n * width * size),
-        BytesItem(f"{passed}, {config.ds_stages} in flight", config.ds_stages * scores),
-        BytesItem("what rows are weighed with", rows * config.block_m * FLOAT32),
-        BytesItem("barriers", waits * BARRIER_BYTES),
-    )
+class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
+    """The model, without state."""
 
+    def sram_items(
+        self, problem: Problem, config: HopperBackwardConfig, target: Target, specialization: Specialization
+    ) -> tuple[BytesItem, ...]:
+        """Returns all allocations of a program, in bytes."""
+        size, width = problem.dtype.itemsize, width_of(problem)
+        tile = config.block_m * width * size
+        widest = width == WIDEST
+        of_slot, others = DIVIDED_PRODUCTS if widest else DIVIDED_KEYS
+        passed = "weights and gradients of scores" if widest else "gradients of scores of each group"
+        # Two tiles of 64 keys in either case.
+        scores = 2 * ROWS * config.block_m * size
+        streamed = config.num_stages + config.do_stages
+        # Random words are loaded with dout.
+        rows = streamed + (RANDOM_WORDS * config.do_stages if problem.dropout else 0)
+        turns = TURNS if problem.deterministic else 0
+        waits = SIDES * streamed + of_slot * config.ds_stages + others + turns
+        return (
+            BytesItem(f"q, {config.num_stages} in flight", config.num_stages * tile),
+            BytesItem(f"dout, {config.do_stages} in flight", config.do_stages * tile),
+            BytesItem("k and v", 2 * config.block_n * width * size),
+            BytesItem(f"{passed}, {config.ds_stages} in flight", config.ds_stages * scores),
+            BytesItem("what rows are weighed with", rows * config.block_m * FLOAT32),
+            BytesItem("barriers", waits * BARRIER_BYTES),
+        )
 
-def hopper_backward_span(problem: Problem, config: HopperBackwardConfig, target: Target) -> float:
-    """Returns the time of the launches by their schedule, in ms."""
-    heads = problem.batch * problem.kv_heads
-    blocks = math.ceil(problem.seqlen_kv / config.block_n)
-    programs = heads * blocks
-    if not programs or not problem.seqlen_q:
-        return LAUNCH / 1e3
-    width = width_of(problem)
-    rate = (TURNS_SHARE if config.alternate_dq else PRODUCTS_SHARE) * target.peak.half * 1e6 / target.sm_count
-    step = PRODUCTS * 2 * config.block_m * config.block_n * width / rate
-    # The program with the most blocks of queries; then all programs.
-    most = PROGRAM + math.ceil(problem.seqlen_q / config.block_m) * problem.group_size * step
-    rows = cycled_queries(problem, config.block_m, config.block_n) * problem.group_size
-    if problem.causal is Causal.NONE:
-        busy = math.ceil(programs / target.sm_count) * most
-    else:
-        busy = max(most, (programs * PROGRAM + heads * rows / config.block_m * step) / target.sm_count)
-    added = heads * rows * width * FLOAT32 / (target.hbm_bandwidth * 1e3 * ADDITION_RATE)
-    if problem.deterministic:
-        # Programs of a head that start at once wait for one another.
-        busy += TURN * min(blocks, target.sm_count) / config.interleaved_heads
-    return (LAUNCH + max(busy, added) + _steps_us(problem, width, target)) / 1e3
+    def makespan_ms(self, problem: Problem, config: HopperBackwardConfig, target: Target) -> float:
+        """Returns the time of the launches by their schedule, in ms."""
+        heads = problem.batch * problem.kv_heads
+        blocks = math.ceil(problem.seqlen_kv / config.block_n)
+        programs = heads * blocks
+        if not programs or not problem.seqlen_q:
+            return LAUNCH / 1e3
+        width = width_of(problem)
+        share = TURNS_SHARE if config.alternate_dq else PRODUCTS_SHARE
+        rate = share * target.peak.half * 1e6 / target.sm_count
+        step = PRODUCTS * 2 * config.block_m * config.block_n * width / rate
+        # The program with the most blocks of queries; then all programs.
+        most = PROGRAM + math.ceil(problem.seqlen_q / config.block_m) * problem.group_size * step
+        rows = cycled_queries(problem, config.block_m, config.block_n) * problem.group_size
+        if problem.causal is Causal.NONE:
+            busy = math.ceil(programs / target.sm_count) * most
+        else:
+            busy = max(most, (programs * PROGRAM + heads * rows / config.block_m * step) / target.sm_count)
+        added = heads * rows * width * FLOAT32 / (target.hbm_bandwidth * 1e3 * ADDITION_RATE)
+        if problem.deterministic:
+            # Programs of a head that start at once wait for one another.
+            busy += TURN * min(blocks, target.sm_count) / config.interleaved_heads
+        return (LAUNCH + max(busy, added) + _steps_us(problem, width, target)) / 1e3
+
+    def schedule_variants(
+        self, problem: Problem, config: HopperBackwardConfig, target: Target
+    ) -> Iterable[HopperBackwardConfig]:
+        """Returns configs that differ only in the programs' first query blocks."""
+        if may_rotate(problem):
+            yield msgspec.structs.replace(config, stagger_start=not config.stagger_start)
+
+    def hbm_items(
+        self, problem: Problem, config: HopperBackwardConfig, target: Target | None = None
+    ) -> tuple[BytesItem, ...]:
+        return summed_items(problem, config.block_m, config.block_n, width_of(problem), target)
 
 
 def _steps_us(problem: Problem, width: int, target: Target) -> float:

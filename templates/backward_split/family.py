@@ -6,12 +6,7 @@ from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Bias, Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_split.perf_model import (
-    split_columns,
-    split_items,
-    split_span,
-    split_traffic,
-)
+from flashtune.templates.backward_split.perf_model import SplitModel
 from flashtune.templates.backward_split.space import SplitConfig, chunks_of, split_space, usual_tiles
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
@@ -27,14 +22,13 @@ from flashtune.templates.common.args.backward_portable import (
 )
 from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.model.sram import power_of_two
-from flashtune.templates.common.model.traffic import unpacked
-from flashtune.templates.family import BytesItem, Context, FamilyOf
+from flashtune.templates.family import Context, FamilyOf
 
 # Features that hide keys from only some queries of a block.
 MASKS = frozenset({Feature.WINDOW, Feature.ATTENTION_CHUNK})
 
 
-class BackwardSplit(FamilyOf[SplitConfig]):
+class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
     """The family, without state."""
 
     name = "backward_split"
@@ -74,9 +68,6 @@ class BackwardSplit(FamilyOf[SplitConfig]):
     ) -> tuple[Argument, ...]:
         return backward_arguments(problem, specialization, (*_read(problem), "dk", "dv"))
 
-    def options(self, config: SplitConfig) -> LaunchOptions:
-        return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
-
     def prologue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
         dlse = ("dlse",) if specialization.lse else ()
         clears_slopes = problem.alibi and problem.total_q > 0
@@ -98,22 +89,6 @@ class BackwardSplit(FamilyOf[SplitConfig]):
         dslopes = ("dslopes",) if problem.alibi else ()
         tensors = (*_read(problem), "dq", *dbias, *dslopes)
         return Step("gradient_of_queries", backward_arguments(problem, specialization, tensors), options)
-
-    def sram_items(
-        self, problem: Problem, config: SplitConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
-        return split_items(problem, config, target, specialization)
-
-    def tensor_memory_columns(self, problem: Problem, config: SplitConfig, target: Target) -> int:
-        return split_columns(problem, config, target)
-
-    def makespan_ms(self, problem: Problem, config: SplitConfig, target: Target) -> float:
-        return split_span(unpacked(problem), config, target)
-
-    def hbm_items(
-        self, problem: Problem, config: SplitConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
-        return split_traffic(unpacked(problem), config, target)
 
     def context(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Context:
         chunks = chunks_of(problem, config)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import combine_step
 from flashtune.templates.common.model.sram import power_of_two
-from flashtune.templates.common.model.traffic import split_keys_items
 from flashtune.templates.decode_latent_hopper.arguments import latent_arguments
-from flashtune.templates.decode_latent_hopper.perf_model import latent_items, latent_span, splits_otherwise
+from flashtune.templates.decode_latent_hopper.perf_model import LatentModel
 from flashtune.templates.decode_latent_hopper.space import (
     BLOCK_N,
     COMBINE_WARPS,
@@ -21,11 +18,10 @@ from flashtune.templates.decode_latent_hopper.space import (
     combined_columns,
     copied_keys,
     latent_space,
-    row_tiles,
     split_tile,
     worker_registers,
 )
-from flashtune.templates.family import BytesItem, Context, FamilyOf
+from flashtune.templates.family import Context, FamilyOf
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
@@ -78,7 +74,7 @@ class LatentContext(Context, frozen=True):
         return self.page_size == BLOCK_N
 
 
-class DecodeLatentHopper(FamilyOf[LatentConfig]):
+class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
     """The family, without state."""
 
     name = "decode_latent_hopper"
@@ -117,10 +113,9 @@ class DecodeLatentHopper(FamilyOf[LatentConfig]):
 
     def default(self, problem: Problem, target: Target) -> LatentConfig:
         """Returns a config with enough splits to use all SMs."""
-        space = latent_space(problem, target)
         usual = LatentConfig(num_warps=GROUP_WARPS, num_stages=2, overlap_pv=True)
-        spread = splits_otherwise(usual, space)
-        return min(spread, key=lambda config: (latent_span(problem, config, target), config.num_splits))
+        spread = self.schedule_variants(problem, usual, target)
+        return min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
 
     def arguments(
         self, problem: Problem, config: LatentConfig, specialization: Specialization
@@ -131,25 +126,6 @@ class DecodeLatentHopper(FamilyOf[LatentConfig]):
         if config.num_splits == 1:
             return None
         return combine_step(problem.dtype, specialization, LaunchOptions(COMBINE_WARPS, 1))
-
-    def sram_items(
-        self, problem: Problem, config: LatentConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
-        return latent_items(problem, config)
-
-    def makespan_ms(self, problem: Problem, config: LatentConfig, target: Target) -> float:
-        return latent_span(problem, config, target)
-
-    def schedule_variants(
-        self, problem: Problem, config: LatentConfig, target: Target
-    ) -> Iterable[LatentConfig]:
-        return splits_otherwise(config, latent_space(problem, target))
-
-    def hbm_items(
-        self, problem: Problem, config: LatentConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
-        tiles = row_tiles(problem, config)
-        return split_keys_items(problem, tiles, config.num_splits, target, tensors="k")
 
     def context(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Context:
         return LatentContext(

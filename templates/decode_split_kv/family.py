@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import msgspec
 
@@ -19,8 +18,7 @@ from flashtune.templates.common.args.feature_context import (
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import power_of_two
-from flashtune.templates.common.model.traffic import split_keys_items
-from flashtune.templates.decode_split_kv.perf_model import decode_items, decode_span, splits_otherwise
+from flashtune.templates.decode_split_kv.perf_model import DecodeModel
 from flashtune.templates.decode_split_kv.space import (
     COMBINE_WARPS,
     DecodeConfig,
@@ -35,7 +33,7 @@ from flashtune.templates.decode_split_kv.space import (
     split_tile,
     value_chunks,
 )
-from flashtune.templates.family import BytesItem, Context, FamilyOf
+from flashtune.templates.family import Context, FamilyOf
 
 # Maximum number of queries; other families compute more.
 MAX_QUERIES = 16
@@ -92,7 +90,7 @@ class DecodeContext(PortableContext, frozen=True):
         return self.asks.page_scales and (self.asks.one_page or self.widened)
 
 
-class DecodeSplitKV(FamilyOf[DecodeConfig]):
+class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
     """The family, without state."""
 
     name = "decode_split_kv"
@@ -134,10 +132,9 @@ class DecodeSplitKV(FamilyOf[DecodeConfig]):
 
     def default(self, problem: Problem, target: Target) -> DecodeConfig:
         """Returns tiles that use all of an H200's bandwidth, and enough splits to use all SMs."""
-        space = decode_space(problem, target)
         usual = _usual_tiles(problem, target)
-        spread = (usual, *splits_otherwise(usual, space))
-        return min(spread, key=lambda config: (decode_span(problem, config, target), config.num_splits))
+        spread = (usual, *self.schedule_variants(problem, usual, target))
+        return min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
 
     def arguments(
         self, problem: Problem, config: DecodeConfig, specialization: Specialization
@@ -150,25 +147,6 @@ class DecodeSplitKV(FamilyOf[DecodeConfig]):
         if config.num_splits == 1:
             return None
         return combine_step(problem.dtype, specialization, combine_options(problem, config))
-
-    def sram_items(
-        self, problem: Problem, config: DecodeConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
-        return decode_items(problem, config, target, specialization)
-
-    def makespan_ms(self, problem: Problem, config: DecodeConfig, target: Target) -> float:
-        return decode_span(problem, config, target)
-
-    def schedule_variants(
-        self, problem: Problem, config: DecodeConfig, target: Target
-    ) -> Iterable[DecodeConfig]:
-        return splits_otherwise(config, decode_space(problem, target))
-
-    def hbm_items(
-        self, problem: Problem, config: DecodeConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
-        tiles = math.ceil(group_rows(problem) / config.block_m)
-        return split_keys_items(problem, tiles, config.num_splits, target)
 
     def context(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Context:
         qk_chunks = query_chunks(problem, config.split_head_dim)

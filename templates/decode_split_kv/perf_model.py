@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.config import Space
 from flashtune.core.kernel import Specialization
 from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Dtype, Problem
@@ -15,14 +14,16 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
 from flashtune.templates.common.model.sram import Engine, columns, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream
+from flashtune.templates.common.model.traffic import split_keys_items
 from flashtune.templates.decode_split_kv.space import (
     WARPGROUP_ROWS,
     DecodeConfig,
+    decode_space,
     group_rows,
     query_chunks,
     value_chunks,
 )
-from flashtune.templates.family import BytesItem
+from flashtune.templates.family import BytesItem, PerformanceModel
 
 # In µs: an empty launch, and a program before and after its keys.
 LAUNCH = 3.7
@@ -38,72 +39,82 @@ LONE_EIGHT_BITS = 22e3
 SIDE_BY_SIDE = 3
 
 
-def decode_items(
-    problem: Problem, config: DecodeConfig, target: Target, specialization: Specialization
-) -> tuple[BytesItem, ...]:
-    """Returns the items that are live at one point of the main loop."""
-    chunks = query_chunks(problem, config.split_head_dim), value_chunks(problem, config.split_head_dim)
-    blocks = config.block_m, config.block_n
-    tiles = tiles_of(problem, target, blocks, config.num_warps, chunks, ieee=True)
-    # AMD's units reorder tiles in registers, other units read them from SRAM.
-    if tiles is None or tiles.engine is Engine.MFMA:
-        return ()
-    stored = msgspec.structs.replace(tiles, itemsize=problem.kv_itemsize)
-    # Columns beyond a head dim are masked in groups, whose size divides it.
-    together = math.gcd(specialization.alignment, problem.head_dim, problem.value_head_dim)
-    stream = Stream(
-        tiles=stored,
-        stages=config.num_stages,
-        descriptors=False,
-        ahead=False,
-        aligned_bytes=together * problem.kv_itemsize,
-        halves=False,
-    )
-    grouped = tiles.engine is Engine.WARPGROUP and problem.kv_dtype is None
-    # Tensor Cores of warp groups read SRAM; others, and conversions, read registers.
-    flight = config.num_stages if grouped else config.num_stages - 1
-    items = [BytesItem(f"k, {flight} in flight", flight * stream.k)]
-    if not problem.mla:
-        items.append(BytesItem(f"v, {flight} in flight", flight * stream.v))
-    if grouped:
-        items.append(BytesItem("q", sum(tile for tile in tiles.q if tiles.worth_a_copy(tile))))
-    return tuple(item for item in items if item.bytes)
+class DecodeModel(PerformanceModel[DecodeConfig]):
+    """The model, without state."""
 
+    def sram_items(
+        self, problem: Problem, config: DecodeConfig, target: Target, specialization: Specialization
+    ) -> tuple[BytesItem, ...]:
+        """Returns the items that are live at one point of the main loop."""
+        chunks = query_chunks(problem, config.split_head_dim), value_chunks(problem, config.split_head_dim)
+        blocks = config.block_m, config.block_n
+        tiles = tiles_of(problem, target, blocks, config.num_warps, chunks, ieee=True)
+        # AMD's units reorder tiles in registers, other units read them from SRAM.
+        if tiles is None or tiles.engine is Engine.MFMA:
+            return ()
+        stored = msgspec.structs.replace(tiles, itemsize=problem.kv_itemsize)
+        # Columns beyond a head dim are masked in groups, whose size divides it.
+        together = math.gcd(specialization.alignment, problem.head_dim, problem.value_head_dim)
+        stream = Stream(
+            tiles=stored,
+            stages=config.num_stages,
+            descriptors=False,
+            ahead=False,
+            aligned_bytes=together * problem.kv_itemsize,
+            halves=False,
+        )
+        grouped = tiles.engine is Engine.WARPGROUP and problem.kv_dtype is None
+        # Tensor Cores of warp groups read SRAM; others, and conversions, read registers.
+        flight = config.num_stages if grouped else config.num_stages - 1
+        items = [BytesItem(f"k, {flight} in flight", flight * stream.k)]
+        if not problem.mla:
+            items.append(BytesItem(f"v, {flight} in flight", flight * stream.v))
+        if grouped:
+            items.append(BytesItem("q", sum(tile for tile in tiles.q if tiles.worth_a_copy(tile))))
+        return tuple(item for item in items if item.bytes)
 
-def decode_span(problem: Problem, config: DecodeConfig, target: Target) -> float:
-    """Returns the time of a launch by its schedule, in ms."""
-    keys = distinct_keys(problem.sight)
-    tiles = math.ceil(group_rows(problem) / config.block_m)
-    programs = tiles * problem.batch * problem.kv_heads * config.num_splits
-    if not programs or not keys:
-        return LAUNCH / 1e3
-    blocks = math.ceil(math.ceil(keys / config.block_n) / config.num_splits)
-    rounds = math.ceil(programs / target.sm_count)
-    width = columns(query_chunks(problem, config.split_head_dim))
-    values = columns(value_chunks(problem, config.split_head_dim))
-    size = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
-    bandwidth = target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE
-    # Bytes of a program. Those of other tiles come from the cache.
-    part = blocks * config.block_n * size * problem.kv_itemsize / tiles
-    share = GREED * bandwidth / target.sm_count
-    products = 2 * config.block_m * blocks * config.block_n * (width + values)
-    grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
-    peak = target.peak.fp32 if problem.dtype is Dtype.FP32 else target.peak.half
-    rate = peak * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
-    busy = rounds * (max(part / share, products / rate) + PROGRAM)
-    if problem.kv_dtype is not None:
-        busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_EIGHT_BITS + PROGRAM))
-    moved = problem.minimal_bytes() / bandwidth + PROGRAM
-    return (LAUNCH + max(busy, moved) + combining_us(problem, config.num_splits, target)) / 1e3
+    def makespan_ms(self, problem: Problem, config: DecodeConfig, target: Target) -> float:
+        """Returns the time of a launch by its schedule, in ms."""
+        keys = distinct_keys(problem.sight)
+        tiles = math.ceil(group_rows(problem) / config.block_m)
+        programs = tiles * problem.batch * problem.kv_heads * config.num_splits
+        if not programs or not keys:
+            return LAUNCH / 1e3
+        blocks = math.ceil(math.ceil(keys / config.block_n) / config.num_splits)
+        rounds = math.ceil(programs / target.sm_count)
+        width = columns(query_chunks(problem, config.split_head_dim))
+        values = columns(value_chunks(problem, config.split_head_dim))
+        size = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
+        bandwidth = target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE
+        # Bytes of a program. Those of other tiles come from the cache.
+        part = blocks * config.block_n * size * problem.kv_itemsize / tiles
+        share = GREED * bandwidth / target.sm_count
+        products = 2 * config.block_m * blocks * config.block_n * (width + values)
+        grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
+        peak = target.peak.fp32 if problem.dtype is Dtype.FP32 else target.peak.half
+        rate = peak * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
+        busy = rounds * (max(part / share, products / rate) + PROGRAM)
+        if problem.kv_dtype is not None:
+            busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_EIGHT_BITS + PROGRAM))
+        moved = problem.minimal_bytes() / bandwidth + PROGRAM
+        return (LAUNCH + max(busy, moved) + combining_us(problem, config.num_splits, target)) / 1e3
 
+    def schedule_variants(
+        self, problem: Problem, config: DecodeConfig, target: Target
+    ) -> Iterable[DecodeConfig]:
+        """Returns points of a space with the same tiles and other splits."""
+        space = decode_space(problem, target)
+        axes = {axis.name: axis.values for axis in space.axes}
+        for splits in axes["num_splits"]:
+            assert isinstance(splits, int)
+            # A single split has nothing to combine.
+            early = len(axes["early_combine"]) > 1 and splits != 1
+            other = msgspec.structs.replace(config, num_splits=splits, early_combine=early)
+            if space.contains(other):
+                yield other
 
-def splits_otherwise(config: DecodeConfig, space: Space) -> Iterator[DecodeConfig]:
-    """Returns points of a space with the same tiles and other splits."""
-    axes = {axis.name: axis.values for axis in space.axes}
-    for splits in axes["num_splits"]:
-        assert isinstance(splits, int)
-        # A single split has nothing to combine.
-        early = len(axes["early_combine"]) > 1 and splits != 1
-        other = msgspec.structs.replace(config, num_splits=splits, early_combine=early)
-        if space.contains(other):
-            yield other
+    def hbm_items(
+        self, problem: Problem, config: DecodeConfig, target: Target | None = None
+    ) -> tuple[BytesItem, ...]:
+        tiles = math.ceil(group_rows(problem) / config.block_m)
+        return split_keys_items(problem, tiles, config.num_splits, target)

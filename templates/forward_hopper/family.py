@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Argument, Specialization, Step
@@ -11,15 +9,9 @@ from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Featu
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
-from flashtune.templates.common.model.traffic import streamed_items, unpacked
-from flashtune.templates.family import BytesItem, Context, FamilyOf
+from flashtune.templates.family import Context, FamilyOf
 from flashtune.templates.forward_hopper.arguments import hopper_arguments
-from flashtune.templates.forward_hopper.perf_model import (
-    hopper_items,
-    hopper_span,
-    running_programs,
-    schedule_variants,
-)
+from flashtune.templates.forward_hopper.perf_model import HopperModel
 from flashtune.templates.forward_hopper.space import (
     CONSUMER_REGISTERS,
     GROUP_WARPS,
@@ -125,7 +117,7 @@ class HopperContext(Context, frozen=True):
         return self.is_quantized and not self.p_stages
 
 
-class ForwardHopper(FamilyOf[HopperConfig]):
+class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
     """The family, without state."""
 
     name = "forward_hopper"
@@ -162,7 +154,8 @@ class ForwardHopper(FamilyOf[HopperConfig]):
         """Returns the best config of most lengths, for untuned shapes; padded if needed to fit."""
         usual = usual_config(problem)
         room = target.sram_per_block - SPARE_BYTES
-        fits = sum(item.bytes for item in hopper_items(problem, usual)) <= room
+        items = self.sram_items(problem, usual, target, Specialization())
+        fits = sum(item.bytes for item in items) <= room
         return usual if fits else padded(problem, usual)
 
     def arguments(
@@ -176,26 +169,6 @@ class ForwardHopper(FamilyOf[HopperConfig]):
             return None
         arguments = transpose_arguments(problem.dtype, specialization, WORKSPACE)
         return Step("transpose_values", arguments, LaunchOptions(GROUP_WARPS, 1))
-
-    def sram_items(
-        self, problem: Problem, config: HopperConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
-        return hopper_items(problem, config)
-
-    def makespan_ms(self, problem: Problem, config: HopperConfig, target: Target) -> float:
-        return hopper_span(problem, config, target)
-
-    def schedule_variants(
-        self, problem: Problem, config: HopperConfig, target: Target
-    ) -> Iterable[HopperConfig]:
-        return schedule_variants(config, hopper_space(problem))
-
-    def hbm_items(
-        self, problem: Problem, config: HopperConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
-        problem = unpacked(problem)
-        at_once = running_programs(problem, config, target)
-        return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
     def context(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Context:
         if problem.total_q and config.pack_gqa > 1:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.config import Space
+from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.cost import CostParams, block_us, tile_us, together_us, traffic_us
@@ -20,9 +20,9 @@ from flashtune.templates.common.model.tile_schedule import (
     largest_load,
     persistent_programs,
 )
-from flashtune.templates.common.model.traffic import AtOnce, unpacked
-from flashtune.templates.family import BytesItem
-from flashtune.templates.forward_hopper.space import HopperConfig, Order
+from flashtune.templates.common.model.traffic import AtOnce, streamed_items, unpacked
+from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.forward_hopper.space import HopperConfig, Order, hopper_space
 
 BARRIER_BYTES = 8
 # Each ring has barriers for full and for empty tiles.
@@ -45,53 +45,98 @@ SINGLE_Q_STAGE_US = 0.43
 DRIFT_PENALTY = 0.05
 
 
-def hopper_items(problem: Problem, config: HopperConfig) -> tuple[BytesItem, ...]:
-    """Returns all allocations of a program, in bytes."""
-    size = problem.dtype.itemsize
-    queries = columns(head_chunks(problem.head_dim, config.split_head_dim)) * size
-    values = columns(head_chunks(problem.value_head_dim, config.split_head_dim))
-    q_slots = config.q_stages * config.num_consumer_groups
-    staged = values // 2 if config.split_epilogue else values
-    block = config.num_stages * config.block_n
-    barriers = SIDES * (q_slots + 2 * config.num_stages) * BARRIER_BYTES
-    items = (
-        BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries),
-        BytesItem(f"k, {config.num_stages} in flight", block * queries),
-        BytesItem(f"v, {config.num_stages} in flight", block * values * size),
-        BytesItem(
-            f"weights, {config.p_stages} in flight", config.p_stages * config.block_m * config.block_n * size
-        ),
-        BytesItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
-        BytesItem("barriers", barriers),
-    )
-    return tuple(item for item in items if item.bytes)
+class HopperModel(PerformanceModel[HopperConfig]):
+    """The model, without state."""
 
+    def sram_items(
+        self, problem: Problem, config: HopperConfig, target: Target, specialization: Specialization
+    ) -> tuple[BytesItem, ...]:
+        """Returns all allocations of a program, in bytes."""
+        size = problem.dtype.itemsize
+        queries = columns(head_chunks(problem.head_dim, config.split_head_dim)) * size
+        values = columns(head_chunks(problem.value_head_dim, config.split_head_dim))
+        q_slots = config.q_stages * config.num_consumer_groups
+        staged = values // 2 if config.split_epilogue else values
+        block = config.num_stages * config.block_n
+        barriers = SIDES * (q_slots + 2 * config.num_stages) * BARRIER_BYTES
+        items = (
+            BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries),
+            BytesItem(f"k, {config.num_stages} in flight", block * queries),
+            BytesItem(f"v, {config.num_stages} in flight", block * values * size),
+            BytesItem(
+                f"weights, {config.p_stages} in flight",
+                config.p_stages * config.block_m * config.block_n * size,
+            ),
+            BytesItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
+            BytesItem("barriers", barriers),
+        )
+        return tuple(item for item in items if item.bytes)
 
-def hopper_span(problem: Problem, config: HopperConfig, target: Target) -> float:
-    """Returns the time of a launch by its schedule, in ms."""
-    problem = unpacked(problem)
-    tiling = Tiling(problem, config.block_m // config.pack_gqa, config.block_n, config.pack_gqa)
-    pace = PACES[min(config.num_consumer_groups, MAX_GROUPS)]
-    if not tiling.total or not problem.seqlen_kv:
-        return pace.launch / 1e3
-    cost = TileCost(
-        block_us(problem, config.block_m * config.block_n, pace, target),
-        tile_us(problem, config.block_m, pace, target) + _between(config),
-    )
-    num_programs = persistent_programs(tiling.total, config.balanced_grid, target.sm_count)
-    busy = largest_load(tiling, num_programs, config.head_swizzle, config.order.value, cost)
-    streamed = extremes(tiling).mean * tiling.total * config.block_n
-    head_swizzle = min(config.head_swizzle or tiling.heads, tiling.heads)
-    moving = traffic_us(
-        problem,
-        streamed,
-        head_swizzle / tiling.packs,
-        num_programs,
-        target,
-        neighbours=min(head_swizzle, tiling.packs),
-    )
-    lost = DRIFT_PENALTY if _programs_drift(tiling, num_programs, head_swizzle, target) else 0.0
-    return (1 + lost) * (pace.launch + together_us(busy, moving)) / 1e3
+    def makespan_ms(self, problem: Problem, config: HopperConfig, target: Target) -> float:
+        """Returns the time of a launch by its schedule, in ms."""
+        problem = unpacked(problem)
+        tiling = Tiling(problem, config.block_m // config.pack_gqa, config.block_n, config.pack_gqa)
+        pace = PACES[min(config.num_consumer_groups, MAX_GROUPS)]
+        if not tiling.total or not problem.seqlen_kv:
+            return pace.launch / 1e3
+        cost = TileCost(
+            block_us(problem, config.block_m * config.block_n, pace, target),
+            tile_us(problem, config.block_m, pace, target) + _between(config),
+        )
+        num_programs = persistent_programs(tiling.total, config.balanced_grid, target.sm_count)
+        busy = largest_load(tiling, num_programs, config.head_swizzle, config.order.value, cost)
+        streamed = extremes(tiling).mean * tiling.total * config.block_n
+        head_swizzle = min(config.head_swizzle or tiling.heads, tiling.heads)
+        moving = traffic_us(
+            problem,
+            streamed,
+            head_swizzle / tiling.packs,
+            num_programs,
+            target,
+            neighbours=min(head_swizzle, tiling.packs),
+        )
+        lost = DRIFT_PENALTY if _programs_drift(tiling, num_programs, head_swizzle, target) else 0.0
+        return (1 + lost) * (pace.launch + together_us(busy, moving)) / 1e3
+
+    def schedule_variants(
+        self, problem: Problem, config: HopperConfig, target: Target
+    ) -> Iterable[HopperConfig]:
+        """Returns points of a space that schedule the same work differently.
+
+        They have other orders and groups of heads, all SMs or fewer, or one consumer group. Others have other
+        blocks of keys, with as many heads of a group in a tile as possible.
+        """
+        space = hopper_space(problem)
+        axes = {axis.name: axis.values for axis in space.axes}
+        swizzles = tuple(head_swizzle for head_swizzle in axes["head_swizzle"] if head_swizzle in SWIZZLES)
+        choices = (
+            dict.fromkeys((config.num_consumer_groups, 1)),
+            swizzles,
+            axes["order"],
+            axes["balanced_grid"],
+        )
+        for groups, head_swizzle, order, balanced_grid in itertools.product(*choices):
+            other = msgspec.structs.replace(
+                config,
+                num_consumer_groups=groups,
+                ping_pong=config.ping_pong and groups > 1,
+                head_swizzle=head_swizzle,
+                order=order,
+                balanced_grid=balanced_grid,
+            )
+            if other != config and space.contains(other):
+                yield other
+        for pack, block_n in itertools.product(axes["pack_gqa"], BLOCKS):
+            other = msgspec.structs.replace(config, pack_gqa=pack, block_n=block_n)
+            if other != config and space.contains(other):
+                yield other
+
+    def hbm_items(
+        self, problem: Problem, config: HopperConfig, target: Target | None = None
+    ) -> tuple[BytesItem, ...]:
+        problem = unpacked(problem)
+        at_once = running_programs(problem, config, target)
+        return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
 
 def running_programs(problem: Problem, config: HopperConfig, target: Target | None) -> AtOnce:
@@ -115,29 +160,3 @@ def _programs_drift(tiling: Tiling, num_programs: int, head_swizzle: int, target
     in_rounds = target.sm_count < tiling.total and num_programs < target.sm_count
     differ = tiling.tiles > 1 and not have_equal_length(tiling.problem)
     return in_rounds and differ and head_swizzle < tiling.heads and num_programs % head_swizzle != 0
-
-
-def schedule_variants(config: HopperConfig, space: Space) -> Iterator[HopperConfig]:
-    """Returns points of a space that schedule the same work differently.
-
-    They have other orders and groups of heads, all SMs or fewer, or one consumer group. Others have other
-    blocks of keys, with as many heads of a group in a tile as possible.
-    """
-    axes = {axis.name: axis.values for axis in space.axes}
-    swizzles = tuple(head_swizzle for head_swizzle in axes["head_swizzle"] if head_swizzle in SWIZZLES)
-    choices = (dict.fromkeys((config.num_consumer_groups, 1)), swizzles, axes["order"], axes["balanced_grid"])
-    for groups, head_swizzle, order, balanced_grid in itertools.product(*choices):
-        other = msgspec.structs.replace(
-            config,
-            num_consumer_groups=groups,
-            ping_pong=config.ping_pong and groups > 1,
-            head_swizzle=head_swizzle,
-            order=order,
-            balanced_grid=balanced_grid,
-        )
-        if other != config and space.contains(other):
-            yield other
-    for pack, block_n in itertools.product(axes["pack_gqa"], BLOCKS):
-        other = msgspec.structs.replace(config, pack_gqa=pack, block_n=block_n)
-        if other != config and space.contains(other):
-            yield other

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from flashtune.core.config import LaunchOptions, Space
+from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import MAX_HEAD_DIM, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
-from flashtune.templates.family import BytesItem, Context, FamilyOf
-from flashtune.templates.forward_kv_outer.perf_model import (
-    cycle_columns,
-    cycle_items,
-    cycle_span,
-    cycle_traffic,
-)
+from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.forward_kv_outer.perf_model import KVOuterModel
 from flashtune.templates.forward_kv_outer.space import KVOuterConfig, kv_outer_space
 
 # State of a row between blocks of keys, in global memory and in float32.
 WORKSPACES = ("carried_max", "carried_sum", "carried_out")
 
 
-class ForwardKVOuter(FamilyOf[KVOuterConfig]):
+class ForwardKVOuter(KVOuterModel, FamilyOf[KVOuterConfig]):
     """The family, without state."""
 
     name = "forward_kv_outer"
@@ -53,25 +48,6 @@ class ForwardKVOuter(FamilyOf[KVOuterConfig]):
         self, problem: Problem, config: KVOuterConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
         return forward_arguments(problem.dtype, specialization, WORKSPACES)
-
-    def options(self, config: KVOuterConfig) -> LaunchOptions:
-        return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
-
-    def sram_items(
-        self, problem: Problem, config: KVOuterConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
-        return cycle_items(problem, config, target)
-
-    def tensor_memory_columns(self, problem: Problem, config: KVOuterConfig, target: Target) -> int:
-        return cycle_columns(problem, config, target)
-
-    def makespan_ms(self, problem: Problem, config: KVOuterConfig, target: Target) -> float:
-        return cycle_span(problem, config, target)
-
-    def hbm_items(
-        self, problem: Problem, config: KVOuterConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
-        return cycle_traffic(problem, config, target)
 
     def context(self, problem: Problem, config: KVOuterConfig, specialization: Specialization) -> Context:
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)

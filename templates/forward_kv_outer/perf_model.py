@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE
@@ -19,7 +20,7 @@ from flashtune.templates.common.model.sram import (
     triton_release,
 )
 from flashtune.templates.common.model.traffic import AtOnce, cycled_rows, missed
-from flashtune.templates.family import BytesItem
+from flashtune.templates.family import BytesItem, PerformanceModel
 from flashtune.templates.forward_kv_outer.space import KVOuterConfig
 
 FLOAT32_BYTES = 4
@@ -29,70 +30,74 @@ MFMA_ROWS = 32
 MANY_WARPS = 8
 
 
-def cycle_items(problem: Problem, config: KVOuterConfig, target: Target) -> tuple[BytesItem, ...]:
-    """Returns the items that are live at one point of the inner loop.
+class KVOuterModel(PerformanceModel[KVOuterConfig]):
+    """The model, without state."""
 
-    Both loops contain a barrier, so nothing is pipelined and alignment changes nothing.
-    """
-    tiles = _tiles(problem, config, target)
-    if tiles is None:
-        return ()
-    if tiles.engine is Engine.MFMA:
-        return (BytesItem("the largest tile in passing", _largest_reordered(tiles)),)
-    weights = tiles.weights if tiles.engine is Engine.VECTOR else tiles.crossing_weights()
-    passing = max(*tiles.q, weights, _spread_output(tiles))
-    return (
-        BytesItem("k", sum(tiles.spread(tiles.k))),
-        BytesItem("v", sum(tiles.shared_v)),
-        BytesItem("q, weights or output in passing", passing),
-    )
+    def sram_items(
+        self, problem: Problem, config: KVOuterConfig, target: Target, specialization: Specialization
+    ) -> tuple[BytesItem, ...]:
+        """Returns the items that are live at one point of the inner loop.
 
+        Both loops contain a barrier, so nothing is pipelined and alignment changes nothing.
+        """
+        tiles = _tiles(problem, config, target)
+        if tiles is None:
+            return ()
+        if tiles.engine is Engine.MFMA:
+            return (BytesItem("the largest tile in passing", _largest_reordered(tiles)),)
+        weights = tiles.weights if tiles.engine is Engine.VECTOR else tiles.crossing_weights()
+        passing = max(*tiles.q, weights, _spread_output(tiles))
+        return (
+            BytesItem("k", sum(tiles.spread(tiles.k))),
+            BytesItem("v", sum(tiles.shared_v)),
+            BytesItem("q, weights or output in passing", passing),
+        )
 
-def cycle_columns(problem: Problem, config: KVOuterConfig, target: Target) -> int:
-    """Returns columns of tensor memory: of scores and output, which is there only during its update."""
-    tiles = _tiles(problem, config, target)
-    if tiles is None:
-        return 0
-    scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
-    if triton_release() >= SHARING_RELEASE:
-        return columns_of(tiles, max(scores, output))
-    # Probabilities are half as wide as scores. Scores that are summed over chunks are stored twice.
-    twice = min(len(tiles.qk_chunks), 2)
-    return columns_of(tiles, scores * twice + scores // 2 + output)
+    def tensor_memory_columns(self, problem: Problem, config: KVOuterConfig, target: Target) -> int:
+        """Returns columns of tensor memory: of scores and output, which is there only during its update."""
+        tiles = _tiles(problem, config, target)
+        if tiles is None:
+            return 0
+        scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
+        if triton_release() >= SHARING_RELEASE:
+            return columns_of(tiles, max(scores, output))
+        # Probabilities are half as wide as scores. Scores that are summed over chunks are stored twice.
+        twice = min(len(tiles.qk_chunks), 2)
+        return columns_of(tiles, scores * twice + scores // 2 + output)
 
+    def makespan_ms(self, problem: Problem, config: KVOuterConfig, target: Target) -> float:
+        """Returns the time of a launch, in ms. One program computes a head, so few heads leave SMs idle."""
+        heads = max(1, problem.batch * problem.heads)
+        idle = math.ceil(heads / target.sm_count) * target.sm_count / heads
+        moved = sum(item.bytes for item in self.hbm_items(problem, config, target))
+        moving = moved / (target.hbm_bandwidth * 1e6 * BANDWIDTH_SHARE)
+        return max(idle * portable_span(problem, config.block_m, config.block_n, target), moving)
 
-def cycle_traffic(problem: Problem, config: KVOuterConfig, target: Target | None) -> tuple[BytesItem, ...]:
-    """Returns HBM traffic, item by item, in bytes."""
-    size = problem.dtype.itemsize
-    all_heads = problem.batch * problem.heads
-    rows = all_heads * problem.seqlen_q
-    state = (problem.value_head_dim + 2) * FLOAT32_BYTES
-    # One program for each head. It iterates over all queries of its head and their state.
-    programs = min(all_heads, target.sm_count) if target else all_heads
-    row_bytes = problem.head_dim * size + state
-    visits, often = cycled_rows(
-        problem, config.block_m, config.block_n, row_bytes, AtOnce(programs, programs), target
-    )
-    last = rows * missed(programs * problem.seqlen_q * row_bytes, target)
-    keys = all_heads * problem.seqlen_kv * (problem.head_dim + problem.value_head_dim) * size
-    return (
-        BytesItem("k and v read once for every query head", keys),
-        BytesItem("carried max, sum and output first written", rows * state),
-        BytesItem(f"q read {often}", visits * problem.head_dim * size),
-        BytesItem(f"carried max, sum and output read {often}", visits * state),
-        BytesItem(f"carried max, sum and output written {often}", visits * state),
-        BytesItem("carried max, sum and output last read", round(last) * state),
-        BytesItem("out written once", rows * problem.value_head_dim * size),
-    )
-
-
-def cycle_span(problem: Problem, config: KVOuterConfig, target: Target) -> float:
-    """Returns the time of a launch, in ms. One program computes a head, so few heads leave SMs idle."""
-    heads = max(1, problem.batch * problem.heads)
-    idle = math.ceil(heads / target.sm_count) * target.sm_count / heads
-    moved = sum(item.bytes for item in cycle_traffic(problem, config, target))
-    moving = moved / (target.hbm_bandwidth * 1e6 * BANDWIDTH_SHARE)
-    return max(idle * portable_span(problem, config.block_m, config.block_n, target), moving)
+    def hbm_items(
+        self, problem: Problem, config: KVOuterConfig, target: Target | None = None
+    ) -> tuple[BytesItem, ...]:
+        """Returns HBM traffic, item by item, in bytes."""
+        size = problem.dtype.itemsize
+        all_heads = problem.batch * problem.heads
+        rows = all_heads * problem.seqlen_q
+        state = (problem.value_head_dim + 2) * FLOAT32_BYTES
+        # One program for each head. It iterates over all queries of its head and their state.
+        programs = min(all_heads, target.sm_count) if target else all_heads
+        row_bytes = problem.head_dim * size + state
+        visits, often = cycled_rows(
+            problem, config.block_m, config.block_n, row_bytes, AtOnce(programs, programs), target
+        )
+        last = rows * missed(programs * problem.seqlen_q * row_bytes, target)
+        keys = all_heads * problem.seqlen_kv * (problem.head_dim + problem.value_head_dim) * size
+        return (
+            BytesItem("k and v read once for every query head", keys),
+            BytesItem("carried max, sum and output first written", rows * state),
+            BytesItem(f"q read {often}", visits * problem.head_dim * size),
+            BytesItem(f"carried max, sum and output read {often}", visits * state),
+            BytesItem(f"carried max, sum and output written {often}", visits * state),
+            BytesItem("carried max, sum and output last read", round(last) * state),
+            BytesItem("out written once", rows * problem.value_head_dim * size),
+        )
 
 
 def _tiles(problem: Problem, config: KVOuterConfig, target: Target) -> Tiles | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtune.core.config import LaunchOptions, Space
+from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import (
     MAX_HEAD_DIM,
@@ -23,16 +23,15 @@ from flashtune.templates.common.args.feature_context import (
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
-from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries, unpacked
-from flashtune.templates.family import BytesItem, Context, FamilyOf
-from flashtune.templates.forward_masked.perf_model import masked_columns, masked_items, masked_span
+from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.forward_masked.perf_model import MaskedModel
 from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, masked_space, value_chunks
 
 SMALL_SRAM = 128 * 1024
 SHORT = 64
 
 
-class ForwardMasked(FamilyOf[MaskedConfig]):
+class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
     """The family, without state."""
 
     name = "forward_masked"
@@ -90,27 +89,6 @@ class ForwardMasked(FamilyOf[MaskedConfig]):
         self, problem: Problem, config: MaskedConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
         return asked_arguments(problem, specialization, ())
-
-    def options(self, config: MaskedConfig) -> LaunchOptions:
-        return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
-
-    def sram_items(
-        self, problem: Problem, config: MaskedConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
-        return masked_items(problem, config, target, specialization)
-
-    def tensor_memory_columns(self, problem: Problem, config: MaskedConfig, target: Target) -> int:
-        return masked_columns(problem, config, target)
-
-    def makespan_ms(self, problem: Problem, config: MaskedConfig, target: Target) -> float:
-        return masked_span(unpacked(problem), config, target)
-
-    def hbm_items(
-        self, problem: Problem, config: MaskedConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
-        problem = unpacked(problem)
-        at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
-        return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
     def context(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Context:
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)

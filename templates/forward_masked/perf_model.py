@@ -10,39 +10,61 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.common.model.sram import Engine, Tiles, head_chunks, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
+from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries, unpacked
 from flashtune.templates.common.precision import InputPrecision
-from flashtune.templates.family import BytesItem
+from flashtune.templates.family import BytesItem, PerformanceModel
 from flashtune.templates.forward_masked.space import MaskedConfig, value_chunks
 
 # If a page number is loaded just before its keys, each load waits for another: two stages are left.
 STAGES_OF_PAGES = 2
 
 
-def masked_items(
-    problem: Problem, config: MaskedConfig, target: Target, specialization: Specialization
-) -> tuple[BytesItem, ...]:
-    """Returns the items that are live at one point of the main loop."""
-    tiles = _tiles(problem, config, target)
-    if tiles is None:
-        return ()
-    stored = 1 if problem.kv_dtype else problem.dtype.itemsize
-    stream = Stream(
-        tiles=tiles,
-        stages=min(config.num_stages, STAGES_OF_PAGES)
-        if _waits_for_pages(problem, config)
-        else config.num_stages,
-        descriptors=False,
-        ahead=False,
-        aligned_bytes=specialization.alignment * stored,
-        halves=problem.dtype is Dtype.FP32 and config.input_precision is InputPrecision.TF32X3,
-    )
-    return _converted_items(stream) if problem.kv_dtype else stream_items(stream)
+class MaskedModel(PerformanceModel[MaskedConfig]):
+    """The model, without state."""
 
+    def sram_items(
+        self, problem: Problem, config: MaskedConfig, target: Target, specialization: Specialization
+    ) -> tuple[BytesItem, ...]:
+        """Returns the items that are live at one point of the main loop."""
+        tiles = _tiles(problem, config, target)
+        if tiles is None:
+            return ()
+        stored = 1 if problem.kv_dtype else problem.dtype.itemsize
+        stream = Stream(
+            tiles=tiles,
+            stages=min(config.num_stages, STAGES_OF_PAGES)
+            if _waits_for_pages(problem, config)
+            else config.num_stages,
+            descriptors=False,
+            ahead=False,
+            aligned_bytes=specialization.alignment * stored,
+            halves=problem.dtype is Dtype.FP32 and config.input_precision is InputPrecision.TF32X3,
+        )
+        return _converted_items(stream) if problem.kv_dtype else stream_items(stream)
 
-def masked_columns(problem: Problem, config: MaskedConfig, target: Target) -> int:
-    """Returns columns of tensor memory, 0 for unknown architectures."""
-    tiles = _tiles(problem, config, target)
-    return stream_columns(tiles, config.num_stages, problem.dtype is Dtype.FP32) if tiles else 0
+    def tensor_memory_columns(self, problem: Problem, config: MaskedConfig, target: Target) -> int:
+        """Returns columns of tensor memory, 0 for unknown architectures."""
+        tiles = _tiles(problem, config, target)
+        return stream_columns(tiles, config.num_stages, problem.dtype is Dtype.FP32) if tiles else 0
+
+    def makespan_ms(self, problem: Problem, config: MaskedConfig, target: Target) -> float:
+        """Returns the time of a launch, in ms."""
+        problem = unpacked(problem)
+        return portable_span(
+            problem,
+            config.block_m,
+            config.block_n,
+            target,
+            longest_first=config.lpt,
+            heads_innermost=config.heads_innermost,
+        )
+
+    def hbm_items(
+        self, problem: Problem, config: MaskedConfig, target: Target | None = None
+    ) -> tuple[BytesItem, ...]:
+        problem = unpacked(problem)
+        at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
+        return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
 
 def _waits_for_pages(problem: Problem, config: MaskedConfig) -> bool:
@@ -73,15 +95,3 @@ def _converted_items(stream: Stream) -> tuple[BytesItem, ...]:
     if tiles.engine is Engine.WARPGROUP:
         items.append(BytesItem("k or v in the type of q", max(*tiles.k, *tiles.v)))
     return tuple(item for item in items if item.bytes)
-
-
-def masked_span(problem: Problem, config: MaskedConfig, target: Target) -> float:
-    """Returns the time of a launch, in ms. A varlen batch is passed as a batch."""
-    return portable_span(
-        problem,
-        config.block_m,
-        config.block_n,
-        target,
-        longest_first=config.lpt,
-        heads_innermost=config.heads_innermost,
-    )

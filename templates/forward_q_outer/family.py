@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from flashtune.core.config import LaunchOptions, Space
+from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
-from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
-from flashtune.templates.family import BytesItem, Context, FamilyOf
-from flashtune.templates.forward_q_outer.perf_model import q_outer_columns, q_outer_items, q_outer_span
+from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.forward_q_outer.perf_model import QOuterModel
 from flashtune.templates.forward_q_outer.space import HOPPER, Loads, QOuterConfig, q_outer_space
 
 SMALL_SRAM = 128 * 1024
@@ -29,7 +28,7 @@ class QOuterContext(PortableContext, frozen=True):
         return self.loads is Loads.DESCRIPTOR
 
 
-class ForwardQOuter(FamilyOf[QOuterConfig]):
+class ForwardQOuter(QOuterModel, FamilyOf[QOuterConfig]):
     """The family, without state."""
 
     name = "forward_q_outer"
@@ -77,26 +76,6 @@ class ForwardQOuter(FamilyOf[QOuterConfig]):
         self, problem: Problem, config: QOuterConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
         return forward_arguments(problem.dtype, specialization, ())
-
-    def options(self, config: QOuterConfig) -> LaunchOptions:
-        return LaunchOptions(config.num_warps, config.num_stages, config.maxnreg)
-
-    def sram_items(
-        self, problem: Problem, config: QOuterConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
-        return q_outer_items(problem, config, target, specialization)
-
-    def tensor_memory_columns(self, problem: Problem, config: QOuterConfig, target: Target) -> int:
-        return q_outer_columns(problem, config, target)
-
-    def makespan_ms(self, problem: Problem, config: QOuterConfig, target: Target) -> float:
-        return q_outer_span(problem, config, target)
-
-    def hbm_items(
-        self, problem: Problem, config: QOuterConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
-        at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
-        return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
     def context(self, problem: Problem, config: QOuterConfig, specialization: Specialization) -> Context:
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)

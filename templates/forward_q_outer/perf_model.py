@@ -8,57 +8,65 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.makespan import portable_span, resident_programs
 from flashtune.templates.common.model.sram import Tiles, head_chunks, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
+from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
 from flashtune.templates.common.precision import InputPrecision
-from flashtune.templates.family import BytesItem
+from flashtune.templates.family import BytesItem, PerformanceModel
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 
 
-def q_outer_items(
-    problem: Problem, config: QOuterConfig, target: Target, specialization: Specialization
-) -> tuple[BytesItem, ...]:
-    """Returns the items that are live at one point of the main loop."""
-    tiles = _tiles(problem, config, target)
-    if tiles is None:
-        return ()
-    descriptors = config.loads is Loads.DESCRIPTOR and specialization.takes_descriptors(problem.dtype)
-    stream = Stream(
-        tiles=tiles,
-        stages=config.num_stages,
-        descriptors=descriptors,
-        ahead=config.overlap_qk and descriptors,
-        aligned_bytes=specialization.alignment * problem.dtype.itemsize,
-        halves=problem.dtype is Dtype.FP32 and config.input_precision is InputPrecision.TF32X3,
-    )
-    return stream_items(stream)
+class QOuterModel(PerformanceModel[QOuterConfig]):
+    """The model, without state."""
 
+    def sram_items(
+        self, problem: Problem, config: QOuterConfig, target: Target, specialization: Specialization
+    ) -> tuple[BytesItem, ...]:
+        """Returns the items that are live at one point of the main loop."""
+        tiles = _tiles(problem, config, target)
+        if tiles is None:
+            return ()
+        descriptors = config.loads is Loads.DESCRIPTOR and specialization.takes_descriptors(problem.dtype)
+        stream = Stream(
+            tiles=tiles,
+            stages=config.num_stages,
+            descriptors=descriptors,
+            ahead=config.overlap_qk and descriptors,
+            aligned_bytes=specialization.alignment * problem.dtype.itemsize,
+            halves=problem.dtype is Dtype.FP32 and config.input_precision is InputPrecision.TF32X3,
+        )
+        return stream_items(stream)
 
-def q_outer_columns(problem: Problem, config: QOuterConfig, target: Target) -> int:
-    """Returns columns of tensor memory, 0 for unknown architectures."""
-    tiles = _tiles(problem, config, target)
-    halves = problem.dtype is Dtype.FP32
-    return stream_columns(tiles, config.num_stages, halves) if tiles else 0
+    def tensor_memory_columns(self, problem: Problem, config: QOuterConfig, target: Target) -> int:
+        """Returns columns of tensor memory, 0 for unknown architectures."""
+        tiles = _tiles(problem, config, target)
+        halves = problem.dtype is Dtype.FP32
+        return stream_columns(tiles, config.num_stages, halves) if tiles else 0
 
-
-def q_outer_span(problem: Problem, config: QOuterConfig, target: Target) -> float:
-    """Returns the time of a launch, in ms."""
-    return portable_span(
-        problem,
-        config.block_m,
-        config.block_n,
-        target,
-        longest_first=config.lpt,
-        heads_innermost=config.heads_innermost,
-        descriptors=config.loads is Loads.DESCRIPTOR,
-        resident=resident_programs(
+    def makespan_ms(self, problem: Problem, config: QOuterConfig, target: Target) -> float:
+        """Returns the time of a launch, in ms."""
+        return portable_span(
             problem,
             config.block_m,
             config.block_n,
-            config.num_warps,
-            config.num_stages,
-            config.maxnreg,
             target,
-        ),
-    )
+            longest_first=config.lpt,
+            heads_innermost=config.heads_innermost,
+            descriptors=config.loads is Loads.DESCRIPTOR,
+            resident=resident_programs(
+                problem,
+                config.block_m,
+                config.block_n,
+                config.num_warps,
+                config.num_stages,
+                config.maxnreg,
+                target,
+            ),
+        )
+
+    def hbm_items(
+        self, problem: Problem, config: QOuterConfig, target: Target | None = None
+    ) -> tuple[BytesItem, ...]:
+        at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
+        return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
 
 def _tiles(problem: Problem, config: QOuterConfig, target: Target) -> Tiles | None:
