@@ -98,12 +98,14 @@ def launch_of(
             values += addresses
         if takes_numbers:
             values += side.numbers
-        descriptors: Sequence[Any] = ()
+        descriptors: tuple[Any, ...] = ()
         if known_descriptors is not None:
             at = described_of(values)
             descriptors = known_descriptors(at) or arguments.made(at, device)  # type: ignore[union-attr]
         for run, before, after, as_one, integers, _, take, is_described in bound:
-            own = (*descriptors, *take(values), *integers) if is_described else (*take(values), *integers)
+            own = take(values) + integers
+            if is_described:
+                own = descriptors + own
             if as_one:
                 run(*before, stream, *after, own)
             else:

@@ -52,12 +52,12 @@ class DescriptorArguments:
         rest = iter(metadata)
         self._patterns = [[(pattern, next(rest)) for pattern in of_tensor] for of_tensor in patterns]
         self._known: list[dict[int, list[Any]]] = [{} for _ in patterns]
-        self._together: dict[tuple[int, ...], list[Any]] = {}
+        self._together: dict[tuple[int, ...], tuple[Any, ...]] = {}
         # Returns the arguments for a known combination of addresses, with one look-up for all.
-        self.at: Callable[[tuple[int, ...]], list[Any] | None] = self._together.get
+        self.at: Callable[[tuple[int, ...]], tuple[Any, ...] | None] = self._together.get
 
-    def made(self, addresses: tuple[int, ...], device: torch.device) -> list[Any]:
-        """Returns the arguments for addresses that `at` does not know in combination. Do not modify them.
+    def made(self, addresses: tuple[int, ...], device: torch.device) -> tuple[Any, ...]:
+        """Returns the arguments for addresses that `at` does not know in combination.
 
         Args:
             addresses: The addresses of all tensors, in order.
@@ -75,8 +75,8 @@ class DescriptorArguments:
             values += found
         if len(self._together) >= MAX_ADDRESSES:
             self._together.clear()
-        self._together[addresses] = values
-        return values
+        self._together[addresses] = together = tuple(values)
+        return together
 
 
 class _At:

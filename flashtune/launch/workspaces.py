@@ -1,4 +1,4 @@
-"""Workspaces of launches, and prototypes for allocations. This code runs in every call.
+"""Workspaces of launches, and allocations with little host time. This code runs in every call.
 
 A launch takes the memory of its workspaces from a list of its stream and returns it after its kernels are
 queued. Until then no other thread has it, and later launches on the stream run after these kernels. Launches
@@ -7,6 +7,7 @@ in a CUDA graph allocate their memory instead: then it belongs to the graph, and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,13 +16,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+# torch's compiler uses these too. They bypass the dispatcher, which takes a third of the host time.
+from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
+    _empty_strided_cpu,  # pyright: ignore[reportAttributeAccessIssue]
+    _empty_strided_cuda,  # pyright: ignore[reportAttributeAccessIssue]
+)
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
 
-# Bound once. It is the fastest allocation from Python.
-empty_like = torch.empty_like
 # Whether the current stream records a CUDA graph. Only builds of torch for GPUs have the function.
 capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
@@ -51,14 +56,13 @@ def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def prototype(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a contiguous prototype for `empty_like`, which takes half the host time of `empty`.
+def allocator(like: Tensor, device: torch.device) -> Callable[[], Tensor]:
+    """Returns a function that allocates a tensor with the shape, strides and type of a meta tensor.
 
-    The prototype has no memory: never read or write it.
+    A GPU must be the current device when the function is called.
     """
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    tensor.untyped_storage().resize_(0)
-    return tensor
+    allocate = _empty_strided_cuda if device.type == "cuda" else _empty_strided_cpu
+    return functools.partial(allocate, tuple(like.shape), like.stride(), like.dtype)
 
 
 class Workspaces:
@@ -82,6 +86,8 @@ class Workspaces:
         self._device = device
         self._allocate = None if allocate is allocate_workspace else allocate
         self._offsets: list[int] = []
+        # By the address of memory that is kept, of which there is little.
+        self._addresses: dict[int, list[int]] = {}
         self._size = 0
         for shape in self._shapes:
             self._offsets.append(self._size)
@@ -89,7 +95,7 @@ class Workspaces:
         # A device's hash costs host time, so calls do not look it up.
         self._kept = _kept[device]
         if self._allocate is None:
-            self._like = prototype((self._size // FLOAT32,), torch.float32, device)
+            self._new = allocator(torch.empty(self._size, dtype=torch.uint8, device="meta"), device)
 
     def take(self, stream: int) -> tuple[Sequence[int], object, Callable[[object], None]]:
         """Returns all addresses, their memory and the function to which the launch returns the memory.
@@ -100,7 +106,7 @@ class Workspaces:
             made = [self._allocate(shape, self._device) for shape in self._shapes]
             return [one.data_ptr() for one in made], made, _freed
         if self._size > MAX_KEPT_BYTES or capturing():
-            tensor = empty_like(self._like)
+            tensor = self._new()
             return [*map(tensor.data_ptr().__add__, self._offsets)], tensor, _freed
         kept = self._kept[stream]
         try:
@@ -109,7 +115,11 @@ class Workspaces:
             memory = None
         if memory is None or memory.size < self._size:
             memory = _made(self._size, self._device, stream)
-        return [*map(memory.address.__add__, self._offsets)], memory, kept.append  # type: ignore[return-value]
+        addresses = self._addresses.get(memory.address)
+        if addresses is None:
+            addresses = [*map(memory.address.__add__, self._offsets)]
+            self._addresses[memory.address] = addresses
+        return addresses, memory, kept.append  # type: ignore[return-value]
 
 
 def _freed(memory: object) -> None:

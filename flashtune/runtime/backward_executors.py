@@ -20,11 +20,14 @@ from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.pair_decision import backward_tensors, specialization_of_pass
 from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
+from flashtune.launch.launcher import current_device
 from flashtune.launch.tensors import BackwardTensors
-from flashtune.launch.workspaces import empty_like
+from flashtune.launch.workspaces import allocator
 from flashtune.request.side_inputs import side_views
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from flashtune.dispatch.decision import Decision
@@ -73,18 +76,29 @@ class BackwardExecutor(Protocol):
         ...
 
 
+class Bound(NamedTuple):
+    """A launch, and functions that allocate dq, dk and dv on the current device."""
+
+    launch: Launch
+    new_dq: Callable[[], Tensor]
+    new_dk: Callable[[], Tensor]
+    new_dv: Callable[[], Tensor]
+
+
 class BoundBackward:
     """A verified backward kernel, which is bound once to each set of strides."""
 
-    __slots__ = ("_choice", "_default_scale", "_launches", "_request")
+    __slots__ = ("_choice", "_default_scale", "_index", "_launches", "_request")
 
     def __init__(self, choice: LoadedKernel, request: Request) -> None:
         self._choice = choice
         self._request = request
         self._default_scale = request.default_scale
+        # None on a CPU, in tests.
+        self._index = request.device.index
         # The key is the strides of all inputs, which hooks of saved tensors may change. The value is None if
         # the output's gradient must be copied first.
-        self._launches: dict[tuple[object, ...], Launch | None] = {}
+        self._launches: dict[tuple[object, ...], Bound | None] = {}
 
     def __call__(
         self,
@@ -108,8 +122,8 @@ class BoundBackward:
         if dlse is not None:
             dlse = dlse.contiguous()
         key = _strides(q, k, v, out, dout, side)
-        launch = self._launches.get(key)
-        if launch is None:
+        bound = self._launches.get(key)
+        if bound is None:
             if key not in self._launches:
                 if len(self._launches) >= MAX_LAUNCHES:
                     self._launches.clear()
@@ -120,7 +134,7 @@ class BoundBackward:
             return self(q, k, v, out, lse, dout, dlse, scale, side)
         scale = self._default_scale if scale is None else scale
         gradients = _allocated(self._request, q, k, v)
-        launch((q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[3:]), scale, side)
+        bound.launch((q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[3:]), scale, side)
         return gradients
 
     def plainly(
@@ -135,10 +149,12 @@ class BoundBackward:
         scale: float | None,
     ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k and v with less overhead, without side inputs and `dlse`."""
-        launch = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
-        if launch is None or dout.data_ptr() % POINTER_ALIGNMENT:
+        bound = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
+        elsewhere = self._index is not None and current_device() != self._index
+        if bound is None or elsewhere or dout.data_ptr() % POINTER_ALIGNMENT:
             return self(q, k, v, out, lse, dout, dlse, scale)
-        dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+        launch, new_dq, new_dk, new_dv = bound
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
         tensors = q, k, v, out, lse, dout, dq, dk, dv, None, None, None
         launch(tensors, self._default_scale if scale is None else scale)
         return dq, dk, dv
@@ -154,13 +170,15 @@ class BoundBackward:
 
     def _bind(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: ExtraInputs
-    ) -> Launch | None:
+    ) -> Bound | None:
         tensors = backward_tensors(self._request, q, k, v, out, out, dout)
         kernel, target, binary = self._choice
         needed = specialization_of_pass(self._request, tensors, side)
         if _has_rows(dout) and _covers(kernel.specialization, needed):
             extra = _extra_views(self._request, side, tensors)
-            return bind(kernel, target, tensors, extra, compiled=binary)
+            launch = bind(kernel, target, tensors, extra, compiled=binary)
+            made = (allocator(torch.empty_like(one, device="meta"), one.device) for one in (q, k, v))
+            return Bound(launch, *made)
         if dout.stride() == torch.empty(dout.shape, device="meta").stride():
             raise KernelError(
                 "tensors that were saved for the backward pass came back with strides that its kernel cannot "

@@ -41,8 +41,9 @@ MEMO_LIMIT = 4096
 AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
 
 SEED = TENSORS.index("seed")
-# Bound once, because each call uses it.
+# Bound once, because each call uses them.
 is_grad_enabled = torch.is_grad_enabled
+is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 _executors: dict[tuple[object, ...], Any] = {}
 _preparing = threading.RLock()
@@ -135,7 +136,7 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
 
 def _gradient_kind(deterministic: bool) -> str:
     """Returns the part of a key that only calls with gradients have."""
-    return "same bits" if deterministic or torch.are_deterministic_algorithms_enabled() else "gradients"
+    return "same bits" if deterministic or is_deterministic() else "gradients"
 
 
 def run_call(call: Call) -> Result:

@@ -23,8 +23,9 @@ from flashtune.dispatch.sdpa import default_backend, sdpa_attention
 from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.launch import Launch
+from flashtune.launch.launcher import current_device
 from flashtune.launch.tensors import ForwardTensors
-from flashtune.launch.workspaces import empty_like, prototype
+from flashtune.launch.workspaces import allocator
 from flashtune.request.quantization import check_scales, given_scales
 from flashtune.request.request import Executor, Request, Result
 from flashtune.request.side_inputs import side_views
@@ -39,14 +40,20 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
     default_scale = request.default_scale
     if request.problem.dtype.is_quantized:
         return functools.partial(_quantized, launch, request)
-    out_like = prototype(request.out_shape, q.dtype, q.device)
-    lse_like = prototype(request.lse_shape, torch.float32, q.device) if request.return_lse else None
+    new_out = allocator(torch.empty(request.out_shape, dtype=q.dtype, device="meta"), q.device)
+    lse_like = torch.empty(request.lse_shape, dtype=torch.float32, device="meta")
+    new_lse = allocator(lse_like, q.device) if request.return_lse else None
+    # None on a CPU, in tests.
+    index = q.device.index
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs = NO_EXTRA_INPUTS
     ) -> Result:
-        out = empty_like(out_like)
-        lse = None if lse_like is None else empty_like(lse_like)
+        if index is not None and current_device() != index:
+            with torch.cuda.device(index):
+                return run(q, k, v, scale, side)
+        out = new_out()
+        lse = None if new_lse is None else new_lse()
         launch((q, k, v, out, lse), default_scale if scale is None else scale, side)
         return out if lse is None else (out, lse)
 

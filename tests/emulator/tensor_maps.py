@@ -60,7 +60,7 @@ def pattern(tensor: Tensor, width: int = 64) -> TensorDescriptor:
     return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()[:3], 1], [1, 1, 64, width], layout)
 
 
-def found(arguments: DescriptorArguments, *tensors: Tensor) -> list[Any]:
+def found(arguments: DescriptorArguments, *tensors: Tensor) -> tuple[Any, ...]:
     """The arguments for some tensors, as launches find them."""
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     return arguments.at(addresses) or arguments.made(addresses, tensors[0].device)

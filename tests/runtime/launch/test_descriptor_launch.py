@@ -131,13 +131,13 @@ class Described:
 
     def __init__(self) -> None:
         self.noted: list[tuple[int, ...]] = []
-        self._known: dict[tuple[int, ...], list[str]] = {}
+        self._known: dict[tuple[int, ...], tuple[str, ...]] = {}
         self.at = self._known.get
 
-    def made(self, addresses: tuple[int, ...], device: torch.device) -> list[str]:
+    def made(self, addresses: tuple[int, ...], device: torch.device) -> tuple[str, ...]:
         assert device == CPU
         self.noted.append(addresses)
-        self._known[addresses] = [f"descriptor of {address}" for address in addresses]
+        self._known[addresses] = tuple(f"descriptor of {address}" for address in addresses)
         return self._known[addresses]
 
 

@@ -31,7 +31,7 @@ def test_arguments_come_in_order_of_tensors_and_their_tiles(gpu: Driver) -> None
     ]
     assert gpu.filled == maps
     # A tensor map, then shape and strides, as the kernel's signature expands.
-    assert values == [
+    assert [*values] == [
         value
         for made, tensor in zip(maps, (q, q, k), strict=True)
         for value in (made, *tensor.shape, *tensor.stride())

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,11 +97,11 @@ def flat(values: Any) -> list[Any]:
 
 def queued(
     binary: Any, grid: tuple[int, ...], integers: tuple[int, ...]
-) -> Callable[[tuple[Any, ...], Sequence[Any]], None]:
+) -> Callable[[tuple[Any, ...], tuple[Any, ...]], None]:
     """A launch of a binary as a function of the kernel's own arguments and of its descriptors."""
     queue = queue_of(binary, grid, integers, DEVICE)
 
-    def run(values: tuple[Any, ...], described: Sequence[Any]) -> None:
+    def run(values: tuple[Any, ...], described: tuple[Any, ...]) -> None:
         names = tuple(map(str, range(len(values))))
         arguments: Any = SimpleNamespace(at=lambda addresses: described) if described else None
         stages = (Stage(queue, names, bool(described)),)
@@ -116,7 +116,7 @@ def test_direct_launch_passes_the_arguments_of_tritons_launcher(devices: Devices
     theirs: list[Any] = []
     queue = queued(compiled(a_launcher(ours, described), described), (5,), (8, 9))
     queue((0, 0.5), ())
-    queue((0.5,), [1])
+    queue((0.5,), (1,))
     run = a_launcher(theirs)
     for number in range(2):
         run(5, 1, 1, 73, "function", "packed", None, None, None, number, 0.5, 8, 9)
@@ -180,7 +180,7 @@ def test_kernel_is_queued_on_its_own_device(devices: Devices) -> None:
     queue((1, 2), ())
     assert devices.entered == []
     devices.current = 0
-    queue((2,), [1])
+    queue((2,), (1,))
     assert devices.entered == [3]
     assert devices.current == 0
     assert passed[0] == passed[1]
@@ -194,7 +194,7 @@ def test_scratch_memory_is_allocated_by_tritons_launcher(
     run = a_launcher(passed, global_scratch_size=64)
     queue = queued(compiled(run), (5,), (7,))
     devices.current = 0
-    queue((2,), [1])
+    queue((2,), (1,))
     assert ("scratch", 5 * 64) in passed[0]
     assert flat(passed[0])[-3:] == [1, 2, 7]
     assert devices.entered == [3, 3]

@@ -1,4 +1,4 @@
-"""Tests of allocation: prototypes of outputs, and memory for all workspaces of a launch."""
+"""Tests of allocation: outputs, and memory for all workspaces of a launch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 
 from flashtune.launch import workspaces
-from flashtune.launch.workspaces import BORDER, MIN_KEPT_BYTES, Memory, Workspaces, empty_like, prototype
+from flashtune.launch.workspaces import BORDER, MIN_KEPT_BYTES, Memory, Workspaces, allocator
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 1, 5, 8), (2, 0, 3), (1, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_prototype_is_meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    like = prototype(shape, dtype, CPU)
-    assert like.untyped_storage().nbytes() == 0
-    made, plain = empty_like(like), torch.empty(shape, dtype=dtype)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_allocations_are_those_of_torch(
+    shape: tuple[int, ...], dtype: torch.dtype, is_transposed: bool
+) -> None:
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    like = like.movedim(0, -1) if is_transposed and shape else like
+    made, plain = allocator(like, CPU)(), torch.empty_strided(like.shape, like.stride(), dtype=dtype)
     assert (made.shape, made.dtype, made.stride()) == (plain.shape, plain.dtype, plain.stride())
     made.fill_(3.0)
     assert (made == 3).all()
@@ -31,11 +34,13 @@ def test_prototype_is_meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_prototypes_work_in_and_out_of_inference_mode(inference: bool) -> None:
+def test_allocations_work_in_and_out_of_inference_mode(inference: bool) -> None:
     with torch.inference_mode(inference):
-        like = prototype((2, 3), torch.float32, CPU)
+        allocate = allocator(torch.empty(2, 3, device="meta"), CPU)
     with torch.inference_mode(not inference):
-        assert empty_like(like).is_inference() is not inference
+        made = allocate()
+    assert made.is_inference() is not inference
+    assert not made.requires_grad
 
 
 class Pool:

@@ -1,0 +1,74 @@
+"""Tests that results are allocated on the device of the inputs if another device is current."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from flashtune.request.call import dense_call
+from flashtune.request.read_call import read_call
+from flashtune.request.request import Request
+from flashtune.runtime import backward_executors, executors
+from flashtune.runtime.backward_executors import Bound, BoundBackward
+
+GPU = torch.device("cuda", 3)
+
+
+class Devices:
+    """The current device."""
+
+    def __init__(self) -> None:
+        self.current = 0
+
+    @contextlib.contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    devices = Devices()
+    monkeypatch.setattr(torch.cuda, "device", devices.device)
+    for module in (executors, backward_executors):
+        monkeypatch.setattr(module, "current_device", lambda: devices.current)
+    return devices
+
+
+@pytest.fixture
+def request_on_gpu() -> Request:
+    q = torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    return msgspec.structs.replace(read_call(dense_call(q, q, q)), device=GPU)
+
+
+@pytest.mark.parametrize("current", [0, 3])
+def test_output_is_on_the_device_of_q(
+    devices: Devices, request_on_gpu: Request, current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "allocator", lambda like, device: lambda: devices.current)
+    devices.current = current
+    q: Any = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
+    executor = executors.launcher(lambda *_: None, request_on_gpu, q)
+    assert executor(q, q, q, None) == 3
+    assert devices.current == current
+
+
+@pytest.mark.parametrize("current", [0, 3])
+def test_gradients_are_on_the_devices_of_their_inputs(
+    devices: Devices, request_on_gpu: Request, current: int
+) -> None:
+    devices.current = current
+    q, out = torch.zeros(1, 2, 16, 64), torch.zeros(1, 2, 16, 64)
+    on_current_device = torch.ones(1, 2, 16, 64)
+    backward = BoundBackward(SimpleNamespace(), request_on_gpu)  # type: ignore[arg-type]
+    bound = Bound(lambda *_: None, *[lambda: on_current_device] * 3)
+    backward._launches[(q.stride(),) * 5] = bound
+    found = backward.plainly(q, q, q, out, torch.zeros(1, 2, 16), out, None, None)
+    assert [gradient is on_current_device for gradient in found[:3]] == [current == 3] * 3
