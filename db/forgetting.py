@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-from sqlalchemy import delete, func, select
+from sqlalchemy import ColumnElement, Connection, delete, func, select
 
 from flashtune.db.eligibility import serves_any_tensors
 from flashtune.db.queries import chosen, fetched, select_records, take_fallback, take_selection
 from flashtune.db.schema import FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
-
-if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection
 
 # Returns the record to select for one problem on one target, None if none may be.
 Choose = Callable[[Sequence[StoredRecord]], StoredRecord | None]

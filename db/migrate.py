@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
-from sqlalchemy import column, inspect, select, table, text
+from sqlalchemy import Connection, Engine, column, inspect, select, table, text
 
 from flashtune.core.errors import StoreError
 from flashtune.db.engine import explained, make_engine, reading, writing
@@ -15,9 +14,6 @@ from flashtune.db.errors import ELSEWHERE
 from flashtune.db.light.bootstrap import HEAD, REVISIONS, alone, older_schema
 from flashtune.db.limits import FOREIGN, foreign_object
 from flashtune.db.location import database_url, describe, sqlite_path
-
-if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 VERSION_TABLE = "alembic_version"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from flashtune.core.problem import Dtype, KvDtype
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Layout(enum.StrEnum):

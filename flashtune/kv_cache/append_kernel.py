@@ -16,19 +16,15 @@ Notation
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from flashtune.kv_cache.layout import MIN_SCALE, Encoding
+from flashtune.kv_cache.layout import MIN_SCALE, Encoding, Pool
 from flashtune.launch.compilation import FP_FUSION, interpreting, launching
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.kv_cache.layout import Pool
 
 PLAIN, E4M3 = tl.constexpr(Encoding.PLAIN.value), tl.constexpr(Encoding.E4M3.value)
 LARGEST_E4M3, LARGEST_INT8 = tl.constexpr(Encoding.E4M3.largest), tl.constexpr(Encoding.INT8.largest)

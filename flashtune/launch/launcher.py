@@ -9,19 +9,16 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.runtime._allocation import _allocator
 
 from flashtune.core.errors import KernelError
 from flashtune.core.machine import machine_errors
 from flashtune.launch.compilation import first_line, launching
 from flashtune.launch.tma_descriptors import without_making
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # torch.cuda's functions check each time whether CUDA is initialised. The load of a binary already did that.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

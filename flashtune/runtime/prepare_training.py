@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import score_tensors
@@ -31,9 +31,6 @@ from flashtune.runtime.backward_executors import (
 from flashtune.runtime.executors import baseline_executor, in_words, nothing
 from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, prepared_or
 from flashtune.runtime.prepare import forward_pass
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def prepare_pair(

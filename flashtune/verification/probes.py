@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-from flashtune.core.problem import KvScale
+from flashtune.core.problem import KvScale, Problem
 from flashtune.verification.inputs.placement import aside
-from flashtune.verification.lengths import equal_lengths
+from flashtune.verification.lengths import Lengths, equal_lengths
 from flashtune.verification.mask_boundary_probes import FIRST_HIDDEN, LAST_VISIBLE, at_edges, with_latent
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
 
 # Scores of `far_below` are so far below zero that a padding key of zeros would take all the weight.
 DEPTH = 150.0

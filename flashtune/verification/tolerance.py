@@ -27,14 +27,12 @@ exceeds it if that key is a needle. Rows without visible keys must be exact: zer
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.problem import Dtype, Problem
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Largest relative error of one rounding to nearest.
 UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24, Dtype.E4M3: 2.0**-4}

@@ -7,10 +7,11 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -25,9 +26,6 @@ from flashtune.tuner.execution.timed_runs import (
     SCORE_COPIES,
     standard_run,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Call = Callable[[], object]
 

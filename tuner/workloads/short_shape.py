@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from flashtune.core.problem import Causal, Dtype, feature_words
-
-if TYPE_CHECKING:
-    from flashtune.core.problem import Problem
+from flashtune.core.problem import Causal, Dtype, Problem, feature_words
 
 # Prefixes of features' words that are common in tables.
 SHORT = (("window", "w"), ("page", "p"))

@@ -47,9 +47,10 @@ Rows without any visible pair must be exactly zero.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.problem import Dtype, Problem
 from flashtune.verification.tolerance import (
@@ -65,9 +66,6 @@ from flashtune.verification.tolerance import (
     larger,
     squared,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FACTOR = 2.0
 BF16_KEYS_FACTOR = 3.0

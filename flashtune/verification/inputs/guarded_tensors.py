@@ -10,16 +10,14 @@ import enum
 import functools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.kernel import MAX_INT32, Alignment
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Dtype
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # NaNs that arithmetic does not produce, so that they differ from a NaN that a kernel wrote. 8-bit floats have
 # no such choice of NaNs, but only inputs have 8 bits.

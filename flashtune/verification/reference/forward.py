@@ -19,9 +19,10 @@ only if not all rows are compared.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.description import Changed
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
@@ -49,9 +50,6 @@ from flashtune.verification.tolerance import (
     larger,
     norm,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Largest scores and outputs of one reference, in elements. For larger problems only some heads are compared.
 MAX_SCORES = 2**28
