@@ -10,9 +10,8 @@ import torch
 
 from flashtune.core.errors import ProblemError
 
-# The largest finite float32 and the smallest normal one: kernels take numbers in this type.
+# The largest finite float32: kernels take numbers in this type.
 MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
-MIN_FLOAT32 = float(torch.finfo(torch.float32).tiny)
 MAX_TOKENS = 2**31 - 1
 MAX_DIGITS = 20
 MAX_TEXT = 60

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from flashtune.core.layouts import Layout
     from flashtune.request.request import Executor, Result
-    from flashtune.runtime.backward_executors import BackwardExecutor
+    from flashtune.runtime.backward_executors import BackwardExecutor, Gradients
 else:
     # The base of `torch.autograd.Function` without the check that rejects torch.func's transforms. An
     # operator's autograd kernel handles one level of transforms at a time.
@@ -32,17 +32,6 @@ TWICE = (
     "float64 tensors, or let torch.nn.functional.scaled_dot_product_attention under "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) serve"
 )
-
-
-class AllGradients(NamedTuple):
-    """Gradients of all inputs of a call that may have one. None if a gradient is not required."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsinks: Tensor | None = None
-    dbias: Tensor | None = None
-    dslopes: Tensor | None = None
 
 
 # As `flashtune.runtime.backward_executors.BackwardExecutor`, with the gradients of extra inputs. Without such
@@ -85,7 +74,7 @@ def differentiable(pair: Pair) -> Executor:
 
 def with_side(
     backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...]
-) -> Callable[..., AllGradients]:
+) -> Callable[..., Gradients]:
     """Returns a backward pass with all gradients. Those of side inputs have the shapes of these inputs.
 
     Args:
@@ -104,19 +93,18 @@ def with_side(
         dlse: Tensor | None,
         scale: float | None,
         side: ExtraInputs = NO_EXTRA_INPUTS,
-    ) -> AllGradients:
-        if side is NO_EXTRA_INPUTS:
-            found = backward(q, k, v, out, lse, dout, dlse, scale)
-            return AllGradients(found.dq, found.dk, found.dv)
+    ) -> Gradients:
         found = backward(q, k, v, out, lse, dout, dlse, scale, side)
-        dsinks = dbias = dslopes = None
+        if side is NO_EXTRA_INPUTS:
+            return found
+        changes: dict[str, Any] = {
+            f"d{name}": one.sum_to_size(getattr(side, name).shape) if name in wanted else None
+            for name, one in (("bias", found.dbias), ("slopes", found.dslopes))
+            if one is not None
+        }
         if side.sinks is not None and "sinks" in wanted:
-            dsinks = sink_gradient(layout, side.sinks, out, lse, dout, dlse, side.cu_seqlens_q)
-        if side.bias is not None and found.dbias is not None and "bias" in wanted:
-            dbias = found.dbias.sum_to_size(side.bias.shape)
-        if side.slopes is not None and found.dslopes is not None and "slopes" in wanted:
-            dslopes = found.dslopes.sum_to_size(side.slopes.shape)
-        return AllGradients(found.dq, found.dk, found.dv, dsinks, dbias, dslopes)
+            changes["dsinks"] = sink_gradient(layout, side.sinks, out, lse, dout, dlse, side.cu_seqlens_q)
+        return found._replace(**changes)
 
     return run
 

@@ -40,12 +40,13 @@ MAX_LAUNCHES = 64
 
 
 class Gradients(NamedTuple):
-    """Gradients that kernels write.
+    """Gradients of all inputs that may have one. Kernels write all but that of the sinks.
 
     Attributes:
         dq: Gradient of q, in the call's layout and q's type.
         dk: Gradient of k, likewise.
         dv: Gradient of v, likewise.
+        dsinks: Gradient of the sinks, float32 [heads], or None.
         dbias: Gradient of an additive bias, [batch, heads, seqlen_q, seqlen_kv] in its type, or None.
         dslopes: Gradient of the ALiBi slopes, float32 [batch, heads], or None.
     """
@@ -53,6 +54,7 @@ class Gradients(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor | None = None
     dbias: Tensor | None = None
     dslopes: Tensor | None = None
 
@@ -134,7 +136,7 @@ class BoundBackward:
             return self(q, k, v, out, lse, dout, dlse, scale, side)
         scale = self._default_scale if scale is None else scale
         gradients = _allocated(self._request, q, k, v)
-        bound.launch((q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[3:]), scale, side)
+        bound.launch((q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[4:]), scale, side)
         return gradients
 
     def plainly(
@@ -209,7 +211,7 @@ def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         dbias = q.new_empty(*heads, problem.seqlen_q, problem.seqlen_kv)
     if problem.alibi:
         dslopes = q.new_empty(heads, dtype=torch.float32)
-    return Gradients(make(q), make(k), make(v), dbias, dslopes)
+    return Gradients(make(q), make(k), make(v), None, dbias, dslopes)
 
 
 def _covers(assumed: Specialization, needed: Specialization) -> bool:
@@ -247,16 +249,16 @@ def interpreted_backward(
     dout_wide = dout.float().contiguous()
     if side.bias is not None and side.bias.dtype is not torch.bool:
         side = side._replace(bias=side.bias.float())
-    dq, dk, dv, *more = _allocated(request, q_wide, k_wide, v_wide)
+    made = _allocated(request, q_wide, k_wide, v_wide)
     views, heads_first = request.views, request.layout.heads_first
     tensors = BackwardTensors(
         *views(q_wide, k_wide, v_wide),
         heads_first(out_wide),
         lse,
         heads_first(dout_wide),
-        *views(dq, dk, dv),
+        *views(*made[:3]),
         None if dlse is None else dlse.contiguous(),
-        *more,
+        *made[4:],
     )
     needed = specialization_of_pass(request, tensors, side)
     problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
@@ -264,7 +266,5 @@ def interpreted_backward(
     extra = _extra_views(request, side, tensors)
     launch = bind(kernel, decision.target, tensors, extra)
     launch(tensors, request.default_scale if scale is None else scale, extra)
-    dbias, dslopes = more
-    return Gradients(
-        dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias if dbias is None else dbias.to(q.dtype), dslopes
-    )
+    narrow = {"dq": made.dq.to(q.dtype), "dk": made.dk.to(k.dtype), "dv": made.dv.to(v.dtype)}
+    return made._replace(**narrow, dbias=made.dbias if made.dbias is None else made.dbias.to(q.dtype))

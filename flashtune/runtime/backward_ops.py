@@ -31,7 +31,8 @@ from flashtune.dispatch.sdpa import default_backend
 from flashtune.recording.recorder import counted
 from flashtune.request.call import Call
 from flashtune.request.request import Request, Result
-from flashtune.runtime.autograd import AllGradients, Pair, differentiable, only_once, with_side
+from flashtune.runtime.autograd import Pair, differentiable, only_once, with_side
+from flashtune.runtime.backward_executors import Gradients
 from flashtune.runtime.call_cache import call_key, remembered, unsigned
 from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
 from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
@@ -138,18 +139,18 @@ def _backward_operator(
     dlse: Tensor | None,
     scale: float | None,
     side: ExtraInputs = NO_EXTRA_INPUTS,
-) -> AllGradients:
+) -> Gradients:
     call = call._replace(q=q, k=k, v=v, scale=scale, side=side)
     gradients = torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call))
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
     extra = zip((side.sinks, bias, side.slopes), gradients[3:], strict=True)
-    return AllGradients(*gradients[:3], *(None if one is None else gradient for one, gradient in extra))
+    return Gradients(*gradients[:3], *(None if one is None else gradient for one, gradient in extra))
 
 
 def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
     call = call_of(values)
 
-    def make(request: Request) -> Callable[..., AllGradients]:
+    def make(request: Request) -> Callable[..., Gradients]:
         served = prepare_alone(request, call.q, call.k, call.v, call.side)
         if not (request.is_empty or request.is_double):
             needed = backward_specialization(request, call.q, call.k, call.v, call.side)
@@ -158,7 +159,7 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
 
     executor = remembered((NAME, call.options.deterministic, *call_key(call)), call, make, needs_grad=True)
     served = unsigned(call)
-    gradients: AllGradients = executor(*served[:3], out, lse, dout, dlse, served.scale, served.side)
+    gradients: Gradients = executor(*served[:3], out, lse, dout, dlse, served.scale, served.side)
     if served.q is not call.q:
         gradients = gradients._replace(dq=-gradients.dq)
     return tuple(lse.new_empty(0) if one is None else one for one in gradients)
