@@ -111,7 +111,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     splits = splits_of(config)
     if splits or problem.features:
         problems = serving_cases(tile, splits, problem, quick=level is Level.QUICK, reduced=reduced)
-        served = tuple(_served(problem, problems, block_n))
+        served = tuple(served_cases(problem, problems, block_n))
         return tuple(msgspec.structs.replace(case, repeats=1) for case in served) if reduced else served
     shapes = shapes_of(tile, problem, quick=level is Level.QUICK)
     if reduced:
@@ -139,7 +139,7 @@ def main_cases(problem: Problem) -> tuple[Case, ...]:
         )
         heads = (fitting.heads, fitting.kv_heads)
         return tuple(
-            _served(fitting, (ServingCase(shape, heads, lengths, True) for shape in shapes), 64, (1.0,))
+            served_cases(fitting, (ServingCase(shape, heads, lengths, True) for shape in shapes), 64, (1.0,))
         )
     # The block is fixed, so that configs with different tiles share inputs and reference.
     common = {"problem": fitting, "block": 64, "scale": problem.head_dim**-0.5}
@@ -157,7 +157,7 @@ def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
         lengths = Lengths((queries, queries), (2 * block_n + 1, 2 * block_n - 1))
         heads = (16, 1) if problem.mla else (4, 2)
         one = ServingCase(Shape(Probe.RANDOM, *_longest(lengths)), heads, lengths, is_ragged(problem))
-        (case,) = _served(problem, (one,), block_n, (1.0,))
+        (case,) = served_cases(problem, (one,), block_n, (1.0,))
         return tuple(msgspec.structs.replace(case, far=tensor) for tensor in range(len(TENSORS)))
     small = msgspec.structs.replace(
         problem, batch=2, heads=2, kv_heads=1, seqlen_q=block_m + 1, seqlen_kv=2 * block_n + 1
@@ -204,7 +204,7 @@ def cases_of(
         )
 
 
-def _served(
+def served_cases(
     problem: Problem, problems: Iterable[ServingCase], block: int, factors: tuple[float, ...] = SCALES
 ) -> Iterator[Case]:
     """Yields cases of decoding, or with features such as sequences of different lengths."""
@@ -215,7 +215,8 @@ def _served(
         if problem.page_size:
             # In every second case, block tables have one more page than the longest sequence.
             keys = (-(-keys // problem.page_size) + turn % 2) * problem.page_size
-        elif problem.seqlens_k:
+        elif problem.seqlens_k and not problem.total_q:
+            # In every second case, tensors have a few more keys than the longest sequence.
             keys += 5 * (turn % 2)
         yield Case(
             problem=msgspec.structs.replace(

@@ -8,7 +8,7 @@ stages. Tile sides are powers of two, so multiples of a larger one are multiples
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -16,8 +16,7 @@ import msgspec
 from flashtune.core.config import Config
 from flashtune.core.problem import Causal, Feature, Problem
 from flashtune.verification import cases as forward
-from flashtune.verification.cases import FEW_HEADS, HEADS, SCALES, Case, Level, cases_of
-from flashtune.verification.inputs.guarded_tensors import Layout
+from flashtune.verification.cases import FEW_HEADS, HEADS, Case, Level, cases_of, served_cases
 from flashtune.verification.probes import Probe
 from flashtune.verification.serving_shapes import (
     BATCHES,
@@ -62,7 +61,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
         rounds += tuple(turns_of(tile))
     if problem.features - {Feature.DETERMINISTIC}:
         problems = _with_features(problem, shapes, tile, rounds, quick=quick, reduced=reduced)
-        cases = tuple(_posed(problem, problems, tiles))
+        cases = tuple(served_cases(problem, problems, tiles.least))
     else:
         heads = FEW_HEADS if reduced else HEADS
         block = tiles.least
@@ -108,31 +107,6 @@ def _with_features(
         yield with_lengths(problem, one, heads, turn, batch, quick=quick)
     for shape, (many, kv_heads, batch) in zip(rounds, itertools.cycle(ROUNDS), strict=False):
         yield even_lengths(problem, shape, (many, kv_heads), batch)
-
-
-def _posed(problem: Problem, problems: Iterable[ServingCase], tiles: Tiles) -> Iterator[Case]:
-    turns = zip(itertools.cycle(SCALES), itertools.cycle((Layout.BSHD, Layout.BHSD)))
-    for turn, (one, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
-        heads, kv_heads = one.heads
-        # In every second case, tensors have a few more keys than the longest sequence.
-        spare = 5 * (turn % 2) if problem.seqlens_k and not problem.total_q else 0
-        yield Case(
-            problem=msgspec.structs.replace(
-                problem,
-                heads=heads,
-                kv_heads=kv_heads,
-                batch=len(one.lengths.queries),
-                seqlen_q=max(1, *one.lengths.queries),
-                seqlen_kv=max(1, *one.lengths.keys) + spare,
-                total_q=one.lengths.total_q if problem.total_q else 0,
-            ),
-            probe=one.shape.probe,
-            block=tiles.least,
-            scale=factor * problem.head_dim**-0.5,
-            layout=layout,
-            repeats=one.shape.repeats,
-            lengths=one.lengths if one.ragged else msgspec.UNSET,
-        )
 
 
 # Names of a tile's sides in configs: of the first kernel, and of a second one that recomputes the scores.
