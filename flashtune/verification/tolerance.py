@@ -1,7 +1,7 @@
 """The tolerance of the forward pass: the largest error that a row may have, and the error of a result.
 
 A kernel is correct if each row of its output is about as close to the float64 reference as a low-precision
-reference is. Four figures determine the tolerance of a row. Each is a maximum over the row's elements:
+reference is. Five figures determine the tolerance of a row. Each is a maximum over the row's elements:
 
 `plain`     The error of the low-precision reference in this row. Alone it would reject correct kernels,
             because in some rows its rounding errors cancel.
@@ -13,15 +13,19 @@ reference is. Four figures determine the tolerance of a row. Each is a maximum o
             once. Probabilities below the smallest normal number of float32 may be zero.
 `lost`      The truncation error of Tensor Cores that keep fewer bits of a sum than float32 has. Hopper's do
             so with 8-bit inputs only. The low-precision reference computes its products exactly.
+`common`    The error of the row's largest element if all probabilities are rounded alike. Nearly equal
+            probabilities are, by an amount that depends on the maximum to which a kernel relates them.
+            Only 8-bit probabilities are rounded more than the output, so it only counts for these.
 
 Biases, slopes and caps are float32 steps like those of scores, in proportion to their size. Keys and values
 of a quantised cache may be rounded once to the queries' dtype after scaling. The rounding of a value has the
 same effect as that of its probability. The rounding of a key changes its score by about
 u·scale·sqrt(Σ q²k²), independently of other scores. These three errors add up in quadrature.
 
-The tolerance of a row is 2·(max(plain, typical) + lost) + rounding. It is specific to the row: rows that
-average many keys have small errors, and rows with few keys have large ones. One wrong key in a thousand
-exceeds it if that key is a needle. Rows without visible keys must be exact: zero, with a log-sum-exp of -inf.
+The tolerance of a row is 2·(max(plain, typical) + lost) + rounding, with `common` added to the first term in
+quadrature. It is specific to the row: rows that average many keys have small errors, and rows with few keys
+have large ones. One wrong key in a thousand exceeds it if that key is a needle. Rows without visible keys
+must be exact: zero, with a log-sum-exp of -inf.
 """
 
 from __future__ import annotations
@@ -112,7 +116,11 @@ def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
         typical += scale.spread * scale.score * TRUNCATED_UNIT / 2 * problem.head_dim / PRODUCTS_AT_ONCE
         # Partial sums are about as large as the row's result, or as its spread if the result is near zero.
         rounding += 2.0 * (scale.largest + scale.spread) * _lost(scale.keys)
-    return (2.0 * larger(plain, typical) + rounding) * scale.keys.bool()
+    allowed = 2.0 * larger(plain, typical)
+    if problem.dtype.is_quantized:
+        common = UNIT_ROUNDOFF[problem.dtype] * scale.largest
+        allowed = (allowed * allowed + common * common).sqrt()
+    return (allowed + rounding) * scale.keys.bool()
 
 
 def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:

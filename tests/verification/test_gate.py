@@ -18,7 +18,10 @@ from flashtune.verification.reference.forward import expect, sample
 from flashtune.verification.tolerance import (
     PRODUCTS_AT_ONCE,
     TRUNCATED_UNIT,
+    UNIT_ROUNDOFF,
     WEIGHT_RANGE,
+    RowScale,
+    allowed_error,
     inverse,
     larger,
     worst_ratio,
@@ -31,9 +34,19 @@ Mistake = Callable[[ExtraInputs], ExtraInputs]
 
 
 def online(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, spoil: Spoil, scales: ExtraInputs
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    spoil: Spoil,
+    scales: ExtraInputs,
+    excess: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention as a flash kernel rounds it: float32 scores and sums, weights in the inputs' type."""
+    """Attention as a flash kernel rounds it: float32 scores and sums, weights in the inputs' type.
+
+    `excess` is the difference of the running maximum and the true one, in log2.
+    """
     shape = q.shape[:3]
     rows, weight_range = torch.arange(problem.seqlen_q), WEIGHT_RANGE[problem.dtype]
     low, final = TORCH_DTYPES[problem.dtype], TORCH_DTYPES[problem.out_dtype]
@@ -51,7 +64,7 @@ def online(
         scores = products * (scale * LOG2_E * q_size * k_size)
         keys = torch.arange(start, start + scores.shape[-1])
         scores = spoil(scores.masked_fill(keys >= visible[:, None], float("-inf")), start)
-        maximum = torch.maximum(largest, scores.amax(-1))
+        maximum = torch.maximum(largest, scores.amax(-1) + excess)
         shift = maximum.masked_fill(maximum.isneginf(), 0.0)
         weights, rescale = torch.exp2(scores - shift[..., None]), torch.exp2(largest - shift)
         total = total * rescale + weights.sum(-1)
@@ -88,7 +101,12 @@ def product(problem: Problem, start: Tensor, left: Tensor, right: Tensor) -> Ten
 
 
 def ratios(
-    problem: Problem, probe: Probe, seed: int, spoil: Spoil, mistake: Mistake = lambda scales: scales
+    problem: Problem,
+    probe: Probe,
+    seed: int,
+    spoil: Spoil,
+    mistake: Mistake = lambda scales: scales,
+    excess: float = 0.0,
 ) -> tuple[float, float]:
     """The largest row and log-sum-exp errors relative to the tolerances."""
     generator = torch.Generator().manual_seed(seed)
@@ -102,7 +120,7 @@ def ratios(
         q, k, v = (value.to(TORCH_DTYPES[problem.dtype]) for value in values)
     chosen = sample(problem, generator)
     expected = expect(problem, q, k, v, scale, chosen, scales)
-    results = online(problem, q, k, v, scale, spoil, mistake(scales))
+    results = online(problem, q, k, v, scale, spoil, mistake(scales), excess)
     out, lse = (tensor.flatten(0, 1)[:, chosen.rows] for tensor in results)
     return (
         worst_ratio(out, expected.out, expected.allowed).item(),
@@ -133,6 +151,20 @@ def test_correct_results_pass(dtype: Dtype, probe: Probe, seqlen_q: int, seqlen_
     out, lse = ratios(problem, probe, 11, lambda scores, start: scores)
     assert out <= 1
     assert lse <= 1
+
+
+@pytest.mark.slow
+def test_probabilities_relative_to_a_larger_maximum_pass() -> None:
+    problem = make_problem(Dtype.E4M3, Causal.NONE, 70, 257)
+    assert max(ratios(problem, Probe.STEEP, 4, lambda scores, start: scores, excess=0.5)) <= 1
+
+
+def test_probabilities_that_are_rounded_alike_pass() -> None:
+    problem = make_problem(Dtype.E4M3, Causal.NONE, 1, 256)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    # Of 256 columns, the largest sum of random values is about three times as large as the usual one.
+    row = RowScale(spread=one, largest=3.0 * one, score=0.0 * one, keys=256.0 * one, lse=0.0 * one)
+    assert allowed_error(0.0 * one, row, problem) >= UNIT_ROUNDOFF[Dtype.E4M3] * row.largest
 
 
 def forget_key(scores: Tensor, start: int) -> Tensor:
