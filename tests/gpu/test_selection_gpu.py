@@ -57,16 +57,19 @@ def pin(record: Record) -> None:
 
 
 def pin_selected(record: Record, length: int) -> None:
-    """Pins a record with the config that dispatch selects at a length near the record's."""
+    """Pins a record with the kernel that dispatch selects at a length near the record's."""
     others = tensors(length, length)
     for _ in range(ATTEMPTS):
         pin(record)
         told = flashtune.explain(*others, causal=True)
         if told.kernel == record.kernel:
             return
-        # Dispatch expects less time from another schedule of the same work.
+        # Dispatch expects less time from another kernel.
         assert told.selection is not None
-        record = msgspec.structs.replace(record, config=told.selection.record.config, kernel=told.kernel)
+        other = told.selection.record
+        record = msgspec.structs.replace(
+            record, family=other.family, config=other.config, kernel=told.kernel, versions=other.versions
+        )
     raise AssertionError(f"dispatch selects another kernel than {record.config}")
 
 
