@@ -28,6 +28,7 @@ from flashtune.request.call import (
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Prefer, Request
 from flashtune.runtime.call_cache import unsigned
+from flashtune.runtime.deferred import caller_of
 from flashtune.runtime.self_check import known_seconds, known_verdict
 
 
@@ -46,6 +47,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         check_seconds: Time of its self-check after loading, in s. None if this machine ran no self-check.
         command: The command that tunes this shape.
         backward: The explanation of the backward pass, if an input requires grad.
+        caller: The module of `flashtune.integrations` that met such a call in this process, or empty.
     """
 
     problem: Problem
@@ -59,6 +61,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     check_seconds: float | None = None
     command: str
     backward: Explanation | None = None
+    caller: str = ""
 
     @property
     def server(self) -> Backend:
@@ -70,6 +73,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.problem.key} on {self.target or 'any device'}: {self.backend}",
             f"  because {self.reason}",
         ]
+        if self.caller:
+            lines.append(f"  called by flashtune.integrations.{self.caller}")
         if self.selection is not None:
             lines += _record_lines(self.selection)
         if self.specialization is not None:
@@ -211,6 +216,7 @@ def _of_kernel(
 
 def _explanation(problem: Problem, decision: Decision) -> Explanation:
     return Explanation(
+        caller=caller_of(problem),
         problem=problem,
         target=decision.target.name if decision.target else "",
         backend=decision.backend,

@@ -51,6 +51,17 @@ def faster_peer_of_pair(
     return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa)
 
 
+def beats(passes: Sequence[Selection], baseline: str, sharing: MaskSharing | None = None) -> bool:
+    """Whether selections for all passes of a call are faster than a baseline, as measured or as estimated.
+
+    False if a time is not known. `sharing` is how the call's mask is shared.
+    """
+    known = [_times(selection, sharing) for selection in passes]
+    return all(times is not None and baseline in times.peers for times in known) and sum(
+        times.peers[baseline] for times in known if times is not None
+    ) >= (1 + NOISE) * sum(times.ms for times in known if times is not None)
+
+
 def shared_time(record: Record, sharing: MaskSharing | None) -> SharedTime | None:
     """Returns a record's times with a mask shared in this way, or in the nearest timed way, or None."""
     if sharing is None or record.measurement is None:

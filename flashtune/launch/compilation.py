@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Fused multiply-adds round once. Pinned, because the default of Triton will change.
 FP_FUSION = True
+# The name of no stage of Triton's compiler.
+NO_STAGE = "none"
 
 _LOADING = threading.Lock()
 
@@ -116,6 +118,20 @@ def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
         raise
     except Exception as error:  # the compiler raises many types, from RuntimeError to its own
         raise KernelError(first_line(_origin(error))) from error
+
+
+def is_compiled(kernel: Kernel, target: Target) -> bool:
+    """Whether Triton's cache has the binary of a kernel for a target."""
+    import triton
+
+    source = _source(getattr(load_module(kernel), kernel.entry), kernel)
+    # Triton looks this stage up after the cache and before it compiles.
+    source.ext = NO_STAGE
+    try:
+        triton.compile(source, target=target.triton_target(), options=_options(kernel, target))
+    except Exception:  # noqa: BLE001 - of many types; the compilation raises it again
+        return False
+    return True
 
 
 def _origin(error: BaseException) -> BaseException:

@@ -26,14 +26,33 @@ if TYPE_CHECKING:
     from flashtune.core.target import Target
 
 
+_rendered: dict[tuple[object, ...], Kernel] = {}
+
+
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
     """Returns the kernel of a record's config for tensors of a specialization.
 
     Raises:
         KernelError: The template rejects the config.
     """
-    family = find_family(record.family)
-    return _proven_copy(record, family, specialization) or _render(record, family, specialization)
+    known = known_kernel(record, specialization)
+    return known or _render(record, find_family(record.family), specialization)
+
+
+def known_kernel(record: Record, specialization: Specialization) -> Kernel | None:
+    """Returns the kernel of a record's config, or None if it must be rendered."""
+    copy = _proven_copy(record, find_family(record.family), specialization)
+    return copy or _rendered.get(_properties(record, specialization))
+
+
+def remember_kernel(record: Record, specialization: Specialization, kernel: Kernel) -> None:
+    """Keeps a kernel that another process rendered."""
+    _rendered[_properties(record, specialization)] = kernel
+
+
+def _properties(record: Record, specialization: Specialization) -> tuple[object, ...]:
+    """Returns all on which the kernel of a record depends."""
+    return record.family, record.problem.computation, record.config, specialization
 
 
 def _render(record: Record, family: Family, specialization: Specialization) -> Kernel:

@@ -288,8 +288,8 @@ def known_if_empty(side: ExtraInputs) -> ExtraInputs:
 
 
 def seeded(call: Call) -> Call:
-    """Returns the call with a new seed if it has dropout."""
-    if call.side.dropout is None:
+    """Returns the call with a new seed if it has dropout and no seed."""
+    if call.side.dropout is None or call.side.seed is not None:
         return call
     return call._replace(side=call.side._replace(seed=draw_seed(call.q.device)))
 

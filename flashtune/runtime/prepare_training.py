@@ -16,10 +16,11 @@ from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import score_tensors
+from flashtune.core.layouts import Layout
 from flashtune.core.notices import warn_once
 from flashtune.dispatch.decision import Backend, Decision, baseline
 from flashtune.dispatch.pair_decision import backward_specialization, decide_pair, side_gradients
-from flashtune.request.request import Executor, Prefer, Request
+from flashtune.request.request import Executor, Prefer, Request, Result
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.autograd import Pair, ServeAll, differentiable, with_side
 from flashtune.runtime.backward_executors import (
@@ -47,21 +48,22 @@ def prepare_pair(
     if request.problem.features and not request.is_empty:
         first, last = forward.known(), backward.known()
         if first is not None and last is not None:
-            return _paired(first, last, request, side)
+            return paired(first, last, request, side)
     decisions = decide_pair(request, q, k, v, side)
     if not decisions[1].generated:
         return baseline_of_pair(decisions[1], request)
 
     def make() -> Executor:
         first, last = prepared(decisions[0], forward), prepared(decisions[1], backward)
-        return _paired(first, last, request, side)
+        return paired(first, last, request, side)
 
     instead = baseline(request)
     name = f"{in_words(instead)} (in both passes)"
     return prepared_or(make, request, request.backward, name, lambda: baseline_executor(instead, request))
 
 
-def _paired(forward: Executor, backward: BackwardExecutor, request: Request, side: ExtraInputs) -> Executor:
+def paired(forward: Executor, backward: BackwardExecutor, request: Request, side: ExtraInputs) -> Executor:
+    """Returns the differentiable executor of two passes."""
     served: ServeAll = with_side(backward, request.layout, side_gradients(side))
     if isinstance(backward, BoundBackward) and not request.problem.features and not request.return_lse:
         served = backward.plainly
@@ -95,8 +97,11 @@ def prepare_alone(
 
 
 def recomputed(request: Request) -> BackwardExecutor:
-    """Returns an executor that computes the forward pass again, unfused, and differentiates it."""
-    standard = baseline_executor(Backend.UNFUSED, request)
+    """Returns an executor that computes the forward pass again, unfused, and differentiates it.
+
+    As with kernels, the given output and log-sum-exp may be those over more keys than the call's.
+    """
+    standard = baseline_executor(Backend.UNFUSED, request.forward)
     names = score_tensors(request.problem)
 
     def run(
@@ -110,7 +115,6 @@ def recomputed(request: Request) -> BackwardExecutor:
         scale: float | None,
         side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> Gradients:
-        del out, lse
         if request.is_empty:
             return Gradients(*map(torch.zeros_like, (q, k, v)))
         views = side_views(request.problem, side, request.views(q, k, v)[1].shape[0])
@@ -121,14 +125,29 @@ def recomputed(request: Request) -> BackwardExecutor:
             floats = {name: tensor for name, tensor in given.items() if tensor.is_floating_point()}
             extra = {name: tensor.clone().requires_grad_() for name, tensor in floats.items()}
             result = standard(*inputs, scale, side._replace(**extra))
-            found = torch.autograd.grad(
-                result, (*inputs, *extra.values()), dout if dlse is None else (dout, dlse)
-            )
+            wanted = _of_given_softmax(request, result, out, lse, dout, dlse)
+            found = torch.autograd.grad(result, (*inputs, *extra.values()), wanted)
         # Return the strides that the fake implementation declares to compilers.
         gradients = Gradients(*map(_with_layout_of, (q, k, v), found))
         return gradients._replace(**{f"d{name}": one for name, one in zip(extra, found[3:], strict=True)})
 
     return run
+
+
+def _of_given_softmax(
+    request: Request, result: Result, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of a call's own output and log-sum-exp, from those of a softmax over more keys.
+
+    The weights of that softmax are a share of the own ones in each row.
+    """
+    own_out, own_lse = (tensor.detach() for tensor in result)
+    share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0.0)
+    by_row = share if request.layout in (Layout.BHSD, Layout.BHD) else share.transpose(-1, -2)
+    own_dout = (dout * by_row.unsqueeze(-1)).to(dout.dtype)
+    sums = (dout.to(lse.dtype) * (own_out - out).to(lse.dtype)).sum(-1)
+    sums = sums if request.layout in (Layout.BHSD, Layout.BHD) else sums.transpose(-1, -2)
+    return own_dout, share * (sums if dlse is None else sums + dlse)
 
 
 def _with_layout_of(tensor: Tensor, values: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch import launch, workspaces
 from flashtune.launch.workspaces import Memory
-from flashtune.runtime import backward_executors, kernel_fallback, prepare
+from flashtune.runtime import backward_executors, deferred, kernel_fallback, prepare
 from flashtune.runtime.call_cache import forget_executors
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -36,6 +36,8 @@ def fresh_runtime() -> Iterator[None]:
     """Every test meets shapes, kernels and matters for the first time."""
 
     def forget() -> None:
+        deferred.wait()
+        deferred.forget()
         forget_executors()
         forget_warnings()
         forget_verdicts()
@@ -130,10 +132,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     fake = Machine()
-    monkeypatch.setattr(decision, "check_device", lambda request: None)
-    monkeypatch.setattr(pair_decision, "check_device", lambda request: None)
-    monkeypatch.setattr(decision, "device_target", lambda index: TARGET)
-    for module in (decision, pair_decision):
+    for module in (decision, deferred):
+        monkeypatch.setattr(module, "device_target", lambda index: TARGET)
+    for module in (decision, pair_decision, deferred):
+        monkeypatch.setattr(module, "check_device", lambda request: None)
         monkeypatch.setattr(module, "tuned_records", lambda name: fake.tables)
     for module in (sdpa, masked_sdpa):
         monkeypatch.setattr(module, "chosen_backend", lambda *_: fake.usual)
@@ -143,4 +145,5 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(kernel_fallback, "preloading", fake.preloading)
     monkeypatch.setattr(kernel_fallback, "passes_self_check", fake.passes)
     monkeypatch.setattr(backward_executors, "bind", fake.bind)
+    monkeypatch.setattr(deferred._compiler, "prepare", lambda *_: None)
     return fake

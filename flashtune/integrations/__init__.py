@@ -1,0 +1,25 @@
+"""Lets other libraries use flashtune with one line. Each module here is for one library.
+
+A library is imported when its module is used. Calls that flashtune does not compute, or not faster, go to
+the operator that was there before. It also serves while kernels are compiled on a worker thread.
+"""
+
+from __future__ import annotations
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Waits until all kernels that calls have asked for are prepared.
+
+    The first call of a process asks for tuned records. The next call of a kind asks for its kernels, and the
+    one after that for their launch. So a server warms up three times, each with a wait, before it captures
+    CUDA graphs.
+
+    Args:
+        timeout: The longest wait, in s. None for no limit.
+
+    Returns:
+        Whether all are prepared. False if the timeout ended first.
+    """
+    from flashtune.runtime import deferred
+
+    return deferred.wait(timeout)

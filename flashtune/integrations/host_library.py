@@ -1,0 +1,48 @@
+"""Imports of the libraries that use flashtune, with one error for all versions that do not fit."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from flashtune.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def host_library(
+    module: str, least: str, below: str | None = None, distribution: str | None = None
+) -> ModuleType:
+    """Returns the module of another library, imported now.
+
+    Args:
+        module: Name of the module, such as `transformers`.
+        least: The oldest version that works, such as `5.17`.
+        below: The first version that does not work any more. None if there is none.
+        distribution: Name of the package, if it is not that of the module.
+
+    Raises:
+        UsageError: The library is missing, too old or too new.
+    """
+    package = distribution or module.partition(".")[0]
+    needed = f"{package} >= {least}" + ("" if below is None else f", < {below}")
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise UsageError(f"{package} is not installed: install {needed}") from None
+    if _numbers(found) < _numbers(least) or (below is not None and _numbers(found) >= _numbers(below)):
+        age = "old" if _numbers(found) < _numbers(least) else "new"
+        raise UsageError(f"{package} {found} is too {age}: install {needed}")
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{module} cannot be imported ({error}): install {needed}") from error
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a version before any letter: `2.13.0+cpu` and `2.13.0rc1` have 2, 13 and 0."""
+    start = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(number) for number in start[0].split(".")) if start else ()

@@ -1,0 +1,151 @@
+"""Renders and compiles kernels in another process, which writes them to Triton's cache.
+
+Python's and Triton's compilers hold Python's lock for up to 60 ms at once. A thread that compiles would delay
+all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.launch.binding import compile_binary
+from flashtune.launch.compilation import is_compiled
+from flashtune.launch.kernel_cache import known_kernel, remember_kernel
+from flashtune.templates.registry import find_family
+
+if TYPE_CHECKING:
+    from typing import IO
+
+    from flashtune.core.record import Record
+
+# The priority of the process is lower by this.
+NICENESS = 5
+
+
+class Work(msgspec.Struct, frozen=True):
+    """A kernel to compile, as one line of JSON. The config's type depends on the family."""
+
+    family: str
+    problem: Problem
+    config: msgspec.Raw
+    specialization: Specialization
+    target: Target
+
+
+class CompilerProcess:
+    """A process that compiles one kernel after another. It starts with the first one."""
+
+    def __init__(self) -> None:
+        self._forget()
+        # The process belongs to the parent of a forked process.
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self, record: Record, specialization: Specialization, target: Target) -> None:
+        """Renders and compiles the kernel of a record, unless caches have it.
+
+        Does nothing if there can be no process. This process then compiles the kernel, or reports the error.
+
+        Raises:
+            KernelError: A signal ended the process. The compiler could end this process too.
+        """
+        kernel = known_kernel(record, specialization)
+        steps = () if kernel is None else (kernel.first, kernel, kernel.last)
+        if kernel is not None and all(is_compiled(one, target) for one in steps if one is not None):
+            return
+        config = msgspec.Raw(msgspec.json.encode(record.config))
+        work = Work(record.family, record.problem, config, specialization, target)
+        # A pipe that `close` or `kill` has closed raises a ValueError.
+        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+            answer = self._ask(msgspec.json.encode(work) + b"\n")
+            if answer:
+                remember_kernel(record, specialization, msgspec.json.decode(answer, type=Kernel))
+                return
+        status = self.close()
+        if status < 0:
+            raise KernelError(f"the compiler's process ended by signal {-status}")
+
+    def _ask(self, line: bytes) -> bytes:
+        """Returns the answer to a line. It is empty if the process has ended."""
+        if self._process is None:
+            self._process = _started()
+        sent, answers = self._process.stdin, self._process.stdout
+        assert sent is not None
+        assert answers is not None
+        sent.write(line)
+        sent.flush()
+        return answers.readline()
+
+    def close(self) -> int:
+        """Ends the process after its present kernel. Returns its exit status, or 0 without a process."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        with contextlib.suppress(OSError, ValueError):
+            process.communicate()
+        return process.wait()
+
+    def kill(self) -> None:
+        """Ends the process at once. Another thread that waits for a kernel then raises a KernelError."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+
+def _started() -> subprocess.Popen[bytes]:
+    """Starts the process.
+
+    Raises:
+        OSError: It does not start, or this process has no interpreter of its own.
+    """
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise FileNotFoundError("there is no Python interpreter")
+    paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    return subprocess.Popen(
+        # Without the present folder, whose modules may have the names of others.
+        [sys.executable, "-P", "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths},
+        # Ctrl-C is for this process alone.
+        process_group=0,
+    )
+
+
+def _serve(given: IO[bytes], answers: IO[bytes]) -> None:
+    """Compiles the kernel of each line and answers with it, until the other process closes the pipe."""
+    from flashtune.templates.rendering import render
+
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Work)
+    for line in given:
+        work = decoder.decode(line)
+        family = find_family(work.family)
+        config = msgspec.json.decode(work.config, type=family.config_type)
+        kernel = render(family, work.problem, config, work.specialization)
+        # The other process compiles the kernel too, and reports the error.
+        with contextlib.suppress(Exception):
+            compile_binary(kernel, work.target)
+        answers.write(msgspec.json.encode(kernel) + b"\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)
+    # Compilers may print to the standard output.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as pipe:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        _serve(sys.stdin.buffer, pipe)

@@ -1,0 +1,148 @@
+"""One worker thread for the jobs of a process. The thread ends when there was no job for a while."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+# While a job runs, other threads wait at most this long for Python's lock, in s. The usual 5 ms would delay
+# the calls that jobs are meant not to delay.
+SWITCH_SECONDS = 2e-4
+# An idle thread ends after this time, in s.
+LINGER_SECONDS = 10.0
+# `CU_STREAM_CAPTURE_MODE_RELAXED` of the CUDA driver.
+RELAXED = 2
+
+
+class Worker:
+    """A queue of jobs and the thread that runs them, one after another."""
+
+    def __init__(
+        self,
+        name: str,
+        at_end: Callable[[], object] = lambda: None,
+        at_exit: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Names the thread.
+
+        Args:
+            name: The name.
+            at_end: Runs in the thread when there was no job for a while.
+            at_exit: Runs at the end of the process, to end the present job soon.
+        """
+        self._name = name
+        self._at_end, self._at_exit = at_end, at_exit
+        self._reset()
+        atexit.register(self._stop)
+        os.register_at_fork(after_in_child=self._reset)
+
+    def put(self, job: Callable[[], None], limit: int) -> bool:
+        """Queues a job. Returns False if `limit` jobs are queued already, and then does nothing."""
+        with self._changed:
+            if len(self._jobs) >= limit:
+                return False
+            self._jobs.append(job)
+            if self._thread is None:
+                self._start()
+            self._changed.notify_all()
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until all jobs are done. Returns False if `timeout` (in s) ends first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._jobs or self._is_running), timeout)
+
+    def _reset(self) -> None:
+        """Starts with no jobs. A forked process has no worker thread."""
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._is_running = self._is_ending = False
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                with _others_first():
+                    job()
+                # A job may hold tables and sources.
+                del job
+        except BaseException:
+            with self._changed:
+                self._start()  # for the other jobs
+            raise
+
+    def _next(self) -> Callable[[], None] | None:
+        """Returns the next job, or None at the end of the thread."""
+        with self._changed:
+            self._is_running = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._jobs or self._is_ending, LINGER_SECONDS)
+            if self._jobs and not self._is_ending:
+                self._is_running = True
+                return self._jobs.popleft()
+            self._thread = None
+        # Without the lock, for which calls would wait.
+        self._at_end()
+        return None
+
+    def _stop(self) -> None:
+        """Ends the thread after its present job. A compiler must not run while the process ends."""
+        with self._changed:
+            self._jobs.clear()
+            self._is_ending = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            self._at_exit()
+            thread.join()
+
+
+@contextlib.contextmanager
+def _others_first() -> Iterator[None]:
+    """Lets other threads take Python's lock from this one sooner."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@contextlib.contextmanager
+def beside_captures(device: torch.device) -> Iterator[None]:
+    """Lets this thread load and launch kernels while other threads use the device or capture a CUDA graph.
+
+    Work is queued on a stream of its own. CUDA would otherwise end the capture of another thread.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
+        if torch.version.hip:
+            yield
+            return
+        mode = ctypes.c_int(RELAXED)
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,473 @@
+"""Serves calls of other libraries without waits: kernels are prepared on one worker thread.
+
+The operator that a library called before serves a call until its kernels are compiled, loaded and checked.
+Kernels do not depend on lengths. So kernels are prepared for a bucket: a problem with its batch and lengths
+rounded up to powers of two, unless exactly this problem is tuned. A call with a new length in a known bucket
+only binds the loaded kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+
+from flashtune.core.arguments import MAX_FLOAT32
+from flashtune.core.canonical import rounded_up
+from flashtune.core.errors import FlashtuneError, KernelError, ProblemError, VerificationError
+from flashtune.core.notices import warn_once
+from flashtune.core.target import device_target, find_target
+from flashtune.dispatch.decision import (
+    BEST_TENSORS,
+    INTERPRETED_TARGET,
+    Backend,
+    Decision,
+    check_device,
+    required_specialization,
+    selection_source,
+)
+from flashtune.dispatch.faster_peers import beats
+from flashtune.dispatch.lookup import default_selection, select
+from flashtune.dispatch.masked_sdpa import sharing_of
+from flashtune.dispatch.nearest import same_computation
+from flashtune.dispatch.pair_decision import (
+    DIFFERENTIABLE_SIDE,
+    backward_specialization,
+    check_differentiable,
+    side_gradients,
+)
+from flashtune.dispatch.tables import tuned_records
+from flashtune.launch.compilation import interpreting
+from flashtune.launch.compiler_process import CompilerProcess
+from flashtune.recording.recorder import counted, on_change, recording
+from flashtune.request.read_call import read_call
+from flashtune.runtime.background import Worker, beside_captures
+from flashtune.runtime.call_cache import call_key
+from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, warn_of_failure
+from flashtune.runtime.prepare import forward_pass
+from flashtune.runtime.prepare_training import backward_pass, paired
+from flashtune.runtime.value_checks import is_capturing, with_checks
+from flashtune.templates.family import unsupported_reason
+from flashtune.templates.registry import find_family
+
+if TYPE_CHECKING:
+    from flashtune.core.kernel import Specialization
+    from flashtune.core.mask_sharing import MaskSharing
+    from flashtune.core.problem import Problem
+    from flashtune.core.record import Selection
+    from flashtune.core.target import Target
+    from flashtune.dispatch.tables import Tables
+    from flashtune.request.call import Call
+    from flashtune.request.request import Executor, Request
+    from flashtune.runtime.backward_executors import BackwardExecutor
+
+# The cache is cleared at this size. Kernels stay loaded.
+MEMO_LIMIT = 4096
+# Calls beyond this number of unprepared buckets do not add another one.
+QUEUE_LIMIT = 64
+# The extents that a bucket rounds up. Numbers of packed tokens and pages are rounded already.
+ROUNDED = ("batch", "seqlen_q", "seqlen_kv")
+# In warnings.
+REPLACED = "the replaced operator"
+
+AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
+
+
+class Passes(NamedTuple):
+    """The executors of one kind of call.
+
+    Attributes:
+        forward: The executor of the forward pass. With a backward pass it returns the log-sum-exp too.
+        backward: The executor of the backward pass, or None if the call needs none.
+        executor: The executor of the call, which is differentiable if the call needs gradients.
+    """
+
+    forward: Executor
+    backward: BackwardExecutor | None
+    executor: Executor
+
+
+class BucketKey(NamedTuple):
+    """The properties of a call on which the kernels and their choice depend.
+
+    Attributes:
+        request: The request with rounded extents.
+        forward: Properties that the forward kernel may assume.
+        backward: Properties that the backward kernel may assume. None if the call needs no gradients.
+        gradients: Names of the side inputs that require grad.
+        sharing: How the call's mask is shared.
+        usual: Name of the replaced operator in records, or None if it has no measurements.
+    """
+
+    request: Request
+    forward: Specialization
+    backward: Specialization | None
+    gradients: tuple[str, ...]
+    sharing: MaskSharing | None
+    usual: str | None
+
+
+class Known(NamedTuple):
+    """The tuned records of a device.
+
+    Attributes:
+        target: The device.
+        records: Its records.
+        extents: The batches and lengths of their problems.
+    """
+
+    target: Target
+    records: Tables
+    extents: frozenset[tuple[int, ...]]
+
+    def has(self, problem: Problem) -> bool:
+        """Whether exactly this problem is tuned."""
+        return _extents(problem) in self.extents and any(
+            self.records.find(one.key) for one in same_computation(problem)
+        )
+
+
+def _extents(problem: Problem) -> tuple[int, ...]:
+    return problem.batch, problem.seqlen_q, problem.seqlen_kv
+
+
+class Bucket:
+    """Kernels of calls with similar extents.
+
+    Attributes:
+        is_settled: Whether the preparation has ended.
+        choices: The kernel or decision of each pass. None if the replaced operator serves.
+    """
+
+    __slots__ = ("choices", "is_settled")
+
+    def __init__(self) -> None:
+        self.is_settled = False
+        self.choices: tuple[Choice, ...] | None = None
+
+
+# A loaded kernel, or a decision for Triton's interpreter.
+Choice = LoadedKernel | Decision
+
+
+class Kind:
+    """One kind of call.
+
+    Attributes:
+        passes: The bound executors. None before they are bound, and if the replaced operator serves.
+        is_refused: Whether the replaced operator serves all calls of this kind.
+        properties: The properties of tensors that kernels of each pass may assume.
+        count: Counts one call for recordings, or None without one.
+    """
+
+    __slots__ = ("bucket", "count", "is_refused", "passes", "properties", "request")
+
+    def __init__(
+        self,
+        request: Request | None,
+        bucket: Bucket | None,
+        properties: tuple[Specialization, ...] = (),
+        count: Callable[[], None] | None = None,
+    ) -> None:
+        self.request = request
+        self.bucket = bucket
+        self.count = count
+        self.passes: Passes | None = None
+        self.is_refused = bucket is None
+        self.properties = properties
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether kernels may assume the most of the tensors."""
+        return all(msgspec.structs.replace(one, lse=False) == BEST_TENSORS for one in self.properties)
+
+
+# The kind of all calls that no kernel computes.
+REFUSED = Kind(None, None)
+
+_kinds: dict[tuple[object, ...], Kind] = {}
+_buckets: dict[BucketKey, Bucket] = {}
+_callers: dict[Problem, str] = {}
+# The tuned records of each device, or None if they cannot be loaded, and the devices whose records are being
+# loaded.
+_tables: dict[torch.device, Known | None] = {}
+_loading: set[torch.device] = set()
+_adding = threading.RLock()
+_compiler = CompilerProcess()
+_worker = Worker("flashtune-prepare", _compiler.close, _compiler.kill)
+
+
+def ready(call: Call, usual: str | None, caller: str = "") -> Executor | None:
+    """Returns the executor of a call, or None if the replaced operator serves it. It never waits.
+
+    The executor is called as (q, k, v, scale, side) and returns the output, or the output and the
+    log-sum-exp. It is differentiable if an input requires grad.
+
+    Args:
+        call: The call.
+        usual: Name of the replaced operator in records, such as `sdpa-cudnn`. None if there is no operator
+            with measurements. The kernels then serve as soon as they are prepared.
+        caller: Name of the calling module of `flashtune.integrations`, for explanations.
+    """
+    kind = kind_of(call, usual, caller=caller)
+    passes = None if kind is None else passes_of(kind, call)
+    return None if passes is None else passes.executor
+
+
+def kind_of(call: Call, usual: str | None, needs_grad: bool | None = None, caller: str = "") -> Kind | None:
+    """Returns the kind of a call, and queues the preparation of its kernels if it is new.
+
+    Returns None if the kind cannot be cached now: a CUDA graph is being captured, or the queue is full.
+
+    Args:
+        call: The call.
+        usual: As in `ready`.
+        needs_grad: Whether the call has a backward pass. By default the tensors determine this.
+        caller: As in `ready`.
+    """
+    scale = call.scale
+    if scale is not None and not (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
+        return None
+    try:
+        key: tuple[object, ...] = (usual, *call_key(call))
+        if needs_grad is not None:
+            # The tensors of operators below autograd do not show whether gradients are needed.
+            key = (*key[:-1], needs_grad, needs_grad and torch.are_deterministic_algorithms_enabled())
+        kind = _kinds.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        # A tensor has no strides, or an argument has another type. The replaced operator reports it.
+        return None
+    if kind is None:
+        kind = _added(key, call, usual, needs_grad)
+        if kind is not None and kind.request is not None:
+            _callers[kind.request.problem] = caller
+    if kind is not None and kind.count is not None:
+        kind.count()
+    return kind
+
+
+def passes_of(kind: Kind, call: Call) -> Passes | None:
+    """Returns the bound executors of a kind of call, or None if the replaced operator serves this call."""
+    bucket, request = kind.bucket, kind.request
+    if kind.passes is not None or bucket is None or request is None or not bucket.is_settled:
+        return kind.passes
+    if bucket.choices is None:
+        kind.is_refused = True
+    elif not kind.is_refused and not is_capturing(call.q):
+        try:
+            kind.passes = _bound(request, call, kind.properties, bucket.choices)
+        except (FlashtuneError, RuntimeError) as failure:
+            _warn(failure)
+        kind.is_refused = kind.passes is None
+    return kind.passes
+
+
+def warm_up(device: torch.device) -> None:
+    """Loads the tuned records of a device and the modules for preparations, which else calls wait for."""
+    for name in ("flashtune.verification.check", "triton.experimental.gluon.language"):
+        importlib.import_module(name)
+    if device not in _tables:
+        _load(device)
+
+
+def caller_of(problem: Problem) -> str:
+    """Returns the module of `flashtune.integrations` that last met a problem, or an empty text."""
+    return _callers.get(problem, "")
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Waits until all queued kernels are prepared. Returns False if `timeout` (in s) ends first."""
+    return _worker.wait(timeout)
+
+
+def forget() -> None:
+    """Clears the caches. Kernels stay loaded."""
+    with _adding:
+        _kinds.clear()
+        _callers.clear()
+        _buckets.clear()
+        _tables.clear()
+        _loading.clear()
+
+
+on_change(forget)
+
+
+def _added(key: tuple[object, ...], call: Call, usual: str | None, needs_grad: bool | None) -> Kind | None:
+    """Returns a new kind of call, or None if it cannot be cached now. A new bucket is queued."""
+    if is_capturing(call.q):
+        return None
+    with _adding:
+        kind: Kind | None = REFUSED
+        try:
+            request = read_call(call, needs_grad)
+            if not (request.is_empty or request.is_double):
+                kind = _kind(request, call, usual)
+        except ProblemError:
+            pass  # the replaced operator serves, or reports the error
+        except (FlashtuneError, RuntimeError) as failure:
+            _warn(failure)
+        if kind is not None:
+            if len(_kinds) >= MEMO_LIMIT:
+                _kinds.clear()
+                _callers.clear()
+            _kinds[key] = kind
+    return kind
+
+
+def _kind(request: Request, call: Call, usual: str | None) -> Kind | None:
+    q, k, v, side = call.q, call.k, call.v, call.side
+    backward = None
+    if request.needs_grad:
+        check_differentiable(request)
+        backward = backward_specialization(request, q, k, v, side)
+    else:
+        check_device(request)
+    forward = required_specialization(request.forward if request.needs_grad else request, q, k, v, side)
+    known = _tables.get(request.device)
+    if known is None and not interpreting():
+        if request.device in _tables:
+            return REFUSED
+        load = functools.partial(_load, request.device)
+        if request.device not in _loading and _worker.put(load, QUEUE_LIMIT):
+            _loading.add(request.device)
+        return None
+    sharing = None if side.bias is None else sharing_of(request.problem, side.bias)
+    key = BucketKey(_rounded(request, known), forward, backward, side_gradients(side), sharing, usual)
+    bucket = _buckets.get(key)
+    if bucket is None:
+        bucket = Bucket()
+        if not _worker.put(functools.partial(_settle, key, bucket, known), QUEUE_LIMIT):
+            return None
+        if len(_buckets) >= MEMO_LIMIT:
+            _buckets.clear()
+        _buckets[key] = bucket
+    properties = (forward,) if backward is None else (forward, backward)
+    return Kind(request, bucket, properties, _counter(request, forward, backward))
+
+
+def _rounded(request: Request, known: Known | None) -> Request:
+    """Returns a request with the extents of its bucket. Those of a tuned problem stay."""
+    problem = request.problem
+    if known is None or not known.has(problem):
+        extents = {name: rounded_up(getattr(problem, name)) for name in ROUNDED}
+        if extents["seqlen_q"] == extents["seqlen_kv"] and problem.seqlen_q != problem.seqlen_kv:
+            # Kernels for equal lengths may align the causal mask in another way.
+            extents["seqlen_q" if problem.seqlen_q > problem.seqlen_kv else "seqlen_kv"] *= 2
+        problem = msgspec.structs.replace(problem, **extents)
+    return msgspec.structs.replace(request, problem=problem, tokens=problem.total_q)
+
+
+def _load(device: torch.device) -> None:
+    """Loads the tuned records of a device. The replaced operators serve if that fails."""
+    try:
+        target = device_target(torch.cuda.current_device() if device.index is None else device.index)
+        records = tuned_records(target.name)
+        extents = frozenset(_extents(record.problem) for record in records.effective())
+        _tables[device] = Known(target, records, extents)
+    except Exception as failure:  # noqa: BLE001 (a call must not fail because another operator was tried)
+        _tables[device] = None
+        _warn(failure)
+
+
+def _settle(key: BucketKey, bucket: Bucket, known: Known | None) -> None:
+    """Prepares the kernels of a bucket, unless the replaced operator is faster or they fail."""
+    failure: Exception | None = None
+    try:
+        with beside_captures(key.request.device):
+            bucket.choices = _chosen(key, known)
+    except ProblemError:
+        pass  # no kernel computes it
+    except Exception as error:  # noqa: BLE001 (a call must not fail because another operator was tried)
+        failure = error
+    bucket.is_settled = True
+    if not threading.main_thread().is_alive():
+        return  # the process ends, so that nothing can be prepared
+    if isinstance(failure, KernelError | VerificationError):
+        warn_of_failure(failure, REPLACED, key.request.problem)
+    elif failure is not None:
+        _warn(failure)
+
+
+def _chosen(key: BucketKey, known: Known | None) -> tuple[Choice, ...] | None:
+    """Returns the kernel or the decision of each pass, or None if the replaced operator is faster.
+
+    Raises:
+        ProblemError: No kernel family computes the bucket.
+        KernelError: No kernel compiles and loads.
+        VerificationError: The kernels are wrong on this GPU.
+    """
+    request = key.request
+    if any(name not in DIFFERENTIABLE_SIDE for name in key.gradients):
+        return None
+    passes = [(request.problem, key.forward)]
+    if key.backward is not None:
+        passes.append((request.backward, key.backward))
+    if known is None:
+        target = find_target(INTERPRETED_TARGET)
+        found = [default_selection(problem, target, needed) for problem, needed in passes]
+        return tuple(Decision(Backend.INTERPRETER, "", target, one) for one in found)
+    target = known.target
+    found = [select(problem, target, known.records, needed, generated=True) for problem, needed in passes]
+    if key.usual is not None and not beats(found, key.usual, key.sharing):
+        return None
+    return tuple(
+        _loaded(selection, target, KernelKey(problem, needed, request.prefer, request.device))
+        for selection, (problem, needed) in zip(found, passes, strict=True)
+    )
+
+
+def _loaded(selection: Selection, target: Target, key: KernelKey) -> Choice:
+    _compiler.prepare(selection.record, key.specialization, target)
+    decision = Decision(Backend.GENERATED, selection_source(selection), target, selection)
+    one: Pass[Choice] = Pass(lambda: key, lambda choice: choice, lambda decision: decision)
+    return prepared(decision, one)
+
+
+def _bound(
+    request: Request, call: Call, properties: tuple[Specialization, ...], choices: tuple[Choice, ...]
+) -> Passes | None:
+    """Returns the executors of loaded kernels for a call's strides, or None if one cannot compute it."""
+    given = call.q, call.k, call.v, call.side
+    if not request.needs_grad:
+        first = _executor(forward_pass(request, *given), request.problem, properties[0], choices[0])
+        return None if first is None else Passes(first, None, with_checks(first, request))
+    first = _executor(forward_pass(request.forward, *given), request.problem, properties[0], choices[0])
+    last = _executor(backward_pass(request, *given), request.backward, properties[1], choices[1])
+    if first is None or last is None:
+        return None
+    return Passes(first, last, with_checks(paired(first, last, request, call.side), request))
+
+
+def _executor(
+    one: Pass[AnyExecutor], problem: Problem, needed: Specialization, choice: Choice
+) -> AnyExecutor | None:
+    if isinstance(choice, Decision):
+        return one.interpret(choice)
+    family = find_family(choice.kernel.family)
+    if unsupported_reason(family, problem, choice.target, needed) is not None:
+        return None
+    return one.bind(choice)
+
+
+def _counter(
+    request: Request, forward: Specialization, backward: Specialization | None
+) -> Callable[[], None] | None:
+    """Returns a function that counts a call for all recordings, or None without one."""
+    if not recording():
+        return None
+    count = counted(_nothing, request.problem, forward)
+    return count if backward is None else counted(count, request.backward, backward)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _warn(failure: Exception) -> None:
+    warn_once("deferred", f"{REPLACED} serves, because kernels could not be prepared: {failure!r}")

@@ -1,0 +1,53 @@
+"""Tests of the import of host libraries and their versions."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import msgspec
+import pytest
+
+from flashtune import UsageError
+from flashtune.integrations import wait
+from flashtune.integrations.host_library import host_library
+
+
+def test_an_installed_library_is_imported() -> None:
+    assert host_library("msgspec", "0.1") is msgspec
+
+
+@pytest.mark.parametrize(
+    ("found", "least", "below", "says"),
+    [
+        ("5.9", "5.10", None, "too old: install msgspec >= 5.10"),
+        ("6.0.1", "5.10", "6", "too new: install msgspec >= 5.10, < 6"),
+        ("6.0rc1", "5.10", "6.0", "too new"),
+    ],
+)
+def test_other_versions_are_named(
+    monkeypatch: pytest.MonkeyPatch, found: str, least: str, below: str | None, says: str
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: found)
+    with pytest.raises(UsageError, match=says):
+        host_library("msgspec", least, below)
+
+
+@pytest.mark.parametrize("found", ["2.13.0+cpu", "2.13", "2.12.9"])
+def test_versions_in_the_range_are_taken(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: found)
+    assert host_library("msgspec", "2.11", "2.14") is msgspec
+
+
+def test_a_missing_library_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match=r"^nothing-of-this-name is not installed: install"):
+        host_library("nothing_of_this_name.part", "1.0", distribution="nothing-of-this-name")
+
+
+def test_a_library_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "1.0")
+    with pytest.raises(UsageError, match="no_such_module cannot be imported"):
+        host_library("no_such_module", "1.0")
+
+
+def test_nothing_is_waited_for_without_calls() -> None:
+    assert wait(0.0)

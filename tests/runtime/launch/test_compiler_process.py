@@ -1,0 +1,110 @@
+"""Tests of the process that renders and compiles kernels for the worker thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.core.target import find_target
+from flashtune.launch import compiler_process, kernel_cache
+from flashtune.launch.compilation import is_compiled
+from flashtune.launch.compiler_process import CompilerProcess
+from flashtune.launch.kernel_cache import kernel_of, known_kernel
+
+TARGET = find_target("h200")
+NEEDED = Specialization(lse=True)
+
+
+@pytest.fixture
+def record(problem: Problem, make_record: Callable[..., Record]) -> Record:
+    return make_record(problem)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilerProcess]:
+    monkeypatch.setattr(kernel_cache, "_rendered", {})
+    found = CompilerProcess()
+    yield found
+    found.close()
+
+
+def test_a_kernel_comes_from_another_process(
+    record: Record, compiler: CompilerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    # Modules in the present folder are not imported.
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(1)", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    want = kernel_of(record, NEEDED)
+    assert known_kernel(record, NEEDED) is None
+    assert not is_compiled(want, TARGET)
+    compiler.prepare(record, NEEDED, TARGET)
+    assert known_kernel(record, NEEDED) == want
+    assert kernel_of(record, NEEDED) is known_kernel(record, NEEDED)
+    assert is_compiled(want, TARGET)
+    monkeypatch.setattr(compiler, "_ask", None)
+    compiler.prepare(record, NEEDED, TARGET)  # asks nothing of the process
+    process = compiler._process
+    assert process is not None
+    compiler.close()
+    assert process.returncode == 0
+
+
+def test_failures_are_left_to_the_caller(
+    record: Record, compiler: CompilerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiler.prepare(msgspec.structs.replace(record, family="forward_masked"), NEEDED, TARGET)
+    assert compiler._process is None, "the process ended, because the config is another family's"
+    assert not kernel_cache._rendered
+
+    def fails() -> None:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(compiler_process, "_started", fails)
+    compiler.prepare(record, NEEDED, TARGET)
+    assert not kernel_cache._rendered
+
+
+def test_a_frozen_program_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its executable is the program.
+    monkeypatch.setattr("sys.frozen", True, raising=False)
+    with pytest.raises(OSError, match="no Python interpreter"):
+        compiler_process._started()
+
+
+def test_a_process_that_a_signal_ended_is_an_error(
+    record: Record, compiler: CompilerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    silent = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.stdin.readline()"]
+    compiler._process = subprocess.Popen(silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    threading.Timer(0.05, compiler.kill).start()
+    with pytest.raises(KernelError, match="ended by signal 9"):
+        compiler.prepare(record, NEEDED, TARGET)
+    assert compiler._process is None
+
+
+def test_a_partial_answer_is_left_to_the_caller(
+    record: Record, compiler: CompilerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_ask", lambda line: b'{"source"')
+    compiler.prepare(record, NEEDED, TARGET)
+    assert not kernel_cache._rendered
+
+
+def test_a_kernel_that_does_not_compile_is_not_in_the_cache(record: Record) -> None:
+    kernel: Kernel = kernel_of(record, NEEDED)
+    invalid = msgspec.structs.replace(kernel, source=kernel.source.replace("tl.dot(", "tl.missing("))
+    assert not is_compiled(invalid, TARGET)

@@ -1,0 +1,413 @@
+"""Tests of calls that another operator serves until their kernels are prepared on the worker thread."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import flashtune
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.problem import Causal, Direction, Problem
+from flashtune.core.record import Record
+from flashtune.recording.recorder import read_counts, record_calls
+from flashtune.request.call import Call, dense_call
+from flashtune.runtime import background, deferred
+from flashtune.runtime.background import Worker
+from flashtune.templates.registry import find_family
+from tests.runtime.conftest import TARGET
+from tests.support.machine import Machine, expected, inputs, tuned
+from tests.support.unfused import unfused
+
+Make = Callable[..., Record]
+USUAL = "sdpa-cudnn"
+FASTER, SLOWER = {USUAL: 1.5}, {USUAL: 1.005}
+
+
+def called(problem: Problem, **options: Any) -> Call:
+    return dense_call(*inputs(problem), causal=True, **options)
+
+
+def served(call: Call, usual: str | None = USUAL) -> Any:
+    """The executor after all preparations."""
+    deferred.ready(call, usual)
+    deferred.wait()
+    deferred.ready(call, usual)
+    deferred.wait()
+    return deferred.ready(call, usual)
+
+
+def with_lengths(problem: Problem, seqlen_q: int, seqlen_kv: int, batch: int = 2) -> Problem:
+    return msgspec.structs.replace(problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, batch=batch)
+
+
+def backward_record(make_record: Make, problem: Problem, peers: dict[str, float]) -> Record:
+    problem = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
+    family = find_family("backward_split")
+    return make_record(
+        problem, peers=peers, family=family.name, config=family.default(problem, TARGET), kernel=None
+    )
+
+
+def test_a_faster_kernel_serves_after_its_preparation(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    tuned(machine, make_record(problem, peers=FASTER))
+    call = called(problem)
+    assert deferred.ready(call, USUAL) is None
+    executor = served(call)
+    torch.testing.assert_close(
+        executor(*call[:3], None, call.side), expected(call.q, call.k, call.v), atol=0, rtol=0
+    )
+
+
+@pytest.mark.parametrize("peers", [SLOWER, {"sdpa-flash": 9.0}, {}], ids=["slower", "another", "unknown"])
+def test_the_replaced_operator_serves_unless_it_is_known_to_be_slower(
+    machine: Machine, problem: Problem, make_record: Make, peers: dict[str, float]
+) -> None:
+    tuned(machine, make_record(problem, peers=peers))
+    call = called(problem)
+    assert served(call) is None
+    kind = deferred.kind_of(call, USUAL)
+    assert kind is not None
+    assert kind.is_refused
+    assert not machine.kernels
+
+
+def test_kernels_serve_where_no_operator_was_measured(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    tuned(machine, make_record(problem))
+    assert served(called(problem), None) is not None
+
+
+def test_new_lengths_of_a_bucket_are_served_at_once(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    tuned(machine, make_record(with_lengths(problem, 512, 512), peers=FASTER))
+    assert served(called(with_lengths(problem, 300, 300))) is not None
+    prepared = machine.steps.count("compile")
+    for length in range(301, 311):
+        call = called(with_lengths(problem, length, length))
+        executor = deferred.ready(call, USUAL)
+        assert executor is not None
+        out = executor(*call[:3], None, call.side)
+        torch.testing.assert_close(out, expected(call.q, call.k, call.v), atol=0, rtol=0)
+    assert machine.steps.count("compile") == prepared
+    assert deferred.ready(called(with_lengths(problem, 200, 200)), USUAL) is None
+
+
+def test_explanations_name_the_caller(machine: Machine, problem: Problem, make_record: Make) -> None:
+    tuned(machine, make_record(problem, peers=FASTER))
+    call = called(problem)
+    assert "called by" not in str(flashtune.explain(*call[:3], causal=True))
+    for _ in range(2):
+        deferred.ready(call, USUAL, "torch")
+        deferred.wait()
+    explanation = flashtune.explain(*call[:3], causal=True)
+    assert explanation.caller == "torch"
+    assert "called by flashtune.integrations.torch" in str(explanation)
+
+
+def test_unequal_lengths_are_not_in_the_bucket_of_equal_ones(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    tuned(machine, make_record(problem, peers=FASTER))
+    assert served(called(with_lengths(problem, 512, 512))) is not None
+    call = dense_call(*inputs(with_lengths(problem, 300, 310)), causal="top_left")
+    executor = served(call, None)
+    out = executor(*call[:3], None, call.side)
+    torch.testing.assert_close(out, expected(call.q, call.k, call.v, "top_left"), atol=0, rtol=0)
+
+
+def test_a_tuned_problem_has_its_own_bucket(machine: Machine, problem: Problem, make_record: Make) -> None:
+    odd = with_lengths(problem, 300, 300, batch=3)
+    tuned(machine, make_record(odd, peers=SLOWER), make_record(problem, peers=FASTER))
+    assert served(called(odd)) is None
+    assert served(called(with_lengths(problem, 301, 301))) is not None
+
+
+def test_one_thread_prepares_all_buckets(machine: Machine, problem: Problem, monkeypatch: Any) -> None:
+    threads, release = set(), threading.Event()
+
+    def chosen(*_: object) -> None:
+        threads.add(threading.current_thread().name)
+        release.wait(10)
+
+    monkeypatch.setattr(deferred, "_chosen", chosen)
+    served_first = called(problem)
+    deferred.ready(served_first, USUAL)
+    deferred.wait()
+    for batch in (1, 2, 4, 8):
+        assert deferred.ready(called(with_lengths(problem, 64, 64, batch)), USUAL) is None
+    assert [one.name for one in threading.enumerate()].count("flashtune-prepare") == 1
+    assert not deferred.wait(0.01)
+    release.set()
+    assert deferred.wait(10)
+    assert threads == {"flashtune-prepare"}
+
+
+def test_a_failed_bucket_is_remembered_with_one_warning(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    machine.right = False
+    tuned(machine, make_record(problem, peers=FASTER, kernel="0" * 32))
+    call = called(problem)
+    with pytest.warns(FlashtuneWarning, match="the replaced operator serves") as warned:
+        assert served(call) is None
+    assert len(warned) == 1
+    checks = len(machine.checked)
+    other = called(with_lengths(problem, 511, 511))
+    assert served(other) is None
+    assert served(call) is None
+    assert len(machine.checked) <= checks + 1
+
+
+def test_an_unexpected_error_reaches_no_call(machine: Machine, problem: Problem, monkeypatch: Any) -> None:
+    def chosen(*_: object) -> None:
+        raise AssertionError("a defect")
+
+    monkeypatch.setattr(deferred, "_chosen", chosen)
+    with pytest.warns(FlashtuneWarning, match="a defect"):
+        assert served(called(problem)) is None
+
+
+def test_records_that_cannot_be_loaded_refuse_all_calls(
+    machine: Machine, problem: Problem, monkeypatch: Any
+) -> None:
+    loads: list[str] = []
+
+    def fails(name: str) -> None:
+        loads.append(name)
+        raise OSError("a full disk")
+
+    monkeypatch.setattr(deferred, "tuned_records", fails)
+    with pytest.warns(FlashtuneWarning, match="a full disk") as warned:
+        assert served(called(problem)) is None
+    assert served(called(with_lengths(problem, 64, 64))) is None
+    assert len(warned) == len(loads) == 1
+    assert deferred.kind_of(called(problem), USUAL) is deferred.REFUSED
+
+
+def test_a_launch_that_cannot_be_bound_is_refused(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    machine.compiles = False
+    tuned(machine, make_record(problem, peers=FASTER))
+    with pytest.warns(FlashtuneWarning, match="out of registers"):
+        assert served(called(problem)) is None
+
+
+def test_a_capture_neither_queues_nor_binds(
+    machine: Machine, problem: Problem, make_record: Make, monkeypatch: Any
+) -> None:
+    tuned(machine, make_record(problem, peers=FASTER))
+    capturing = True
+    monkeypatch.setattr(deferred, "is_capturing", lambda tensor: capturing)
+    first, second = called(problem), called(with_lengths(problem, 511, 511))
+    assert served(first) is None
+    assert not deferred._kinds
+    capturing = False
+    assert served(first) is not None
+    capturing = True
+    assert deferred.ready(first, USUAL) is not None
+    assert deferred.ready(second, USUAL) is None
+    capturing = False
+    assert deferred.ready(second, USUAL) is not None
+
+
+def test_caches_are_bounded(machine: Machine, problem: Problem, make_record: Make, monkeypatch: Any) -> None:
+    tuned(machine, make_record(problem, peers=FASTER))
+    monkeypatch.setattr(deferred, "MEMO_LIMIT", 8)
+    small = msgspec.structs.replace(problem, heads=1, kv_heads=1)
+    served(called(small))
+    for length in range(1, 40):
+        deferred.ready(called(with_lengths(small, length, 2 * length, 1)), USUAL)
+        deferred.wait()
+    assert len(deferred._kinds) <= 8
+    assert len(deferred._buckets) <= 8
+
+
+def test_a_full_queue_is_not_made_longer(machine: Machine, problem: Problem, monkeypatch: Any) -> None:
+    served(called(problem))
+    monkeypatch.setattr(deferred, "QUEUE_LIMIT", 2)
+    release = threading.Event()
+    monkeypatch.setattr(deferred, "_chosen", lambda *_: release.wait(10) and None)
+    for batch in (1, 4, 8, 16, 32, 64):
+        deferred.ready(called(with_lengths(problem, 8, 8, batch)), USUAL)
+    kinds = len(deferred._kinds)
+    release.set()
+    assert kinds <= 1 + 3
+    deferred.wait()
+    assert served(called(with_lengths(problem, 8, 8, 64))) is None
+
+
+def test_preparations_keep_no_tensors(machine: Machine, problem: Problem, monkeypatch: Any) -> None:
+    served(called(problem))
+    release = threading.Event()
+    monkeypatch.setattr(deferred, "_chosen", lambda *_: release.wait(10) and None)
+    call = called(with_lengths(problem, 64, 64))
+    alive = [weakref.ref(tensor) for tensor in call[:3]]
+    deferred.ready(call, USUAL)
+    del call
+    gc.collect()
+    left = [one for one in alive if one() is not None]
+    release.set()
+    assert not left
+
+
+def test_threads_get_the_same_bits(machine: Machine, problem: Problem, make_record: Make) -> None:
+    tuned(machine, make_record(problem, peers=FASTER))
+    call = called(problem)
+    want = expected(call.q, call.k, call.v)
+    wrong: list[object] = []
+    served_by_kernels: list[object] = []
+
+    def run() -> None:
+        for _ in range(20):
+            executor = deferred.ready(call, USUAL)
+            if executor is not None:
+                served_by_kernels.append(executor)
+                out = executor(*call[:3], None, call.side)
+                if not (isinstance(out, torch.Tensor) and torch.equal(out, want)):
+                    wrong.append(executor)
+            else:
+                deferred.wait()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert served_by_kernels
+    assert not wrong
+    assert machine.steps.count("compile") == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "serves"),
+    [
+        pytest.param(1.5, 1.5, True, id="faster"),
+        pytest.param(0.9, 1.5, True, id="slower-forward"),
+        pytest.param(0.9, 0.9, False, id="slower"),
+        pytest.param(1.5, None, False, id="unknown-backward"),
+    ],
+)
+def test_both_passes_are_chosen_together(
+    machine: Machine, problem: Problem, make_record: Make, first: float, last: float | None, serves: bool
+) -> None:
+    tuned(
+        machine,
+        make_record(problem, peers={USUAL: first}),
+        backward_record(make_record, problem, {} if last is None else {USUAL: last}),
+    )
+    q, k, v = (tensor.requires_grad_() for tensor in inputs(problem))
+    call = dense_call(q, k, v, causal=True)
+    executor = served(call)
+    assert (executor is not None) == serves
+    if not serves:
+        return
+    out = executor(q, k, v, None, call.side)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    want, _ = unfused(q, k, v, scale=0.125, causal=Causal.BOTTOM_RIGHT)
+    for one, other in zip(found, torch.autograd.grad(want, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_passes_serve_without_autograd(machine: Machine, problem: Problem, make_record: Make) -> None:
+    tuned(machine, make_record(problem, peers=FASTER), backward_record(make_record, problem, FASTER))
+    call = called(problem)
+    deferred.kind_of(call, USUAL, needs_grad=True)
+    deferred.wait()
+    kind = deferred.kind_of(call, USUAL, needs_grad=True)
+    assert kind is not None
+    deferred.wait()
+    passes = deferred.passes_of(kind, call)
+    assert passes is not None
+    assert passes.backward is not None
+    out, lse = passes.forward(*call[:3], None, call.side)
+    want, want_lse = unfused(*call[:3], scale=0.125, causal=Causal.BOTTOM_RIGHT, return_lse=True)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    found = passes.backward(*call[:3], out, lse, torch.ones_like(out), None, None)
+    assert found.dq.shape == call.q.shape
+
+
+def test_invalid_calls_are_refused_without_an_error(machine: Machine, problem: Problem) -> None:
+    q, k, v = inputs(problem)
+    served(called(problem))
+    assert deferred.ready(dense_call(q, k[..., :32], v), USUAL) is None
+    assert deferred.ready(dense_call(q, k, v, scale=-1.0), USUAL) is None
+    assert deferred.ready(dense_call(q[:, :, :0], k, v), USUAL) is None
+    assert deferred.ready(dense_call(q, None, v), USUAL) is None  # type: ignore[arg-type]
+
+
+def test_calls_that_are_passed_on_are_recorded_too(
+    machine: Machine, problem: Problem, make_record: Make, file: Path
+) -> None:
+    tuned(machine, make_record(problem, peers=SLOWER))
+    call = called(problem)
+    with record_calls(file):
+        assert served(call) is None
+        calls = 3
+        for _ in range(calls):
+            deferred.ready(call, USUAL)
+    (count,) = read_counts(file)
+    assert count.problem == problem
+    # The first call came before the records were loaded.
+    assert count.calls == calls + 2
+    assert not deferred._kinds
+
+
+def test_a_worker_goes_on_after_an_error(recwarn: Any) -> None:
+    def fails() -> None:
+        raise AssertionError("a defect")
+
+    worker, done = Worker("test-worker"), threading.Event()
+    raised: list[object] = []
+    hook, threading.excepthook = threading.excepthook, raised.append
+    try:
+        worker.put(fails, 8)
+        worker.put(done.set, 8)
+        assert done.wait(10)
+        assert worker.wait(10)
+    finally:
+        threading.excepthook = hook
+    assert len(raised) == 1
+
+
+def test_an_idle_worker_ends(monkeypatch: Any) -> None:
+    monkeypatch.setattr(background, "LINGER_SECONDS", 0.05)
+    ended, done = threading.Event(), threading.Event()
+    worker = Worker("test-worker", ended.set)
+    worker.put(done.set, 8)
+    assert ended.wait(10)
+    assert done.is_set()
+    done.clear()
+    worker.put(done.set, 8)
+    assert done.wait(10)
+
+
+def test_a_worker_ends_when_the_process_does() -> None:
+    started, release = threading.Event(), threading.Event()
+    worker = Worker("test-worker", at_exit=release.set)
+    skipped: list[None] = []
+
+    def job() -> None:
+        started.set()
+        release.wait(10)
+
+    worker.put(job, 8)
+    worker.put(lambda: skipped.append(None), 8)
+    started.wait(10)
+    worker._stop()
+    assert worker.wait(0)
+    assert not skipped
