@@ -1,0 +1,161 @@
+"""The operators of torch's FlashAttention, dense, packed and paged, as calls of flashtune.
+
+SDPA's flash backend and `torch.nn.attention.varlen` call them. Tensors are [batch, seqlen, heads, head_dim],
+or [tokens, heads, head_dim] of packed sequences, or pages [pages, page_size, heads, head_dim] of keys. The
+causal mask is aligned bottom-right. The log-sum-exp is natural and float32, [batch, heads, seqlen_q] or
+[heads, tokens].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.kernel import POINTER_ALIGNMENT
+from flashtune.integrations.operator_overrides import Reading, is_marked, random_states
+from flashtune.integrations.sdpa_operators import is_dense
+from flashtune.request.call import Call, Options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.request.request import Result
+    from flashtune.runtime.backward_executors import Gradients
+
+# The backend's name in records, which have no times of packed and paged sequences.
+USUAL = "sdpa-flash"
+# Options of the forward operators. Other ones are not known here, so calls with them are passed on.
+OPTIONS = frozenset(
+    {"scale", "window_size_left", "window_size_right", "seqused_k", "block_table", "num_splits"}
+)
+
+
+class FlashForward:
+    """`_flash_attention_forward`.
+
+    Its arguments are query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal and
+    return_debug_mask.
+    """
+
+    name = "_flash_attention_forward"
+    flags = 1
+
+    def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
+        """Returns the call, or None with dropout, a debug mask or options that change results otherwise."""
+        q, k, v, starts_q, starts_k, max_q, max_k, dropout, causal, debug = args
+        if dropout or debug or not OPTIONS.issuperset(options):
+            return None
+        if options.get("num_splits") == 1:
+            return None  # asks for the same bits in any batch
+        # Of packed sequences the backward operator is not known to follow, and is chosen by itself.
+        needs_grad = starts_q is None and "seqused_k" not in options and torch.is_grad_enabled()
+        return _reading((q, k, v), (starts_q, starts_k, max_q, max_k), causal, options, needs_grad)
+
+    def inputs(self, *_: object) -> None:
+        """Returns nothing: each call is read, because packed sequences differ in each."""
+
+    def results(self, result: Result, args: tuple[Any, ...], _: Options) -> tuple[Any, ...]:
+        """Returns all results of the operator."""
+        out, lse = result
+        return out, lse, *random_states(args[0], torch.uint64, 2), args[0].new_empty(0)
+
+
+class FlashForwardInto:
+    """`_flash_attention_forward_no_dropout_inplace`, which has the output as its first argument."""
+
+    name = "_flash_attention_forward_no_dropout_inplace"
+    flags = 2
+
+    def __init__(self) -> None:
+        self._forward = FlashForward()
+
+    def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
+        """Returns the call as `FlashForward`."""
+        return self._forward.read(args[1:], options)
+
+    def inputs(self, *_: object) -> None:
+        """Returns nothing, as `FlashForward`."""
+
+    def results(self, result: Result, args: tuple[Any, ...], _: Options) -> Tensor:
+        """Writes the output and returns the log-sum-exp."""
+        out, lse = result
+        args[0].copy_(out)
+        return lse
+
+
+class FlashBackward:
+    """`_flash_attention_backward`.
+
+    Its arguments are grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
+    dropout_p, is_causal, rng_state and unused.
+    """
+
+    name = "_flash_attention_backward"
+
+    def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
+        """Returns the call, or None unless flashtune served the forward pass.
+
+        `varlen_attn` does not keep the random state. A backward pass of packed sequences is therefore served
+        after any forward pass without dropout. The log-sum-exp is the same.
+        """
+        starts_q, dropout, causal, state = args[6], *args[10:13]
+        if dropout or not OPTIONS.issuperset(options) or (starts_q is None and not is_marked(state)):
+            return None
+        return _reading(args[1:4], args[6:10], causal, options, True)
+
+    def saved(self, args: tuple[Any, ...], _: Reading) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the output, the log-sum-exp and the gradient of the output."""
+        return args[4], args[5].contiguous(), args[0]
+
+    def results(self, gradients: Gradients, _: Reading) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of query, key and value."""
+        return gradients.dq, gradients.dk, gradients.dv
+
+
+def _reading(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    starts: tuple[Tensor | None, Tensor | None, int, int],
+    causal: bool,
+    options: dict[str, Any],
+    needs_grad: bool,
+) -> Reading | None:
+    """Returns the call of an operator, or None if flashtune does not compute it."""
+    q, k, v = tensors
+    starts_q, starts_k, max_q, max_k = starts
+    lengths, table = options.get("seqused_k"), options.get("block_table")
+    if not is_dense(q, tuple(range(q.dim() - 1))):
+        return None  # the output would have other strides
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % POINTER_ALIGNMENT:
+        return None
+    left, right = (_bound(options.get(f"window_size_{side}")) for side in ("left", "right"))
+    mask: dict[str, Any] = {
+        "causal": "bottom_right" if causal else "none",
+        "window_left": left,
+        "window_right": None if causal else right,
+        # The log-sum-exp of a call with gradients is returned in any case, and has no gradient.
+        "return_lse": not needs_grad,
+    }
+    if starts_q is None:
+        side = NO_EXTRA_INPUTS if lengths is None else ExtraInputs(seqlens_kv=lengths)
+        if table is not None:
+            return None
+        usual = USUAL
+        found = Options(layout="bshd", kv_layout="bshd", **mask)
+    else:
+        usual = None
+        if table is not None and lengths is not None:
+            side = ExtraInputs(cu_seqlens_q=starts_q, seqlens_kv=lengths, block_table=table)
+            found = Options(layout="thd", kv_layout="bshd", max_seqlen_q=max_q, **mask)
+        elif table is None and lengths is None and starts_k is not None:
+            side = ExtraInputs(cu_seqlens_q=starts_q, cu_seqlens_kv=starts_k)
+            found = Options(layout="thd", kv_layout="thd", max_seqlen_q=max_q, max_seqlen_k=max_k, **mask)
+        else:
+            return None
+    return Reading(Call(q, k, v, options.get("scale"), found, side), needs_grad, usual)
+
+
+def _bound(size: int | None) -> int | None:
+    """Returns a window's bound. Negative sizes mean none."""
+    return None if size is None or size < 0 else size

@@ -1,0 +1,277 @@
+"""Overrides of torch's attention operators, which pass calls on unless kernels are prepared and faster.
+
+An override runs below autograd, with tensors that have memory. It never changes a call that it passes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from flashtune.core.arguments import MAX_FLOAT32
+from flashtune.core.notices import warn_once
+from flashtune.launch.launcher import current_device
+from flashtune.launch.workspaces import allocator
+from flashtune.recording.recorder import on_change, recording
+from flashtune.runtime import deferred
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashtune.core.features.records import ExtraInputs
+    from flashtune.request.call import Call, Options
+    from flashtune.request.request import Executor, Result
+    from flashtune.runtime.backward_executors import Gradients
+    from flashtune.runtime.deferred import Passes
+
+# Caches are cleared at this size.
+LIMIT = 4096
+# The address of a served call's first random state, modulo a number that divides those of other states.
+# Compilers assert that it is a multiple of 16.
+MARK, MEMORY_ALIGNMENT = 16, 64
+
+# Bound once, because each call uses it.
+same_bits = torch.are_deterministic_algorithms_enabled
+# Queries, keys, values and extra inputs of a call, in its layout.
+Inputs = tuple["Tensor", "Tensor", "Tensor", "ExtraInputs"]
+# A kernel of an operator, called with the dispatcher's keys and then the operator's arguments.
+Kernel = Callable[..., Any]
+
+# Properties of calls that are passed on, by operator, so that later calls are passed on at once.
+_refused: dict[str, set[tuple[object, ...]]] = {}
+# The executors of calls that are served, likewise.
+_served: dict[str, dict[tuple[object, ...], Served]] = {}
+# How many times each thread has entered `disabled`.
+_disabled: dict[int, int] = {}
+
+
+class Reading(NamedTuple):
+    """A call of an operator as flashtune computes it.
+
+    Attributes:
+        call: The call.
+        needs_grad: Whether a backward pass may follow.
+        usual: Name of the replaced operator in records, or None if it has no measurements.
+    """
+
+    call: Call
+    needs_grad: bool
+    usual: str | None
+
+
+class Served(NamedTuple):
+    """A kind of call that is served: the executor of its forward pass, and its options."""
+
+    forward: Executor
+    options: Options
+
+
+class ForwardOperator(Protocol):
+    """A forward operator.
+
+    Attributes:
+        name: Its name in the library `aten`.
+        flags: The number of arguments after the fourth that are not numbers.
+    """
+
+    name: str
+    flags: int
+
+    def read(self, args: tuple[Any, ...], options: dict[str, Any], /) -> Reading | None:
+        """Returns the call, or None if flashtune does not compute such calls of the operator."""
+        ...
+
+    def inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, other: Tensor | None, known: Options, /
+    ) -> Inputs | None:
+        """Returns the inputs of a later call with the same options. None if each call must be read."""
+        ...
+
+    def results(self, result: Result, args: tuple[Any, ...], options: Options, /) -> Any:
+        """Returns the operator's results from those of a kernel for a call with these options."""
+        ...
+
+
+class BackwardOperator(Protocol):
+    """A backward operator.
+
+    Attributes:
+        name: Its name in the library `aten`.
+    """
+
+    name: str
+
+    def read(self, args: tuple[Any, ...], options: dict[str, Any], /) -> Reading | None:
+        """Returns the forward call, or None if flashtune does not compute its gradients."""
+        ...
+
+    def saved(self, args: tuple[Any, ...], reading: Reading, /) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the output, the log-sum-exp and the gradient of the output, in the call's layout."""
+        ...
+
+    def results(self, gradients: Gradients, reading: Reading, /) -> Any:
+        """Returns the operator's results from those of a kernel."""
+        ...
+
+
+def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
+    """Returns the override of a forward operator with an original kernel."""
+    refused = _refused.setdefault(operator.name, set())
+    served = _served.setdefault(operator.name, {})
+    skipped = operator.flags
+
+    def override(
+        keyset: object, q: Tensor, k: Tensor, v: Tensor, other: Tensor | None, *flags: Any, **options: Any
+    ) -> Any:
+        # These lines are the host time of calls that are passed on.
+        given = None if other is None else (other.shape, other.stride(), other.dtype)
+        short = q.shape, k.shape, q.dtype, given, flags[skipped:]
+        if short in refused or (_disabled and threading.get_ident() in _disabled):
+            return original(keyset, q, k, v, other, *flags, **options)
+        args = q, k, v, other, *flags
+        scale = options.get("scale")
+        strides = q.stride(), k.stride(), v.stride()
+        devices = q.device, k.device, v.device, None if other is None else other.device
+        key = short, strides, v.shape, k.dtype, v.dtype, devices, same_bits()
+        found = served.get(key)
+        if found is not None and (scale is None or 0.0 <= scale <= MAX_FLOAT32):
+            inputs = operator.inputs(q, k, v, other, found.options)
+            if inputs is not None:
+                q_, k_, v_, side = inputs
+                return operator.results(found.forward(q_, k_, v_, scale, side), args, found.options)
+        known = _known(operator, args, options, refused, short)
+        if known is None:
+            return original(keyset, *args, **options)
+        reading, passes = known
+        call = reading.call
+        if not recording() and operator.inputs(q, k, v, other, call.options) is not None:
+            if len(served) >= LIMIT:
+                served.clear()
+            served[key] = Served(passes.forward, call.options)
+        result = passes.forward(call.q, call.k, call.v, call.scale, call.side)
+        return operator.results(result, args, call.options)
+
+    return override
+
+
+def backward_override(operator: BackwardOperator, original: Kernel) -> Kernel:
+    """Returns the override of a backward operator with an original kernel."""
+
+    def override(keyset: object, *args: Any, **options: Any) -> Any:
+        known = _known(operator, args, options)
+        backward = None if known is None else known[1].backward
+        if known is None or backward is None:
+            return original(keyset, *args, **options)
+        reading = known[0]
+        call = reading.call
+        out, lse, dout = operator.saved(args, reading)
+        gradients = backward(call.q, call.k, call.v, out, lse, dout, None, call.scale, call.side)
+        return operator.results(gradients, reading)
+
+    return override
+
+
+def _known(
+    operator: ForwardOperator | BackwardOperator,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    refused: set[tuple[object, ...]] | None = None,
+    short: tuple[object, ...] = (),
+) -> tuple[Reading, Passes] | None:
+    """Returns a call and its executors, or None if it is passed on."""
+    try:
+        # Another version of torch may have other arguments.
+        reading = operator.read(args, options)
+        if reading is None:
+            return None
+        kind = deferred.kind_of(reading.call, reading.usual, reading.needs_grad, "torch")
+        passes = None if kind is None else deferred.passes_of(kind, reading.call)
+    except Exception as failure:  # noqa: BLE001 - a call must not fail because another operator was tried
+        warn_once("override", f"torch's operator serves, because its override failed: {failure!r}")
+        return None
+    # With other strides kernels are no faster, so that these can refuse other calls too.
+    if refused is not None and kind is not None and kind.is_refused and kind.count is None and kind.is_usual:
+        if len(refused) >= LIMIT:
+            refused.clear()
+        refused.add(short)
+    return None if passes is None else (reading, passes)
+
+
+def forget() -> None:
+    """Forgets which calls are served and which are passed on."""
+    for refused in _refused.values():
+        refused.clear()
+    for served in _served.values():
+        served.clear()
+
+
+on_change(forget)
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Passes all calls of this thread on to torch's operators, with their backward passes.
+
+    Backward passes of packed sequences are not included, because nothing marks the calls that were passed on.
+    """
+    enter_disabled()
+    try:
+        yield
+    finally:
+        leave_disabled()
+
+
+def enter_disabled() -> None:
+    """Begins to pass on the calls of this thread."""
+    thread = threading.get_ident()
+    _disabled[thread] = _disabled.get(thread, 0) + 1
+
+
+def leave_disabled() -> None:
+    """Ends what the last `enter_disabled` of this thread began."""
+    thread = threading.get_ident()
+    _disabled[thread] -= 1
+    if not _disabled[thread]:
+        del _disabled[thread]
+
+
+def random_states(like: Tensor, dtype: torch.dtype, *sizes: int) -> tuple[Tensor, Tensor]:
+    """Returns the random states that an operator returns, without values, because nothing is random.
+
+    The address of the first one is a mark, because torch's memory begins at multiples of 64 bytes. The
+    backward operator gets it too, and so knows the calls that flashtune served. Each call has its own memory,
+    because compilers may write other values there.
+
+    Args:
+        like: A tensor on the device.
+        dtype: The type of both states.
+        sizes: The shape of the first one. The second one has no dimensions.
+    """
+    device = like.device
+    if device.index is not None and current_device() != device.index:
+        with torch.cuda.device(device):
+            return random_states(like, dtype, *sizes)
+    first, second, before = _allocators(device, dtype, sizes)
+    memory = first()
+    return memory[before:] if sizes else memory[before], second()
+
+
+@functools.lru_cache(maxsize=64)
+def _allocators(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor], int]:
+    """Returns functions that allocate both states, and the number of elements before the first one."""
+    before = MARK // dtype.itemsize
+    shape = (before + (sizes[0] if sizes else 1),)
+    first, second = (torch.empty(one, dtype=dtype, device="meta") for one in (shape, ()))
+    return allocator(first, device), allocator(second, device), before
+
+
+def is_marked(state: Tensor | None) -> bool:
+    """Whether a random state is that of a call that flashtune served."""
+    return state is not None and state.data_ptr() % MEMORY_ALIGNMENT == MARK

@@ -1,0 +1,232 @@
+"""Tests of the registration of overrides: what activates, restores and passes on calls."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import attention as torch_attention
+
+from flashtune import UsageError
+from flashtune.integrations import operator_overrides
+from flashtune.integrations import torch as integration
+from flashtune.runtime import deferred
+from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, registered
+
+pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
+aten = torch.ops.aten
+NAMES = (CUDNN, f"{CUDNN}_backward", EFFICIENT, f"{EFFICIENT}_backward", FLASH, "_flash_attention_backward")
+
+
+@pytest.fixture
+def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
+    monkeypatch.setattr(integration, "KEY", "CPU")
+    deferred.forget()
+    operator_overrides.forget()
+    with registered() as found:
+        yield found
+        integration.deactivate()
+
+
+def attend(q: Tensor) -> Tensor:
+    out: Tensor = aten._scaled_dot_product_cudnn_attention(q, q, q, None, False)[0]
+    return out
+
+
+def overridden() -> dict[str, bool]:
+    """Whether the present kernel of each operator is another one than the original."""
+    dumps = {name: torch._C._dispatch_dump(f"aten::{name}") for name in NAMES}
+    return {
+        name: dump.count("CPU: registered at") + dump.count("CPU (inactive)") > 1
+        for name, dump in dumps.items()
+    }
+
+
+def test_all_operators_are_overridden_and_restored(originals: Originals) -> None:
+    assert set(overridden().values()) == {False}
+    integration.activate()
+    assert integration.is_active()
+    assert set(overridden().values()) == {True}
+    assert torch_attention.current_flash_attention_impl() == "flashtune"
+    integration.deactivate()
+    assert not integration.is_active()
+    assert set(overridden().values()) == {False}
+    assert torch_attention.current_flash_attention_impl() is None
+    integration.deactivate()
+
+
+def test_a_context_ends_only_what_it_began(originals: Originals) -> None:
+    with integration.activate():
+        with integration.activate():
+            assert integration.is_active()
+        assert integration.is_active()
+    assert not integration.is_active()
+    integration.activate()
+    with pytest.raises(KeyError), integration.activate():
+        raise KeyError
+    assert integration.is_active()
+
+
+def test_the_context_ends_with_an_error(originals: Originals) -> None:
+    with pytest.raises(KeyError), integration.activate():
+        raise KeyError
+    assert set(overridden().values()) == {False}
+
+
+def test_another_name_is_taken(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import _registry
+
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(_registry._FLASH_ATTENTION_IMPLS))
+    integration.activate(names=("FA3", "flashtune"))
+    assert torch_attention.current_flash_attention_impl() == "FA3"
+    # As torchtitan does.
+    torch_attention.activate_flash_attention_impl("FA3")
+    assert set(overridden().values()) == {True}
+    integration.deactivate()
+    assert set(overridden().values()) == {False}
+    with pytest.raises(UsageError, match="names is empty"):
+        integration.activate(names=())
+
+
+def test_another_implementation_is_left_alone(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import _registry
+
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(_registry._FLASH_ATTENTION_IMPLS))
+
+    class Handle:
+        def remove(self) -> None:
+            raise AssertionError("removed by another one")
+
+    integration.activate()
+    torch_attention.register_flash_attention_impl("other", register_fn=Handle)
+    torch_attention.activate_flash_attention_impl("other")
+    assert overridden()[CUDNN]
+    assert not overridden()[FLASH]
+    integration.deactivate()
+    assert torch_attention.current_flash_attention_impl() == "other"
+    _registry._FLASH_ATTENTION_ACTIVE = None
+
+
+def test_a_thousand_activations_leave_nothing(originals: Originals) -> None:
+    q = torch.randn(1, 2, 4, 16, dtype=torch.bfloat16)
+    want = attend(q)
+    objects = 0
+    for number in range(1000):
+        with integration.activate():
+            if number % 100 == 0:
+                assert torch.equal(attend(q), want)
+        if number == 100:
+            gc.collect()
+            objects = len(gc.get_objects())
+    gc.collect()
+    assert len(gc.get_objects()) < objects + 200
+    assert torch.equal(attend(q), want)
+    assert set(overridden().values()) == {False}
+    assert originals.calls[CUDNN] == 12
+
+
+def test_threads_may_activate_and_call(originals: Originals) -> None:
+    q = torch.randn(1, 2, 4, 16, dtype=torch.bfloat16)
+    want = attend(q)
+
+    def activations() -> None:
+        for _ in range(50):
+            with integration.activate():
+                pass
+
+    def calls() -> int:
+        return sum(not torch.equal(attend(q), want) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(run) for run in (activations, calls, activations, calls)]
+    # `result` raises what a thread raised.
+    assert [run.result() for run in runs] == [None, 0, None, 0]
+    integration.deactivate()
+    assert set(overridden().values()) == {False}
+
+
+def test_a_kernel_outlives_its_removal(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread may wait for Python's lock between its look-up of a kernel and the call."""
+    made: list[weakref.ref[Any]] = []
+    forward_override = operator_overrides.forward_override
+
+    def remembered(*args: Any) -> Any:
+        override = forward_override(*args)
+        made.append(weakref.ref(override))
+        return override
+
+    monkeypatch.setattr(integration, "forward_override", remembered)
+    monkeypatch.setattr(integration, "_removed", deque(maxlen=4))
+    with integration.activate():
+        first = [*made]
+    gc.collect()
+    assert first
+    assert all(one() is not None for one in first)
+    for _ in range(2):
+        with integration.activate():
+            pass
+    gc.collect()
+    assert all(one() is None for one in first)
+
+
+def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def kind_of(*_: Any) -> None:
+        asked.append(threading.current_thread().name)
+
+    monkeypatch.setattr(deferred, "kind_of", kind_of)
+    q = torch.randn(1, 2, 4, 16)
+    with integration.activate():
+        with integration.disabled(), integration.disabled():
+            attend(q)
+            assert not asked
+            other = threading.Thread(target=attend, args=(q,), name="other")
+            other.start()
+            other.join()
+        attend(q)
+    assert asked == ["other", threading.current_thread().name]
+    assert not operator_overrides._disabled
+
+
+def test_a_refused_call_is_not_read_again(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without the interpreter nothing is computed on the CPU, so that all calls are passed on.
+    q = torch.randn(1, 2, 4, 16)
+    reads = []
+    kind_of = deferred.kind_of
+
+    def counted(*args: Any) -> Any:
+        reads.append(args)
+        return kind_of(*args)
+
+    monkeypatch.setattr(deferred, "kind_of", counted)
+    monkeypatch.setattr(operator_overrides, "LIMIT", 4)
+    with integration.activate():
+        for _ in range(3):
+            attend(q)
+        assert len(reads) == 1
+        for seqlen in range(5, 15):
+            attend(torch.randn(1, 2, seqlen, 16))
+        assert len(operator_overrides._refused[CUDNN]) <= 4
+        operator_overrides.forget()
+        attend(q)
+    assert len(reads) == 12
+
+
+def test_a_build_without_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this build has kernels")
+    with pytest.raises(UsageError, match="install one for GPUs"):
+        integration.activate()
+    assert not integration.is_active()
+    monkeypatch.delattr(torch_attention, "register_flash_attention_impl")
+    with pytest.raises(UsageError, match=r"install torch >= 2\.11"):
+        integration.activate()

@@ -1,0 +1,474 @@
+"""Tests of torch's operators served by flashtune in the interpreter, on the CPU, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune.integrations import operator_overrides
+from flashtune.integrations import torch as integration
+from flashtune.recording.recorder import read_counts, record_calls
+from flashtune.runtime import deferred
+from tests.support.attention_operators import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    FLASH_BACKWARD,
+    FLASH_INTO,
+    Originals,
+    by_definition,
+    registered,
+)
+from tests.support.process_state import forget_warnings
+
+pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
+Triple = tuple[Tensor, Tensor, Tensor]
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
+    """Torch's operators on the CPU, with flashtune active over them."""
+    forget_warnings()
+    deferred.forget()
+    operator_overrides.forget()
+    monkeypatch.setattr(integration, "KEY", "CPU")
+    with registered() as found, integration.activate():
+        yield found
+    deferred.wait()
+    deferred.forget()
+
+
+def tensors(
+    seqlen_q: int = 20,
+    seqlen_kv: int = 28,
+    *,
+    heads_last: bool = True,
+    kv_heads: int = 2,
+    requires_grad: bool = False,
+) -> Triple:
+    torch.manual_seed(seqlen_q)
+    found = []
+    for heads, seqlen, width in ((4, seqlen_q, 32), (kv_heads, seqlen_kv, 32), (kv_heads, seqlen_kv, 16)):
+        if heads_last:
+            one = torch.randn(2, seqlen, heads, width).transpose(1, 2)
+        else:
+            one = torch.randn(2, heads, seqlen, width)
+        found.append(one.requires_grad_(requires_grad))
+    return found[0], found[1], found[2]
+
+
+def prepared(call: Any) -> Any:
+    """The result of a call whose kernels are prepared, and which was served before."""
+    call()
+    deferred.wait()
+    call()
+    return call()
+
+
+def close(found: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(found.double(), want.double(), atol=tolerance, rtol=tolerance)
+
+
+def biases(seqlen_q: int, seqlen_kv: int) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    dense = torch.randn(2, 4, seqlen_q, seqlen_kv)
+    padding = torch.zeros(2, 1, 1, seqlen_kv)
+    padding[0, ..., -9:] = -torch.inf
+    blind = torch.zeros(1, 1, seqlen_q, seqlen_kv)
+    blind[:, :, 3:5] = -torch.inf
+    aligned = torch.randn(2, 1, seqlen_q, 64)[..., 1 : 1 + seqlen_kv]
+    return {
+        "dense": dense,
+        "padding": padding.expand(2, 4, seqlen_q, seqlen_kv),
+        "blind": blind.expand(2, 4, -1, -1),
+        "unaligned": aligned,
+        "two dimensions": dense[0, 0],
+    }
+
+
+@pytest.mark.parametrize("heads_last", [True, False])
+@pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
+@pytest.mark.parametrize("causal", [False, True])
+def test_outputs_are_those_of_the_operator(
+    originals: Originals, name: str, causal: bool, heads_last: bool
+) -> None:
+    q, k, v = tensors(heads_last=heads_last)
+    op = getattr(aten, name)
+    with integration.disabled():
+        want = op(q, k, v, None, False, 0.0, causal, scale=0.3)
+    assert originals.calls[name] == 1
+    found = prepared(lambda: op(q, k, v, None, False, 0.0, causal, scale=0.3))
+    assert originals.calls[name] == 2, "the second call is served"
+    close(found[0], by_definition(q.double(), k.double(), v.double(), causal=causal, scale=0.3)[0])
+    close(found[0], want[0])
+    for one, other in zip(found, want, strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, Tensor):
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        else:
+            assert one == other
+
+
+@pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(20, 28), (32, 32), (40, 24)])
+def test_both_passes_are_served(
+    originals: Originals, name: str, causal: bool, seqlen_q: int, seqlen_kv: int
+) -> None:
+    given = tensors(seqlen_q, seqlen_kv, requires_grad=True)
+    op = getattr(aten, name)
+
+    def call() -> tuple[Any, ...]:
+        results: tuple[Any, ...] = op(*given, None, True, 0.0, causal)
+        return results
+
+    results = prepared(call)
+    assert originals.calls[name] == 1
+    want, want_lse = by_definition(*(one.double() for one in given), causal=causal)
+    close(results[0], want)
+    lse = results[1]
+    if name == CUDNN:
+        assert lse.shape == (2, 4, seqlen_q, 1)
+        close(lse.squeeze(-1), want_lse)
+    else:
+        assert lse.shape == (2, 4, -(-seqlen_q // 32) * 32)
+        close(lse[..., :seqlen_q], want_lse)
+        assert bool((lse[..., seqlen_q:] == torch.inf).all())
+    dout = torch.randn_like(results[0])
+    found = torch.autograd.grad(results[0], given, dout)
+    assert originals.calls[f"{name}_backward"] == 0
+    for one, other, tensor in zip(found, torch.autograd.grad(want, given, dout.double()), given, strict=True):
+        close(one, other)
+        assert one.stride() == torch.empty_like(tensor).stride()
+
+
+@pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
+def test_passes_of_torch_and_flashtune_can_be_mixed(originals: Originals, name: str) -> None:
+    given = tensors(requires_grad=True)
+    op = getattr(aten, name)
+
+    def call() -> Tensor:
+        out: Tensor = op(*given, None, True, 0.0, True)[0]
+        return out
+
+    served = prepared(call)
+    want, _ = by_definition(*(one.double() for one in given), causal=True)
+    dout = torch.randn_like(want)
+    expected = torch.autograd.grad(want, given, dout)
+    with integration.disabled():
+        passed_on = call()
+    found = torch.autograd.grad(passed_on, given, dout.float())
+    assert originals.calls[f"{name}_backward"] == 1, "a call that is passed on stays with torch"
+    integration.deactivate()
+    other = torch.autograd.grad(served, given, dout.float())
+    assert originals.calls[f"{name}_backward"] == 2
+    for one, two, three in zip(found, other, expected, strict=True):
+        close(one, three)
+        close(two, three)
+
+
+@pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
+@pytest.mark.parametrize("kind", biases(20, 28))
+@pytest.mark.parametrize("scale", [None, 0.0])
+def test_biases(originals: Originals, name: str, kind: str, scale: float | None) -> None:
+    q, k, v = tensors()
+    bias = biases(20, 28)[kind]
+    op = getattr(aten, name)
+    found = prepared(lambda: op(q, k, v, bias, False, scale=scale))
+    assert originals.calls[name] == 1
+    want, _ = by_definition(q.double(), k.double(), v.double(), bias.double(), scale=scale)
+    close(found[0], want)
+
+
+@pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
+def test_gradients_with_a_bias(originals: Originals, name: str) -> None:
+    given = tensors(requires_grad=True)
+    bias = biases(20, 28)["blind"]
+    op = getattr(aten, name)
+    out = prepared(lambda: op(*given, bias, True))[0]
+    q, k, v = (one.double() for one in given)
+    want, _ = by_definition(q, k, v, bias.double())
+    dout = torch.randn_like(out)
+    for one, other in zip(
+        torch.autograd.grad(out, given, dout), torch.autograd.grad(want, given, dout.double()), strict=True
+    ):
+        close(one, other)
+    assert originals.calls[f"{name}_backward"] == 0
+
+
+def passed_on(q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    bias = torch.zeros(20, 28)
+    trained = bias.clone().requires_grad_()
+    shifted = torch.empty(q.numel() + 1)[1:].as_strided(q.shape, q.stride()).copy_(q)
+    sequences_inside = q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    return {
+        "dropout": (CUDNN, (q, k, v, None, False, 0.1), {}),
+        "debug mask": (CUDNN, (q, k, v, None, False, 0.0, False, True), {}),
+        "trained bias": (EFFICIENT, (q, k, v, trained, True), {}),
+        "unaligned": (CUDNN, (shifted, k, v, None, False), {}),
+        "expanded": (CUDNN, (q[:1].expand(2, -1, -1, -1), k, v, None, False), {}),
+        "another order": (CUDNN, (sequences_inside, k, v, None, False), {}),
+        "negative scale": (CUDNN, (q, k, v, None, False), {"scale": -0.1}),
+        "no sequences": (CUDNN, (q[:0], k[:0], v[:0], None, False), {}),
+        "no queries": (EFFICIENT, (q[:, :, :0], k, v, None, False), {}),
+        "float64": (EFFICIENT, (q.double(), k.double(), v.double(), None, False), {}),
+        "bias of another type": (CUDNN, (q, k, v, bias.double(), False), {}),
+        "bias expanded over keys": (CUDNN, (q, k, v, bias[:, :1].expand(20, 28), False), {}),
+        "heads first, efficient": (EFFICIENT, (q.contiguous(), k, v, None, True), {}),
+    }
+
+
+@pytest.mark.parametrize("kind", passed_on(*tensors()))
+def test_other_calls_are_passed_on_unchanged(originals: Originals, kind: str) -> None:
+    name, args, options = passed_on(*tensors())[kind]
+    op = getattr(aten, name)
+    for _ in range(3):
+        found = op(*args, **options)
+        deferred.wait()
+    assert originals.calls[name] == 3
+    with integration.disabled():
+        want = op(*args, **options)
+    for one, other in zip(found, want, strict=True):
+        if isinstance(one, Tensor):
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def test_flash_attention_of_dense_tensors(originals: Originals) -> None:
+    given = tuple(one.transpose(1, 2) for one in tensors(20, 28))
+    for tensor in given:
+        tensor.requires_grad_()
+    out, lse, state, unused, _ = prepared(
+        lambda: aten._flash_attention_forward(*given, None, None, 20, 28, 0.0, True, False)
+    )
+    assert originals.calls[FLASH] == 1
+    want, want_lse = by_definition(
+        *(one.double().transpose(1, 2) for one in given), causal=True, bottom_right=True
+    )
+    close(out, want.transpose(1, 2))
+    close(lse, want_lse)
+    assert (state.shape, state.dtype) == ((2,), torch.uint64)
+    dout = torch.randn_like(out)
+    more = None, None, 20, 28, 0.0, True, state, unused
+    found = aten._flash_attention_backward(dout, *given, out, lse, *more)
+    assert originals.calls[FLASH_BACKWARD] == 0
+    for one, other in zip(
+        found, torch.autograd.grad(want.transpose(1, 2), given, dout.double()), strict=True
+    ):
+        close(one, other)
+
+
+STARTS = torch.tensor([0, 5, 5, 21], dtype=torch.int32)
+KEYS = torch.tensor([0, 9, 12, 30], dtype=torch.int32)
+
+
+def in_sequences(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of packed sequences, one after another."""
+    outs, sums = [], []
+    for start, end, first, last in zip(STARTS, STARTS[1:], KEYS, KEYS[1:], strict=False):
+        one = q[start:end], k[first:last], v[first:last]
+        out, lse = by_definition(*(x.transpose(0, 1)[None] for x in one), bottom_right=True, **options)
+        outs.append(out[0].transpose(0, 1))
+        sums.append(lse[0])
+    return torch.cat(outs), torch.cat(sums, 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(originals: Originals, causal: bool) -> None:
+    torch.manual_seed(3)
+    given = torch.randn(21, 4, 32), torch.randn(30, 2, 32), torch.randn(30, 2, 32)
+    for tensor in given:
+        tensor.requires_grad_()
+    starts = STARTS, KEYS, 16, 18
+
+    def call() -> Any:
+        with torch.no_grad():
+            try:
+                return aten._flash_attention_forward(*given, *starts, 0.0, causal, False, window_size_left=-1)
+            except AssertionError:
+                return None
+
+    out, lse, _, unused, _ = prepared(call)
+    want, want_lse = in_sequences(*(one.double() for one in given), causal=causal)
+    close(out, want)
+    close(lse, want_lse)
+    dout = torch.randn_like(out)
+    zero = torch.zeros(2, dtype=torch.uint64)
+
+    def backward() -> Any:
+        with torch.no_grad():
+            try:
+                return aten._flash_attention_backward(
+                    dout, *given, out, lse, *starts, 0.0, causal, zero, unused, window_size_right=-1
+                )
+            except RuntimeError:
+                return None
+
+    found = prepared(backward)
+    for one, other in zip(found, torch.autograd.grad(want, given, dout.double()), strict=True):
+        close(one, other)
+
+
+@pytest.mark.skipif(not hasattr(aten, FLASH_INTO), reason="this torch has no operator with pages")
+@pytest.mark.parametrize("into", [False, True])
+def test_pages(originals: Originals, into: bool) -> None:
+    torch.manual_seed(4)
+    q, k, v = torch.randn(3, 4, 32), torch.randn(6, 16, 2, 32), torch.randn(6, 16, 2, 32)
+    table = torch.tensor([[4, 1], [0, 5], [2, 3]], dtype=torch.int32)
+    lengths = torch.tensor([20, 3, 32], dtype=torch.int32)
+    starts = torch.arange(4, dtype=torch.int32)
+    options = {"seqused_k": lengths, "block_table": table}
+    given = torch.empty_like(q)
+
+    def call() -> Any:
+        args = q, k, v, starts, None, 1, 32, 0.0, True, False
+        try:
+            if into:
+                return given, aten._flash_attention_forward_no_dropout_inplace(given, *args, **options)
+            return aten._flash_attention_forward(*args, **options)
+        except AssertionError:
+            return None
+
+    out, lse = prepared(call)[:2]
+    for row in range(3):
+        length = int(lengths[row])
+        keys = [
+            cache[table[row].long()].reshape(32, 2, 32)[:length].transpose(0, 1)[None] for cache in (k, v)
+        ]
+        want, want_lse = by_definition(q[row][None, :, None].double(), *(one.double() for one in keys))
+        close(out[row], want[0, :, 0])
+        close(lse[:, row], want_lse[0, :, 0])
+
+
+def test_windows_of_dense_tensors(originals: Originals) -> None:
+    q, k, v = (one.transpose(1, 2) for one in tensors(24, 24))
+    args = None, None, 24, 24, 0.0, False, False
+    with torch.no_grad():
+        out = prepared(
+            lambda: aten._flash_attention_forward(q, k, v, *args, window_size_left=5, window_size_right=0)
+        )[0]
+    assert originals.calls[FLASH] == 1
+    distance = torch.arange(24)[:, None] - torch.arange(24)
+    bias = torch.zeros(24, 24).masked_fill((distance < 0) | (distance > 5), -torch.inf)
+    q, k, v = (one.double().transpose(1, 2) for one in (q, k, v))
+    want, _ = by_definition(q, k, v, bias.double())
+    close(out, want.transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_splits": 1}, {"alibi_slopes": torch.ones(4)}], ids=["num_splits", "alibi_slopes"]
+)
+def test_flash_options_that_are_passed_on(originals: Originals, options: dict[str, Any]) -> None:
+    q, k, v = (one.transpose(1, 2) for one in tensors(24, 24))
+    schema = str(aten._flash_attention_forward.default._schema)
+    if not all(name in schema for name in options):
+        pytest.skip("this torch has no such option")
+    for _ in range(2):
+        aten._flash_attention_forward(q, k, v, None, None, 24, 24, 0.0, False, False, **options)
+        deferred.wait()
+    assert originals.calls[FLASH] == 2
+
+
+def test_deterministic_mode_takes_reproducible_kernels(originals: Originals) -> None:
+    given = tensors(requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = prepared(lambda: aten._scaled_dot_product_cudnn_attention(*given, None, True)[0])
+        kinds = [kind for kind in deferred._kinds.values() if kind.request is not None]
+        assert [kind.request.deterministic for kind in kinds if kind.request] == [True]
+        torch.autograd.grad(out, given, torch.ones_like(out))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert originals.calls[f"{CUDNN}_backward"] == 0
+
+
+@pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", True), ("inductor", False)])
+def test_compiled_calls(originals: Originals, backend: str, dynamic: bool) -> None:
+    given = tensors(requires_grad=True)
+    torch._dynamo.reset()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = aten._scaled_dot_product_cudnn_attention(q * 2, k, v, None, True, 0.0, True)[0]
+        return out + 1
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend, dynamic=dynamic)
+
+    def call() -> tuple[Tensor, ...]:
+        out = compiled(*given)
+        return (out, *torch.autograd.grad(out, given, torch.ones_like(out)))
+
+    found = prepared(call)
+    assert originals.calls == {CUDNN: 1, f"{CUDNN}_backward": 1}, "the first call is passed on"
+    q, k, v = (one.double() for one in given)
+    want = by_definition(q * 2, k, v, causal=True)[0] + 1
+    for one, other in zip(
+        found, (want, *torch.autograd.grad(want, given, torch.ones_like(want))), strict=True
+    ):
+        close(one, other)
+
+
+@pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
+def test_results_are_those_of_the_meta_kernel(originals: Originals, name: str) -> None:
+    op = getattr(aten, name).default
+    args = (*tensors(), None, True, 0.0, True)
+    prepared(lambda: op(*args))
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+    assert originals.calls[name] == 1
+
+
+def test_calls_are_recorded(originals: Originals, tmp_path: Path) -> None:
+    given = tensors(requires_grad=True)
+    op = aten._scaled_dot_product_cudnn_attention
+    prepared(lambda: op(*given, None, True))
+    with record_calls(tmp_path / "calls.jsonl"):
+        for _ in range(3):
+            op(*given, None, True)
+            deferred.wait()
+        op(*given, None, True, 0.1)  # dropout, which is another problem
+    counts = {count.problem: count.calls for count in read_counts(tmp_path / "calls.jsonl")}
+    assert sorted(problem.direction for problem in counts) == ["backward", "forward"]
+    assert set(counts.values()) == {3}
+
+
+def test_a_disabled_module_is_passed_on(originals: Originals) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if q.shape[0] == 7:
+                raise ValueError("an error inside")
+            out: Tensor = aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)[0]
+            return out
+
+    module, given = Attention(), tensors()
+    prepared(lambda: module(*given))
+    calls = originals.calls[CUDNN]
+    switch = integration.disable_for(module)
+    module(*given)
+    assert originals.calls[CUDNN] == calls + 1
+    with pytest.raises(ValueError, match="an error inside"):
+        module(torch.empty(7), *given[1:])
+    aten._scaled_dot_product_cudnn_attention(*given, None, False)
+    assert originals.calls[CUDNN] == calls + 1, "other calls are served"
+    switch.remove()
+    module(*given)
+    assert originals.calls[CUDNN] == calls + 1
+
+
+@pytest.mark.filterwarnings("default::flashtune.FlashtuneWarning")
+def test_an_error_of_the_override_breaks_no_call(
+    originals: Originals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise AssertionError("a defect")
+
+    monkeypatch.setattr(deferred, "kind_of", fails)
+    given = tensors()
+    with pytest.warns(flashtune.FlashtuneWarning, match="a defect"):
+        out = aten._scaled_dot_product_cudnn_attention(*given, None, False)[0]
+    assert originals.calls[CUDNN] == 1
+    close(out, by_definition(*(one.double() for one in given))[0])
