@@ -1,0 +1,120 @@
+"""The options of a call in flash_attn's terms, and the error for calls that flashtune cannot compute."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flashtune.core.errors import ProblemError
+
+
+class UnsupportedError(ProblemError, NotImplementedError):
+    """flash_attn has this function or argument, and flashtune does not compute it."""
+
+
+class Features(NamedTuple):
+    """The options of a call besides its tensors of queries, keys and values.
+
+    Attributes:
+        scale: Factor of the scores; None means 1 / sqrt(head_dim).
+        causal: Whether keys after a query's position are hidden. The last query has the last key's position.
+        left: Number of visible keys before the query's own; None for all. It may be negative.
+        right: Number of visible keys after the query's own, likewise.
+        softcap: Replaces scores s by softcap · tanh(s / softcap); 0 disables it.
+        alibi_slopes: Float32 [heads] or [batch, heads].
+        sinks: A logit of each head without a value, of any floating type: [heads].
+        chunk: Number of keys of a chunk; 0 for no chunks.
+        dropout: Fraction of attention weights to drop.
+        deterministic: Whether gradients must be bit-identical between runs.
+    """
+
+    scale: float | None = None
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    chunk: int = 0
+    dropout: float = 0.0
+    deterministic: bool = False
+
+    @property
+    def has_negative_bound(self) -> bool:
+        """Whether a window ends before the query's own key, or starts after it."""
+        return (self.left is not None and self.left < 0) or (self.right is not None and self.right < 0)
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether the keys that a query sees depend on its position."""
+        return self.causal or self.left is not None or self.right is not None or self.chunk > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but a causal mask and a scale."""
+        return not (
+            self.left is not None
+            or self.right is not None
+            or self.softcap
+            or self.alibi_slopes is not None
+            or self.sinks is not None
+            or self.chunk
+            or self.dropout
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Returns the keyword arguments that all functions of flashtune share."""
+        options: dict[str, Any] = {"causal": self.causal, "scale": self.scale}
+        if self.left is not None or self.right is not None:
+            options["window"] = (self.left, None if self.causal else self.right)
+        if self.softcap:
+            options["softcap"] = self.softcap
+        if self.alibi_slopes is not None:
+            options["alibi_slopes"] = self.alibi_slopes
+        if self.sinks is not None:
+            options["sinks"] = self.sinks.float()
+        if self.chunk:
+            options["chunk"] = self.chunk
+        return options
+
+
+def read_features(
+    softmax_scale: object,
+    causal: object,
+    window_size: Any,
+    softcap: object,
+    **others: Any,
+) -> Features:
+    """Returns the options of a call of flash_attn 2 or 3, in which any negative bound means no bound."""
+    left, right = (_bound(bound) for bound in window_size)
+    return Features(
+        scale=_number(softmax_scale),
+        causal=bool(causal),
+        left=left,
+        right=right,
+        softcap=max(_number(softcap) or 0.0, 0.0),
+        **others,
+    )
+
+
+def within(features: Features, keys: int) -> Features:
+    """Returns the options as flash_attn 2 reads them: a bound of all keys or more is no bound.
+
+    `keys` is the number of keys of the longest sequence. The right bound then also has no effect on queries
+    that are before the first key.
+    """
+    if features.left is None and features.right is None:
+        return features
+    left = None if features.left is not None and features.left >= keys else features.left
+    right = None if features.right is not None and features.right >= keys else features.right
+    return features._replace(left=left, right=right)
+
+
+def _bound(bound: Any) -> int | None:
+    number = -1 if bound is None else int(bound)
+    return None if number < 0 else number
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,136 @@
+"""`flash_attn_with_kvcache` of all versions: new tokens are rotated, appended and attended to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtune.core.errors import ProblemError
+from flashtune.integrations.flash_attn import cache as caches
+from flashtune.integrations.flash_attn.attend import NO_DESCALES, Attended, Descales, dense
+from flashtune.integrations.flash_attn.cache import Cache
+from flashtune.integrations.flash_attn.features import Features
+from flashtune.integrations.flash_attn.rotary import rotated, token_positions
+from flashtune.integrations.flash_attn.sequences import attend_cache
+from flashtune.integrations.flash_attn.token_rows import Sequences, as_lengths, sequence_numbers
+
+# Cosines, sines, whether neighbouring columns are rotated together, and positions of the first new tokens.
+Rotary = tuple[Tensor | None, Tensor | None, bool, Tensor | None]
+
+
+def attend_and_append(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    new: tuple[Tensor | None, Tensor | None],
+    lengths: int | Tensor | None,
+    queries: Sequences,
+    features: Features,
+    *,
+    starts_new: Tensor | None = None,
+    rotary: Rotary = (None, None, True, None),
+    batch_index: Tensor | None = None,
+    skipped: Tensor | None = None,
+    table: Tensor | None = None,
+    qv: Tensor | None = None,
+    descales: Descales = NO_DESCALES,
+    wants_lse: bool = False,
+) -> Attended:
+    """Returns the attention to a cache after new tokens were appended to it, without gradients.
+
+    Args:
+        q: Queries, [batch, tokens, heads, width] or packed [tokens, heads, width].
+        k_cache: Keys, [sequences, capacity, kv_heads, width], or pages with a table.
+        v_cache: Values, likewise.
+        new: New keys and values, or None.
+        lengths: Number of tokens in the cache; None if it is full.
+        queries: Where the sequences of queries are.
+        features: The options.
+        starts_new: Offsets of packed new tokens, int32 [batch + 1].
+        rotary: The rotary embedding of the queries and the new keys.
+        batch_index: Row of the cache or the table for each sequence, int32 [batch].
+        skipped: Number of first tokens of the cache to ignore, int32 [batch].
+        table: Pages of each sequence, int32 [batch, columns].
+        qv: Queries whose products with the values are added to the scores.
+        descales: Factors of 8-bit inputs.
+        wants_lse: Whether to return the log-sum-exp.
+
+    Raises:
+        ProblemError: New tokens have no values or no lengths, or the rotary embedding has no new tokens.
+    """
+    batch = q.shape[0] if queries.starts is None else queries.starts.numel() - 1
+    cache = caches.cache_of(k_cache, v_cache, table, batch_index, batch)
+    is_cached = table is not None or batch_index is not None or skipped is not None or qv is not None
+    is_dense = not is_cached and queries.starts is None and queries.is_whole
+    with torch.no_grad():
+        if lengths is None and new[0] is None and is_dense:
+            return _dense(q, cache, None, features, descales, wants_lse)
+        if lengths is None and new[0] is not None:
+            raise ProblemError("new keys are given without cache_seqlens: pass how many tokens the cache has")
+        present = cache.capacity if lengths is None else lengths
+        if not isinstance(present, Tensor):
+            present = torch.full((batch,), present, dtype=torch.int32, device=q.device)
+        q, present = _appended(q, cache, new, present, queries, features, starts_new, rotary)
+        if is_dense:
+            return _dense(q, cache, present, features, descales, wants_lse)
+        return attend_cache(
+            q,
+            cache,
+            present,
+            queries,
+            features,
+            skipped=skipped,
+            qv=qv,
+            descales=descales,
+            wants_lse=wants_lse,
+        )
+
+
+def _dense(
+    q: Tensor, cache: Cache, lengths: Tensor | None, features: Features, descales: Descales, wants_lse: bool
+) -> Attended:
+    """Returns the attention to a dense cache whose first sequences are those of the call."""
+    k, v = cache.k[: q.shape[0]], cache.v[: q.shape[0]]
+    if lengths is not None:
+        lengths = lengths.to(torch.int32).contiguous()
+    return dense(q, k, v, features, lengths=lengths, descales=descales, wants_lse=wants_lse)
+
+
+def _appended(
+    q: Tensor,
+    cache: Cache,
+    new: tuple[Tensor | None, Tensor | None],
+    lengths: Tensor,
+    queries: Sequences,
+    features: Features,
+    starts_new: Tensor | None,
+    rotary: Rotary,
+) -> tuple[Tensor, Tensor]:
+    """Returns the rotated queries and the lengths with new tokens, which are in the cache then."""
+    k, v = new
+    cos, sin, interleaved, offsets = rotary
+    if (k is None) != (v is None):
+        raise ProblemError("only one of new keys and new values is given: pass both, or none")
+    if (cos is None) != (sin is None):
+        raise ProblemError("only one of rotary_cos and rotary_sin is given: pass both, or none")
+    if k is None or v is None:
+        if cos is not None:
+            raise ProblemError("rotary_cos is given without new keys: pass k and v, or leave it out")
+        return q, lengths
+    tokens = k.shape[1] if starts_new is None else k.shape[0]
+    if cos is not None and sin is not None:
+        first = lengths if offsets is None else offsets
+        k = rotated(k, cos, sin, token_positions(first, tokens, starts_new), interleaved)
+        q = rotated(q, cos, sin, _query_positions(q, first, queries, features), interleaved)
+    caches.append(cache, k, v, lengths, starts_new)
+    return q, lengths + (tokens if starts_new is None else as_lengths(starts_new))
+
+
+def _query_positions(q: Tensor, first: Tensor, queries: Sequences, features: Features) -> Tensor:
+    """Returns the positions of queries. Without causal mask and window, all have that of the first one."""
+    tokens = q.shape[-3]
+    if features.is_positional:
+        return token_positions(first, tokens, queries.starts)
+    if queries.starts is None:
+        return first[:, None]
+    return first[sequence_numbers(queries.starts, tokens)]

@@ -1,0 +1,93 @@
+"""Tests of the run of FlashAttention's own tests: samples, outcomes and the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.integrations import flash_attn_suite as suite
+from benchmarks.saved import ROOT
+from flashtune import UsageError
+
+FILE = """
+import pytest
+import torch
+from flash_attn import flash_attn_func
+from flash_attn.cute import flash_attn_func as newest
+
+@pytest.mark.parametrize("mod", [None, abs])
+@pytest.mark.parametrize("a,b", [(1, 2), (3, 4), (5, 6)])
+def test_sums(a, b, mod):
+    if a == 5:
+        pytest.skip()
+    q = torch.ones(1, a, 1, 8, dtype=torch.float64)
+    assert b == a + 1
+    assert flash_attn_func(q, q, q).shape == q.shape
+    newest(q, q, q, score_mod=mod)
+
+def test_fails():
+    raise RuntimeError("as expected")
+
+def test_flash3_bw_compatibility():
+    raise AssertionError
+"""
+
+
+def report(folder: Path, *options: str) -> dict[str, Any]:
+    """Returns the report of a run of a file, in another process."""
+    (folder / "tests").mkdir()
+    (folder / "tests/test_flash_attn.py").write_text(FILE)
+    out = folder / "out.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.integrations.flash_attn_suite",
+        str(folder),
+        "--out",
+        str(out),
+    ]
+    subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
+    found: dict[str, Any] = json.loads(out.read_bytes())
+    return found
+
+
+@pytest.mark.slow
+def test_outcomes_are_counted_and_refusals_named(tmp_path: Path) -> None:
+    found = report(tmp_path)
+    counts = {name: found[name] for name in ("passed", "refused", "failed", "skipped")}
+    assert counts == {"passed": 2, "refused": 2, "failed": 1, "skipped": 2}
+    assert list(found["refusals"].values()) == [2]
+    assert "score_mod" in next(iter(found["refusals"]))
+    assert found["failures"] == {"tests/test_flash_attn.py::test_fails": "RuntimeError: as expected"}
+    assert found["sizes"] == {"test_sums": 6}
+    assert list(found["left_out"]) == ["test_flash3_bw_compatibility"]
+
+
+@pytest.mark.slow
+def test_processes_share_the_cases(tmp_path: Path) -> None:
+    found = report(tmp_path, "--workers", "2")
+    counts = {name: found[name] for name in suite.OUTCOMES}
+    assert counts == {"passed": 2, "refused": 2, "failed": 1, "skipped": 2}
+    assert len(found["failures"]) == 1
+
+
+@pytest.mark.slow
+def test_a_run_ends_after_its_cases(tmp_path: Path) -> None:
+    found = report(tmp_path, "--cases", "2", "--seed", "1")
+    assert found["passed"] + found["refused"] + found["failed"] == 2
+
+
+def test_cases_are_numbered_as_the_product_of_all_parameters() -> None:
+    axes: list[tuple[list[str], list[Any]]] = [(["a", "b"], [(1, 2), (3, 4)]), (["c"], [5, 6, (7, 8)])]
+    found = [suite.case(axes, number) for number in range(6)]
+    assert found == [(1, 2, 5), (3, 4, 5), (1, 2, 6), (3, 4, 6), (1, 2, (7, 8)), (3, 4, (7, 8))]
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no hopper/test_flash_attn\.py"):
+        suite.install(tmp_path, 3)

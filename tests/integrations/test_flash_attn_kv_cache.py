@@ -1,0 +1,249 @@
+"""Tests of `flash_attn_with_kvcache` of versions 2 and 3, against loops in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune import ProblemError
+from flashtune.integrations.flash_attn import UnsupportedError, flash_attn_3, flash_attn_with_kvcache
+from tests.integrations.test_flash_attn_2 import close, numbers, starts, with_infinity
+from tests.support.flash_attn_reference import Rule, one_sequence, rotated_by_pairs
+
+version_3: Any = flash_attn_3
+HEADS, KV_HEADS, WIDTH = 4, 2, 16
+LENGTHS = [5, 0, 11]
+
+
+class Stored:
+    """A cache of three sequences with space for 32 tokens, and the tokens that it holds."""
+
+    def __init__(self, page: int | None, has_index: bool) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.index = torch.tensor([4, 1, 2], dtype=torch.int32) if has_index else None
+        rows = 5 if has_index else 3
+        self.page = 32 if page is None else page
+        columns = 32 // self.page
+        order = torch.randperm(rows * columns, generator=generator) if page else torch.arange(rows)
+        table = order.view(rows, columns)
+        self.k = numbers(rows * columns, self.page, KV_HEADS, WIDTH)
+        self.v = numbers(rows * columns, self.page, KV_HEADS, WIDTH, seed=1)
+        self.table = table.int() if page else None
+        self.pages = table if self.index is None else table[self.index.long()]
+
+    def tokens(self, stored: Tensor, sequence: int) -> Tensor:
+        """Returns the tokens of a sequence, [32, heads, width]."""
+        return stored[self.pages[sequence]].flatten(0, 1)
+
+
+def expected_results(
+    stored: Stored,
+    q: list[Tensor],
+    new: list[tuple[Tensor, Tensor]],
+    rule: Rule,
+    skipped: list[int],
+    angles: tuple[Tensor, Tensor, bool, list[int]] | None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Returns packed outputs and log-sum-exps, and the keys of each sequence after the call."""
+    outs, sums, caches = [], [], []
+    for b, length in enumerate(LENGTHS):
+        own_q, (own_k, own_v) = q[b].double(), new[b]
+        if angles is not None:
+            cos, sin, interleaved, first = angles
+            turned = [
+                rotated_by_pairs(one, cos, sin, first[b] + i, interleaved) for i, one in enumerate(own_k)
+            ]
+            own_k = torch.stack(turned) if turned else own_k
+            is_positional = rule.causal or rule.left is not None or rule.right is not None
+            own_q = torch.stack(
+                [
+                    rotated_by_pairs(one, cos, sin, first[b] + (i if is_positional else 0), interleaved)
+                    for i, one in enumerate(own_q)
+                ]
+            )
+        k, v = stored.tokens(stored.k, b).clone(), stored.tokens(stored.v, b).clone()
+        end = length + len(own_k)
+        k[length:end], v[length:end] = own_k, own_v
+        out, lse = one_sequence(own_q, k[skipped[b] : end], v[skipped[b] : end], rule)
+        outs.append(out)
+        sums.append(lse)
+        caches.append(k)
+    return torch.cat(outs), torch.cat(sums, 1), caches
+
+
+RULES: list[tuple[dict[str, Any], Rule]] = [
+    ({}, Rule()),
+    ({"causal": True}, Rule(causal=True)),
+    ({"window_size": (4, 1), "softcap": 3.0}, Rule(left=4, right=1, softcap=3.0)),
+]
+
+
+@pytest.mark.parametrize(("options", "rule"), RULES)
+@pytest.mark.parametrize("page", [None, 1, 4, 16, 32])
+@pytest.mark.parametrize("has_index", [False, True])
+@pytest.mark.parametrize("has_skipped", [False, True])
+@pytest.mark.parametrize("rotary", [None, "pairs", "halves"])
+def test_appended_tokens_and_outputs_equal_the_reference(
+    options: dict[str, Any],
+    rule: Rule,
+    page: int | None,
+    has_index: bool,
+    has_skipped: bool,
+    rotary: str | None,
+) -> None:
+    stored = Stored(page, has_index)
+    q, k, v = (
+        numbers(3, 2, HEADS, WIDTH),
+        numbers(3, 3, KV_HEADS, WIDTH),
+        numbers(3, 3, KV_HEADS, WIDTH, seed=1),
+    )
+    skipped = [2, 0, 7] if has_skipped else [0, 0, 0]
+    angle = numbers(40, 4)
+    cos, sin = angle.cos(), angle.sin()
+    angles = None if rotary is None else (cos, sin, rotary == "pairs", LENGTHS)
+    new = list(zip(k, v, strict=True))
+    expected, expected_lse, caches = expected_results(stored, list(q), new, rule, skipped, angles)
+    out, lse = version_3.flash_attn_with_kvcache(
+        q,
+        stored.k,
+        stored.v,
+        k,
+        v,
+        rotary_cos=None if rotary is None else cos,
+        rotary_sin=None if rotary is None else sin,
+        rotary_interleaved=rotary == "pairs",
+        cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32),
+        cache_batch_idx=stored.index,
+        cache_leftpad=torch.tensor(skipped, dtype=torch.int32) if has_skipped else None,
+        page_table=stored.table,
+        num_splits=3,
+        **options,
+        return_softmax_lse=True,
+    )
+    assert close(out.flatten(0, 1), expected)
+    assert close(lse.transpose(0, 1).flatten(1), expected_lse)
+    for b, keys in enumerate(caches):
+        assert close(stored.tokens(stored.k, b), keys)
+
+
+@pytest.mark.parametrize("page", [None, 4, 16])
+@pytest.mark.parametrize("has_skipped", [False, True])
+@pytest.mark.parametrize("has_rotary_lengths", [False, True])
+def test_packed_queries_and_packed_new_tokens(
+    page: int | None, has_skipped: bool, has_rotary_lengths: bool
+) -> None:
+    stored = Stored(page, has_index=True)
+    lengths_q, lengths_new = (2, 4, 1), (3, 0, 2)
+    q, k, v = numbers(7, HEADS, WIDTH), numbers(5, KV_HEADS, WIDTH), numbers(5, KV_HEADS, WIDTH, seed=1)
+    skipped = [2, 0, 7] if has_skipped else [0, 0, 0]
+    first = [1, 2, 3] if has_rotary_lengths else LENGTHS
+    angle = numbers(40, 8)
+    angles = angle.cos(), angle.sin(), False, first
+    new = list(zip(k.split(lengths_new), v.split(lengths_new), strict=True))
+    rule = Rule(causal=True)
+    expected, expected_lse, caches = expected_results(
+        stored, list(q.split(lengths_q)), new, rule, skipped, angles
+    )
+    out, lse = version_3.flash_attn_with_kvcache(
+        q,
+        stored.k,
+        stored.v,
+        k,
+        v,
+        rotary_cos=angles[0],
+        rotary_sin=angles[1],
+        rotary_interleaved=False,
+        rotary_seqlens=torch.tensor(first, dtype=torch.int32) if has_rotary_lengths else None,
+        cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32),
+        cache_batch_idx=stored.index,
+        cache_leftpad=torch.tensor(skipped, dtype=torch.int32) if has_skipped else None,
+        page_table=stored.table,
+        cu_seqlens_q=starts(lengths_q),
+        cu_seqlens_k_new=starts(lengths_new),
+        max_seqlen_q=4,
+        causal=True,
+        return_softmax_lse=True,
+    )
+    assert close(out, expected)
+    assert close(lse, expected_lse)
+    for b, keys in enumerate(caches):
+        assert close(stored.tokens(stored.k, b), keys)
+
+
+def test_version_2_has_infinity_for_rows_without_keys_and_takes_numbers_as_lengths() -> None:
+    stored = Stored(None, has_index=False)
+    q = numbers(3, 2, HEADS, WIDTH)
+    out, lse = flash_attn_with_kvcache(
+        q, stored.k, stored.v, cache_seqlens=1, causal=True, return_softmax_lse=True
+    )
+    assert not out[:, 0].any()
+    assert torch.equal(lse[:, :, 0], torch.full((3, HEADS), torch.inf, dtype=torch.float64))
+    parts = [one_sequence(q[b], stored.k[b, :1], stored.v[b, :1], Rule(causal=True)) for b in range(3)]
+    assert close(out, torch.stack([out for out, _ in parts]))
+    assert close(lse, with_infinity(torch.stack([lse for _, lse in parts])))
+
+
+def test_a_cache_without_lengths_is_full_and_may_have_more_sequences() -> None:
+    stored = Stored(None, has_index=False)
+    q = numbers(2, 2, HEADS, WIDTH)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0])
+    out = flash_attn_with_kvcache(q, stored.k, stored.v, alibi_slopes=slopes)
+    parts = [one_sequence(q[b], stored.k[b], stored.v[b], Rule(slopes=slopes)) for b in range(2)]
+    assert close(out, torch.stack([out for out, _ in parts]))
+
+
+def test_new_tokens_are_written_through_the_strides_of_a_view() -> None:
+    whole = torch.zeros(2, KV_HEADS, 8, 2, WIDTH, dtype=torch.float64)
+    k_cache, v_cache = (one.transpose(1, 2) for one in whole.unbind(3))
+    k, v = numbers(2, 1, KV_HEADS, WIDTH), numbers(2, 1, KV_HEADS, WIDTH, seed=1)
+    lengths = torch.tensor([2, 7], dtype=torch.int32)
+    flash_attn_with_kvcache(numbers(2, 1, HEADS, WIDTH), k_cache, v_cache, k, v, cache_seqlens=lengths)
+    assert torch.equal(whole[0, :, 2, 0], k[0, 0])
+    assert torch.equal(whole[1, :, 7, 1], v[1, 0])
+    assert int((whole != 0).sum()) == 2 * 2 * KV_HEADS * WIDTH
+
+
+def test_packed_new_tokens_behind_the_last_sequence_are_not_written() -> None:
+    stored = Stored(None, has_index=False)
+    before = stored.k.clone()
+    k = numbers(4, KV_HEADS, WIDTH)
+    common: dict[str, Any] = {
+        "cache_seqlens": torch.tensor(LENGTHS, dtype=torch.int32),
+        "cu_seqlens_q": starts((1, 1, 1)),
+        "max_seqlen_q": 1,
+    }
+    q = numbers(3, HEADS, WIDTH)
+    empty = starts((0, 0, 0))
+    version_3.flash_attn_with_kvcache(q, stored.k, stored.v, k, k, cu_seqlens_k_new=empty, **common)
+    assert torch.equal(stored.k, before)
+    version_3.flash_attn_with_kvcache(
+        q, stored.k, stored.v, k, k, cu_seqlens_k_new=starts((0, 2, 0)), **common
+    )
+    before[1, :2] = k[:2]
+    assert torch.equal(stored.k, before)
+
+
+def test_more_keys_than_pages_raise_a_runtime_error_as_in_flash_attn() -> None:
+    stored = Stored(16, has_index=False)
+    lengths = torch.tensor([33, 1, 1], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="block_table"):
+        flash_attn_with_kvcache(
+            numbers(3, 1, HEADS, WIDTH), stored.k, stored.v, cache_seqlens=lengths, block_table=stored.table
+        )
+
+
+def test_incomplete_arguments_raise_one_sentence() -> None:
+    stored = Stored(None, has_index=False)
+    q, k = numbers(3, 1, HEADS, WIDTH), numbers(3, 1, KV_HEADS, WIDTH)
+    with pytest.raises(ProblemError, match="only one of new keys and new values"):
+        flash_attn_with_kvcache(q, stored.k, stored.v, k, cache_seqlens=1)
+    with pytest.raises(ProblemError, match="without cache_seqlens"):
+        flash_attn_with_kvcache(q, stored.k, stored.v, k, k)
+    with pytest.raises(ProblemError, match="rotary_cos is given without new keys"):
+        flash_attn_with_kvcache(q, stored.k, stored.v, rotary_cos=k, rotary_sin=k, cache_seqlens=1)
+    out = flash_attn_with_kvcache(q.requires_grad_(), stored.k, stored.v, cache_seqlens=3)
+    with pytest.raises(UnsupportedError, match="no backward pass for a KV cache"):
+        out.sum().backward()
