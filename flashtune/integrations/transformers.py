@@ -1,0 +1,385 @@
+"""Serves the attention of transformers' models by flashtune.
+
+    import flashtune.integrations.transformers
+
+    name = flashtune.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=name)
+
+A call that flashtune does not compute, or not faster, goes to transformers' `sdpa` attention. Where `sdpa`
+would ignore softcap or sinks, it goes to the `eager` attention of the model. Both also serve until kernels
+are compiled on a worker thread. Compiled models compile their kernels at the first call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from flashtune.core.errors import UsageError
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.dispatch.masked_sdpa import chosen_backend
+from flashtune.integrations import transformers_masks as masks
+from flashtune.integrations.host_library import host_library
+from flashtune.integrations.transformers_masks import Structure
+from flashtune.recording.recorder import on_change
+from flashtune.request.call import Call, Options
+from flashtune.request.request import Executor
+from flashtune.runtime import deferred
+from flashtune.runtime.torch_modes import is_compiling, runs_eagerly
+from flashtune.runtime.torch_ops import call_operator
+
+__all__ = ["attention", "register"]
+
+NEEDED = ("5.17", "6")
+# Devices on which flashtune serves. Tests replace it by the CPU, and `prepared` by a function that computes.
+DEVICES = {"cuda"}
+HALF = (torch.bfloat16, torch.float16)
+# Padding is moved behind the tokens of each sequence if there are at least so many queries. Shorter sequences
+# take longer to move than their masks to read.
+MIN_MOVED = 256
+TAKEN = ("eager", "sdpa", "flex_attention")
+# Preparations of a new kind of call: its device's records, its kernels, and the result.
+STEPS = 3
+# The refused jobs are cleared at this number.
+REFUSED_LIMIT = 4096
+
+# Transformers' attention functions, set by `register`.
+_sdpa_attention: Callable[..., tuple[Tensor, None]] | None = None
+_bias_mask: Callable[..., Tensor] | None = None
+# Jobs that flashtune does not serve, so that their tensors are not made again.
+_refused: set[tuple[object, ...]] = set()
+# torch has no public function for this.
+saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+on_change(_refused.clear)
+
+
+class Job(NamedTuple):
+    """A call of flashtune for a layer.
+
+    Attributes:
+        call: The call. Its output is [batch, seqlen_q, heads, value_head_dim], or packed.
+        usual: Name of the replaced operator in records, or None if it has no measurements.
+        inverse: The places of tokens in the output, if padding was moved. None otherwise.
+        short: The properties that distinguish jobs with tensors of their own. None for other jobs.
+    """
+
+    call: Call
+    usual: str | None
+    inverse: tuple[Tensor, Tensor] | None = None
+    short: tuple[object, ...] | None = None
+
+
+def register(name: str = "tuned_attention") -> str:
+    """Registers flashtune's attention and mask functions in transformers.
+
+    Args:
+        name: The name to register, which the result repeats.
+
+    Returns:
+        The name, for `attn_implementation` of a model.
+
+    Raises:
+        UsageError: The name cannot be used, or transformers is missing, too old or too new.
+    """
+    global _sdpa_attention, _bias_mask
+    if "flash" in name:
+        raise UsageError(
+            f"name is {name!r}: transformers loads names with 'flash' from its Hub, pass another"
+        )
+    if not name or name in TAKEN or not name.isidentifier():
+        raise UsageError(f"name is {name!r}: pass a new one of letters, digits and underscores")
+    modeling = host_library("transformers.modeling_utils", *NEEDED)
+    sdpa = host_library("transformers.integrations.sdpa_attention", *NEEDED)
+    masks.host = host_library(masks.MODULE, *NEEDED)
+    _sdpa_attention, _bias_mask = sdpa.sdpa_attention_forward, sdpa.create_position_bias_mask
+    modeling.AttentionInterface.register(name, attention)
+    masks.host.AttentionMaskInterface.register(name, masks.attention_mask)
+    return name
+
+
+def attention(
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the attention of one layer, [batch, seqlen_q, heads, value_head_dim], and None.
+
+    The second result are the weights if the model's `eager` attention serves.
+
+    Args:
+        module: The layer's module, with `is_causal` if no argument states it.
+        query: [batch, heads, seqlen_q, head_dim].
+        key: [batch, kv_heads, seqlen_kv, head_dim].
+        value: [batch, kv_heads, seqlen_kv, value_head_dim].
+        attention_mask: A mask of `transformers_masks`, an additive mask, or None.
+        dropout: The fraction of weights to drop. Transformers' attention serves unless it is 0.
+        scaling: Factor of the scores; 1 / sqrt(head_dim) by default.
+        softcap: Scores s become softcap · tanh(s / softcap).
+        is_causal: Whether queries see no later keys, if there is no mask.
+        s_aux: Logits of sinks [heads], in any type.
+        position_bias: Bias that is added to the scores, [batch or 1, heads, seqlen_q, seqlen_kv].
+        **others: Arguments for transformers' attention. Of these, `cu_seq_lens_q`, `cu_seq_lens_k`,
+            `max_length_q` and `max_length_k` describe packed sequences.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None and masks.is_spans(attention_mask):
+        keys = attention_mask.shape[3]
+        key, value = key[:, :, :keys], value[:, :, :keys]
+        position_bias = None if position_bias is None else position_bias[..., :keys]
+    is_served = (
+        query.device.type in DEVICES
+        and (is_compiling() or runs_eagerly(query, key, value))
+        and not dropout
+        and not others.get("output_attentions")
+        and query.dtype is key.dtype is value.dtype
+        and not (query.dtype is torch.float32 and torch.is_autocast_enabled(query.device.type))
+    )
+    if is_served:
+        job = _job(query, key, value, attention_mask, scaling, softcap, causal, s_aux, position_bias, others)
+        out = None if job is None else _served(job)
+        if out is not None:
+            return out.reshape(query.shape[0], query.shape[2], *out.shape[-2:]), None
+    mask = attention_mask
+    if mask is not None:
+        mask = masks.boolean_mask(mask, query.shape[2])
+    elif (starts := _starts(query, others)) is not None:
+        mask = masks.packed_mask(*starts[:2], query.shape[2], key.shape[2], causal)
+    options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
+    if softcap is None and s_aux is None:
+        assert _sdpa_attention is not None
+        options |= {"is_causal": is_causal, "position_bias": position_bias}
+        return _sdpa_attention(module, query, key, value, mask, **options, **others)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise UsageError(
+            f"{type(module).__name__} has softcap or sinks and no eager attention: use another implementation"
+        )
+    if mask is None and causal and query.shape[2] > 1:
+        mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    found: tuple[Tensor, Tensor | None] = eager(
+        module, query, key, value, mask, softcap=softcap, s_aux=s_aux, **options, **others
+    )
+    return found
+
+
+def _served(job: Job) -> Tensor | None:
+    """Returns the output of a call, or None if transformers' attention serves it."""
+    call = job.call
+    if is_compiling():
+        out = call_operator(call)
+    else:
+        executor = prepared(job)
+        if executor is None:
+            return None
+        out = executor(call.q, call.k, call.v, call.scale, call.side)
+    assert isinstance(out, Tensor)
+    return out if job.inverse is None else _moved(out, *job.inverse)
+
+
+def prepared(job: Job) -> Executor | None:
+    """Returns the executor of a job, or None if transformers' attention serves it.
+
+    It waits only where autograd's tensors are saved by hooks. Those of gradient checkpointing require that a
+    layer which is computed again has the same attention.
+    """
+    for _ in range(STEPS):
+        kind = deferred.kind_of(job.call, job.usual)
+        passes = None if kind is None else deferred.passes_of(kind, job.call)
+        is_settled = passes is not None or (kind is not None and kind.is_refused)
+        if is_settled or saving_hooks(True) is None:
+            break
+        deferred.wait()
+    if job.short is not None and kind is not None and kind.is_refused and kind.count is None:
+        if len(_refused) >= REFUSED_LIMIT:
+            _refused.clear()
+        _refused.add(job.short)
+    return None if passes is None else passes.executor
+
+
+def _job(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    causal: bool,
+    s_aux: Tensor | None,
+    position_bias: Tensor | None,
+    others: dict[str, Any],
+) -> Job | None:
+    """Returns the call of flashtune for a layer, or None if it computes no such call."""
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    scale = float(scaling) if isinstance(scaling, int) else scaling
+    side = NO_EXTRA_INPUTS
+    if softcap is not None or s_aux is not None:
+        side = ExtraInputs(softcap=softcap, sinks=None if s_aux is None else s_aux.float())
+    pattern = None if mask is None else masks.pattern_of(mask, seqlen_q, seqlen_kv)
+    is_whole = mask is None or (pattern is not None and pattern.valid is None)
+    starts = _starts(q, others) if is_whole and position_bias is None else None
+    if starts is not None:
+        structure = Structure(causal) if pattern is None else pattern.structure
+        return _packed(q, k, v, scale, side, structure, starts)
+    if position_bias is not None:
+        return _biased(q, k, v, scale, side, causal, mask, position_bias)
+    is_half = q.dtype in HALF
+    if mask is None:
+        causal = causal and seqlen_q > 1
+        if causal and seqlen_q != seqlen_kv:
+            # As SDPA, the first query is at the first key.
+            if seqlen_q > seqlen_kv:
+                return None
+            k, v = k[:, :, :seqlen_q], v[:, :, :seqlen_q]
+        usual = None if side is not NO_EXTRA_INPUTS else _usual(q, k, v, None, causal)
+        return Job(_dense(q, k, v, scale, side, Structure(causal)), usual)
+    if pattern is None or pattern.structure.segments is not None:
+        bias = masks.boolean_mask(mask, seqlen_q)
+        if bias.dtype is not torch.bool and bias.dtype is not q.dtype:
+            return None
+        has_usual = side is NO_EXTRA_INPUTS and not (is_half and seqlen_q == 1)
+        usual = _usual(q, k, v, bias, False) if has_usual else None
+        return Job(_dense(q, k, v, scale, side._replace(bias=bias), Structure()), usual)
+    structure, valid = pattern.structure, pattern.valid
+    can_move = pattern.is_own and structure.causal and not structure.has_window
+    if valid is not None and can_move and is_half and seqlen_q >= MIN_MOVED and side is NO_EXTRA_INPUTS:
+        short = _short(q, k, v)
+        if short in _refused:
+            return None
+        order, inverse = pattern.orders
+        q, k, v = (_moved(one.transpose(1, 2), order, inverse).transpose(1, 2) for one in (q, k, v))
+        return Job(_dense(q, k, v, scale, side, structure), None, (inverse, order), short)
+    has_usual = side is NO_EXTRA_INPUTS and not is_half
+    usual = _usual(q, k, v, masks.boolean_mask(mask, seqlen_q), False) if has_usual else None
+    side = side._replace(bias=None if valid is None else valid[:, None, None], seqlens_kv=pattern.lengths)
+    return Job(_dense(q, k, v, scale, side, structure), usual)
+
+
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    side: ExtraInputs,
+    structure: Structure,
+) -> Call:
+    options = Options(
+        "bottom_right" if structure.causal else "none",
+        "bshd",
+        window_left=structure.left,
+        window_right=structure.right,
+    )
+    return Call(q.transpose(1, 2), k, v, scale, options, side)
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    side: ExtraInputs,
+    structure: Structure,
+    starts: tuple[Tensor, Tensor, int, int],
+) -> Job:
+    """Returns the call of packed sequences."""
+    options = Options(
+        "bottom_right" if structure.causal else "none",
+        "thd",
+        "thd",
+        window_left=structure.left,
+        window_right=structure.right,
+        max_seqlen_q=starts[2],
+        max_seqlen_k=starts[3],
+    )
+    side = side._replace(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
+    q, k, v = (one[0].transpose(0, 1) for one in (q, k, v))
+    return Job(Call(q, k, v, scale, options, side), None)
+
+
+def _biased(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    side: ExtraInputs,
+    causal: bool,
+    mask: Tensor | None,
+    bias: Tensor,
+) -> Job | None:
+    """Returns the call with a bias that is merged with the mask, as SDPA has it."""
+    assert _bias_mask is not None
+    causal = causal and q.shape[2] > 1
+    if mask is None and causal and q.shape[2] != k.shape[2]:
+        return None
+    short = *_short(q, k, v), bias.shape, bias.requires_grad, mask is None
+    if short in _refused:
+        return None
+    if mask is not None:
+        mask = masks.boolean_mask(mask, q.shape[2])
+    bias = _bias_mask(bias, mask, causal, q, k).contiguous()
+    if bias.dtype is not q.dtype:
+        return None
+    usual = _usual(q, k, v, bias, False) if side is NO_EXTRA_INPUTS else None
+    return Job(_dense(q, k, v, scale, side._replace(bias=bias), Structure()), usual, None, short)
+
+
+def _short(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return q.device, q.dtype, q.shape, k.shape, v.shape, needs_grad
+
+
+def _starts(q: Tensor, others: dict[str, Any]) -> tuple[Tensor, Tensor, int, int] | None:
+    """Returns where packed queries and keys begin, and the longest lengths. None if nothing is packed."""
+    starts_q, starts_k = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
+    if starts_q is None or starts_k is None or q.shape[0] != 1:
+        return None
+    longest_q, longest_k = others.get("max_length_q"), others.get("max_length_k")
+    if not (isinstance(longest_q, int) and isinstance(longest_k, int)):
+        longest_q = longest_k = q.shape[2]
+    return starts_q.to(torch.int32), starts_k.to(torch.int32), longest_q, longest_k
+
+
+def _usual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
+    """Returns the name of the backend that SDPA selects, or None for its unfused path and in compilers."""
+    # With a mask, transformers repeats keys and values for all heads.
+    return None if is_compiling() else chosen_backend(q[:, : k.shape[1]], k, v, mask, causal)
+
+
+def _moved(tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Returns a tensor [batch, seqlen, heads, width] with its tokens in another order."""
+    rows = tensor.reshape(len(order), -1)
+    if rows.requires_grad and torch.is_grad_enabled():
+        moved: Tensor = Moved.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    else:
+        moved = rows.index_select(0, order)
+    return moved.view(tensor.shape)
+
+
+class Moved(torch.autograd.Function):
+    """Rows in another order. The gradient is moved back without sums."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        moved: Tensor = Moved.apply(gradients[0], inverse, order)  # type: ignore[no-untyped-call]
+        return moved, None, None

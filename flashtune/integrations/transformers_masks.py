@@ -1,0 +1,297 @@
+"""Masks of transformers' models for the attention function of flashtune.
+
+A model gets its mask once per forward pass, and passes it to the attention function of each layer. The mask
+is one of these:
+
+- None: only the causal mask of the module, if it has one, hides keys.
+- bool [batch, 1, seqlen_q, seqlen_kv]: True where a query sees a key. Dimensions may be 1.
+- int32 [batch, 2, 1, seqlen_kv], called spans: the first and the last query that see each key. Further keys
+  are hidden. An attribute of the tensor has the pattern that the host knows. A copy of the tensor lacks it,
+  and is still complete.
+
+No function here waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.runtime.torch_modes import is_compiling
+
+MODULE = "transformers.masking_utils"
+# The attributes of spans with their pattern, and with the boolean mask that was made from them.
+PATTERN = "flashtune_pattern"
+BOOLEAN = "flashtune_boolean"
+
+MaskFunction = Callable[..., Any]
+
+# The module above, set by `flashtune.integrations.transformers.register`.
+host: Any = None
+
+
+class Structure(NamedTuple):
+    """The keys that a query sees, by their positions.
+
+    Attributes:
+        causal: Whether keys after the query's position are hidden.
+        left: Number of visible keys before the query's position; None means all.
+        right: Number of visible keys after it, without a causal mask; None means all.
+        segments: The number of each token's sequence, int [batch, seqlen], if sequences are packed.
+    """
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    segments: Tensor | None = None
+
+    @property
+    def has_window(self) -> bool:
+        """Whether one side has a limit."""
+        return self.left is not None or self.right is not None
+
+
+class Pattern:
+    """A mask as the host knows it.
+
+    Attributes:
+        structure: The visible keys by their positions.
+        valid: Which keys are no padding, bool [batch, seqlen_kv]. None if all are valid.
+        lengths: Number of keys up to the last query, int32 [batch], if k and v have room for more.
+        is_own: Whether queries and keys are the same tokens.
+    """
+
+    def __init__(
+        self, structure: Structure, valid: Tensor | None, lengths: Tensor | None, is_own: bool
+    ) -> None:
+        self.structure = structure
+        self.valid = valid
+        self.lengths = lengths
+        self.is_own = is_own
+
+    @functools.cached_property
+    def orders(self) -> tuple[Tensor, Tensor]:
+        """The order of tokens with padding last in each sequence, and its inverse, int64 [batch * seqlen]."""
+        assert self.valid is not None
+        batch, seqlen = self.valid.shape
+        count = self.valid.cumsum(1)
+        places = torch.arange(seqlen, device=count.device)
+        inverse = torch.where(self.valid, count - 1, count[:, -1:] + places - count)
+        starts = torch.arange(0, batch * seqlen, seqlen, device=count.device).unsqueeze(1)
+        inverse = (inverse + starts).flatten()
+        order = torch.empty_like(inverse)
+        return order.scatter_(0, inverse, torch.arange(batch * seqlen, device=count.device)), inverse
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor | None:
+    """Returns the mask of a forward pass. The arguments are those of transformers' `sdpa_mask`.
+
+    Returns:
+        None, a boolean mask or spans, as the description of this module says.
+    """
+    complete = functools.partial(
+        complete_mask,
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        use_vmap=use_vmap,
+        device=device,
+    )
+    found = None if use_vmap or is_compiling() else structure_of(mask_function)
+    if found is None or type(kv_offset) is not int:
+        return complete()
+    # Keys up to the last query. An offset on the device is not read.
+    keys = q_offset + q_length - kv_offset
+    if found.causal and q_length > 1 and isinstance(keys, int):
+        kv_length = min(keys, kv_length)  # the rest of a static cache is hidden
+    found = _needed(found, kv_length)
+    may_skip = allow_is_causal_skip if found.causal else allow_is_bidirectional_skip
+    valid = None if attention_mask is None else _valid(attention_mask, kv_length, kv_offset)
+    is_aligned = isinstance(keys, int) and keys == kv_length
+    hides = found.has_window or found.segments is not None
+    if found.causal and q_length == 1:
+        if not is_aligned or hides:
+            return complete()
+        if valid is not None:
+            return valid[:, None, None]
+        return None if may_skip else complete()
+    if not hides and not found.causal:
+        if valid is not None:
+            return valid[:, None, None].expand(-1, -1, q_length, -1)
+        return None if may_skip else complete()
+    if found.causal and not hides and valid is None and is_aligned and q_length == kv_length and may_skip:
+        return None
+    if not may_skip and found.segments is None and found.causal:
+        return complete()
+    if not found.causal and not is_aligned:
+        return complete()
+    lengths = None
+    if not is_aligned:
+        lengths = torch.full((batch_size,), 0, dtype=torch.int32, device=device) + keys
+    is_own = is_aligned and q_length == kv_length
+    spans = _spans(found, valid, q_length, kv_length, kv_offset - q_offset, device)
+    setattr(spans, PATTERN, Pattern(found, valid, lengths, is_own))
+    return spans
+
+
+def complete_mask(*arguments: Any, **options: Any) -> Tensor:
+    """Returns the boolean mask of transformers' `sdpa_mask`, which hides all that must be hidden."""
+    mask: Tensor = host.sdpa_mask(
+        *arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **options
+    )
+    return mask
+
+
+def is_spans(mask: Tensor) -> bool:
+    """Whether a mask has the form of spans."""
+    return mask.dtype is torch.int32 and mask.dim() == 4 and mask.shape[1:3] == (2, 1)
+
+
+def pattern_of(mask: Tensor, seqlen_q: int, seqlen_kv: int) -> Pattern | None:
+    """Returns the pattern of spans, or None if it is not known for these lengths, and in compilers."""
+    found: Pattern | None = None if is_compiling() else getattr(mask, PATTERN, None)
+    if found is None or mask.shape[-1] != seqlen_kv or (found.is_own and seqlen_q != seqlen_kv):
+        return None
+    return found
+
+
+def boolean_mask(mask: Tensor, seqlen_q: int) -> Tensor:
+    """Returns spans as a boolean mask [batch, 1, seqlen_q, seqlen_kv]. Other masks are returned unchanged."""
+    if not is_spans(mask):
+        return mask
+    found: Tensor | None = None if is_compiling() else getattr(mask, BOOLEAN, None)
+    if found is None or found.shape[2] != seqlen_q:
+        rows = torch.arange(seqlen_q, device=mask.device, dtype=torch.int32)[:, None]
+        found = (rows >= mask[:, :1]) & (rows <= mask[:, 1:])
+        if not is_compiling():
+            setattr(mask, BOOLEAN, found)
+    return found
+
+
+def packed_mask(starts_q: Tensor, starts_k: Tensor, seqlen_q: int, seqlen_kv: int, causal: bool) -> Tensor:
+    """Returns the boolean mask of packed sequences, [1, 1, seqlen_q, seqlen_kv].
+
+    Args:
+        starts_q: Where the queries of sequences begin and the last ones end, int [sequences + 1].
+        starts_k: Likewise for keys.
+        seqlen_q: Number of all queries.
+        seqlen_kv: Number of all keys.
+        causal: Whether the last query of a sequence sees all its keys, and earlier ones fewer.
+    """
+    queries, keys = (
+        torch.arange(count, device=starts_q.device, dtype=starts_q.dtype) for count in (seqlen_q, seqlen_kv)
+    )
+    of_query = torch.searchsorted(starts_q, queries, right=True)[:, None]
+    seen = of_query == torch.searchsorted(starts_k, keys, right=True)
+    if causal:
+        # Positions are counted from the ends of sequences.
+        end = of_query.clamp(max=len(starts_q) - 1)
+        seen = seen & (keys - starts_k[end] <= queries[:, None] - starts_q[end])
+    return seen[None, None]
+
+
+def structure_of(function: MaskFunction | None) -> Structure | None:
+    """Returns the structure of one of transformers' mask functions, or None if it is another function."""
+    if function is None or function is host.causal_mask_function:
+        return Structure(causal=True)
+    if function is host.bidirectional_mask_function:
+        return Structure()
+    cells = getattr(function, "__closure__", None)
+    if getattr(function, "__module__", None) != MODULE or cells is None:
+        return None
+    kind = function.__qualname__.partition(".")[0]
+    given = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    match kind:
+        case "and_masks":
+            return _intersection([structure_of(one) for one in given["mask_functions"]])
+        case "sliding_window_overlay":
+            return Structure(left=given["sliding_window"] - 1)
+        case "sliding_window_bidirectional_overlay":
+            return Structure(left=given["sliding_window"], right=given["sliding_window"])
+        case "packed_sequence_mask_function":
+            return Structure(segments=given["packed_sequence_mask"])
+        case "remap_positions_for_packed_sequence":
+            # Positions within a sequence are consecutive, so that their differences are those of indices.
+            return structure_of(given["mask_function"])
+        case _:
+            return None
+
+
+def _intersection(parts: list[Structure | None]) -> Structure | None:
+    """Returns the structure of all parts together, or None if one is unknown or two are of one kind."""
+    merged = Structure()
+    for one in parts:
+        if one is None:
+            return None
+        for name, value in one._asdict().items():
+            if value is None or value is False:
+                continue
+            if name != "causal" and getattr(merged, name) is not None:
+                return None
+            merged = merged._replace(**{name: value})
+    return merged
+
+
+def _needed(structure: Structure, keys: int) -> Structure:
+    """Returns a structure without the limits that hide none of so many keys."""
+    left, right = (
+        None if one is None or one >= keys - 1 else one for one in (structure.left, structure.right)
+    )
+    return structure._replace(left=left, right=right)
+
+
+def _valid(mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+    """Returns which of the keys are valid. Keys that the mask lacks are not."""
+    missing = kv_offset + kv_length - mask.shape[-1]
+    if missing > 0:
+        mask = torch.nn.functional.pad(mask, (0, missing))
+    return mask[:, kv_offset : kv_offset + kv_length]
+
+
+def _spans(
+    structure: Structure,
+    valid: Tensor | None,
+    q_length: int,
+    kv_length: int,
+    offset: int | Tensor,
+    device: torch.device | str,
+) -> Tensor:
+    """Returns the first and the last query that see each key, int32 [batch or 1, 2, 1, kv_length].
+
+    `offset` is the index of the first key's query.
+    """
+    own = (torch.arange(kv_length, device=device) + offset).unsqueeze(0)
+    if structure.causal:
+        first = own
+    else:
+        first = torch.zeros_like(own) if structure.right is None else own - structure.right
+    last = torch.full_like(own, q_length) if structure.left is None else own + structure.left
+    if structure.segments is not None:
+        segments = structure.segments.contiguous()
+        last = torch.minimum(last, torch.searchsorted(segments, segments, right=True) - 1)
+    if valid is not None:
+        first = torch.where(valid, first, q_length)
+        last = last.expand_as(first)
+    first, last = torch.broadcast_tensors(first, last)
+    return torch.stack((first, last), 1).unsqueeze(2).to(torch.int32)

@@ -1,0 +1,380 @@
+"""Tests of transformers' models with flashtune's attention function on the CPU, in float64 and unfused."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.integrations import transformers as integration
+from flashtune.integrations import transformers_masks as masks
+from flashtune.integrations.transformers import Job
+from flashtune.request.call import Call
+from flashtune.runtime.call_cache import run_call
+from tests.support.transformers_models import (
+    ARCHITECTURES,
+    BATCH,
+    LENGTH,
+    VOCABULARY,
+    distance,
+    error,
+    exact_softmax,
+    generated,
+    inputs_of,
+    model_of,
+    passes_of,
+    reference,
+)
+
+transformers = pytest.importorskip("transformers", minversion="5.17")
+pytestmark = pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")
+DOUBLE = torch.float64
+# Norms compute in float32 in models of any type.
+BOUND = 1e-5
+
+
+class Served:
+    """The calls that flashtune serves, and the names of the replaced operators."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.usual: list[str | None] = []
+
+    def prepared(self, job: Job) -> Any:
+        self.calls.append(job.call)
+        self.usual.append(job.usual)
+        return lambda *_: run_call(job.call)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    """Flashtune serves on the CPU, and at once. Float64 counts as a type of 16 bits."""
+    found = Served()
+    monkeypatch.setattr(integration, "prepared", found.prepared)
+    monkeypatch.setattr(integration, "DEVICES", {"cpu"})
+    monkeypatch.setattr(integration, "HALF", (DOUBLE,))
+    monkeypatch.setattr(integration, "MIN_MOVED", 2)
+    integration.register()
+    return found
+
+
+def sides(name: str) -> tuple[str, ...]:
+    kind = ARCHITECTURES[name].kind
+    return {"images": ("none",), "audio to text": ("none", "right")}.get(
+        kind, ("none", "left", "right", "hole")
+    )
+
+
+CASES = [(name, side) for name in ARCHITECTURES for side in sides(name)]
+
+
+@pytest.mark.parametrize(("name", "side"), CASES)
+def test_logits_and_gradients(served: Served, name: str, side: str) -> None:
+    model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE)
+    inputs = inputs_of(name, side, dtype=DOUBLE)
+    want = reference(model_of(transformers, name, "eager", dtype=DOUBLE), inputs)
+    found = passes_of(model, inputs)
+    assert served.calls
+    assert all(one < BOUND for one in error(found, want))
+
+
+@pytest.mark.parametrize(("name", "side"), CASES)
+def test_without_kernels_transformers_serves(
+    served: Served, monkeypatch: pytest.MonkeyPatch, name: str, side: str
+) -> None:
+    monkeypatch.setattr(integration, "prepared", lambda job: None)
+    model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE)
+    inputs = inputs_of(name, side, dtype=DOUBLE)
+    want = reference(model_of(transformers, name, "eager", dtype=DOUBLE), inputs)
+    with exact_softmax():
+        found = passes_of(model, inputs)
+    assert all(one < BOUND for one in error(found, want))
+
+
+@pytest.mark.parametrize("side", ["left", "hole", "none"])
+@pytest.mark.parametrize("name", [name for name, one in ARCHITECTURES.items() if one.generates])
+def test_generated_tokens(served: Served, name: str, side: str) -> None:
+    inputs = inputs_of(name, side if side in sides(name) else "none")
+    with exact_softmax():
+        usual = model_of(transformers, name, ARCHITECTURES[name].usual, dtype=DOUBLE)
+        want = generated(usual, double(inputs), 8)
+    found = generated(model_of(transformers, name, "tuned_attention", dtype=DOUBLE), double(inputs), 8)
+    assert served.calls
+    assert torch.equal(found, want)
+
+
+def double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: one.double() if one.is_floating_point() else one for key, one in inputs.items()}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "quantized"])
+@pytest.mark.parametrize("side", ["left", "none"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+def test_caches(served: Served, monkeypatch: pytest.MonkeyPatch, name: str, side: str, cache: str) -> None:
+    inputs = inputs_of(name, side)
+
+    def tokens(implementation: str) -> Tensor:
+        model = model_of(transformers, name, implementation, dtype=DOUBLE)
+        if cache == "static":
+            return generated(model, inputs, 10, cache_implementation="static", disable_compile=True)
+        past = transformers.DynamicCache(config=model.config)
+        if cache == "quantized":
+            past.layers = [rounding_layer(transformers) for _ in past.layers]
+        return generated(model, inputs, 10, past_key_values=past)
+
+    want = tokens(ARCHITECTURES[name].usual)
+    served.calls.clear()
+    assert torch.equal(tokens("tuned_attention"), want)
+    assert len(served.calls) == 20
+
+
+def test_static_cache_of_text_to_text(served: Served) -> None:
+    inputs = inputs_of("t5", "left")
+    prompt = {"decoder_input_ids": torch.tensor([[1, 5, 7], [1, 9, 3]])}
+    options = {"cache_implementation": "static", "disable_compile": True, **prompt}
+    want = generated(model_of(transformers, "t5", "sdpa", dtype=DOUBLE), inputs, 8, **options)
+    served.calls.clear()
+    found = generated(model_of(transformers, "t5", "tuned_attention", dtype=DOUBLE), inputs, 8, **options)
+    assert torch.equal(found, want)
+    assert served.calls
+
+
+def rounding_layer(transformers: Any) -> Any:
+    """A layer of a quantised cache that rounds."""
+
+    class Rounding(transformers.cache_utils.QuantizedLayer):  # type: ignore[misc]
+        def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
+            return (tensor * 8).round().to(torch.int8)
+
+        def _dequantize(self, tensor: Tensor) -> Tensor:
+            return tensor.double() / 8
+
+    return Rounding(residual_length=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_given"),
+    # Without starts, transformers ignores the positions of gpt-oss.
+    [("llama", False), ("mistral", False), ("llama", True), ("mistral", True), ("gpt_oss", True)],
+)
+def test_packed_sequences(served: Served, name: str, is_given: bool) -> None:
+    lengths = (3, 7, 2, 8)
+    ids = torch.randint(2, VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(4))
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    starts = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+    given: dict[str, Any] = {"use_cache": False}
+    if is_given:
+        given |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 8, "max_length_k": 8}
+    model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE)
+    other = model_of(transformers, name, "eager", dtype=DOUBLE)
+    want = torch.cat([reference_logits(other, part) for part in ids.split(lengths, 1)], 1)
+    served.calls.clear()
+    found = model(ids, position_ids=places, **given).logits
+    assert [one.side.cu_seqlens_q is not None for one in served.calls] == [is_given] * 2
+    assert distance([found.detach()], [want]) < BOUND
+
+
+def reference_logits(model: Any, ids: Tensor) -> Tensor:
+    with exact_softmax(), torch.no_grad():
+        logits: Tensor = model(ids, use_cache=False).logits
+        return logits
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_masks_of_given_starts(is_causal: bool) -> None:
+    starts_q, starts_k = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 4, 8])
+    found = masks.packed_mask(starts_q, starts_k, 6, 8, is_causal)[0, 0]
+    want = torch.zeros(6, 8, dtype=torch.bool)
+    for at, (first, last) in enumerate(itertools.pairwise(starts_q)):
+        keys = slice(int(starts_k[at]), int(starts_k[at + 1]))
+        part = torch.ones(int(last - first), keys.stop - keys.start, dtype=torch.bool)
+        want[int(first) : int(last), keys] = part.tril(part.shape[1] - part.shape[0]) if is_causal else part
+    assert torch.equal(found[:5], want[:5])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "bert"])
+def test_gradient_checkpointing(served: Served, name: str, use_reentrant: bool) -> None:
+    inputs = inputs_of(name, "left")
+    want = reference(model_of(transformers, name, "eager", dtype=DOUBLE), inputs)
+    model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE).train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    found = passes_of(model, inputs, use_cache=False) if name != "bert" else passes_of(model, inputs)
+    assert all(one < BOUND for one in error(found, want))
+
+
+def mask_cases() -> dict[str, dict[str, Any]]:
+    """Arguments of mask functions, by description."""
+    host = transformers.masking_utils
+    causal = host.causal_mask_function
+    window = host.sliding_window_causal_mask_function(4)
+    padding = inputs_of("llama", "left")["attention_mask"].bool()
+    hole = inputs_of("llama", "hole")["attention_mask"].bool()
+    packed = torch.tensor([[0] * 5 + [1] * 3 + [2] * 4]).expand(2, -1)
+    both = host.and_masks(window, host.packed_sequence_mask_function(packed))
+    square: dict[str, Any] = {"q_length": LENGTH, "kv_length": LENGTH}
+    return {
+        "window": square | {"mask_function": window},
+        "padding": square | {"mask_function": causal, "attention_mask": padding},
+        "hole": square | {"mask_function": causal, "attention_mask": hole},
+        "window and padding": square | {"mask_function": window, "attention_mask": padding},
+        "packed": square
+        | {
+            "mask_function": host.and_masks(causal, host.packed_sequence_mask_function(packed)),
+            "allow_is_causal_skip": False,
+        },
+        "packed windows": square | {"mask_function": both, "allow_is_causal_skip": False},
+        "chunk": {"q_length": 5, "kv_length": LENGTH, "q_offset": 7, "mask_function": causal}
+        | {"attention_mask": padding},
+        "chunk of a sliding cache": {"q_length": 5, "kv_length": 9, "q_offset": 7, "kv_offset": 3}
+        | {"mask_function": window, "attention_mask": padding},
+        "static": {"q_length": 5, "kv_length": 20, "q_offset": torch.tensor(7), "mask_function": causal}
+        | {"attention_mask": padding},
+        "static and empty": {"q_length": 5, "kv_length": 20, "mask_function": window},
+        "short mask": {"q_length": 5, "kv_length": 20, "mask_function": causal, "attention_mask": padding},
+        "both sides": square
+        | {
+            "mask_function": host.sliding_window_bidirectional_mask_function(3),
+            "attention_mask": padding,
+            "allow_is_causal_skip": False,
+        },
+    }
+
+
+@pytest.mark.parametrize("case", mask_cases())
+def test_spans_are_complete_masks(served: Served, case: str) -> None:
+    given = {"batch_size": BATCH, **mask_cases()[case]}
+    found = masks.attention_mask(**given)
+    given["allow_is_causal_skip"] = False
+    want = transformers.masking_utils.sdpa_mask(**given)
+    assert found is not None
+    assert masks.is_spans(found)
+    assert masks.pattern_of(found, given["q_length"], found.shape[3]) is not None
+    assert masks.pattern_of(found.clone(), given["q_length"], found.shape[3]) is None
+    seen = masks.boolean_mask(found, given["q_length"]).expand(*want.shape[:3], -1)
+    assert torch.equal(seen, want[..., : seen.shape[3]])
+    assert not want[..., seen.shape[3] :].any()
+
+
+@pytest.mark.parametrize("case", mask_cases())
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_attention_with_spans(served: Served, case: str, is_copied: bool) -> None:
+    given = {"batch_size": BATCH, **mask_cases()[case]}
+    found = masks.attention_mask(**given)
+    assert found is not None
+    given["allow_is_causal_skip"] = False
+    want_mask = transformers.masking_utils.sdpa_mask(**given)
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(BATCH, given["q_length"], 4, 16, generator=generator, dtype=DOUBLE).transpose(1, 2)
+    k, v = torch.randn(2, BATCH, 4, given["kv_length"], 16, generator=generator, dtype=DOUBLE)
+    module = torch.nn.Module()
+    out, _ = integration.attention(module, q, k, v, found.clone() if is_copied else found)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, want_mask).transpose(1, 2)
+    rows = want_mask.any(-1).expand(BATCH, 1, -1)[:, 0]
+    if "attention_mask" in given and not isinstance(given.get("q_offset"), Tensor):
+        first = given.get("q_offset", 0)  # rows of padding are not defined
+        rows = rows & given["attention_mask"][:, first : first + given["q_length"]]
+    assert len(served.calls) == 1
+    torch.testing.assert_close(out[rows], want[rows], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("case", [case for case in mask_cases() if "packed" not in case])
+def test_no_mask_waits_for_a_device(served: Served, case: str) -> None:
+    """Fake tensors have no values, so that a function that reads one fails."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    given = {"batch_size": BATCH, **mask_cases()[case]}
+    with FakeTensorMode() as mode:
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                given[name] = mode.from_tensor(value)
+        found = masks.attention_mask(**given)
+        assert found is not None
+        assert masks.boolean_mask(found, given["q_length"]).dtype is torch.bool
+        pattern = masks.pattern_of(found, given["q_length"], found.shape[3])
+        assert pattern is not None
+        if pattern.valid is not None and pattern.is_own:
+            assert pattern.orders[0].shape == (BATCH * given["q_length"],)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "t5", "gpt_oss"])
+def test_compiled_models(served: Served, name: str) -> None:
+    inputs = inputs_of(name, "left")
+    model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE)
+    want = reference(model_of(transformers, name, "eager", dtype=DOUBLE), inputs)
+    served.calls.clear()
+    targets: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend=backend)
+    found = passes_of(model, inputs)
+    assert not served.calls
+    assert sum("flashtune" in target for target in targets) == (6 if name == "t5" else 2)
+    assert all(one < BOUND for one in error(found, want))
+
+
+def test_compiled_attention_with_spans(served: Served) -> None:
+    given = {"batch_size": BATCH, **mask_cases()["window and padding"]}
+    found = masks.attention_mask(**given)
+    assert found is not None
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, BATCH, 4, LENGTH, 16, generator=generator, dtype=DOUBLE)
+
+    def attend(mask: Tensor) -> Tensor:
+        return integration.attention(torch.nn.Module(), q, k, v, mask)[0]
+
+    want = attend(found)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(found), want, atol=1e-12, rtol=0)
+    assert len(served.calls) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_compiled_generation(served: Served, name: str) -> None:
+    inputs = inputs_of(name, "left")
+    want = generated(model_of(transformers, name, "sdpa", dtype=DOUBLE), inputs, 6)
+    model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE)
+    config = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    served.calls.clear()
+    found = generated(model, inputs, 6, cache_implementation="static", compile_config=config)
+    assert torch.equal(found, want)
+    assert len(served.calls) == 2, "only the prompt is computed eagerly"
+
+
+def test_signatures() -> None:
+    """What the integration uses of transformers; a change is named here."""
+    mask = inspect.signature(transformers.masking_utils.sdpa_mask).parameters
+    own = inspect.signature(masks.attention_mask).parameters
+    assert own.keys() - {"_"} <= mask.keys()
+    assert not [
+        name for name, one in mask.items() if one.default is one.empty and name not in {*own, "kwargs"}
+    ]
+    sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
+    known = inspect.signature(sdpa.sdpa_attention_forward).parameters
+    assert [*known][:5] == [*inspect.signature(integration.attention).parameters][:5]
+    assert known.keys() >= {"dropout", "scaling", "is_causal", "position_bias", "kwargs"}
+    bias = inspect.signature(sdpa.create_position_bias_mask).parameters
+    assert [*bias] == ["position_bias", "attention_mask", "is_causal", "query", "key"]
+
+
+def test_the_name_is_registered() -> None:
+    assert integration.register("another_name") == "another_name"
+    assert "another_name" in transformers.AttentionInterface()
+
+
+def test_dropout_is_passed_on(served: Served) -> None:
+    model = model_of(transformers, "llama", "tuned_attention", attention_dropout=0.5).train()
+    model(inputs_of("llama", "none")["input_ids"])
+    assert not served.calls

@@ -1,0 +1,34 @@
+"""Tests of the registration in transformers that need no transformers."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from flashtune.core.errors import UsageError
+from flashtune.integrations import transformers as integration
+
+
+@pytest.mark.parametrize("name", ["flashtune", "my_flash", "sdpa", "eager", "", "org/kernel", "a|b"])
+def test_names_are_checked(name: str) -> None:
+    with pytest.raises(UsageError, match=r"name is .*: .*pass"):
+        integration.register(name)
+
+
+def test_a_missing_library_gives_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(
+        UsageError, match=r"^transformers is not installed: install transformers >= 5.17, < 6$"
+    ):
+        integration.register()
+
+
+@pytest.mark.parametrize(("version", "age"), [("5.16.2", "old"), ("6.0.0", "new")])
+def test_other_versions_give_one_sentence(monkeypatch: pytest.MonkeyPatch, version: str, age: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    with pytest.raises(UsageError, match=f"is too {age}: install transformers >= 5.17, < 6$"):
+        integration.register()
