@@ -1,0 +1,102 @@
+"""Attention of one batch of a serving engine: new tokens of several sequences over a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.core.canonical import rounded_up
+from flashtune.request.call import Call, paged_call, varlen_call
+from flashtune.runtime.call_cache import call_key, executor_of, unsigned
+
+# Keyword arguments of `attention_paged` and `attention_varlen`.
+Options = Mapping[str, Any]
+
+
+class PagedBatch(NamedTuple):
+    """The sequences of a batch. The host reads only the shapes of these tensors.
+
+    Attributes:
+        block_table: Pages of each sequence, int32 [batch, max_pages].
+        seqlens_k: Keys of each sequence, including those of the new tokens: int32 [batch].
+        cu_seqlens_q: Offsets of the sequences' queries, int32 [batch + 1]. None if each has one query.
+        max_seqlen_q: Queries of the longest sequence, or more.
+        is_fresh: Whether no sequence has keys before its new tokens, as the host knows.
+    """
+
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int = 1
+    is_fresh: bool = False
+
+
+def cache_call(q: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, options: Options) -> Call:
+    """Returns the call of new tokens' attention to the cache.
+
+    Args:
+        q: Queries [tokens, heads, head_dim].
+        keys: Pages of keys, [pages, kv_heads, page_size, head_dim], of any strides.
+        values: Pages of values, likewise.
+        batch: The sequences.
+        options: Options of `attention_paged`.
+    """
+    more: dict[str, Any] = {"layout": "hnd", **options}
+    if batch.cu_seqlens_q is not None:
+        more |= {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": min(batch.max_seqlen_q, q.shape[0])}
+    return paged_call(q, keys, values, batch.block_table, batch.seqlens_k, **more)
+
+
+def packed_call(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, options: Options) -> Call:
+    """Returns the call of sequences whose keys are all new, without the cache.
+
+    Args:
+        q: Queries [tokens, heads, head_dim].
+        k: Keys [tokens, kv_heads, head_dim].
+        v: Values, likewise.
+        starts: Offsets of the sequences, int32 [batch + 1].
+        longest: Tokens of the longest sequence, or more.
+        options: Options of `attention_varlen`.
+    """
+    longest = min(longest, q.shape[0])
+    return varlen_call(q, k, v, starts, starts, longest, longest, **options)
+
+
+def prepare(call: Call) -> None:
+    """Selects, compiles and loads the kernels of a call and checks them, without its result.
+
+    Raises:
+        ProblemError: No backend supports the call.
+        KernelError: A CUDA graph is being captured.
+    """
+    call = unsigned(call)
+    executor_of(call_key(call), call)
+
+
+def window_of(tokens: int | None, causal: bool) -> dict[str, Any]:
+    """Returns the option of a sliding window, given the keys that a query sees before its own."""
+    return {} if tokens is None else {"window": (tokens, 0 if causal else tokens)}
+
+
+def rounded_pages(max_seqlen_k: int, page_size: int) -> int:
+    """Returns the columns of a block table for sequences of at most `max_seqlen_k` keys.
+
+    The number is rounded up to a power of two, so that few numbers occur. The shape of the table is part of
+    a call's kind, and kernels are selected by it.
+    """
+    return rounded_up(-(-max_seqlen_k // page_size))
+
+
+def with_regular_strides(pages: Tensor) -> Tensor:
+    """Returns pages [pages, kv_heads, page_size, head_dim] with aligned strides of dimensions of one element.
+
+    Torch permits any stride there, and one-head caches have strides of 1. Kernels select by all strides.
+    """
+    strides = list(pages.stride())
+    for dim in range(2):
+        if pages.shape[dim] == 1:
+            strides[dim] = strides[2] * pages.shape[2]
+    return pages if tuple(strides) == pages.stride() else torch.as_strided(pages, pages.shape, strides)

@@ -1,0 +1,37 @@
+"""Registers flashtune as an attention backend of vLLM.
+
+vLLM calls `plugin` in each of its processes, by an entry point of the group `vllm.general_plugins`. The
+backend is then selected by name:
+
+    vllm serve MODEL --attention-backend FLASHTUNE
+"""
+
+from __future__ import annotations
+
+from flashtune.core.errors import UsageError
+from flashtune.core.notices import warn_once
+from flashtune.integrations.host_library import host_library
+
+NAME = "FLASHTUNE"
+BACKEND = "flashtune.integrations.vllm_backend.Backend"
+# Before this version, a cache has keys and values in separate pages, and backends have no names of their own.
+LEAST = "0.33"
+
+
+def register() -> None:
+    """Registers the backend, unless this process has registered it.
+
+    Raises:
+        UsageError: vLLM is missing or too old.
+    """
+    registry = host_library("vllm.v1.attention.backends.registry", LEAST)
+    if NAME not in registry.AttentionBackendEnum.__members__:
+        registry.register_backend(NAME, BACKEND)
+
+
+def plugin() -> None:
+    """Registers the backend, or warns: an error here would stop all servers of an unsupported vLLM."""
+    try:
+        register()
+    except UsageError as error:
+        warn_once("vllm", f"vllm has no attention backend {NAME}: {error}")
