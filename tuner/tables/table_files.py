@@ -42,10 +42,12 @@ COUNTED = 50
 
 
 class KernelFile(msgspec.Struct, frozen=True):
-    """A stand-alone Python file: its name without a folder, and its text."""
+    """A stand-alone Python file: its name without a folder, its text, its kernel and the records of this."""
 
     name: str
     text: str
+    kernel: Kernel
+    records: tuple[Record, ...]
 
 
 def json_table(target: str, records: Iterable[Record]) -> bytes:
@@ -86,7 +88,12 @@ def kernel_files(records: Iterable[Record]) -> tuple[KernelFile, ...]:
         kernels[kernel.digest] = kernel
         users.setdefault(kernel.digest, []).append(record)
     files = (
-        KernelFile(file_name(served[0], kernels[digest]), _header(served) + kernels[digest].source)
+        KernelFile(
+            file_name(served[0], kernels[digest]),
+            _header(served) + kernels[digest].source,
+            kernels[digest],
+            tuple(served),
+        )
         for digest, served in users.items()
     )
     return tuple(sorted(files, key=lambda file: file.name))

@@ -25,17 +25,19 @@ FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
     "export",
     "flashtune export --format json --out h200.json",
     "flashtune export --format python --out kernels/ --model llama-3.1-8b",
+    "flashtune export --format hf-kernel --out package/ --shipped",
 )
 @optional_problem_options
 @target_filter_option
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["json", "python", "triton-config"]),
+    type=click.Choice(["json", "python", "triton-config", "hf-kernel"]),
     default="json",
     show_default=True,
     help="json: a table for each GPU, which flashtune import reads. python: a stand-alone file for each "
-    "kernel. triton-config: one file of triton.Config lists.",
+    "kernel. triton-config: one file of triton.Config lists. hf-kernel: a package for Hugging Face's kernels "
+    "library, with the functions of flash_attn.",
 )
 @click.option(
     "--out",
@@ -70,6 +72,8 @@ def command(
         _json(records, out, shipped)
     elif kind == "python":
         _python(records, out)
+    elif kind == "hf-kernel":
+        _hub_package(records, out)
     else:
         _triton_configs(records, out)
 
@@ -123,6 +127,21 @@ def _python(records: tuple[Record, ...], out: Path | None) -> None:
         return
     for file in files:
         write_result(out / file.name, file.text.encode())
+
+
+def _hub_package(records: tuple[Record, ...], out: Path | None) -> None:
+    from flashtune.tuner.tables.hub_package import is_served, package_files
+    from flashtune.tuner.tables.table_files import write_file
+
+    if out is None or out.is_file():
+        raise UsageError("a kernel package is a folder: pass --out FOLDER")
+    served = [record for record in records if is_served(record)]
+    files = package_files(served)
+    for path, text in files.items():
+        write_file(out / path, text.encode())
+    note(f"wrote {len(files)} files to {out}")
+    if len(served) < len(records):
+        note(f"{len(records) - len(served)} selections have no function in flash_attn and were left out")
 
 
 def _triton_configs(records: tuple[Record, ...], out: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,22 @@ def test_triton_configs_are_valid(run: Run, two_gpus: Stored, tmp_path: Path) ->
     )
     capped = rendered(two_gpus[2], config=msgspec.structs.replace(chosen, maxnreg=128))
     assert "maxnreg=128" in triton_configs((capped,))
+
+
+def test_hub_export_writes_a_package_of_selections(
+    run: Run, two_gpus: tuple[Record, ...], tmp_path: Path
+) -> None:
+    result = run("export", "--format", "hf-kernel", "--out", tmp_path / "package")
+    assert result.exit_code == 0, result.output
+    built = tmp_path / "package/build/torch-cuda"
+    entries = json.loads((built / "kernels.json").read_text(encoding="utf-8"))
+    assert sorted(entry["gpu"] for entry in entries) == ["nvidia-h100", "nvidia-h200", "nvidia-h200"]
+    assert {entry["file"] for entry in entries} == {path.name for path in (built / "kernels").iterdir()}
+    assert {path.name for path in built.iterdir()} == {
+        "__init__.py",
+        "kernels",
+        "kernels.json",
+        "metadata.json",
+    }
+    assert f"wrote {len(two_gpus) - 1 + 3} files" in result.stderr
+    assert run("export", "--format", "hf-kernel").exit_code == 2

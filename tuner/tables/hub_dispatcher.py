@@ -1,0 +1,440 @@
+"""Attention by the kernels of this package, with the parameters of flash_attn; needs only torch and triton.
+
+`kernels.json` lists the kernels. A call is served by the kernel of the same types, head dims, mask and inputs
+whose tuned shape is nearest. Calls without a kernel, and calls with gradients, are computed by torch, and one
+warning per kind of call says so.
+
+`flashtune export --format hf-kernel` copies this module into packages, so it imports nothing of flashtune.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+HERE = Path(__file__).parent
+Window = tuple[int | None, int | None]
+
+
+class Entry(NamedTuple):
+    """One kernel of `kernels.json`.
+
+    Attributes:
+        file: Its file in `kernels/`.
+        gpu: The GPU that it was tuned for.
+        capability: The only compute capability that runs it; None if sm_80 and all newer ones do.
+        kind: Its types, head dims, mask and inputs, as `_Call.kind`.
+        alignment: A number that divides all strides.
+        sizes: Batch times heads, queries and keys of the tuned shape.
+    """
+
+    file: str
+    gpu: str
+    capability: list[int] | None
+    kind: str
+    alignment: int
+    sizes: list[int]
+
+
+class Call(NamedTuple):
+    """A call as kernels take it.
+
+    Attributes:
+        q: [batch, heads, queries, head_dim].
+        k: [batch, kv_heads, keys, head_dim], or pages of keys.
+        v: As k.
+        scale: Factor of the scores.
+        causal: Whether queries see no later keys, aligned bottom-right.
+        window: Visible keys before and after the query's own; None for all.
+        inputs: Other arguments of kernels, by name.
+        dropout: Probability of dropout.
+        longest: Queries and keys of the longest packed sequence.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    causal: bool
+    window: Window
+    inputs: dict[str, Any]
+    dropout: float = 0.0
+    longest: tuple[int, int] = (0, 0)
+
+    def kind(self, mask: str) -> str:
+        """Returns the types, head dims, mask and inputs as one text."""
+        page = self.k.shape[2] if "block_table" in self.inputs else 0
+        widths = self.q.shape[3], self.v.shape[3]
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        return kind_of(dtype, widths, mask, self.window, page, self.inputs)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """Masks of kernels that compute this call."""
+        queries, keys = self.q.shape[2], self.k.shape[2]
+        if queries == 1 and self.window == (None, None) and "cu_seqlens_q" not in self.inputs:
+            # One query, which is the last one, sees all keys.
+            return "bottom_right", "none"
+        if not self.causal:
+            return ("none",)
+        is_square = queries == keys and not {"cu_seqlens_q", "seqlens_kv"} & {*self.inputs}
+        return ("bottom_right", "top_left") if is_square else ("bottom_right",)
+
+
+def kind_of(dtype: str, widths: tuple[int, int], mask: str, window: Window, page: int, inputs: Any) -> str:
+    """Returns the properties that a kernel has in its source, as one text."""
+    return json.dumps([dtype, *widths, mask, *window, page, *sorted(inputs)])
+
+
+@functools.cache
+def entries() -> dict[str, list[Entry]]:
+    """Returns the kernels by their kind."""
+    found: dict[str, list[Entry]] = {}
+    for values in json.loads((HERE / "kernels.json").read_text(encoding="utf-8")):
+        entry = Entry(**values)
+        found.setdefault(entry.kind, []).append(entry)
+    return found
+
+
+@functools.cache
+def kernel(file: str) -> Any:
+    """Returns the module of a kernel."""
+    spec = importlib.util.spec_from_file_location(f"{__name__}_{Path(file).stem}", HERE / "kernels" / file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def _gpu(index: int) -> tuple[list[int], str]:
+    name = torch.cuda.get_device_name(index).lower().replace(" ", "-")
+    return [*torch.cuda.get_device_capability(index)], name
+
+
+def find(call: Call) -> Entry | None:
+    """Returns the kernel that serves a call: of this GPU if possible, with the nearest shape."""
+    if call.q.is_cuda:
+        capability, name = _gpu(call.q.device.index or 0)
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        capability, name = [8, 0], ""
+    else:
+        return None
+    tensors = call.q, call.k, call.v
+    sizes = [call.q.shape[0] * call.q.shape[1], call.q.shape[2], call.k.shape[2]]
+    if "block_table" in call.inputs:
+        sizes[2] *= call.inputs["block_table"].shape[1]
+
+    def rank(entry: Entry) -> tuple[bool, float]:
+        pairs = zip(sizes, entry.sizes, strict=True)
+        apart = sum(abs(math.log(max(one, 1) / max(other, 1))) for one, other in pairs)
+        return not name.startswith(entry.gpu), apart
+
+    if any(tensor.stride(3) != 1 or _span(tensor) >= 2**31 for tensor in tensors):
+        return None
+    able = [
+        entry
+        for mask in call.masks
+        for entry in entries().get(call.kind(mask), ())
+        if (entry.capability == capability or (entry.capability is None and capability >= [8, 0]))
+        and not any(stride % entry.alignment for tensor in tensors for stride in tensor.stride()[:3])
+        and not any(tensor.data_ptr() % 16 for tensor in tensors)
+    ]
+    return min(able, key=rank, default=None)
+
+
+def _span(tensor: Tensor) -> int:
+    """Returns the largest offset in a tensor, or in a tile after its end."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1024 * tensor.stride(2) + sum((size - 1) * stride for size, stride in pairs)
+
+
+def run(call: Call) -> Tensor:
+    """Returns the output of a call, [batch, heads, queries, value_head_dim]."""
+    tensors = call.q, call.k, call.v
+    given = (*tensors, call.inputs.get("sinks"))
+    needs_grad = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given)
+    entry = None if needs_grad or call.dropout else find(call)
+    if entry is None:
+        if not needs_grad:
+            _warn_once(call.kind("bottom_right" if call.causal else "none"))
+        return by_torch(call)
+    # Triton launches on the present device.
+    with torch.cuda.device_of(call.q):
+        out: Tensor = kernel(entry.file).attention(*tensors, call.scale, **call.inputs)[0]
+    return out
+
+
+@functools.cache
+def _warn_once(kind: str) -> None:
+    warnings.warn(f"no kernel of this package computes attention of {kind}: torch computes it", stacklevel=4)
+
+
+def by_torch(call: Call) -> Tensor:
+    """Returns the output of a call by torch. Sequences of different lengths may be computed one by one."""
+    inputs = dict(call.inputs)
+    if {*inputs} == {"cu_seqlens_q", "cu_seqlens_kv"} and call.q.is_cuda and not call.dropout:
+        return _packed(call)
+    starts, ends = inputs.pop("cu_seqlens_q", None), inputs.pop("cu_seqlens_kv", None)
+    lengths, table = inputs.pop("seqlens_kv", None), inputs.pop("block_table", None)
+    if lengths is not None:
+        batch = len(lengths)
+    elif starts is not None:
+        batch = len(starts) - 1
+    else:
+        return _dense(call, inputs)
+    out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
+    for sequence in range(batch):
+        # Packed sequences are parts of one row of the batch.
+        row = 0 if starts is not None else sequence
+        first, last = (0, None) if starts is None else starts[sequence : sequence + 2].tolist()
+        at = slice(row, row + 1), slice(None), slice(first, last)
+        keys, values = (_rows(cache, sequence, ends, lengths, table) for cache in (call.k, call.v))
+        own = {**inputs}
+        if "slopes" in own:
+            own["slopes"] = own["slopes"][sequence : sequence + 1]
+        out[at] = _dense(call._replace(q=call.q[at], k=keys, v=values), own)
+    return out
+
+
+def _packed(call: Call) -> Tensor:
+    """Returns the output of packed sequences by torch's own kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    left, right = (-1 if side is None else side for side in call.window)
+    # `varlen_attn` of torch 2.11 has no parameter for groups of heads.
+    group = call.q.shape[1] // call.k.shape[1]
+    k, v = (tensor.repeat_interleave(group, 1) if group > 1 else tensor for tensor in (call.k, call.v))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (call.q, k, v))
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        call.inputs["cu_seqlens_q"],
+        call.inputs["cu_seqlens_kv"],
+        call.longest[0],
+        call.longest[1],
+        scale=call.scale,
+        window_size=(left, 0 if call.causal else right),
+    )
+    assert isinstance(out, Tensor)
+    return out.transpose(0, 1)[None]
+
+
+def _rows(
+    cache: Tensor, sequence: int, starts: Tensor | None, lengths: Tensor | None, table: Tensor | None
+) -> Tensor:
+    """Returns the keys or values of one sequence, [1, kv_heads, keys, width]."""
+    if starts is not None:
+        first, last = starts[sequence : sequence + 2].tolist()
+        return cache[:, :, first:last]
+    assert lengths is not None
+    length = int(lengths[sequence])
+    if table is None:
+        return cache[sequence : sequence + 1, :, :length]
+    pages = cache[table[sequence, : -(-length // cache.shape[2])].long()]
+    return pages.transpose(0, 1).flatten(1, 2)[None, :, :length]
+
+
+def _dense(call: Call, inputs: dict[str, Any]) -> Tensor:
+    """Returns the output of sequences of equal lengths, with all scores in memory if necessary."""
+    q, k, v = call.q, call.k, call.v
+    queries, keys = q.shape[2], k.shape[2]
+    if not keys:
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    ahead = torch.arange(keys, device=q.device) - torch.arange(keys - queries, keys, device=q.device)[:, None]
+    left, right = call.window[0], 0 if call.causal else call.window[1]
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if left is not None:
+        hidden |= ahead < -left
+    if right is not None:
+        hidden |= ahead > right
+    if not {"softcap", "sinks", "slopes"} & {*inputs}:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, ~hidden, dropout_p=call.dropout, scale=call.scale
+        )
+        return out.masked_fill(hidden.all(-1)[:, None], 0.0)
+    scores = (q.float() @ k.float().mT) * call.scale
+    if "softcap" in inputs:
+        scores = inputs["softcap"] * torch.tanh(scores / inputs["softcap"])
+    if "slopes" in inputs:
+        scores = scores - inputs["slopes"][:, :, None, None] * ahead.abs()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if "sinks" in inputs:
+        sinks = inputs["sinks"].view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1).masked_fill(hidden.all(-1)[:, None], 0.0)
+    weights = torch.nn.functional.dropout(weights, call.dropout)
+    return (weights @ v.float()).to(q.dtype)
+
+
+def _mask(window_size: tuple[int | None, int | None], causal: bool, keys: int | None = None) -> Any:
+    """Returns whether a call is causal, and its window as kernels have it. `keys` is None if lengths vary."""
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    causal = causal or right == 0
+    if keys is not None and left is not None and left >= keys - 1:
+        left = None
+    return causal, (left, None if causal else right)
+
+
+def _inputs(
+    softcap: float, alibi_slopes: Tensor | None, s_aux: Tensor | None, batch: int, heads: int
+) -> dict[str, Any]:
+    inputs: dict[str, Any] = {}
+    if softcap:
+        inputs["softcap"] = float(softcap)
+    if alibi_slopes is not None:
+        inputs["slopes"] = alibi_slopes.float().expand(batch, heads)
+    if s_aux is not None:
+        inputs["sinks"] = s_aux.float().contiguous()
+    return inputs
+
+
+def _no_probabilities(asked: bool) -> None:
+    if asked:
+        raise NotImplementedError("this package returns neither a log-sum-exp nor probabilities")
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Returns attention of [batch, seqlen, heads, head_dim] tensors, as flash_attn does; s_aux are sinks."""
+    del deterministic  # Only the backward pass, which torch computes, could differ.
+    _no_probabilities(return_attn_probs)
+    causal, window = _mask(window_size, causal, k.shape[1])
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    inputs = _inputs(softcap, alibi_slopes, s_aux, *q.shape[:2])
+    return run(Call(q, k, v, scale, causal, window, inputs, dropout_p)).transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Returns attention of packed sequences [tokens, heads, head_dim], as flash_attn does.
+
+    With `block_table`, k and v are pages [pages, page_size, kv_heads, head_dim].
+    """
+    del deterministic
+    _no_probabilities(return_attn_probs)
+    causal, window = _mask(window_size, causal)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    inputs = _inputs(softcap, alibi_slopes, s_aux, cu_seqlens_q.numel() - 1, q.shape[1])
+    inputs["cu_seqlens_q"] = cu_seqlens_q
+    if block_table is None:
+        inputs["cu_seqlens_kv"] = cu_seqlens_k
+        k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    else:
+        inputs |= {"seqlens_kv": cu_seqlens_k.diff(), "block_table": block_table}
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    longest = int(max_seqlen_q), int(max_seqlen_k)
+    call = Call(q.transpose(0, 1)[None], k, v, scale, causal, window, inputs, dropout_p, longest)
+    return run(call)[0].transpose(0, 1)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Returns attention of new queries [batch, queries, heads, head_dim] to a cache, as flash_attn does.
+
+    The cache is [batch, keys, kv_heads, head_dim], or pages of it with `block_table`. New k and v are
+    written to it first.
+    """
+    del rotary_interleaved, num_splits
+    _no_probabilities(return_softmax_lse)
+    if any(one is not None for one in (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad)):
+        raise NotImplementedError("this package takes no rotary embedding, cache_batch_idx or cache_leftpad")
+    batch = q.shape[0]
+    causal, window = _mask(window_size, causal)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    inputs = _inputs(softcap, alibi_slopes, s_aux, batch, q.shape[2])
+    if cache_seqlens is not None or block_table is not None:
+        # Without lengths, all keys of the cache count.
+        full = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
+        known = full if cache_seqlens is None else cache_seqlens
+        lengths = torch.as_tensor(known, dtype=torch.int32, device=q.device).expand(batch)
+        if k is not None and v is not None:
+            _append((k_cache, v_cache), (k, v), lengths, block_table)
+            lengths = lengths + k.shape[1]
+        inputs["seqlens_kv"] = lengths.contiguous()
+    elif k is not None:
+        raise ValueError("new keys need cache_seqlens, which says where they go")
+    if block_table is not None:
+        inputs["block_table"] = block_table
+    q, keys, values = (tensor.transpose(1, 2) for tensor in (q, k_cache, v_cache))
+    return run(Call(q, keys, values, scale, causal, window, inputs)).transpose(1, 2)
+
+
+def _append(
+    caches: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], lengths: Tensor, table: Tensor | None
+) -> None:
+    """Writes new rows [batch, new, kv_heads, width] after the first `lengths` keys of each sequence."""
+    places = lengths[:, None].long() + torch.arange(rows[0].shape[1], device=lengths.device)
+    if table is None:
+        at = torch.arange(len(lengths), device=lengths.device)[:, None], places
+    else:
+        size = caches[0].shape[1]
+        at = table.long().gather(1, places // size), places % size
+    for cache, new in zip(caches, rows, strict=True):
+        cache[at] = new

@@ -1,0 +1,93 @@
+"""Kernel packages in the layout of Hugging Face's `kernels` library."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.layouts import TORCH_DTYPES
+from flashtune.core.problem import Dtype, Feature
+from flashtune.core.record import Record
+from flashtune.core.target import find_target
+from flashtune.templates.registry import find_family
+from flashtune.tuner.tables import hub_dispatcher
+from flashtune.tuner.tables.hub_dispatcher import Entry, kind_of
+from flashtune.tuner.tables.table_files import KernelFile, kernel_files
+
+# The package is Python code alone, which the library calls "noarch".
+VARIANT = "build/torch-cuda"
+NAME = "flashtune"
+# A package with other functions or parameters needs another version.
+VERSION = 1
+SERVED = frozenset(
+    {
+        Feature.WINDOW,
+        Feature.SOFTCAP,
+        Feature.ALIBI,
+        Feature.SINKS,
+        Feature.VARLEN,
+        Feature.SEQLENS_K,
+        Feature.PAGES,
+    }
+)
+
+
+def is_served(record: Record) -> bool:
+    """Returns whether a selection is a forward pass that functions of flash_attn express."""
+    problem = record.problem
+    plain = not problem.is_backward and problem.dtype is not Dtype.E4M3 and problem.features <= SERVED
+    return plain and record.config is not None
+
+
+def package_files(records: Iterable[Record]) -> dict[str, str]:
+    """Returns the text of each file of a package by its path, for selections that are served.
+
+    Raises:
+        FlashtuneError: There is no selection.
+        TableError: Verification would reject one of the records.
+    """
+    kernels = kernel_files(records)
+    if not kernels:
+        raise FlashtuneError("no selection here has a function in flash_attn: name another shape")
+    listed = [_entry(file, record)._asdict() for file in kernels for record in file.records]
+    files = {
+        "__init__.py": Path(hub_dispatcher.__file__).read_text(encoding="utf-8"),
+        "kernels.json": json.dumps(listed, indent=1) + "\n",
+        **{f"kernels/{file.name}": file.text for file in kernels},
+    }
+    hashes = {path: hashlib.sha256(text.encode()).digest() for path, text in files.items()}
+    whole = hashlib.sha256(b"".join(hashes.values())).hexdigest()
+    metadata = {
+        "name": NAME,
+        "id": f"{NAME}_cuda_{whole[:12]}",
+        "version": VERSION,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": "cuda"},
+        "digest": {
+            "algorithm": "sha256",
+            "files": {path: base64.b64encode(digest).decode() for path, digest in hashes.items()},
+        },
+    }
+    files["metadata.json"] = json.dumps(metadata, indent=1) + "\n"
+    return {f"{VARIANT}/{path}": text for path, text in files.items()}
+
+
+def _entry(file: KernelFile, record: Record) -> Entry:
+    problem, kernel = record.problem, file.kernel
+    dtype = str(TORCH_DTYPES[problem.dtype]).removeprefix("torch.")
+    widths = problem.head_dim, problem.value_head_dim
+    window = problem.window_left, problem.window_right
+    kind = kind_of(dtype, widths, problem.causal.value, window, problem.page_size, kernel.all_side)
+    capability = None
+    if not find_family(record.family).interpreted:
+        # A Gluon kernel has instructions of one architecture.
+        capability = [*divmod(find_target(record.target).capability, 10)]
+    rows = problem.total_q or problem.seqlen_q
+    sizes = [(1 if problem.total_q else problem.batch) * problem.heads, rows, problem.seqlen_kv]
+    alignment = int(kernel.specialization.alignment)
+    return Entry(file.name, record.target, capability, kind, alignment, sizes)
