@@ -91,7 +91,7 @@ test-all: CASES := --timeout 3600
 test-all: KERNELS :=
 test-all: UNDER_OTHERS :=
 test-all: export FLASHTUNE_FUZZ := large
-test-all: no-times lint prose types pyright imports unit interpreter tables other-tritons slowest ## Run every check that needs no GPU, in full
+test-all: no-times lint prose types pyright imports contracts unit interpreter tables other-tritons slowest ## Run every check that needs no GPU, in full
 
 .PHONY: no-times
 no-times:
@@ -120,6 +120,10 @@ pyright: $(DEVELOPS) ## Check types, with pyright's rules
 
 imports: $(DEVELOPS) ## Check who may import whom
 	$(BIN)/lint-imports --no-cache
+
+.PHONY: contracts
+contracts: $(DEVELOPS) ## Compare the libraries of integrations with the frozen contracts; needs the network
+	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.host_contracts --newest
 
 .PHONY: quick unit interpreter tables other-tritons test-gpu
 quick: $(DEVELOPS) ## Run the tests that are fast

@@ -1,0 +1,83 @@
+"""Tests of overrides with executors that only count: which calls they serve, and which they pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.integrations import operator_overrides
+from flashtune.integrations.flash_operators import FlashForward
+from flashtune.integrations.operator_overrides import Kernel, forward_override, random_states
+from flashtune.integrations.sdpa_operators import CUDNN, EFFICIENT, DenseBackward, DenseForward
+from flashtune.request.call import Call
+from flashtune.runtime import deferred
+from flashtune.runtime.deferred import Kind, Passes
+from tests.support.process_state import forget_warnings
+
+
+@pytest.fixture(name="served")
+def served_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """The queries of all calls that are served."""
+    served: list[Tensor] = []
+
+    def forward(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        served.append(q)
+        return torch.empty_like(q), torch.empty(q.shape[:3])
+
+    kind = Kind(None, None)
+    kind.passes, kind.is_refused = Passes(forward, None, forward), False
+
+    def kind_of(call: Call, *_: object) -> Kind | None:
+        tensors = call.q, call.k, call.v, *call.side.tensors
+        return None if any(one.is_meta for one in tensors) else kind
+
+    monkeypatch.setattr(deferred, "kind_of", kind_of)
+    monkeypatch.setattr(deferred, "passes_of", lambda kind, _: kind.passes)
+    operator_overrides.forget()
+    yield served
+    operator_overrides.forget()
+
+
+def override_of(name: str) -> Kernel:
+    return forward_override(DenseForward(name), lambda *_, **__: "torch")
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_a_known_call_with_a_tensor_elsewhere_is_read_again(served: list[Tensor], place: int) -> None:
+    override = override_of(CUDNN)
+    given: list[Any] = [torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16) for _ in range(4)]
+    for _ in range(2):
+        override(None, *given, False, 0.0, False, False)
+    assert len(served) == 2
+    given[place] = given[place].to("meta")
+    assert override(None, *given, False, 0.0, False, False) == "torch"
+    assert len(served) == 2
+
+
+def test_calls_with_unknown_arguments_are_passed_on() -> None:
+    q = torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16)
+    forget_warnings()
+    override = forward_override(FlashForward(), lambda *_, **__: "torch")
+    with pytest.warns(FlashtuneWarning, match="its override failed"):
+        assert override(None, q, q, q, None, None, 16, 16, 0.0, False, False, "new") == "torch"
+
+
+@pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
+def test_the_backward_pass_of_a_call_with_dropout_is_passed_on(name: str) -> None:
+    q = torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
+    states = random_states(q, torch.int64)
+    lse = torch.zeros(1, 2, 32)
+
+    def arguments(dropout: float) -> tuple[Any, ...]:
+        if name == CUDNN:
+            return q, q, q, q, q, lse, *states, None, None, None, 16, 16, dropout, False
+        return q, q, q, q, None, q, lse, *states, dropout, (True, True, True, False), False
+
+    backward = DenseBackward(name)
+    assert backward.read(arguments(0.0), {}) is not None
+    assert backward.read(arguments(0.5), {}) is None

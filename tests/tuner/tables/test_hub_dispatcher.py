@@ -1,0 +1,72 @@
+"""Tests of the dispatcher of kernel packages, without kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from flashtune.tuner.tables import hub_dispatcher
+from flashtune.tuner.tables.hub_dispatcher import Call, Entry
+
+NO_WINDOW = (None, None)
+
+
+def test_packed_sequences_with_groups_of_heads_use_no_new_parameter_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def varlen_attn(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+    ) -> Tensor:
+        assert window_size == (-1, 0)
+        assert q.shape == k.shape == v.shape
+        # Head 3 of the queries has the keys and values of head 1.
+        assert torch.equal(k[:, 3], keys[:, 1])
+        assert torch.equal(v[:, 3], values[:, 1])
+        return v
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    q, keys, values = torch.randn(10, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
+    starts = torch.tensor([0, 10], dtype=torch.int32)
+    inputs = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    one, two, three = (tensor.transpose(0, 1)[None] for tensor in (q, keys, values))
+    call = Call(one, two, three, 1.0, True, NO_WINDOW, inputs, longest=(10, 10))
+    out = hub_dispatcher._packed(call)
+    assert out.shape == (1, 4, 10, 8)
+
+
+def found(q: Tensor, k: Tensor, monkeypatch: pytest.MonkeyPatch, **inputs: Any) -> Entry | None:
+    call = Call(q, k, k, 1.0, False, NO_WINDOW, inputs)
+    entry = Entry("kernel.py", "nvidia-h200", None, call.kind("none"), 1, [1, 1, 1])
+    monkeypatch.setattr(hub_dispatcher, "entries", lambda: {entry.kind: [entry]})
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return hub_dispatcher.find(call)
+
+
+def test_kernels_serve_only_strides_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, 2, 32, 16, device="meta")
+    assert found(q, q, monkeypatch) is not None
+    large = torch.empty(1, 2, 2**27, 16, device="meta")
+    assert found(q, large, monkeypatch) is None
+    assert found(q, q.mT.contiguous().mT, monkeypatch) is None
+
+
+def test_sinks_that_require_grad_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 5, 2, 8)
+    sinks = torch.zeros(2, requires_grad=True)
+    monkeypatch.setattr(hub_dispatcher, "find", None)
+    hub_dispatcher.flash_attn_func(q, q, q, s_aux=sinks).sum().backward()
+    assert sinks.grad is not None
+    assert sinks.grad.any()
