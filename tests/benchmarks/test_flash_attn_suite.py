@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,8 @@ def report(folder: Path, *options: str) -> dict[str, Any]:
         "--out",
         str(out),
     ]
-    subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, *options], cwd=ROOT, env=environment, check=True, capture_output=True)
     found: dict[str, Any] = json.loads(out.read_bytes())
     return found
 
