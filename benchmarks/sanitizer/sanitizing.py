@@ -6,6 +6,7 @@ are compiled with line numbers, and the file names are the kernels' digests.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -36,12 +37,19 @@ FOLLOWS_PARTIAL_BARRIERS = (2026, 1)
 # Reports of one process, beyond which the tool only counts.
 MAX_REPORTS = 1000
 MAX_PORTS = 256
+# Rendered kernels to keep. Many subjects differ in extents only.
+MAX_KERNELS = 1024
 START_SECONDS = 120
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: ([^\n]*)")
 _HAZARDS = re.compile(r"(\d+) hazards? displayed")
 _ERRORS = re.compile(r"(\d+) errors?")
 _FILE = re.compile(r"_([0-9a-f]{32})\.py\b")
 _VERSION = re.compile(r"Version (\d+)\.(\d+)")
+
+
+@functools.lru_cache(maxsize=MAX_KERNELS)
+def _rendered(computation: Problem, candidate: Candidate, specialization: Specialization) -> Kernel:
+    return render(find_family(candidate.family), computation, candidate.config, specialization)
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -62,8 +70,7 @@ class Subject(msgspec.Struct, frozen=True):
     @property
     def kernel(self) -> Kernel:
         """The kernel, rendered."""
-        family = find_family(self.candidate.family)
-        return render(family, self.problem, self.candidate.config, self.specialization)
+        return _rendered(self.problem.computation, self.candidate, self.specialization)
 
     @property
     def digest(self) -> str:

@@ -32,7 +32,7 @@ from tests.support.transformers_models import (
 )
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
-pytestmark = pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")]
 DOUBLE = torch.float64
 # Norms compute in float32 in models of any type.
 BOUND = 1e-5

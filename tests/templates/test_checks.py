@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -26,6 +27,7 @@ Call = dict[str, Any]
 Change = Callable[[Call], object]
 
 
+@functools.cache
 def wrapper_of(name: str) -> Callable[..., Any]:
     module = load_module(kernel_of(name))
     found: Callable[..., Any] = getattr(module, "attention_backward", None) or module.attention
