@@ -5,9 +5,10 @@ is one of these:
 
 - None: only the causal mask of the module, if it has one, hides keys.
 - bool [batch, 1, seqlen_q, seqlen_kv]: True where a query sees a key. Dimensions may be 1.
-- int32 [batch, 2, 1, seqlen_kv], called spans: the first and the last query that see each key. Further keys
-  are hidden. An attribute of the tensor has the pattern that the host knows. A copy of the tensor lacks it,
-  and is still complete.
+- int32 [batch, 2, 1, seqlen_kv], called spans: the first and the last query that see each key. The last query
+  is -1 and the one before it -2, because Gemma 4 drops all but the last queries. Further keys are hidden. An
+  attribute of the tensor has the pattern that the host knows. A copy of the tensor lacks it, and is still
+  complete.
 
 No function here waits for the GPU.
 """
@@ -99,7 +100,7 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **_: Any,
+    **others: Any,
 ) -> Tensor | None:
     """Returns the mask of a forward pass. The arguments are those of transformers' `sdpa_mask`.
 
@@ -140,9 +141,12 @@ def attention_mask(
         if valid is not None:
             return valid[:, None, None].expand(-1, -1, q_length, -1)
         return None if may_skip else complete()
+    config = others.get("config")
+    # Layers with the keys of another layer may get only the last queries. These need a mask.
+    may_skip = may_skip and not getattr(config, "num_kv_shared_layers", 0)
     if found.causal and not hides and valid is None and is_aligned and q_length == kv_length and may_skip:
         return None
-    if not may_skip and found.segments is None and found.causal:
+    if not allow_is_causal_skip and found.segments is None and found.causal:
         return complete()
     if not found.causal and not is_aligned:
         return complete()
@@ -182,7 +186,7 @@ def boolean_mask(mask: Tensor, seqlen_q: int) -> Tensor:
         return mask
     found: Tensor | None = None if is_compiling() else getattr(mask, BOOLEAN, None)
     if found is None or found.shape[2] != seqlen_q:
-        rows = torch.arange(seqlen_q, device=mask.device, dtype=torch.int32)[:, None]
+        rows = torch.arange(-seqlen_q, 0, device=mask.device, dtype=torch.int32)[:, None]
         found = (rows >= mask[:, :1]) & (rows <= mask[:, 1:])
         if not is_compiling():
             setattr(mask, BOOLEAN, found)
@@ -279,7 +283,7 @@ def _spans(
 ) -> Tensor:
     """Returns the first and the last query that see each key, int32 [batch or 1, 2, 1, kv_length].
 
-    `offset` is the index of the first key's query.
+    `offset` is the index of the first key's query, counted from the first query.
     """
     own = (torch.arange(kv_length, device=device) + offset).unsqueeze(0)
     if structure.causal:
@@ -290,8 +294,9 @@ def _spans(
     if structure.segments is not None:
         segments = structure.segments.contiguous()
         last = torch.minimum(last, torch.searchsorted(segments, segments, right=True) - 1)
+        first = torch.maximum(first, torch.searchsorted(segments, segments))
     if valid is not None:
         first = torch.where(valid, first, q_length)
         last = last.expand_as(first)
     first, last = torch.broadcast_tensors(first, last)
-    return torch.stack((first, last), 1).unsqueeze(2).to(torch.int32)
+    return (torch.stack((first, last), 1).unsqueeze(2) - q_length).to(torch.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,6 +180,20 @@ def test_packed_sequences(served: Served, name: str, is_given: bool) -> None:
     assert distance([found.detach()], [want]) < BOUND
 
 
+def test_layers_that_drop_queries_get_a_mask(served: Served) -> None:
+    config = SimpleNamespace(num_kv_shared_layers=2)
+    assert masks.attention_mask(BATCH, LENGTH, LENGTH) is None
+    found = masks.attention_mask(BATCH, LENGTH, LENGTH, config=config)
+    assert found is not None
+    assert masks.is_spans(found)
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, BATCH, 4, LENGTH, 16, generator=generator, dtype=DOUBLE)
+    module = torch.nn.Module()
+    whole, _ = integration.attention(module, q, k, v, found)
+    last, _ = integration.attention(module, q[:, :, -3:], k, v, found[:, :, -3:])
+    torch.testing.assert_close(last, whole[:, -3:], atol=1e-12, rtol=0)
+
+
 def reference_logits(model: Any, ids: Tensor) -> Tensor:
     with exact_softmax(), torch.no_grad():
         logits: Tensor = model(ids, use_cache=False).logits
@@ -217,6 +232,7 @@ def mask_cases() -> dict[str, dict[str, Any]]:
     hole = inputs_of("llama", "hole")["attention_mask"].bool()
     packed = torch.tensor([[0] * 5 + [1] * 3 + [2] * 4]).expand(2, -1)
     both = host.and_masks(window, host.packed_sequence_mask_function(packed))
+    free = host.and_masks(host.bidirectional_mask_function, host.packed_sequence_mask_function(packed))
     square: dict[str, Any] = {"q_length": LENGTH, "kv_length": LENGTH}
     return {
         "window": square | {"mask_function": window},
@@ -229,6 +245,7 @@ def mask_cases() -> dict[str, dict[str, Any]]:
             "allow_is_causal_skip": False,
         },
         "packed windows": square | {"mask_function": both, "allow_is_causal_skip": False},
+        "packed without causal mask": square | {"mask_function": free, "allow_is_causal_skip": False},
         "chunk": {"q_length": 5, "kv_length": LENGTH, "q_offset": 7, "mask_function": causal}
         | {"attention_mask": padding},
         "chunk of a sliding cache": {"q_length": 5, "kv_length": 9, "q_offset": 7, "kv_offset": 3}
@@ -259,6 +276,7 @@ def test_spans_are_complete_masks(served: Served, case: str) -> None:
     seen = masks.boolean_mask(found, given["q_length"]).expand(*want.shape[:3], -1)
     assert torch.equal(seen, want[..., : seen.shape[3]])
     assert not want[..., seen.shape[3] :].any()
+    assert torch.equal(masks.boolean_mask(found[:, :, -2:], 2).expand_as(seen[:, :, -2:]), seen[:, :, -2:])
 
 
 @pytest.mark.parametrize("case", mask_cases())
@@ -357,7 +375,7 @@ def test_signatures() -> None:
     """What the integration uses of transformers; a change is named here."""
     mask = inspect.signature(transformers.masking_utils.sdpa_mask).parameters
     own = inspect.signature(masks.attention_mask).parameters
-    assert own.keys() - {"_"} <= mask.keys()
+    assert own.keys() - {"others"} <= mask.keys()
     assert not [
         name for name, one in mask.items() if one.default is one.empty and name not in {*own, "kwargs"}
     ]
