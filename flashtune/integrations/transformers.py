@@ -153,11 +153,11 @@ def attention(
         out = None if job is None else _served(job)
         if out is not None:
             return out.reshape(query.shape[0], query.shape[2], *out.shape[-2:]), None
-    mask = attention_mask
-    if mask is not None:
-        mask = masks.boolean_mask(mask, query.shape[2])
-    elif (starts := _starts(query, others)) is not None:
-        mask = masks.packed_mask(*starts[:2], query.shape[2], key.shape[2], causal)
+    mask = None if attention_mask is None else masks.boolean_mask(attention_mask, query.shape[2])
+    starts = _starts(query, attention_mask, key.shape[2], others)
+    if starts is not None:
+        packed = masks.packed_mask(*starts[:2], query.shape[2], key.shape[2], causal)
+        mask = packed if mask is None else mask & packed
     options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
     if softcap is None and s_aux is None:
         assert _sdpa_attention is not None
@@ -231,9 +231,8 @@ def _job(
     if softcap is not None or s_aux is not None:
         side = ExtraInputs(softcap=softcap, sinks=None if s_aux is None else s_aux.float())
     pattern = None if mask is None else masks.pattern_of(mask, seqlen_q, seqlen_kv)
-    is_whole = mask is None or (pattern is not None and pattern.valid is None)
-    starts = _starts(q, others) if is_whole and position_bias is None else None
-    if starts is not None:
+    starts = _starts(q, mask, seqlen_kv, others)
+    if starts is not None and position_bias is None:
         structure = Structure(causal) if pattern is None else pattern.structure
         return _packed(q, k, v, scale, side, structure, starts)
     if position_bias is not None:
@@ -343,11 +342,20 @@ def _short(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
     return q.device, q.dtype, q.shape, k.shape, v.shape, needs_grad
 
 
-def _starts(q: Tensor, others: dict[str, Any]) -> tuple[Tensor, Tensor, int, int] | None:
-    """Returns where packed queries and keys begin, and the longest lengths. None if nothing is packed."""
+def _starts(
+    q: Tensor, mask: Tensor | None, seqlen_kv: int, others: dict[str, Any]
+) -> tuple[Tensor, Tensor, int, int] | None:
+    """Returns where packed queries and keys begin, and the longest lengths.
+
+    The result is None if nothing is packed, or if the mask may have padding.
+    """
     starts_q, starts_k = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     if starts_q is None or starts_k is None or q.shape[0] != 1:
         return None
+    if mask is not None:
+        pattern = masks.pattern_of(mask, q.shape[2], seqlen_kv)
+        if pattern is None or pattern.valid is not None:
+            return None
     longest_q, longest_k = others.get("max_length_q"), others.get("max_length_k")
     if not (isinstance(longest_q, int) and isinstance(longest_k, int)):
         longest_q = longest_k = q.shape[2]

@@ -180,6 +180,29 @@ def test_packed_sequences(served: Served, name: str, is_given: bool) -> None:
     assert distance([found.detach()], [want]) < BOUND
 
 
+@pytest.mark.parametrize("is_served", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_given_starts_with_windows(
+    served: Served, monkeypatch: pytest.MonkeyPatch, window: int | None, is_served: bool
+) -> None:
+    if not is_served:
+        monkeypatch.setattr(integration, "prepared", lambda job: None)
+    host = transformers.masking_utils
+    function = host.causal_mask_function
+    if window is not None:
+        function = host.sliding_window_causal_mask_function(window)
+    starts = torch.tensor([0, 3, 10, 12], dtype=torch.int32)
+    numbers = torch.tensor([[0] * 3 + [1] * 7 + [2] * 2])
+    complete = host.and_masks(function, host.packed_sequence_mask_function(numbers))
+    q, k, v = torch.randn(3, 1, 4, 12, 16, generator=torch.Generator().manual_seed(5), dtype=DOUBLE)
+    mask = masks.attention_mask(1, 12, 12, mask_function=function)
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7, "max_length_k": 7}
+    out, _ = integration.attention(torch.nn.Module(), q, k, v, mask, **given)
+    seen = host.sdpa_mask(1, 12, 12, mask_function=complete, allow_is_causal_skip=False)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
+    torch.testing.assert_close(out, want, atol=1e-12, rtol=0)
+
+
 def test_layers_that_drop_queries_get_a_mask(served: Served) -> None:
     config = SimpleNamespace(num_kv_shared_layers=2)
     assert masks.attention_mask(BATCH, LENGTH, LENGTH) is None
