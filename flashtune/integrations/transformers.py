@@ -133,13 +133,22 @@ def attention(
         s_aux: Logits of sinks [heads], in any type.
         position_bias: Bias that is added to the scores, [batch or 1, heads, seqlen_q, seqlen_kv].
         **others: Arguments for transformers' attention. Of these, `cu_seq_lens_q`, `cu_seq_lens_k`,
-            `max_length_q` and `max_length_k` describe packed sequences.
+            `max_length_q` and `max_length_k` describe packed sequences. `indices` are the keys that each
+            query sees, integers [batch, seqlen_q, keys].
+
+    Raises:
+        UsageError: The model selects blocks of keys, or has softcap or sinks and no `eager` attention.
     """
+    indices = others.pop("indices", None)
+    if others.get("block_indices") is not None or (indices is not None and attention_mask is None):
+        raise UsageError(f"{type(module).__name__} selects blocks of keys: use another implementation")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None and masks.is_spans(attention_mask):
         keys = attention_mask.shape[3]
         key, value = key[:, :, :keys], value[:, :, :keys]
         position_bias = None if position_bias is None else position_bias[..., :keys]
+    if indices is not None and attention_mask is not None:
+        attention_mask = masks.selected_mask(attention_mask, indices, query.shape[2], key.shape[2])
     is_served = (
         query.device.type in DEVICES
         and (is_compiling() or runs_eagerly(query, key, value))

@@ -146,7 +146,9 @@ def attention_mask(
     may_skip = may_skip and not getattr(config, "num_kv_shared_layers", 0)
     if found.causal and not hides and valid is None and is_aligned and q_length == kv_length and may_skip:
         return None
-    if not allow_is_causal_skip and found.segments is None and found.causal:
+    # Models that select keys read their mask.
+    reads = found.segments is None or getattr(config, "index_topk", None)
+    if not allow_is_causal_skip and reads and found.causal:
         return complete()
     if not found.causal and not is_aligned:
         return complete()
@@ -191,6 +193,23 @@ def boolean_mask(mask: Tensor, seqlen_q: int) -> Tensor:
         if not is_compiling():
             setattr(mask, BOOLEAN, found)
     return found
+
+
+def selected_mask(mask: Tensor, indices: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    """Returns a mask that hides all keys but the selected ones too.
+
+    Args:
+        mask: A boolean mask, spans or an additive mask.
+        indices: The keys that each query sees, integers [batch, seqlen_q, keys].
+        seqlen_q: Number of queries.
+        seqlen_kv: Number of keys.
+    """
+    shape = *indices.shape[:2], seqlen_kv
+    others = torch.ones(shape, dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), False)
+    mask, others = boolean_mask(mask, seqlen_q), others.unsqueeze(1)
+    if mask.dtype is torch.bool:
+        return mask & ~others
+    return mask.masked_fill(others, torch.finfo(mask.dtype).min)
 
 
 def packed_mask(starts_q: Tensor, starts_k: Tensor, seqlen_q: int, seqlen_kv: int, causal: bool) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune.core.errors import UsageError
 from flashtune.integrations import transformers as integration
 from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.transformers import Job
@@ -201,6 +202,36 @@ def test_given_starts_with_windows(
     seen = host.sdpa_mask(1, 12, 12, mask_function=complete, allow_is_causal_skip=False)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
     torch.testing.assert_close(out, want, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive", "spans"])
+@pytest.mark.parametrize("is_served", [False, True])
+def test_selected_keys(served: Served, monkeypatch: pytest.MonkeyPatch, kind: str, is_served: bool) -> None:
+    if not is_served:
+        monkeypatch.setattr(integration, "prepared", lambda job: None)
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, BATCH, 4, LENGTH, 16, generator=generator, dtype=DOUBLE)
+    indices = torch.rand(BATCH, LENGTH, LENGTH, generator=generator).topk(5, -1).indices
+    indices[..., 0] = torch.arange(LENGTH)
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None].expand(BATCH, 1, -1, -1)
+    wanted = seen & torch.zeros(BATCH, LENGTH, LENGTH, dtype=torch.bool).scatter(-1, indices, True)[:, None]
+    mask: Tensor | None = seen
+    if kind == "additive":
+        mask = torch.zeros_like(seen, dtype=DOUBLE).masked_fill(~seen, torch.finfo(DOUBLE).min)
+    elif kind == "spans":
+        padding = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+        mask = masks.attention_mask(BATCH, LENGTH, LENGTH, attention_mask=padding)
+    out, _ = integration.attention(torch.nn.Module(), q, k, v, mask, indices=indices)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, wanted).transpose(1, 2)
+    assert bool(served.calls) is is_served
+    torch.testing.assert_close(out, want, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("given", ["indices", "block_indices"])
+def test_selections_that_cannot_be_masked_raise_one_sentence(served: Served, given: str) -> None:
+    q, k, v = torch.zeros(3, 1, 1, 2, 16)
+    with pytest.raises(UsageError, match=r"^Module selects blocks of keys: use another implementation$"):
+        integration.attention(torch.nn.Module(), q, k, v, None, **{given: torch.zeros(1, 2, 1)})
 
 
 def test_layers_that_drop_queries_get_a_mask(served: Served) -> None:
