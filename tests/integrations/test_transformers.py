@@ -197,7 +197,8 @@ def test_given_starts_with_windows(
     complete = host.and_masks(function, host.packed_sequence_mask_function(numbers))
     q, k, v = torch.randn(3, 1, 4, 12, 16, generator=torch.Generator().manual_seed(5), dtype=DOUBLE)
     mask = masks.attention_mask(1, 12, 12, mask_function=function)
-    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7, "max_length_k": 7}
+    given: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    given |= {"max_length_q": 7, "max_length_k": 7}
     out, _ = integration.attention(torch.nn.Module(), q, k, v, mask, **given)
     seen = host.sdpa_mask(1, 12, 12, mask_function=complete, allow_is_causal_skip=False)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
@@ -230,8 +231,9 @@ def test_selected_keys(served: Served, monkeypatch: pytest.MonkeyPatch, kind: st
 @pytest.mark.parametrize("given", ["indices", "block_indices"])
 def test_selections_that_cannot_be_masked_raise_one_sentence(served: Served, given: str) -> None:
     q, k, v = torch.zeros(3, 1, 1, 2, 16)
+    others: dict[str, Any] = {given: torch.zeros(1, 2, 1)}
     with pytest.raises(UsageError, match=r"^Module selects blocks of keys: use another implementation$"):
-        integration.attention(torch.nn.Module(), q, k, v, None, **{given: torch.zeros(1, 2, 1)})
+        integration.attention(torch.nn.Module(), q, k, v, None, **others)
 
 
 def test_layers_that_drop_queries_get_a_mask(served: Served) -> None:
@@ -246,6 +248,67 @@ def test_layers_that_drop_queries_get_a_mask(served: Served) -> None:
     whole, _ = integration.attention(module, q, k, v, found)
     last, _ = integration.attention(module, q[:, :, -3:], k, v, found[:, :, -3:])
     torch.testing.assert_close(last, whole[:, -3:], atol=1e-12, rtol=0)
+
+
+def gemma4_config() -> Any:
+    return transformers.Gemma4TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=16,
+        num_kv_shared_layers=2,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+    )
+
+
+def deepseek_config() -> Any:
+    return transformers.DeepseekV32Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        index_topk=4,
+        index_n_heads=2,
+        index_head_dim=16,
+        first_k_dense_replace=2,
+    )
+
+
+@pytest.mark.parametrize("make", [gemma4_config, deepseek_config])
+@pytest.mark.parametrize("has_padding", [False, True])
+@pytest.mark.parametrize("kept", [1, 3])
+def test_models_that_drop_queries_or_select_keys(
+    served: Served, make: Any, has_padding: bool, kept: int
+) -> None:
+    ids = torch.randint(2, VOCABULARY, (2, 10), generator=torch.Generator().manual_seed(4))
+    given: dict[str, Any] = {"logits_to_keep": kept}
+    if has_padding:
+        given["attention_mask"] = torch.ones_like(ids)
+        given["attention_mask"][0, :3] = 0
+    found = []
+    for implementation in ("sdpa", "tuned_attention"):
+        torch.manual_seed(0)
+        config = make()
+        config._attn_implementation = implementation
+        model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+        with torch.no_grad():
+            found.append(model(ids, **given).logits)
+    assert len(served.calls) == config.num_hidden_layers
+    assert distance([found[1]], [found[0]]) < BOUND
 
 
 def reference_logits(model: Any, ids: Tensor) -> Tensor:
