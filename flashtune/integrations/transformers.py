@@ -161,7 +161,7 @@ def attention(
         job = _job(query, key, value, attention_mask, scaling, softcap, causal, s_aux, position_bias, others)
         out = None if job is None else _served(job)
         if out is not None:
-            return out.reshape(query.shape[0], query.shape[2], *out.shape[-2:]), None
+            return out.reshape(query.shape[0], query.shape[2], *out.shape[-2:]).contiguous(), None
     mask = None if attention_mask is None else masks.boolean_mask(attention_mask, query.shape[2])
     starts = _starts(query, attention_mask, key.shape[2], others)
     if starts is not None:

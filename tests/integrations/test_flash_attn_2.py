@@ -73,6 +73,13 @@ def test_dense_calls_and_gradients_equal_the_reference(
     assert close(flash_attn_func(*inputs, **options), expected)
 
 
+def test_outputs_are_contiguous() -> None:
+    qkv = numbers(2, 5, 3, 4, 16)
+    out = flash_attn.flash_attn_qkvpacked_func(qkv)
+    assert out.is_contiguous()
+    assert out.view(2, 5, 64).shape == (2, 5, 64)
+
+
 def test_alibi_slopes_of_heads_and_of_sequences() -> None:
     q, k = numbers(2, 3, 4, 8), numbers(2, 5, 4, 8)
     slopes = torch.rand(2, 4, generator=torch.Generator().manual_seed(0))

@@ -415,6 +415,7 @@ def test_attention_with_spans(served: Served, case: str, is_copied: bool) -> Non
         first = given.get("q_offset", 0)  # rows of padding are not defined
         rows = rows & given["attention_mask"][:, first : first + given["q_length"]]
     assert len(served.calls) == 1
+    assert out.is_contiguous()
     torch.testing.assert_close(out[rows], want[rows], atol=1e-12, rtol=0)
 
 

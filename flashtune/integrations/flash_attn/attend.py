@@ -261,7 +261,9 @@ def _pair(result: Result) -> Attended:
 
 
 def _finished(result: Attended, finish: Callable[[Tensor], Tensor] | None) -> Attended:
-    return result if finish is None else (finish(result[0]), result[1])
+    out = result[0] if finish is None else finish(result[0])
+    # Callers of flash_attn view the output in other shapes.
+    return out.contiguous(), result[1]
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
