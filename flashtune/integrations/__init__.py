@@ -8,11 +8,11 @@ from __future__ import annotations
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Waits until all kernels that calls have asked for are prepared.
+    """Waits until the kernels of all earlier calls are prepared.
 
-    The first call of a process asks for tuned records. The next call of a kind asks for its kernels, and the
-    one after that for their launch. So a server warms up three times, each with a wait, before it captures
-    CUDA graphs.
+    The first call of a process queues the loading of tuned records. The next call of a kind queues the
+    preparation of its kernels, and the one after that binds them. So a server warms up three times, each with
+    a wait, before it captures CUDA graphs.
 
     Args:
         timeout: The longest wait, in s. None for no limit.

@@ -48,7 +48,7 @@ class FlashForward:
         if dropout or debug or not OPTIONS.issuperset(options):
             return None
         if options.get("num_splits") == 1:
-            return None  # asks for the same bits in any batch
+            return None  # results must have the same bits in any batch
         # Of packed sequences the backward operator is not known to follow, and is chosen by itself.
         needs_grad = starts_q is None and "seqused_k" not in options and torch.is_grad_enabled()
         return _reading((q, k, v), (starts_q, starts_k, max_q, max_k), causal, options, needs_grad)

@@ -244,8 +244,8 @@ def random_states(like: Tensor, dtype: torch.dtype, *sizes: int) -> tuple[Tensor
     """Returns the random states that an operator returns, without values, because nothing is random.
 
     The address of the first one is a mark, because torch's memory begins at multiples of 64 bytes. The
-    backward operator gets it too, and so knows the calls that flashtune served. Each call has its own memory,
-    because compilers may write other values there.
+    backward operator gets it too, which identifies the calls that flashtune served. Each call has its own
+    memory, because compilers may write other values there.
 
     Args:
         like: A tensor on the device.

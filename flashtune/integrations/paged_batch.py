@@ -24,7 +24,7 @@ class PagedBatch(NamedTuple):
         seqlens_k: Keys of each sequence, including those of the new tokens: int32 [batch].
         cu_seqlens_q: Offsets of the sequences' queries, int32 [batch + 1]. None if each has one query.
         max_seqlen_q: Queries of the longest sequence, or more.
-        is_fresh: Whether no sequence has keys before its new tokens, as the host knows.
+        is_fresh: Whether no sequence has keys before its new tokens, by lengths on the host.
     """
 
     block_table: Tensor

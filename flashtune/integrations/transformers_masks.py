@@ -7,8 +7,7 @@ is one of these:
 - bool [batch, 1, seqlen_q, seqlen_kv]: True where a query sees a key. Dimensions may be 1.
 - int32 [batch, 2, 1, seqlen_kv], called spans: the first and the last query that see each key. The last query
   is -1 and the one before it -2, because Gemma 4 drops all but the last queries. Further keys are hidden. An
-  attribute of the tensor has the pattern that the host knows. A copy of the tensor lacks it, and is still
-  complete.
+  attribute of the tensor has the pattern on the host. A copy of the tensor lacks it, and is still complete.
 
 No function here waits for the GPU.
 """
@@ -57,7 +56,7 @@ class Structure(NamedTuple):
 
 
 class Pattern:
-    """A mask as the host knows it.
+    """The description of a mask that is available on the host.
 
     Attributes:
         structure: The visible keys by their positions.

@@ -117,11 +117,11 @@ def check_scales(problem: Problem, device: torch.device, scales: ExtraInputs) ->
 
 def unit_scales(q: Tensor) -> Tensor:
     """Returns ones as the scales of a call without scales: at least one for each head."""
-    return _ones(1 << (q.shape[0] * q.shape[1] - 1).bit_length(), q.device)
+    return cached_ones(1 << (q.shape[0] * q.shape[1] - 1).bit_length(), q.device)
 
 
 @functools.cache
-def _ones(count: int, device: torch.device) -> Tensor:
+def cached_ones(count: int, device: torch.device) -> Tensor:
     """Returns ones. Any stream may read them at once, because the copy from the host is synchronous.
 
     The cache never releases them, because a CUDA graph may outlive the launch that it captured.

@@ -318,7 +318,7 @@ def voting(group, rows):
 
 @gluon.jit
 def vote_rescale(grows, GROUP: gl.constexpr):
-    """Combines the votes of all lanes of the warp, which has no need to know the rows of others."""
+    """Combines the votes of all lanes of the warp. Rows of other warps do not matter."""
     asm: gl.constexpr = voting(GROUP, THREAD_ROWS)
     kinds: gl.constexpr = constraints(THREAD_ROWS, "r", THREAD_ROWS)
     gl.inline_asm_elementwise(asm, kinds, [grows], gl.int32, False, THREAD_ROWS)

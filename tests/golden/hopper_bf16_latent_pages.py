@@ -218,7 +218,7 @@ def voting(group):
 
 @gluon.jit
 def note_growth(growth, GROUP: gl.constexpr):
-    """Asks all lanes of the warp; a warp has no need to know of the others' rows."""
+    """Combines the votes of all lanes of the warp. Rows of other warps do not matter."""
     asm: gl.constexpr = voting(GROUP)
     gl.inline_asm_elementwise(asm, "=r,=r,r,r", [growth], gl.int32, False, 2)
 

@@ -13,7 +13,9 @@ from flashtune.integrations import flash_attn
 from tests.support import flash_attn_reference
 from tests.support.flash_attn_reference import Rule, one_sequence
 
-# Tests pass lists as arguments, of which a type checker knows neither the number nor the types.
+pytestmark = pytest.mark.slow
+
+# Tests pass lists as arguments, which have neither a number nor types for a type checker.
 flash: Any = flash_attn
 batch_of: Any = flash_attn_reference.batch_of
 flash_attn_func = flash.flash_attn_func

@@ -14,6 +14,8 @@ from flashtune.integrations.flash_attn import UnsupportedError, flash_attn_3, fl
 from tests.integrations.test_flash_attn_2 import batch_of, close, numbers, starts
 from tests.support.flash_attn_reference import Rule, one_sequence
 
+pytestmark = pytest.mark.slow
+
 version_3: Any = flash_attn_3
 version_4: Any = flash_attn_4
 # Tokens of three sequences in memory, and how many of them count.

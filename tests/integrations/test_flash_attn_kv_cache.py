@@ -13,6 +13,8 @@ from flashtune.integrations.flash_attn import UnsupportedError, flash_attn_3, fl
 from tests.integrations.test_flash_attn_2 import close, numbers, starts, with_infinity
 from tests.support.flash_attn_reference import Rule, one_sequence, rotated_by_pairs
 
+pytestmark = pytest.mark.slow
+
 version_3: Any = flash_attn_3
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 LENGTHS = [5, 0, 11]

@@ -21,6 +21,8 @@ from tests.integrations.test_flash_attn_2 import (
     starts,
 )
 
+pytestmark = pytest.mark.slow
+
 version_3: Any = flash_attn_3
 version_4: Any = flash_attn_4
 low_level: Any = low_level_2

@@ -25,6 +25,7 @@ from flashtune.core.features.description import (
 from flashtune.core.features.records import (
     DEFAULTS,
     FIELDS,
+    NO_EXTRA_INPUTS,
     TYPES,
     Bias,
     ExtraInputs,
@@ -286,6 +287,12 @@ TENSOR_INPUTS = {
     **{tensor.name: tensor for one in FEATURES.values() for tensor in one.tensors},
 }
 
+# The fields of a problem that are flags, with the names of the inputs that set them.
+_FLAGS = {
+    one.fields[0]: [given.name for given in one.numbers or one.tensors]
+    for one in FEATURES.values()
+    if (one.numbers or one.tensors) and bool in TYPES[one.fields[0]]
+}
 # The values of fields in a problem without each feature.
 _ABSENT = [(feature, name, DEFAULTS[name]) for feature, one in FEATURES.items() for name in one.fields]
 
@@ -297,13 +304,10 @@ def features_of(fields: FeatureFields) -> frozenset[Feature]:
 
 def flags_of(inputs: ExtraInputs) -> dict[str, Any]:
     """Returns the fields of a problem that are flags, from the presence of their features' inputs."""
-    named = {
-        one.fields[0]: one.numbers or one.tensors for one in FEATURES.values() if one.tensors or one.numbers
-    }
+    if inputs is NO_EXTRA_INPUTS:
+        return dict.fromkeys(_FLAGS, False)
     return {
-        field: any(getattr(inputs, one.name) is not None for one in given)
-        for field, given in named.items()
-        if bool in TYPES[field]
+        field: any(getattr(inputs, name) is not None for name in names) for field, names in _FLAGS.items()
     }
 
 

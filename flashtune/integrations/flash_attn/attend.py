@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -21,10 +20,11 @@ from flashtune.core.problem import MAX_HEAD_DIM
 from flashtune.integrations.flash_attn.features import Features, UnsupportedError
 from flashtune.integrations.flash_attn.token_rows import sequence_numbers
 from flashtune.request.call import dense_call, varlen_call
+from flashtune.request.quantization import cached_ones
 from flashtune.request.request import Result
 from flashtune.runtime.torch_ops import attend
 
-# The output, and the log-sum-exp if it was asked for.
+# The output, and the log-sum-exp if the call returns it.
 Attended = tuple[Tensor, Tensor | None]
 E4M3 = torch.float8_e4m3fn
 
@@ -286,14 +286,8 @@ def _native_scales(q: Tensor, k: Tensor, descales: Descales) -> dict[str, Tensor
 
 def _unit_scales(k: Tensor) -> dict[str, Tensor]:
     """Returns scales of 1 for 8-bit keys and values, whose descales are applied elsewhere."""
-    ones = _ones(k.device)
+    ones = cached_ones(1, k.device)
     return {"k_scale": ones, "v_scale": ones}
-
-
-@functools.cache
-def _ones(device: torch.device) -> Tensor:
-    """Returns a scale of 1. It is cached forever, because CUDA graphs may use it."""
-    return torch.ones(1, device=device)
 
 
 def _widened(

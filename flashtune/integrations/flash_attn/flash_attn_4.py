@@ -196,7 +196,7 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> Output:
-    """Returns the attention over the keys of all parts, and its log-sum-exp if it is asked for.
+    """Returns the attention over the keys of all parts, and its log-sum-exp if `return_lse` is set.
 
     Args:
         out_partial: Outputs, [parts, batch, tokens, heads, width] or packed [parts, tokens, heads, width].

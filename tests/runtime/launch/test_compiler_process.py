@@ -53,7 +53,7 @@ def test_a_kernel_comes_from_another_process(
     assert kernel_of(record, NEEDED) is known_kernel(record, NEEDED)
     assert is_compiled(want, TARGET)
     monkeypatch.setattr(compiler, "_ask", None)
-    compiler.prepare(record, NEEDED, TARGET)  # asks nothing of the process
+    compiler.prepare(record, NEEDED, TARGET)  # sends nothing to the process
     process = compiler._process
     assert process is not None
     compiler.close()
