@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashtune.core.kernel import POINTER_ALIGNMENT, Specialization
 from flashtune.core.problem import Dtype, KvDtype, Problem
-from flashtune.templates.common.args.feature_context import FeatureContext, asked_of
+from flashtune.templates.common.args.feature_context import FeatureContext, feature_context
 from flashtune.templates.family import Context, Family
 
 
@@ -16,7 +16,7 @@ class CheckContext(Context, frozen=True):
         kv_dtype: Element type of keys and values if they are quantised and queries are not; else `dtype`.
         head_dim: Width of queries and keys.
         value_head_dim: Width of values and outputs.
-        asks: The problem's features.
+        features: The problem's features.
         backward: Whether the kernel computes gradients.
         dlse: Whether there is a gradient of the log-sum-exp.
         latent: Whether values are the first columns of keys.
@@ -30,7 +30,7 @@ class CheckContext(Context, frozen=True):
     kv_dtype: KvDtype | Dtype
     head_dim: int
     value_head_dim: int
-    asks: FeatureContext
+    features: FeatureContext
     backward: bool
     dlse: bool
     latent: bool
@@ -67,7 +67,7 @@ def checks_of(family: Family, problem: Problem, specialization: Specialization) 
         kv_dtype=problem.kv_dtype or problem.dtype,
         head_dim=problem.head_dim,
         value_head_dim=problem.value_head_dim,
-        asks=asked_of(problem),
+        features=feature_context(problem),
         backward=problem.is_backward,
         dlse=problem.is_backward and specialization.lse,
         latent=problem.mla,

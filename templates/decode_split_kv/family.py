@@ -14,7 +14,7 @@ from flashtune.templates.common.args.arguments import PARTIALS, combine_step
 from flashtune.templates.common.args.feature_context import (
     CONVERTS_E4M3,
     FEATURES,
-    asked_arguments,
+    feature_arguments,
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import power_of_two
@@ -62,7 +62,7 @@ class DecodeContext(PortableContext, frozen=True):
     @property
     def widened(self) -> bool:
         """Whether 8-bit keys and 16-bit queries are multiplied in fp16, which holds all 8-bit values."""
-        return self.asks.quantized and not self.is_fp32
+        return self.features.quantized and not self.is_fp32
 
     @property
     def rescaled(self) -> bool:
@@ -72,22 +72,22 @@ class DecodeContext(PortableContext, frozen=True):
     @property
     def row_scaled(self) -> bool:
         """Whether the inverse of this power is part of the scores' factor. Changed scores get it before."""
-        return self.rescaled and not self.asks.is_changed
+        return self.rescaled and not self.features.is_changed
 
     @property
     def page_per_key(self) -> bool:
         """Whether the keys of a block may be in several pages."""
-        return self.asks.is_paged and not self.asks.one_page
+        return self.features.is_paged and not self.features.one_page
 
     @property
     def weight_scales(self) -> bool:
         """Whether pages' scales of values are factors of the probabilities."""
-        return self.asks.page_scales and self.page_per_key
+        return self.features.page_scales and self.page_per_key
 
     @property
     def scales_product(self) -> bool:
         """Whether the product of probabilities and values has a factor."""
-        return self.asks.page_scales and (self.asks.one_page or self.widened)
+        return self.features.page_scales and (self.features.one_page or self.widened)
 
 
 class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
@@ -140,8 +140,8 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         self, problem: Problem, config: DecodeConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
         if config.num_splits == 1:
-            return asked_arguments(problem, specialization, ())
-        return (*asked_arguments(problem, specialization, PARTIALS), Argument("splits", "i32"))
+            return feature_arguments(problem, specialization, ())
+        return (*feature_arguments(problem, specialization, PARTIALS), Argument("splits", "i32"))
 
     def epilogue(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Step | None:
         if config.num_splits == 1:

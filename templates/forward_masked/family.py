@@ -19,7 +19,7 @@ from flashtune.core.target import Target
 from flashtune.templates.common.args.feature_context import (
     CONVERTS_E4M3,
     FEATURES,
-    asked_arguments,
+    feature_arguments,
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
@@ -88,7 +88,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
     def arguments(
         self, problem: Problem, config: MaskedConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
-        return asked_arguments(problem, specialization, ())
+        return feature_arguments(problem, specialization, ())
 
     def context(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Context:
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)

@@ -6,7 +6,7 @@ With         no features
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop False,
              transpose_dq True, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 8f1087ec10b3
+Template     backward_fused 3b3aa23e1c45
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -34,7 +34,7 @@ Notation
   workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
                                     with a block of its own, so that no block reaches into another's rows
   workspace_3                       with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
-  place                             position of a query among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
   *_log2, row_lse                   a quantity in units of log2, for exp2
@@ -80,8 +80,8 @@ def delta(
     for piece in tl.range(tl.program_id(0), sum_pieces, tl.num_programs(0)):
         nothing = tl.zeros([SUM_PIECE], tl.float32)
         tl.store(workspace_2 + tl.cast(piece, tl.int64) * SUM_PIECE + piece_numbers, nothing)
-    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
-    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the probabilities,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its probabilities are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
@@ -181,13 +181,13 @@ def backward_fused(
     )
     dv_sum = tl.zeros([BLOCK_N, 256], tl.float32)
     scale_log2 = scale * LOG2_E
-    band_stop = seqlen_q
+    m_max = seqlen_q
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
-    band_blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_M)
-    for index in tl.range(0, group_size * band_blocks):
+    partial_blocks = tl.cdiv(tl.maximum(m_max, 0), BLOCK_M)
+    for index in tl.range(0, group_size * partial_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(band_blocks, 1)
-        block = index - member * band_blocks
+        member = index // tl.maximum(partial_blocks, 1)
+        block = index - member * partial_blocks
         start = block * BLOCK_M
         head = kv_head * group_size + member
         q_base = q + sequence * stride_qb + head * stride_qh
@@ -203,27 +203,27 @@ def backward_fused(
         )
         row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile, q_tile.T)
-        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
-        # The rows of k of missing keys are zeros, but their weights may be infinite.
-        weights = tl.where(key_exists[:, None], weights, 0.0)
-        low_weights = weights.to(q.dtype.element_ty)
+        s = tl.dot(k_tile, q_tile.T)
+        p = tl.exp2(s * scale_log2 - row_lse[None, :])
+        # The rows of k of missing keys are zeros, but their probabilities may be infinite.
+        p = tl.where(key_exists[:, None], p, 0.0)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 256]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_256[None, :],
             mask=query_exists[:, None],
             other=0.0,
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum)
         dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        ds = weights * (dp - row_delta[None, :])
-        low_ds = ds.to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_ds, q_tile, dk_sum)
+        ds = p * (dp - row_delta[None, :])
+        ds_low = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(ds_low, q_tile, dk_sum)
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
         # [BLOCK_M, 256]
-        dq_tile = tl.dot(k_tile.T, low_ds).T
+        dq_tile = tl.dot(k_tile.T, ds_low).T
         if COPY_ENGINE:
             dq_sums.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
         else:

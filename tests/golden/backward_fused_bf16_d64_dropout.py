@@ -6,7 +6,7 @@ With         dropout
 Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 8f1087ec10b3
+Template     backward_fused 3b3aa23e1c45
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -34,7 +34,7 @@ Notation
   workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
                                     with a block of its own, so that no block reaches into another's rows
   workspace_3                       with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
-  place                             position of a query among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
   *_log2, row_lse                   a quantity in units of log2, for exp2
@@ -114,8 +114,8 @@ def delta(
     for piece in tl.range(tl.program_id(0), sum_pieces, tl.num_programs(0)):
         nothing = tl.zeros([SUM_PIECE], tl.float32)
         tl.store(workspace_2 + tl.cast(piece, tl.int64) * SUM_PIECE + piece_numbers, nothing)
-    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
-    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the probabilities,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its probabilities are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
@@ -223,17 +223,17 @@ def backward_fused(
     kept_factor = 1.0 / (1.0 - dropout)
     # Of a constant the compiler would make a choice among 16-bit numbers, which takes longer.
     nothing = dropout * 0.0
-    band_stop = seqlen_q
-    open_stop = seqlen_q
-    open_stop = tl.maximum(open_stop, 0) // BLOCK_M * BLOCK_M
+    m_max = seqlen_q
+    m_full_max = seqlen_q
+    m_full_max = tl.maximum(m_full_max, 0) // BLOCK_M * BLOCK_M
     # The last block of keys is masked throughout: nothing of what is not there may get into dq.
-    open_stop = tl.where(key_begin + BLOCK_N <= seqlen_kv, open_stop, 0)
+    m_full_max = tl.where(key_begin + BLOCK_N <= seqlen_kv, m_full_max, 0)
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
-    open_blocks = open_stop // BLOCK_M
-    for index in tl.range(0, group_size * open_blocks):
+    full_blocks = m_full_max // BLOCK_M
+    for index in tl.range(0, group_size * full_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(open_blocks, 1)
-        block = index - member * open_blocks
+        member = index // tl.maximum(full_blocks, 1)
+        block = index - member * full_blocks
         start = block * BLOCK_M
         head = kv_head * group_size + member
         q_base = q + sequence * stride_qb + head * stride_qh
@@ -249,26 +249,26 @@ def backward_fused(
         row_first = tl.load(words_at).to(tl.uint32, bitcast=True)
         row_second = tl.load(words_at + 1).to(tl.uint32, bitcast=True)
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile, q_tile.T)
-        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
+        s = tl.dot(k_tile, q_tile.T)
+        p = tl.exp2(s * scale_log2 - row_lse[None, :])
         staying = stays(row_first[None, :], row_second[None, :], keys[:, None], dropout)
-        kept_weights = tl.where(staying, weights, nothing)
-        low_weights = kept_weights.to(q.dtype.element_ty)
+        p_kept = tl.where(staying, p, nothing)
+        p_low = p_kept.to(q.dtype.element_ty)
         # [BLOCK_M, 64]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_64[None, :],
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum)
         dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries)
         # The score of what is dropped has a gradient all the same.
-        ds = kept_weights * (dp * kept_factor) - weights * row_delta[None, :]
-        low_ds = ds.to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_ds, q_tile, dk_sum)
+        ds = p_kept * (dp * kept_factor) - p * row_delta[None, :]
+        ds_low = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(ds_low, q_tile, dk_sum)
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_ds.T, k_tile)
+        dq_tile = tl.dot(ds_low.T, k_tile)
         if COPY_ENGINE:
             dq_sums.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
         else:
@@ -276,12 +276,12 @@ def backward_fused(
             sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
             tl.atomic_add(sums_at, dq_tile, sem="relaxed")
     # The last block, where queries are missing.
-    last_blocks = tl.cdiv(tl.maximum(band_stop - open_stop, 0), BLOCK_M)
-    for index in tl.range(0, group_size * last_blocks):
+    partial_blocks = tl.cdiv(tl.maximum(m_max - m_full_max, 0), BLOCK_M)
+    for index in tl.range(0, group_size * partial_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(last_blocks, 1)
-        block = index - member * last_blocks
-        start = open_stop + block * BLOCK_M
+        member = index // tl.maximum(partial_blocks, 1)
+        block = index - member * partial_blocks
+        start = m_full_max + block * BLOCK_M
         head = kv_head * group_size + member
         q_base = q + sequence * stride_qb + head * stride_qh
         dout_base = dout + sequence * stride_dob + head * stride_doh
@@ -299,30 +299,30 @@ def backward_fused(
         row_first = tl.load(words_at, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
         row_second = tl.load(words_at + 1, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile, q_tile.T)
-        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
-        # The rows of k of missing keys are zeros, but their weights may be infinite.
-        weights = tl.where(key_exists[:, None], weights, 0.0)
+        s = tl.dot(k_tile, q_tile.T)
+        p = tl.exp2(s * scale_log2 - row_lse[None, :])
+        # The rows of k of missing keys are zeros, but their probabilities may be infinite.
+        p = tl.where(key_exists[:, None], p, 0.0)
         staying = stays(row_first[None, :], row_second[None, :], keys[:, None], dropout)
-        kept_weights = tl.where(staying, weights, nothing)
-        low_weights = kept_weights.to(q.dtype.element_ty)
+        p_kept = tl.where(staying, p, nothing)
+        p_low = p_kept.to(q.dtype.element_ty)
         # [BLOCK_M, 64]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_64[None, :],
             mask=query_exists[:, None],
             other=0.0,
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum)
         dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
         # The score of what is dropped has a gradient all the same.
-        ds = kept_weights * (dp * kept_factor) - weights * row_delta[None, :]
-        low_ds = ds.to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_ds, q_tile, dk_sum)
+        ds = p_kept * (dp * kept_factor) - p * row_delta[None, :]
+        ds_low = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(ds_low, q_tile, dk_sum)
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_ds.T, k_tile)
+        dq_tile = tl.dot(ds_low.T, k_tile)
         if COPY_ENGINE:
             dq_sums.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
         else:

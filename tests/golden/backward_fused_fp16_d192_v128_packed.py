@@ -6,7 +6,7 @@ With         alibi, varlen
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim True, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 8f1087ec10b3
+Template     backward_fused 3b3aa23e1c45
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -34,7 +34,7 @@ Notation
   workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
                                     with a block of its own, so that no block reaches into another's rows
   workspace_3                       with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
-  place                             position of a query among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
   *_log2, row_lse                   a quantity in units of log2, for exp2
@@ -95,8 +95,8 @@ def delta(
         for start in tl.range(0, slope_count, DELTA_ROWS):
             numbers = start + tl.arange(0, DELTA_ROWS)
             tl.store(dslopes + numbers, tl.zeros([DELTA_ROWS], tl.float32), mask=numbers < slope_count)
-    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
-    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the probabilities,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its probabilities are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
@@ -230,29 +230,29 @@ def backward_fused(
     scale_log2 = scale * LOG2_E
     key_numbers = keys.to(tl.float32)
     last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
-    band_begin = query_start(key_begin, diagonal)
-    open_begin = query_start(last_key, diagonal)
-    band_stop = seqlen_q
-    open_stop = seqlen_q
-    band_begin = band_begin // BLOCK_M * BLOCK_M
-    open_begin = tl.cdiv(open_begin, BLOCK_M) * BLOCK_M
-    open_stop = tl.maximum(open_stop, 0) // BLOCK_M * BLOCK_M
+    m_min = query_start(key_begin, diagonal)
+    m_full_min = query_start(last_key, diagonal)
+    m_max = seqlen_q
+    m_full_max = seqlen_q
+    m_min = m_min // BLOCK_M * BLOCK_M
+    m_full_min = tl.cdiv(m_full_min, BLOCK_M) * BLOCK_M
+    m_full_max = tl.maximum(m_full_max, 0) // BLOCK_M * BLOCK_M
     # The last block of keys is masked throughout: nothing of what is not there may get into dq.
-    open_stop = tl.where(key_begin + BLOCK_N <= seqlen_kv, open_stop, 0)
+    m_full_max = tl.where(key_begin + BLOCK_N <= seqlen_kv, m_full_max, 0)
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
-    open_blocks = tl.maximum(open_stop - open_begin, 0) // BLOCK_M
-    for index in tl.range(0, group_size * open_blocks):
+    full_blocks = tl.maximum(m_full_max - m_full_min, 0) // BLOCK_M
+    for index in tl.range(0, group_size * full_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(open_blocks, 1)
-        block = index - member * open_blocks
-        start = open_begin + block * BLOCK_M
+        member = index // tl.maximum(full_blocks, 1)
+        block = index - member * full_blocks
+        start = m_full_min + block * BLOCK_M
         head = kv_head * group_size + member
         q_base = q + first_row.to(tl.int64) * stride_qs + head * stride_qh
         dout_base = dout + first_row.to(tl.int64) * stride_dos + head * stride_doh
         row_base = head.to(tl.int64) * all_queries + first_row
         slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
         queries = start + query_offsets
-        places = queries + diagonal
+        positions = queries + diagonal
         # [BLOCK_M, 128]
         q_tile_0 = tl.load(
             q_base + queries[:, None] * stride_qs + columns_128[None, :],
@@ -262,31 +262,31 @@ def backward_fused(
             q_base + queries[:, None] * stride_qs + (columns_64 + 128)[None, :],
         )
         row_lse = tl.load(workspace_1 + row_base + queries)
-        place_numbers = places.to(tl.float32)
+        position_numbers = positions.to(tl.float32)
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile_0, q_tile_0.T)
-        logits = tl.dot(k_tile_1, q_tile_1.T, logits)
-        logits *= scale_log2
-        distance = place_numbers[None, :] - key_numbers[:, None]
-        logits -= slope_log2 * distance
-        weights = tl.exp2(logits - row_lse[None, :])
-        low_weights = weights.to(q.dtype.element_ty)
+        s = tl.dot(k_tile_0, q_tile_0.T)
+        s = tl.dot(k_tile_1, q_tile_1.T, s)
+        s *= scale_log2
+        distance = position_numbers[None, :] - key_numbers[:, None]
+        s -= slope_log2 * distance
+        p = tl.exp2(s - row_lse[None, :])
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 128]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_128[None, :],
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum)
         dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries)
-        ds = weights * (dp - row_delta[None, :])
+        ds = p * (dp - row_delta[None, :])
         tl.atomic_add(dslopes + sequence * heads + head, -tl.sum(ds * distance), sem="relaxed")
-        low_ds = ds.to(q.dtype.element_ty)
-        dk_sum_0 = tl.dot(low_ds, q_tile_0, dk_sum_0)
-        dk_sum_1 = tl.dot(low_ds, q_tile_1, dk_sum_1)
+        ds_low = ds.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(ds_low, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(ds_low, q_tile_1, dk_sum_1)
         sum_block = head * (all_queries // BLOCK_M + sequences) + first_row // BLOCK_M + sequence + start // BLOCK_M
         # [BLOCK_M, 128]
-        dq_tile = tl.dot(low_ds.T, k_tile_0)
+        dq_tile = tl.dot(ds_low.T, k_tile_0)
         if COPY_ENGINE:
             dq_sums_0.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
         else:
@@ -294,7 +294,7 @@ def backward_fused(
             sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_128[None, :]
             tl.atomic_add(sums_at, dq_tile, sem="relaxed")
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_ds.T, k_tile_1)
+        dq_tile = tl.dot(ds_low.T, k_tile_1)
         if COPY_ENGINE:
             dq_sums_1.atomic_add([sum_block * BLOCK_M, 128], dq_tile)
         else:
@@ -302,15 +302,15 @@ def backward_fused(
             sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + (columns_64 + 128)[None, :]
             tl.atomic_add(sums_at, dq_tile, sem="relaxed")
     # Blocks that some queries see in part, or where some are missing: on both sides of the others.
-    right_begin = tl.maximum(open_begin, open_stop)
-    left_blocks = tl.cdiv(tl.maximum(tl.minimum(open_begin, band_stop) - band_begin, 0), BLOCK_M)
-    band_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_M)
-    for index in tl.range(0, group_size * band_blocks):
+    m_right_min = tl.maximum(m_full_min, m_full_max)
+    left_blocks = tl.cdiv(tl.maximum(tl.minimum(m_full_min, m_max) - m_min, 0), BLOCK_M)
+    partial_blocks = left_blocks + tl.cdiv(tl.maximum(m_max - m_right_min, 0), BLOCK_M)
+    for index in tl.range(0, group_size * partial_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(band_blocks, 1)
-        block = index - member * band_blocks
-        start = band_begin + block * BLOCK_M
-        start = tl.where(block < left_blocks, start, right_begin + (block - left_blocks) * BLOCK_M)
+        member = index // tl.maximum(partial_blocks, 1)
+        block = index - member * partial_blocks
+        start = m_min + block * BLOCK_M
+        start = tl.where(block < left_blocks, start, m_right_min + (block - left_blocks) * BLOCK_M)
         head = kv_head * group_size + member
         q_base = q + first_row.to(tl.int64) * stride_qs + head * stride_qh
         dout_base = dout + first_row.to(tl.int64) * stride_dos + head * stride_doh
@@ -318,8 +318,8 @@ def backward_fused(
         slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
         queries = start + query_offsets
         query_exists = queries < seqlen_q
-        places = queries + diagonal
-        row_end = tl.minimum(places + 1, seqlen_kv)
+        positions = queries + diagonal
+        row_end = tl.minimum(positions + 1, seqlen_kv)
         # [BLOCK_M, 128]
         q_tile_0 = tl.load(
             q_base + queries[:, None] * stride_qs + columns_128[None, :],
@@ -333,35 +333,35 @@ def backward_fused(
             other=0.0,
         )
         row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
-        place_numbers = places.to(tl.float32)
+        position_numbers = positions.to(tl.float32)
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile_0, q_tile_0.T)
-        logits = tl.dot(k_tile_1, q_tile_1.T, logits)
-        logits *= scale_log2
-        distance = place_numbers[None, :] - key_numbers[:, None]
-        logits -= slope_log2 * distance
-        weights = tl.exp2(logits - row_lse[None, :])
-        seen = keys[:, None] < row_end[None, :]
-        weights = tl.where(seen, weights, 0.0)
-        low_weights = weights.to(q.dtype.element_ty)
+        s = tl.dot(k_tile_0, q_tile_0.T)
+        s = tl.dot(k_tile_1, q_tile_1.T, s)
+        s *= scale_log2
+        distance = position_numbers[None, :] - key_numbers[:, None]
+        s -= slope_log2 * distance
+        p = tl.exp2(s - row_lse[None, :])
+        visible = keys[:, None] < row_end[None, :]
+        p = tl.where(visible, p, 0.0)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 128]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_128[None, :],
             mask=query_exists[:, None],
             other=0.0,
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum)
         dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        ds = weights * (dp - row_delta[None, :])
+        ds = p * (dp - row_delta[None, :])
         tl.atomic_add(dslopes + sequence * heads + head, -tl.sum(ds * distance), sem="relaxed")
-        low_ds = ds.to(q.dtype.element_ty)
-        dk_sum_0 = tl.dot(low_ds, q_tile_0, dk_sum_0)
-        dk_sum_1 = tl.dot(low_ds, q_tile_1, dk_sum_1)
+        ds_low = ds.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(ds_low, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(ds_low, q_tile_1, dk_sum_1)
         sum_block = head * (all_queries // BLOCK_M + sequences) + first_row // BLOCK_M + sequence + start // BLOCK_M
         # [BLOCK_M, 128]
-        dq_tile = tl.dot(low_ds.T, k_tile_0)
+        dq_tile = tl.dot(ds_low.T, k_tile_0)
         if COPY_ENGINE:
             dq_sums_0.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
         else:
@@ -369,7 +369,7 @@ def backward_fused(
             sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_128[None, :]
             tl.atomic_add(sums_at, dq_tile, sem="relaxed")
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_ds.T, k_tile_1)
+        dq_tile = tl.dot(ds_low.T, k_tile_1)
         if COPY_ENGINE:
             dq_sums_1.atomic_add([sum_block * BLOCK_M, 128], dq_tile)
         else:

@@ -6,7 +6,7 @@ With         attention_chunk, bias, prefix, seqlens_k, softcap, gradient of the 
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction atomics, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 8f1087ec10b3
+Template     backward_fused 3b3aa23e1c45
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -34,7 +34,7 @@ Notation
   workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
                                     with a block of its own, so that no block reaches into another's rows
   workspace_3                       with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
-  place                             position of a query among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
   *_log2, row_lse                   a quantity in units of log2, for exp2
@@ -94,8 +94,8 @@ def delta(
     for piece in tl.range(tl.program_id(0), sum_pieces, tl.num_programs(0)):
         nothing = tl.zeros([SUM_PIECE], tl.float32)
         tl.store(workspace_2 + tl.cast(piece, tl.int64) * SUM_PIECE + piece_numbers, nothing)
-    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
-    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the probabilities,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its probabilities are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
@@ -215,29 +215,29 @@ def backward_fused(
     bias_keys = tl.minimum(keys, seqlen_kv - 1)
     dbias_rows = query_offsets * all_keys
     last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
-    band_begin = query_start(key_begin, diagonal)
-    open_begin = query_start(last_key, diagonal)
-    band_stop = query_stop(last_key, diagonal, seqlen_q)
-    open_stop = query_stop(key_begin, diagonal, seqlen_q)
+    m_min = query_start(key_begin, diagonal)
+    m_full_min = query_start(last_key, diagonal)
+    m_max = query_stop(last_key, diagonal, seqlen_q)
+    m_full_max = query_stop(key_begin, diagonal, seqlen_q)
     # All queries see the keys of the prefix.
-    band_begin = tl.where(key_begin < prefix_end, 0, band_begin)
+    m_min = tl.where(key_begin < prefix_end, 0, m_min)
     # The first keys are seen however far back.
-    band_stop = tl.where(key_begin < prefix_end, seqlen_q, band_stop)
+    m_max = tl.where(key_begin < prefix_end, seqlen_q, m_max)
     # Keys behind the sequence's last have no queries.
-    band_stop = tl.where(key_begin < seqlen_kv, band_stop, 0)
-    open_stop = tl.where(key_begin < seqlen_kv, open_stop, 0)
-    band_begin = band_begin // BLOCK_M * BLOCK_M
-    open_begin = tl.cdiv(open_begin, BLOCK_M) * BLOCK_M
-    open_stop = tl.maximum(open_stop, 0) // BLOCK_M * BLOCK_M
+    m_max = tl.where(key_begin < seqlen_kv, m_max, 0)
+    m_full_max = tl.where(key_begin < seqlen_kv, m_full_max, 0)
+    m_min = m_min // BLOCK_M * BLOCK_M
+    m_full_min = tl.cdiv(m_full_min, BLOCK_M) * BLOCK_M
+    m_full_max = tl.maximum(m_full_max, 0) // BLOCK_M * BLOCK_M
     # The last block of keys is masked throughout: nothing of what is not there may get into dq.
-    open_stop = tl.where(key_begin + BLOCK_N <= seqlen_kv, open_stop, 0)
+    m_full_max = tl.where(key_begin + BLOCK_N <= seqlen_kv, m_full_max, 0)
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
-    open_blocks = tl.maximum(open_stop - open_begin, 0) // BLOCK_M
-    for index in tl.range(0, group_size * open_blocks):
+    full_blocks = tl.maximum(m_full_max - m_full_min, 0) // BLOCK_M
+    for index in tl.range(0, group_size * full_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(open_blocks, 1)
-        block = index - member * open_blocks
-        start = open_begin + block * BLOCK_M
+        member = index // tl.maximum(full_blocks, 1)
+        block = index - member * full_blocks
+        start = m_full_min + block * BLOCK_M
         head = kv_head * group_size + member
         q_base = q + sequence * stride_qb + head * stride_qh
         dout_base = dout + sequence * stride_dob + head * stride_doh
@@ -254,53 +254,53 @@ def backward_fused(
         # [BLOCK_N, BLOCK_M]
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-        logits *= score_factor
+        s = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+        s *= score_factor
         # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = logits * logits
+        square = s * s
         series = 0.021869488536155203 - square * 0.008863235529902197
         series = -0.05396825396825397 + square * series
         series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
-        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
         # How steep the cap is there: the derivative of cap * tanh(x / cap).
-        tangent = logits * (1.0 / cap_log2)
+        tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
         bias_tile = tl.load(bias_at)
-        logits += bias_tile.to(tl.float32) * LOG2_E
-        weights = tl.exp2(logits - row_lse[None, :])
-        low_weights = weights.to(q.dtype.element_ty)
+        s += bias_tile.to(tl.float32) * LOG2_E
+        p = tl.exp2(s - row_lse[None, :])
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 32]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_32[None, :],
             mask=(columns_32 < VALUE_HEAD_DIM)[None, :],
             other=0.0,
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum, input_precision="ieee")
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum, input_precision="ieee")
         dp = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries)
-        ds = weights * (dp - row_delta[None, :])
+        ds = p * (dp - row_delta[None, :])
         dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
         tl.store(dbias_at, ds.to(q.dtype.element_ty))
-        low_ds = (ds * steepness).to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_ds, q_tile, dk_sum, input_precision="ieee")
+        ds_low = (ds * steepness).to(q.dtype.element_ty)
+        dk_sum = tl.dot(ds_low, q_tile, dk_sum, input_precision="ieee")
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_ds.T, k_tile, input_precision="ieee")
+        dq_tile = tl.dot(ds_low.T, k_tile, input_precision="ieee")
         sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
         sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
         tl.atomic_add(sums_at, dq_tile, mask=(columns_64 < HEAD_DIM)[None, :], sem="relaxed")
     # Blocks that some queries see in part, or where some are missing: on both sides of the others.
-    right_begin = tl.maximum(open_begin, open_stop)
-    left_blocks = tl.cdiv(tl.maximum(tl.minimum(open_begin, band_stop) - band_begin, 0), BLOCK_M)
-    band_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_M)
-    for index in tl.range(0, group_size * band_blocks):
+    m_right_min = tl.maximum(m_full_min, m_full_max)
+    left_blocks = tl.cdiv(tl.maximum(tl.minimum(m_full_min, m_max) - m_min, 0), BLOCK_M)
+    partial_blocks = left_blocks + tl.cdiv(tl.maximum(m_max - m_right_min, 0), BLOCK_M)
+    for index in tl.range(0, group_size * partial_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(band_blocks, 1)
-        block = index - member * band_blocks
-        start = band_begin + block * BLOCK_M
-        start = tl.where(block < left_blocks, start, right_begin + (block - left_blocks) * BLOCK_M)
+        member = index // tl.maximum(partial_blocks, 1)
+        block = index - member * partial_blocks
+        start = m_min + block * BLOCK_M
+        start = tl.where(block < left_blocks, start, m_right_min + (block - left_blocks) * BLOCK_M)
         head = kv_head * group_size + member
         q_base = q + sequence * stride_qb + head * stride_qh
         dout_base = dout + sequence * stride_dob + head * stride_doh
@@ -308,10 +308,10 @@ def backward_fused(
         bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h
         queries = start + query_offsets
         query_exists = queries < seqlen_q
-        places = queries + diagonal
+        positions = queries + diagonal
         row_lifted = prefix_end
-        row_end = tl.minimum(seqlen_kv, tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK))
-        row_start = tl.maximum(places, 0) // CHUNK * CHUNK
+        row_end = tl.minimum(seqlen_kv, tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK))
+        row_start = tl.maximum(positions, 0) // CHUNK * CHUNK
         # [BLOCK_M, 64]
         q_tile = tl.load(
             q_base + queries[:, None] * stride_qs + columns_64[None, :],
@@ -322,58 +322,58 @@ def backward_fused(
         # [BLOCK_N, BLOCK_M]
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-        logits *= score_factor
+        s = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+        s *= score_factor
         # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = logits * logits
+        square = s * s
         series = 0.021869488536155203 - square * 0.008863235529902197
         series = -0.05396825396825397 + square * series
         series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
-        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
         # How steep the cap is there: the derivative of cap * tanh(x / cap).
-        tangent = logits * (1.0 / cap_log2)
+        tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
         bias_tile = tl.load(bias_at, mask=query_exists[None, :], other=0.0)
-        logits += bias_tile.to(tl.float32) * LOG2_E
-        weights = tl.exp2(logits - row_lse[None, :])
-        seen = (keys[:, None] >= row_start[None, :]) & (keys[:, None] < row_end[None, :])
-        seen |= (keys < row_lifted)[:, None]
-        weights = tl.where(seen, weights, 0.0)
-        low_weights = weights.to(q.dtype.element_ty)
+        s += bias_tile.to(tl.float32) * LOG2_E
+        p = tl.exp2(s - row_lse[None, :])
+        visible = (keys[:, None] >= row_start[None, :]) & (keys[:, None] < row_end[None, :])
+        visible |= (keys < row_lifted)[:, None]
+        p = tl.where(visible, p, 0.0)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 32]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_32[None, :],
             mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
             other=0.0,
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum, input_precision="ieee")
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum, input_precision="ieee")
         dp = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        ds = weights * (dp - row_delta[None, :])
+        ds = p * (dp - row_delta[None, :])
         dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
         tl.store(dbias_at, ds.to(q.dtype.element_ty), mask=query_exists[None, :] & (keys < all_keys)[:, None])
-        low_ds = (ds * steepness).to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_ds, q_tile, dk_sum, input_precision="ieee")
+        ds_low = (ds * steepness).to(q.dtype.element_ty)
+        dk_sum = tl.dot(ds_low, q_tile, dk_sum, input_precision="ieee")
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
         # [BLOCK_M, 64]
-        dq_tile = tl.dot(low_ds.T, k_tile, input_precision="ieee")
+        dq_tile = tl.dot(ds_low.T, k_tile, input_precision="ieee")
         sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
         sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
         tl.atomic_add(sums_at, dq_tile, mask=(columns_64 < HEAD_DIM)[None, :], sem="relaxed")
 
     # Queries that see none of the keys add nothing to the gradients of their bias.
-    band_end = band_begin + tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_M) * BLOCK_M
+    m_end = m_min + tl.cdiv(tl.maximum(m_max - m_min, 0), BLOCK_M) * BLOCK_M
     for member in tl.range(0, group_size):
         head = kv_head * group_size + member
         row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
-        for start in tl.range(0, tl.minimum(band_begin, seqlen_q), BLOCK_M):
-            query_exists = start + query_offsets < tl.minimum(band_begin, seqlen_q)
+        for start in tl.range(0, tl.minimum(m_min, seqlen_q), BLOCK_M):
+            query_exists = start + query_offsets < tl.minimum(m_min, seqlen_q)
             dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
             zeros = tl.zeros([BLOCK_N, BLOCK_M], dbias.dtype.element_ty)
             tl.store(dbias_at, zeros, mask=query_exists[None, :] & (keys < all_keys)[:, None])
-        for start in tl.range(band_end, seqlen_q, BLOCK_M):
+        for start in tl.range(m_end, seqlen_q, BLOCK_M):
             query_exists = start + query_offsets < seqlen_q
             dbias_at = dbias + (row_base + start) * all_keys + (dbias_rows[None, :] + keys[:, None])
             zeros = tl.zeros([BLOCK_N, BLOCK_M], dbias.dtype.element_ty)

@@ -6,7 +6,7 @@ With         no features
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
              split_masked_loop False, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split d24651bcd79b
+Template     backward_split 756d79a8e49c
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -35,7 +35,7 @@ Notation
   workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
   workspace_2                       with ALiBi: parts of the slopes' gradients, float32 [batch, heads, seqlen_kv]
   the last workspace                with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
-  place                             position of a query among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
   *_log2, row_lse                   a quantity in units of log2, for exp2
@@ -72,8 +72,8 @@ def delta(
     heads,
     seqlen_q,
 ):
-    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
-    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the probabilities,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its probabilities are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
@@ -169,13 +169,13 @@ def backward_split(
     )
     dv_sum = tl.zeros([BLOCK_N, 128], tl.float32)
     scale_log2 = scale * LOG2_E
-    band_stop = seqlen_q
+    m_max = seqlen_q
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
-    band_blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_M)
-    for index in tl.range(0, group_size * band_blocks):
+    partial_blocks = tl.cdiv(tl.maximum(m_max, 0), BLOCK_M)
+    for index in tl.range(0, group_size * partial_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(band_blocks, 1)
-        block = index - member * band_blocks
+        member = index // tl.maximum(partial_blocks, 1)
+        block = index - member * partial_blocks
         start = block * BLOCK_M
         head = kv_head * group_size + member
         q_base = q + sequence * stride_qb + head * stride_qh
@@ -191,22 +191,22 @@ def backward_split(
         )
         row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile, q_tile.T)
-        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
-        low_weights = weights.to(q.dtype.element_ty)
+        s = tl.dot(k_tile, q_tile.T)
+        p = tl.exp2(s * scale_log2 - row_lse[None, :])
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 128]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_128[None, :],
             mask=query_exists[:, None],
             other=0.0,
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum)
         dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        ds = weights * (dp - row_delta[None, :])
-        low_ds = ds.to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_ds, q_tile, dk_sum)
+        ds = p * (dp - row_delta[None, :])
+        ds_low = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(ds_low, q_tile, dk_sum)
 
     dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
     tl.store(
@@ -288,10 +288,10 @@ def gradient_of_queries(
     row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
     row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
     dq_sum = tl.zeros([BLOCK_M, 128], tl.float32)
-    band_stop = seqlen_kv
+    n_max = seqlen_kv
     scale_log2 = scale * LOG2_E
 
-    for start in tl.range(0, band_stop, BLOCK_N):
+    for start in tl.range(0, n_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 128]
         k_tile = tl.load(
@@ -299,10 +299,10 @@ def gradient_of_queries(
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        logits = tl.dot(q_tile, k_tile.T)
-        weights = tl.exp2(logits * scale_log2 - row_lse[:, None])
-        seen = (keys < seqlen_kv)[None, :]
-        weights = tl.where(seen, weights, 0.0)
+        s = tl.dot(q_tile, k_tile.T)
+        p = tl.exp2(s * scale_log2 - row_lse[:, None])
+        visible = (keys < seqlen_kv)[None, :]
+        p = tl.where(visible, p, 0.0)
         # [BLOCK_N, 128]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_128[None, :],
@@ -310,9 +310,9 @@ def gradient_of_queries(
             other=0.0,
         )
         dp = tl.dot(dout_tile, v_tile.T)
-        ds = weights * (dp - row_delta[:, None])
-        low_ds = ds.to(q.dtype.element_ty)
-        dq_sum = tl.dot(low_ds, k_tile, dq_sum)
+        ds = p * (dp - row_delta[:, None])
+        ds_low = ds.to(q.dtype.element_ty)
+        dq_sum = tl.dot(ds_low, k_tile, dq_sum)
     dq_tile = (dq_sum * scale).to(dq.dtype.element_ty)
     tl.store(
         dq_base + queries[:, None] * stride_dqs + columns_128[None, :],

@@ -6,7 +6,7 @@ With         alibi, dropout, varlen
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split d24651bcd79b
+Template     backward_split 756d79a8e49c
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -35,7 +35,7 @@ Notation
   workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
   workspace_2                       with ALiBi: parts of the slopes' gradients, float32 [batch, heads, seqlen_kv]
   the last workspace                with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
-  place                             position of a query among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
   *_log2, row_lse                   a quantity in units of log2, for exp2
@@ -121,8 +121,8 @@ def delta(
         for start in tl.range(0, slope_count, DELTA_ROWS):
             numbers = start + tl.arange(0, DELTA_ROWS)
             tl.store(dslopes + numbers, tl.zeros([DELTA_ROWS], tl.float32), mask=numbers < slope_count)
-    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
-    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the probabilities,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its probabilities are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
@@ -253,21 +253,21 @@ def backward_split(
     nothing = dropout * 0.0
     slope_base = key_row
     slope_sum = tl.zeros([BLOCK_N], tl.float32)
-    band_begin = query_start(key_begin, diagonal)
-    band_stop = seqlen_q
-    band_begin = band_begin // BLOCK_M * BLOCK_M
+    m_min = query_start(key_begin, diagonal)
+    m_max = seqlen_q
+    m_min = m_min // BLOCK_M * BLOCK_M
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
-    band_blocks = tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_M)
-    if band_blocks == 0:
+    partial_blocks = tl.cdiv(tl.maximum(m_max - m_min, 0), BLOCK_M)
+    if partial_blocks == 0:
         for member in tl.range(0, group_size):
             head = kv_head * group_size + member
             slope_at = workspace_2 + slope_base + head.to(tl.int64) * slope_stride + keys
             tl.store(slope_at, slope_sum, mask=key_exists)
-    for index in tl.range(0, group_size * band_blocks):
+    for index in tl.range(0, group_size * partial_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(band_blocks, 1)
-        block = index - member * band_blocks
-        start = band_begin + block * BLOCK_M
+        member = index // tl.maximum(partial_blocks, 1)
+        block = index - member * partial_blocks
+        start = m_min + block * BLOCK_M
         head = kv_head * group_size + member
         q_base = q + first_row.to(tl.int64) * stride_qs + head * stride_qh
         dout_base = dout + first_row.to(tl.int64) * stride_dos + head * stride_doh
@@ -275,8 +275,8 @@ def backward_split(
         slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
         queries = start + query_offsets
         query_exists = queries < seqlen_q
-        places = queries + diagonal
-        row_end = tl.minimum(places + 1, seqlen_kv)
+        positions = queries + diagonal
+        row_end = tl.minimum(positions + 1, seqlen_kv)
         # [BLOCK_M, 64]
         q_tile = tl.load(
             q_base + queries[:, None] * stride_qs + columns_64[None, :],
@@ -287,35 +287,35 @@ def backward_split(
         words_at = workspace_3 + (row_base + queries) * 2
         row_first = tl.load(words_at, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
         row_second = tl.load(words_at + 1, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
-        place_numbers = places.to(tl.float32)
+        position_numbers = positions.to(tl.float32)
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile, q_tile.T)
-        logits *= scale_log2
-        distance = place_numbers[None, :] - key_numbers[:, None]
-        logits -= slope_log2 * distance
-        weights = tl.exp2(logits - row_lse[None, :])
-        seen = keys[:, None] < row_end[None, :]
-        weights = tl.where(seen, weights, 0.0)
+        s = tl.dot(k_tile, q_tile.T)
+        s *= scale_log2
+        distance = position_numbers[None, :] - key_numbers[:, None]
+        s -= slope_log2 * distance
+        p = tl.exp2(s - row_lse[None, :])
+        visible = keys[:, None] < row_end[None, :]
+        p = tl.where(visible, p, 0.0)
         staying = stays(row_first[None, :], row_second[None, :], keys[:, None], dropout)
-        kept_weights = tl.where(staying, weights, nothing)
-        low_weights = kept_weights.to(q.dtype.element_ty)
+        p_kept = tl.where(staying, p, nothing)
+        p_low = p_kept.to(q.dtype.element_ty)
         # [BLOCK_M, 64]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_64[None, :],
             mask=query_exists[:, None],
             other=0.0,
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum)
         dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
         # The score of what is dropped has a gradient all the same.
-        ds = kept_weights * (dp * kept_factor) - weights * row_delta[None, :]
+        ds = p_kept * (dp * kept_factor) - p * row_delta[None, :]
         slope_sum = tl.where(block == 0, 0.0, slope_sum) - tl.sum(ds * distance, 1)
         slope_at = workspace_2 + slope_base + head.to(tl.int64) * slope_stride + keys
         tl.store(slope_at, slope_sum, mask=key_exists)
-        low_ds = ds.to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_ds, q_tile, dk_sum)
+        ds_low = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(ds_low, q_tile, dk_sum)
 
     dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
     tl.store(
@@ -426,33 +426,33 @@ def gradient_of_queries(
     row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
     dq_sum = tl.zeros([BLOCK_M, 64], tl.float32)
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    first_place = first_query + diagonal
-    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(places + 1, seqlen_kv)
+    positions = queries + diagonal
+    first_position = first_query + diagonal
+    last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_end = tl.minimum(positions + 1, seqlen_kv)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_end = tl.minimum(first_place + 1, seqlen_kv)
-    last_end = tl.minimum(last_place + 1, seqlen_kv)
-    band_stop = last_end
+    first_end = tl.minimum(first_position + 1, seqlen_kv)
+    last_end = tl.minimum(last_position + 1, seqlen_kv)
+    n_max = last_end
     # Blocks that every query of the tile sees whole.
-    open_stop = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    n_full_max = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
     scale_log2 = scale * LOG2_E
     slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
-    place_numbers = places.to(tl.float32)
+    position_numbers = positions.to(tl.float32)
     key_numbers = key_offsets.to(tl.float32)
     kept_factor = 1.0 / (1.0 - dropout)
 
-    for start in tl.range(0, open_stop, BLOCK_N):
+    for start in tl.range(0, n_full_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 64]
         k_tile = tl.load(
             k_base + keys[:, None] * stride_ks + columns_64[None, :],
         )
-        logits = tl.dot(q_tile, k_tile.T)
-        logits *= scale_log2
-        distance = (place_numbers - start)[:, None] - key_numbers[None, :]
-        logits -= slope_log2 * distance
-        weights = tl.exp2(logits - row_lse[:, None])
+        s = tl.dot(q_tile, k_tile.T)
+        s *= scale_log2
+        distance = (position_numbers - start)[:, None] - key_numbers[None, :]
+        s -= slope_log2 * distance
+        p = tl.exp2(s - row_lse[:, None])
         # [BLOCK_N, 64]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_64[None, :],
@@ -460,11 +460,11 @@ def gradient_of_queries(
         dp = tl.dot(dout_tile, v_tile.T)
         staying = stays(row_first[:, None], row_second[:, None], keys[None, :], dropout)
         dp = tl.where(staying, dp, 0.0) * kept_factor
-        ds = weights * (dp - row_delta[:, None])
-        low_ds = ds.to(q.dtype.element_ty)
-        dq_sum = tl.dot(low_ds, k_tile, dq_sum)
+        ds = p * (dp - row_delta[:, None])
+        ds_low = ds.to(q.dtype.element_ty)
+        dq_sum = tl.dot(ds_low, k_tile, dq_sum)
 
-    for start in tl.range(open_stop, band_stop, BLOCK_N):
+    for start in tl.range(n_full_max, n_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 64]
         k_tile = tl.load(
@@ -472,13 +472,13 @@ def gradient_of_queries(
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        logits = tl.dot(q_tile, k_tile.T)
-        logits *= scale_log2
-        distance = (place_numbers - start)[:, None] - key_numbers[None, :]
-        logits -= slope_log2 * distance
-        weights = tl.exp2(logits - row_lse[:, None])
-        seen = keys[None, :] < row_end[:, None]
-        weights = tl.where(seen, weights, 0.0)
+        s = tl.dot(q_tile, k_tile.T)
+        s *= scale_log2
+        distance = (position_numbers - start)[:, None] - key_numbers[None, :]
+        s -= slope_log2 * distance
+        p = tl.exp2(s - row_lse[:, None])
+        visible = keys[None, :] < row_end[:, None]
+        p = tl.where(visible, p, 0.0)
         # [BLOCK_N, 64]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_64[None, :],
@@ -488,9 +488,9 @@ def gradient_of_queries(
         dp = tl.dot(dout_tile, v_tile.T)
         staying = stays(row_first[:, None], row_second[:, None], keys[None, :], dropout)
         dp = tl.where(staying, dp, 0.0) * kept_factor
-        ds = weights * (dp - row_delta[:, None])
-        low_ds = ds.to(q.dtype.element_ty)
-        dq_sum = tl.dot(low_ds, k_tile, dq_sum)
+        ds = p * (dp - row_delta[:, None])
+        ds_low = ds.to(q.dtype.element_ty)
+        dq_sum = tl.dot(ds_low, k_tile, dq_sum)
     if tile == 0:
         # The gradient of the head's slope is the sum over the keys of the sequence.
         slope_at = workspace_2 + head.to(tl.int64) * slope_stride + first_key

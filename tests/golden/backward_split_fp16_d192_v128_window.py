@@ -6,7 +6,7 @@ With         sink_tokens, sinks, window
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim True, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split d24651bcd79b
+Template     backward_split 756d79a8e49c
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -35,7 +35,7 @@ Notation
   workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
   workspace_2                       with ALiBi: parts of the slopes' gradients, float32 [batch, heads, seqlen_kv]
   the last workspace                with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
-  place                             position of a query among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
   *_log2, row_lse                   a quantity in units of log2, for exp2
@@ -88,8 +88,8 @@ def delta(
     heads,
     seqlen_q,
 ):
-    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
-    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the probabilities,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its probabilities are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
@@ -195,22 +195,22 @@ def backward_split(
     diagonal = 0
     scale_log2 = scale * LOG2_E
     last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
-    band_begin = query_start(key_begin, diagonal)
-    open_begin = query_start(last_key, diagonal)
-    band_stop = query_stop(last_key, diagonal, seqlen_q)
-    open_stop = query_stop(key_begin, diagonal, seqlen_q)
+    m_min = query_start(key_begin, diagonal)
+    m_full_min = query_start(last_key, diagonal)
+    m_max = query_stop(last_key, diagonal, seqlen_q)
+    m_full_max = query_stop(key_begin, diagonal, seqlen_q)
     # The first keys are seen however far back.
-    band_stop = tl.where(key_begin < FIRST_TOKENS, seqlen_q, band_stop)
-    band_begin = band_begin // BLOCK_M * BLOCK_M
-    open_begin = tl.cdiv(open_begin, BLOCK_M) * BLOCK_M
-    open_stop = tl.maximum(open_stop, 0) // BLOCK_M * BLOCK_M
+    m_max = tl.where(key_begin < FIRST_TOKENS, seqlen_q, m_max)
+    m_min = m_min // BLOCK_M * BLOCK_M
+    m_full_min = tl.cdiv(m_full_min, BLOCK_M) * BLOCK_M
+    m_full_max = tl.maximum(m_full_max, 0) // BLOCK_M * BLOCK_M
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
-    open_blocks = tl.maximum(open_stop - open_begin, 0) // BLOCK_M
-    for index in tl.range(0, group_size * open_blocks):
+    full_blocks = tl.maximum(m_full_max - m_full_min, 0) // BLOCK_M
+    for index in tl.range(0, group_size * full_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(open_blocks, 1)
-        block = index - member * open_blocks
-        start = open_begin + block * BLOCK_M
+        member = index // tl.maximum(full_blocks, 1)
+        block = index - member * full_blocks
+        start = m_full_min + block * BLOCK_M
         head = kv_head * group_size + member
         q_base = q + sequence * stride_qb + head * stride_qh
         dout_base = dout + sequence * stride_dob + head * stride_doh
@@ -226,42 +226,42 @@ def backward_split(
         )
         row_lse = tl.load(workspace_1 + row_base + queries)
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile_0, q_tile_0.T)
-        logits = tl.dot(k_tile_1, q_tile_1.T, logits)
-        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
-        low_weights = weights.to(q.dtype.element_ty)
+        s = tl.dot(k_tile_0, q_tile_0.T)
+        s = tl.dot(k_tile_1, q_tile_1.T, s)
+        p = tl.exp2(s * scale_log2 - row_lse[None, :])
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 128]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_128[None, :],
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum)
         dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries)
-        ds = weights * (dp - row_delta[None, :])
-        low_ds = ds.to(q.dtype.element_ty)
-        dk_sum_0 = tl.dot(low_ds, q_tile_0, dk_sum_0)
-        dk_sum_1 = tl.dot(low_ds, q_tile_1, dk_sum_1)
+        ds = p * (dp - row_delta[None, :])
+        ds_low = ds.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(ds_low, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(ds_low, q_tile_1, dk_sum_1)
     # Blocks that some queries see in part, or where some are missing: on both sides of the others.
-    right_begin = tl.maximum(open_begin, open_stop)
-    left_blocks = tl.cdiv(tl.maximum(tl.minimum(open_begin, band_stop) - band_begin, 0), BLOCK_M)
-    band_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_M)
-    for index in tl.range(0, group_size * band_blocks):
+    m_right_min = tl.maximum(m_full_min, m_full_max)
+    left_blocks = tl.cdiv(tl.maximum(tl.minimum(m_full_min, m_max) - m_min, 0), BLOCK_M)
+    partial_blocks = left_blocks + tl.cdiv(tl.maximum(m_max - m_right_min, 0), BLOCK_M)
+    for index in tl.range(0, group_size * partial_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(band_blocks, 1)
-        block = index - member * band_blocks
-        start = band_begin + block * BLOCK_M
-        start = tl.where(block < left_blocks, start, right_begin + (block - left_blocks) * BLOCK_M)
+        member = index // tl.maximum(partial_blocks, 1)
+        block = index - member * partial_blocks
+        start = m_min + block * BLOCK_M
+        start = tl.where(block < left_blocks, start, m_right_min + (block - left_blocks) * BLOCK_M)
         head = kv_head * group_size + member
         q_base = q + sequence * stride_qb + head * stride_qh
         dout_base = dout + sequence * stride_dob + head * stride_doh
         row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
         queries = start + query_offsets
         query_exists = queries < seqlen_q
-        places = queries + diagonal
-        row_end = tl.minimum(places + 1, seqlen_kv)
+        positions = queries + diagonal
+        row_end = tl.minimum(positions + 1, seqlen_kv)
         row_lifted = tl.minimum(row_end, FIRST_TOKENS)
-        row_start = tl.maximum(places - WINDOW_LEFT, 0)
+        row_start = tl.maximum(positions - WINDOW_LEFT, 0)
         # [BLOCK_M, 128]
         q_tile_0 = tl.load(
             q_base + queries[:, None] * stride_qs + columns_128[None, :],
@@ -276,27 +276,27 @@ def backward_split(
         )
         row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile_0, q_tile_0.T)
-        logits = tl.dot(k_tile_1, q_tile_1.T, logits)
-        weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
-        seen = (keys[:, None] >= row_start[None, :]) & (keys[:, None] < row_end[None, :])
-        seen |= keys[:, None] < row_lifted[None, :]
-        weights = tl.where(seen, weights, 0.0)
-        low_weights = weights.to(q.dtype.element_ty)
+        s = tl.dot(k_tile_0, q_tile_0.T)
+        s = tl.dot(k_tile_1, q_tile_1.T, s)
+        p = tl.exp2(s * scale_log2 - row_lse[None, :])
+        visible = (keys[:, None] >= row_start[None, :]) & (keys[:, None] < row_end[None, :])
+        visible |= keys[:, None] < row_lifted[None, :]
+        p = tl.where(visible, p, 0.0)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 128]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_128[None, :],
             mask=query_exists[:, None],
             other=0.0,
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum)
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum)
         dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        ds = weights * (dp - row_delta[None, :])
-        low_ds = ds.to(q.dtype.element_ty)
-        dk_sum_0 = tl.dot(low_ds, q_tile_0, dk_sum_0)
-        dk_sum_1 = tl.dot(low_ds, q_tile_1, dk_sum_1)
+        ds = p * (dp - row_delta[None, :])
+        ds_low = ds.to(q.dtype.element_ty)
+        dk_sum_0 = tl.dot(ds_low, q_tile_0, dk_sum_0)
+        dk_sum_1 = tl.dot(ds_low, q_tile_1, dk_sum_1)
 
     dk_tile_0 = (dk_sum_0 * scale).to(dk.dtype.element_ty)
     tl.store(
@@ -393,59 +393,59 @@ def gradient_of_queries(
     dq_sum_0 = tl.zeros([BLOCK_M, 128], tl.float32)
     dq_sum_1 = tl.zeros([BLOCK_M, 64], tl.float32)
     diagonal = 0
-    places = queries + diagonal
-    first_place = first_query + diagonal
-    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(places + 1, seqlen_kv)
+    positions = queries + diagonal
+    first_position = first_query + diagonal
+    last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_end = tl.minimum(positions + 1, seqlen_kv)
     row_lifted = tl.minimum(row_end, FIRST_TOKENS)
-    row_start = tl.maximum(places - WINDOW_LEFT, 0)
+    row_start = tl.maximum(positions - WINDOW_LEFT, 0)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_end = tl.minimum(first_place + 1, seqlen_kv)
-    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
-    last_end = tl.minimum(last_place + 1, seqlen_kv)
+    first_end = tl.minimum(first_position + 1, seqlen_kv)
+    first_start = tl.maximum(first_position - WINDOW_LEFT, 0)
+    last_end = tl.minimum(last_position + 1, seqlen_kv)
     last_lifted = tl.minimum(last_end, FIRST_TOKENS)
-    last_start = tl.maximum(last_place - WINDOW_LEFT, 0)
-    band_stop = tl.maximum(last_end, last_lifted)
-    band_begin = first_start // BLOCK_N * BLOCK_N
-    lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)
+    last_start = tl.maximum(last_position - WINDOW_LEFT, 0)
+    n_max = tl.maximum(last_end, last_lifted)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
     # Blocks that every query of the tile sees whole.
-    open_begin = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
-    open_stop = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    n_full_min = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
+    n_full_max = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
     scale_log2 = scale * LOG2_E
 
-    for start in tl.range(open_begin, open_stop, BLOCK_N):
+    for start in tl.range(n_full_min, n_full_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 128]
         k_tile_0 = tl.load(
             k_base + keys[:, None] * stride_ks + columns_128[None, :],
         )
-        logits = tl.dot(q_tile_0, k_tile_0.T)
+        s = tl.dot(q_tile_0, k_tile_0.T)
         # [BLOCK_N, 64]
         k_tile_1 = tl.load(
             k_base + keys[:, None] * stride_ks + (columns_64 + 128)[None, :],
         )
-        logits = tl.dot(q_tile_1, k_tile_1.T, logits)
-        weights = tl.exp2(logits * scale_log2 - row_lse[:, None])
+        s = tl.dot(q_tile_1, k_tile_1.T, s)
+        p = tl.exp2(s * scale_log2 - row_lse[:, None])
         # [BLOCK_N, 128]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_128[None, :],
         )
         dp = tl.dot(dout_tile, v_tile.T)
-        ds = weights * (dp - row_delta[:, None])
-        low_ds = ds.to(q.dtype.element_ty)
-        dq_sum_0 = tl.dot(low_ds, k_tile_0, dq_sum_0)
-        dq_sum_1 = tl.dot(low_ds, k_tile_1, dq_sum_1)
+        ds = p * (dp - row_delta[:, None])
+        ds_low = ds.to(q.dtype.element_ty)
+        dq_sum_0 = tl.dot(ds_low, k_tile_0, dq_sum_0)
+        dq_sum_1 = tl.dot(ds_low, k_tile_1, dq_sum_1)
 
-    lifted_blocks = lifted_stop // BLOCK_N
+    lifted_blocks = n_lifted_max // BLOCK_N
     # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
-    right_begin = tl.maximum(open_begin, open_stop)
-    left_keys = tl.minimum(open_begin, band_stop) - band_begin
+    n_right_min = tl.maximum(n_full_min, n_full_max)
+    left_keys = tl.minimum(n_full_min, n_max) - n_min
     left_blocks = lifted_blocks + tl.cdiv(tl.maximum(left_keys, 0), BLOCK_N)
-    right_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_N)
+    right_blocks = left_blocks + tl.cdiv(tl.maximum(n_max - n_right_min, 0), BLOCK_N)
     for index in tl.range(0, right_blocks):
         start = index * BLOCK_N
-        start = tl.where(index < lifted_blocks, start, band_begin + (index - lifted_blocks) * BLOCK_N)
-        start = tl.where(index < left_blocks, start, right_begin + (index - left_blocks) * BLOCK_N)
+        start = tl.where(index < lifted_blocks, start, n_min + (index - lifted_blocks) * BLOCK_N)
+        start = tl.where(index < left_blocks, start, n_right_min + (index - left_blocks) * BLOCK_N)
         keys = start + key_offsets
         # [BLOCK_N, 128]
         k_tile_0 = tl.load(
@@ -453,18 +453,18 @@ def gradient_of_queries(
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        logits = tl.dot(q_tile_0, k_tile_0.T)
+        s = tl.dot(q_tile_0, k_tile_0.T)
         # [BLOCK_N, 64]
         k_tile_1 = tl.load(
             k_base + keys[:, None] * stride_ks + (columns_64 + 128)[None, :],
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        logits = tl.dot(q_tile_1, k_tile_1.T, logits)
-        weights = tl.exp2(logits * scale_log2 - row_lse[:, None])
-        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
-        seen |= keys[None, :] < row_lifted[:, None]
-        weights = tl.where(seen, weights, 0.0)
+        s = tl.dot(q_tile_1, k_tile_1.T, s)
+        p = tl.exp2(s * scale_log2 - row_lse[:, None])
+        visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        visible |= keys[None, :] < row_lifted[:, None]
+        p = tl.where(visible, p, 0.0)
         # [BLOCK_N, 128]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_128[None, :],
@@ -472,10 +472,10 @@ def gradient_of_queries(
             other=0.0,
         )
         dp = tl.dot(dout_tile, v_tile.T)
-        ds = weights * (dp - row_delta[:, None])
-        low_ds = ds.to(q.dtype.element_ty)
-        dq_sum_0 = tl.dot(low_ds, k_tile_0, dq_sum_0)
-        dq_sum_1 = tl.dot(low_ds, k_tile_1, dq_sum_1)
+        ds = p * (dp - row_delta[:, None])
+        ds_low = ds.to(q.dtype.element_ty)
+        dq_sum_0 = tl.dot(ds_low, k_tile_0, dq_sum_0)
+        dq_sum_1 = tl.dot(ds_low, k_tile_1, dq_sum_1)
     dq_tile_0 = (dq_sum_0 * scale).to(dq.dtype.element_ty)
     tl.store(
         dq_base + queries[:, None] * stride_dqs + columns_128[None, :],

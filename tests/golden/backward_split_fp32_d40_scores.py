@@ -6,7 +6,7 @@ With         alibi, attention_chunk, bias, prefix, seqlens_k, softcap, gradient 
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split d24651bcd79b
+Template     backward_split 756d79a8e49c
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -35,7 +35,7 @@ Notation
   workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
   workspace_2                       with ALiBi: parts of the slopes' gradients, float32 [batch, heads, seqlen_kv]
   the last workspace                with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
-  place                             position of a query among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block on the chip, its shape in a comment
   d*                                the gradient of *
   *_log2, row_lse                   a quantity in units of log2, for exp2
@@ -88,8 +88,8 @@ def delta(
     heads,
     seqlen_q,
 ):
-    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the weights,
-    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its weights are zero.
+    # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the probabilities,
+    # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its probabilities are zero.
     tiles = tl.cdiv(seqlen_q, DELTA_ROWS)
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
@@ -213,27 +213,27 @@ def backward_split(
     slope_base = (sequence * heads).to(tl.int64) * slope_stride
     slope_sum = tl.zeros([BLOCK_N], tl.float32)
     last_key = tl.minimum(key_begin + BLOCK_N, seqlen_kv) - 1
-    band_begin = query_start(key_begin, diagonal)
-    band_stop = query_stop(last_key, diagonal, seqlen_q)
+    m_min = query_start(key_begin, diagonal)
+    m_max = query_stop(last_key, diagonal, seqlen_q)
     # All queries see the keys of the prefix.
-    band_begin = tl.where(key_begin < prefix_end, 0, band_begin)
+    m_min = tl.where(key_begin < prefix_end, 0, m_min)
     # The first keys are seen however far back.
-    band_stop = tl.where(key_begin < prefix_end, seqlen_q, band_stop)
+    m_max = tl.where(key_begin < prefix_end, seqlen_q, m_max)
     # Keys behind the sequence's last have no queries.
-    band_stop = tl.where(key_begin < seqlen_kv, band_stop, 0)
-    band_begin = band_begin // BLOCK_M * BLOCK_M
+    m_max = tl.where(key_begin < seqlen_kv, m_max, 0)
+    m_min = m_min // BLOCK_M * BLOCK_M
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
-    band_blocks = tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_M)
-    if band_blocks == 0:
+    partial_blocks = tl.cdiv(tl.maximum(m_max - m_min, 0), BLOCK_M)
+    if partial_blocks == 0:
         for member in tl.range(0, group_size):
             head = kv_head * group_size + member
             slope_at = workspace_2 + slope_base + head.to(tl.int64) * slope_stride + keys
             tl.store(slope_at, slope_sum, mask=key_exists)
-    for index in tl.range(0, group_size * band_blocks):
+    for index in tl.range(0, group_size * partial_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(band_blocks, 1)
-        block = index - member * band_blocks
-        start = band_begin + block * BLOCK_M
+        member = index // tl.maximum(partial_blocks, 1)
+        block = index - member * partial_blocks
+        start = m_min + block * BLOCK_M
         head = kv_head * group_size + member
         q_base = q + sequence * stride_qb + head * stride_qh
         dout_base = dout + sequence * stride_dob + head * stride_doh
@@ -242,10 +242,10 @@ def backward_split(
         bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h
         queries = start + query_offsets
         query_exists = queries < seqlen_q
-        places = queries + diagonal
+        positions = queries + diagonal
         row_lifted = prefix_end
-        row_end = tl.minimum(seqlen_kv, tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK))
-        row_start = tl.maximum(places, 0) // CHUNK * CHUNK
+        row_end = tl.minimum(seqlen_kv, tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK))
+        row_start = tl.maximum(positions, 0) // CHUNK * CHUNK
         # [BLOCK_M, 64]
         q_tile = tl.load(
             q_base + queries[:, None] * stride_qs + columns_64[None, :],
@@ -255,45 +255,45 @@ def backward_split(
         row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
         # [BLOCK_N, BLOCK_M]
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
-        place_numbers = places.to(tl.float32)
+        position_numbers = positions.to(tl.float32)
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
-        logits = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-        logits *= score_factor
+        s = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+        s *= score_factor
         # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = logits * logits
+        square = s * s
         series = 0.021869488536155203 - square * 0.008863235529902197
         series = -0.05396825396825397 + square * series
         series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
-        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
         # How steep the cap is there: the derivative of cap * tanh(x / cap).
-        tangent = logits * (1.0 / cap_log2)
+        tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
-        distance = tl.abs(place_numbers[None, :] - key_numbers[:, None])
-        logits -= slope_log2 * distance
+        distance = tl.abs(position_numbers[None, :] - key_numbers[:, None])
+        s -= slope_log2 * distance
         bias_tile = tl.load(bias_at, mask=query_exists[None, :], other=0.0)
-        logits += bias_tile.to(tl.float32) * LOG2_E
-        weights = tl.exp2(logits - row_lse[None, :])
-        seen = (keys[:, None] >= row_start[None, :]) & (keys[:, None] < row_end[None, :])
-        seen |= (keys < row_lifted)[:, None]
-        weights = tl.where(seen, weights, 0.0)
-        low_weights = weights.to(q.dtype.element_ty)
+        s += bias_tile.to(tl.float32) * LOG2_E
+        p = tl.exp2(s - row_lse[None, :])
+        visible = (keys[:, None] >= row_start[None, :]) & (keys[:, None] < row_end[None, :])
+        visible |= (keys < row_lifted)[:, None]
+        p = tl.where(visible, p, 0.0)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 32]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_32[None, :],
             mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
             other=0.0,
         )
-        dv_sum = tl.dot(low_weights, dout_tile, dv_sum, input_precision="ieee")
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum, input_precision="ieee")
         dp = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        ds = weights * (dp - row_delta[None, :])
+        ds = p * (dp - row_delta[None, :])
         slope_sum = tl.where(block == 0, 0.0, slope_sum) - tl.sum(ds * distance, 1)
         slope_at = workspace_2 + slope_base + head.to(tl.int64) * slope_stride + keys
         tl.store(slope_at, slope_sum, mask=key_exists)
-        low_ds = (ds * steepness).to(q.dtype.element_ty)
-        dk_sum = tl.dot(low_ds, q_tile, dk_sum, input_precision="ieee")
+        ds_low = (ds * steepness).to(q.dtype.element_ty)
+        dk_sum = tl.dot(ds_low, q_tile, dk_sum, input_precision="ieee")
 
     dk_sum = tl.where(key_exists[:, None], dk_sum, 0.0)
     dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
@@ -397,30 +397,30 @@ def gradient_of_queries(
     row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
     dq_sum = tl.zeros([BLOCK_M, 64], tl.float32)
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    first_place = first_query + diagonal
-    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    positions = queries + diagonal
+    first_position = first_query + diagonal
+    last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
     row_lifted = prefix_end
-    row_end = tl.minimum(seqlen_kv, tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK))
-    row_start = tl.maximum(places, 0) // CHUNK * CHUNK
+    row_end = tl.minimum(seqlen_kv, tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK))
+    row_start = tl.maximum(positions, 0) // CHUNK * CHUNK
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_end = tl.minimum(seqlen_kv, tl.where(first_place < 0, 0, first_place // CHUNK * CHUNK + CHUNK))
-    first_start = tl.maximum(first_place, 0) // CHUNK * CHUNK
+    first_end = tl.minimum(seqlen_kv, tl.where(first_position < 0, 0, first_position // CHUNK * CHUNK + CHUNK))
+    first_start = tl.maximum(first_position, 0) // CHUNK * CHUNK
     last_lifted = prefix_end
-    last_end = tl.minimum(seqlen_kv, tl.where(last_place < 0, 0, last_place // CHUNK * CHUNK + CHUNK))
-    last_start = tl.maximum(last_place, 0) // CHUNK * CHUNK
-    band_stop = tl.maximum(last_end, last_lifted)
-    band_begin = first_start // BLOCK_N * BLOCK_N
-    lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)
+    last_end = tl.minimum(seqlen_kv, tl.where(last_position < 0, 0, last_position // CHUNK * CHUNK + CHUNK))
+    last_start = tl.maximum(last_position, 0) // CHUNK * CHUNK
+    n_max = tl.maximum(last_end, last_lifted)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
     # Blocks that every query of the tile sees whole.
-    open_begin = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
-    open_stop = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    n_full_min = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
+    n_full_max = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
     bias_queries = tl.minimum(queries, seqlen_q - 1)
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
     cap_log2 = softcap * LOG2_E
     score_factor = scale / softcap
     slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
-    place_numbers = places.to(tl.float32)
+    position_numbers = positions.to(tl.float32)
     key_numbers = key_offsets.to(tl.float32)
     # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
     bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s
@@ -428,7 +428,7 @@ def gradient_of_queries(
     dbias_base = dbias + (row_base + first_query) * all_keys
     dbias_rows = tl.arange(0, BLOCK_M) * all_keys
 
-    for start in tl.range(open_begin, open_stop, BLOCK_N):
+    for start in tl.range(n_full_min, n_full_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 64]
         k_tile = tl.load(
@@ -436,25 +436,25 @@ def gradient_of_queries(
             mask=(columns_64 < HEAD_DIM)[None, :],
             other=0.0,
         )
-        logits = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         # [BLOCK_M, BLOCK_N]
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
-        logits *= score_factor
+        s *= score_factor
         # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = logits * logits
+        square = s * s
         series = 0.021869488536155203 - square * 0.008863235529902197
         series = -0.05396825396825397 + square * series
         series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
-        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
         # How steep the cap is there: the derivative of cap * tanh(x / cap).
-        tangent = logits * (1.0 / cap_log2)
+        tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
-        distance = tl.abs((place_numbers - start)[:, None] - key_numbers[None, :])
-        logits -= slope_log2 * distance
+        distance = tl.abs((position_numbers - start)[:, None] - key_numbers[None, :])
+        s -= slope_log2 * distance
         bias_tile = tl.load(bias_at)
-        logits += bias_tile.to(tl.float32) * LOG2_E
-        weights = tl.exp2(logits - row_lse[:, None])
+        s += bias_tile.to(tl.float32) * LOG2_E
+        p = tl.exp2(s - row_lse[:, None])
         # [BLOCK_N, 32]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_32[None, :],
@@ -462,22 +462,22 @@ def gradient_of_queries(
             other=0.0,
         )
         dp = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
-        ds = weights * (dp - row_delta[:, None])
+        ds = p * (dp - row_delta[:, None])
         dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
         tl.store(dbias_at, ds.to(q.dtype.element_ty), mask=query_exists[:, None])
-        low_ds = (ds * steepness).to(q.dtype.element_ty)
-        dq_sum = tl.dot(low_ds, k_tile, dq_sum, input_precision="ieee")
+        ds_low = (ds * steepness).to(q.dtype.element_ty)
+        dq_sum = tl.dot(ds_low, k_tile, dq_sum, input_precision="ieee")
 
-    lifted_blocks = lifted_stop // BLOCK_N
+    lifted_blocks = n_lifted_max // BLOCK_N
     # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
-    right_begin = tl.maximum(open_begin, open_stop)
-    left_keys = tl.minimum(open_begin, band_stop) - band_begin
+    n_right_min = tl.maximum(n_full_min, n_full_max)
+    left_keys = tl.minimum(n_full_min, n_max) - n_min
     left_blocks = lifted_blocks + tl.cdiv(tl.maximum(left_keys, 0), BLOCK_N)
-    right_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_N)
+    right_blocks = left_blocks + tl.cdiv(tl.maximum(n_max - n_right_min, 0), BLOCK_N)
     for index in tl.range(0, right_blocks):
         start = index * BLOCK_N
-        start = tl.where(index < lifted_blocks, start, band_begin + (index - lifted_blocks) * BLOCK_N)
-        start = tl.where(index < left_blocks, start, right_begin + (index - left_blocks) * BLOCK_N)
+        start = tl.where(index < lifted_blocks, start, n_min + (index - lifted_blocks) * BLOCK_N)
+        start = tl.where(index < left_blocks, start, n_right_min + (index - left_blocks) * BLOCK_N)
         keys = start + key_offsets
         # [BLOCK_N, 64]
         k_tile = tl.load(
@@ -485,28 +485,28 @@ def gradient_of_queries(
             mask=(keys < seqlen_kv)[:, None] & (columns_64 < HEAD_DIM)[None, :],
             other=0.0,
         )
-        logits = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         # [BLOCK_M, BLOCK_N]
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
-        logits *= score_factor
+        s *= score_factor
         # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = logits * logits
+        square = s * s
         series = 0.021869488536155203 - square * 0.008863235529902197
         series = -0.05396825396825397 + square * series
         series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
-        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
         # How steep the cap is there: the derivative of cap * tanh(x / cap).
-        tangent = logits * (1.0 / cap_log2)
+        tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
-        distance = tl.abs((place_numbers - start)[:, None] - key_numbers[None, :])
-        logits -= slope_log2 * distance
+        distance = tl.abs((position_numbers - start)[:, None] - key_numbers[None, :])
+        s -= slope_log2 * distance
         bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
-        logits += bias_tile.to(tl.float32) * LOG2_E
-        weights = tl.exp2(logits - row_lse[:, None])
-        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
-        seen |= (keys < row_lifted)[None, :]
-        weights = tl.where(seen, weights, 0.0)
+        s += bias_tile.to(tl.float32) * LOG2_E
+        p = tl.exp2(s - row_lse[:, None])
+        visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        visible |= (keys < row_lifted)[None, :]
+        p = tl.where(visible, p, 0.0)
         # [BLOCK_N, 32]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_32[None, :],
@@ -514,19 +514,19 @@ def gradient_of_queries(
             other=0.0,
         )
         dp = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
-        ds = weights * (dp - row_delta[:, None])
+        ds = p * (dp - row_delta[:, None])
         dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
         tl.store(dbias_at, ds.to(q.dtype.element_ty), mask=query_exists[:, None] & (keys < all_keys)[None, :])
-        low_ds = (ds * steepness).to(q.dtype.element_ty)
-        dq_sum = tl.dot(low_ds, k_tile, dq_sum, input_precision="ieee")
+        ds_low = (ds * steepness).to(q.dtype.element_ty)
+        dq_sum = tl.dot(ds_low, k_tile, dq_sum, input_precision="ieee")
     # Blocks of keys that no query of the tile sees add nothing.
-    for start in tl.range(lifted_stop, tl.minimum(band_begin, all_keys), BLOCK_N):
+    for start in tl.range(n_lifted_max, tl.minimum(n_min, all_keys), BLOCK_N):
         keys = start + key_offsets
         dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
         nothing = tl.zeros([BLOCK_M, BLOCK_N], dbias.dtype.element_ty)
-        tl.store(dbias_at, nothing, mask=query_exists[:, None] & (keys < tl.minimum(band_begin, all_keys))[None, :])
-    band_end = band_begin + tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_N) * BLOCK_N
-    for start in tl.range(band_end, all_keys, BLOCK_N):
+        tl.store(dbias_at, nothing, mask=query_exists[:, None] & (keys < tl.minimum(n_min, all_keys))[None, :])
+    n_end = n_min + tl.cdiv(tl.maximum(n_max - n_min, 0), BLOCK_N) * BLOCK_N
+    for start in tl.range(n_end, all_keys, BLOCK_N):
         keys = start + key_offsets
         dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
         nothing = tl.zeros([BLOCK_M, BLOCK_N], dbias.dtype.element_ty)

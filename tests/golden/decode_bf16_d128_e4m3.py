@@ -4,7 +4,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
              and quantized_kv
 Config       block_m 16, block_n 128, 4 warps, 3 stages, 16 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv c6475fe1d6aa
+Template     decode_split_kv 718583030cd7
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -13,11 +13,11 @@ combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always 
 Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
-      logits = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of logits
-      weights, rescale = exp2(logits - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of weights
-      accumulator = accumulator * rescale + weights @ v_tile
+      s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      new_max = maximum of running_max and the rows of s
+      p, rescale = exp2(s - new_max), exp2(running_max - new_max)
+      running_sum = running_sum * rescale + sums of the rows of p
+      accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
 
@@ -130,13 +130,13 @@ def decode_split_kv(
     q_tile_even, q_tile_odd = tl.split(tl.reshape(q_tile, [BLOCK_M, 64, 2]))
 
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
-    row_end = tl.minimum(places + 1, seqlen_kv)
+    positions = queries + diagonal
+    last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
+    row_end = tl.minimum(positions + 1, seqlen_kv)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    last_end = tl.minimum(last_place + 1, seqlen_kv)
-    band_stop = last_end
-    blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_N)
+    last_end = tl.minimum(last_position + 1, seqlen_kv)
+    n_max = last_end
+    blocks = tl.cdiv(tl.maximum(n_max, 0), BLOCK_N)
 
     scale_log2 = scale * k_factor * LOG2_E
     # Not zero: the product with a hidden key's -inf would be NaN.
@@ -159,18 +159,18 @@ def decode_split_kv(
         k_tile_even, k_tile_odd = tl.inline_asm_elementwise(
             WIDEN, "=r,=r,r", [k_tile], (tl.float16, tl.float16), True, 2
         )
-        logits = tl.dot(q_tile_even, k_tile_even.T)
-        logits = tl.dot(q_tile_odd, k_tile_odd.T, logits)
-        seen = keys[None, :] < row_end[:, None]
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * row_scale)
+        s = tl.dot(q_tile_even, k_tile_even.T)
+        s = tl.dot(q_tile_odd, k_tile_odd.T, s)
+        visible = keys[None, :] < row_end[:, None]
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * row_scale)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * row_scale[:, None] - shift[:, None])
+        p = tl.exp2(s * row_scale[:, None] - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(tl.float16)
+        p_low = p.to(tl.float16)
         # [BLOCK_N, 64], two columns each
         v_tile = tl.load(
             (v_block + slots[:, None] * stride_vs).to(PAIR, bitcast=True) + columns_64[None, :],
@@ -178,15 +178,15 @@ def decode_split_kv(
         v_tile_even, v_tile_odd = tl.inline_asm_elementwise(
             WIDEN, "=r,=r,r", [v_tile], (tl.float16, tl.float16), True, 2
         )
-        accumulator_even = tl.dot(low_weights, v_tile_even, accumulator_even * rescale[:, None])
-        accumulator_odd = tl.dot(low_weights, v_tile_odd, accumulator_odd * rescale[:, None])
+        accumulator_even = tl.dot(p_low, v_tile_even, accumulator_even * rescale[:, None])
+        accumulator_odd = tl.dot(p_low, v_tile_odd, accumulator_odd * rescale[:, None])
 
     # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     row_lse = running_max + tl.log2(running_sum)
-    places_out = split * all_rows + (sequence * seqlen_q + queries) * heads + head
-    tl.store(partial_lse + places_out, row_lse, mask=row_exists)
-    o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
+    out_rows = split * all_rows + (sequence * seqlen_q + queries) * heads + head
+    tl.store(partial_lse + out_rows, row_lse, mask=row_exists)
+    o_rows = partial_out + out_rows.to(tl.int64) * VALUE_HEAD_DIM
     accumulator = tl.interleave(accumulator_even, accumulator_odd)
     o_tile = accumulator / divisor[:, None] * v_factor
     tl.store(
@@ -217,12 +217,12 @@ def combine(
     sequence = row // heads // seqlen_q
     query = row // heads % seqlen_q
     parts = tl.arange(0, SPLIT_TILE)
-    places = parts * rows + row
+    part_rows = parts * rows + row
     # [SPLIT_TILE]
-    part_lse = tl.load(partial_lse + places, mask=parts < splits, other=float("-inf"))
+    part_lse = tl.load(partial_lse + part_rows, mask=parts < splits, other=float("-inf"))
     # [SPLIT_TILE, COMBINED]
     part_out = tl.load(
-        partial_out + places.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
+        partial_out + part_rows.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
         mask=(parts < splits)[:, None] & (columns < VALUE_HEAD_DIM)[None, :],
         other=0.0,
     )

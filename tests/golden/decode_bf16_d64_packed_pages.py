@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and pages, quantized_kv, sink_tokens, varlen, window
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv c6475fe1d6aa
+Template     decode_split_kv 718583030cd7
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -13,11 +13,11 @@ combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always 
 Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
-      logits = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of logits
-      weights, rescale = exp2(logits - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of weights
-      accumulator = accumulator * rescale + weights @ v_tile
+      s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      new_max = maximum of running_max and the rows of s
+      p, rescale = exp2(s - new_max), exp2(running_max - new_max)
+      running_sum = running_sum * rescale + sums of the rows of p
+      accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
 
@@ -160,23 +160,23 @@ def decode_split_kv(
     q_tile_even, q_tile_odd = tl.split(tl.reshape(q_tile, [BLOCK_M, 32, 2]))
 
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    first_place = tile * BLOCK_M // group_size + diagonal
-    last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
-    row_end = tl.minimum(places + 1, seqlen_kv)
+    positions = queries + diagonal
+    first_position = tile * BLOCK_M // group_size + diagonal
+    last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
+    row_end = tl.minimum(positions + 1, seqlen_kv)
     row_lifted = tl.minimum(row_end, FIRST_TOKENS)
-    row_start = tl.maximum(places - WINDOW_LEFT, 0)
+    row_start = tl.maximum(positions - WINDOW_LEFT, 0)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
-    last_end = tl.minimum(last_place + 1, seqlen_kv)
+    first_start = tl.maximum(first_position - WINDOW_LEFT, 0)
+    last_end = tl.minimum(last_position + 1, seqlen_kv)
     last_lifted = tl.minimum(last_end, FIRST_TOKENS)
-    band_stop = tl.maximum(last_end, last_lifted)
-    band_begin = first_start // BLOCK_N * BLOCK_N
-    lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)
+    n_max = tl.maximum(last_end, last_lifted)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
     # First the blocks at the start of the sequence, then those of the band: `skipped` keys are between them.
-    lifted_stop = tl.maximum(lifted_stop, 0)
-    skipped = band_begin - lifted_stop
-    blocks = tl.cdiv(tl.maximum(band_stop - skipped, lifted_stop), BLOCK_N)
+    n_lifted_max = tl.maximum(n_lifted_max, 0)
+    skipped = n_min - n_lifted_max
+    blocks = tl.cdiv(tl.maximum(n_max - skipped, n_lifted_max), BLOCK_N)
 
     scale_log2 = scale * LOG2_E
     # Not zero: the product with a hidden key's -inf would be NaN.
@@ -189,10 +189,10 @@ def decode_split_kv(
     first = split * blocks // splits * BLOCK_N
     last = (split + 1) * blocks // splits * BLOCK_N
     # Page numbers are loaded one block ahead: copies of keys do not wait for them.
-    ahead = tl.where(lifted_stop > first, first, skipped + first)
+    ahead = tl.where(n_lifted_max > first, first, skipped + first)
     page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + ahead, seqlen_kv - 1), 0) // PAGE_SIZE)
     for step in tl.range(first, last, BLOCK_N):
-        start = tl.where(step < lifted_stop, step, step + skipped)
+        start = tl.where(step < n_lifted_max, step, step + skipped)
         keys = start + key_offsets
         # Loads need no mask: it costs each of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE
@@ -200,7 +200,7 @@ def decode_split_kv(
         v_block = v_base + page.to(tl.int64) * stride_vb
         k_factor = tl.load(k_scale_base + page.to(tl.int64) * stride_k_scale_p)
         v_factor = tl.load(v_scale_base + page.to(tl.int64) * stride_v_scale_p)
-        ahead = tl.where(lifted_stop > step + BLOCK_N, step + BLOCK_N, skipped + step + BLOCK_N)
+        ahead = tl.where(n_lifted_max > step + BLOCK_N, step + BLOCK_N, skipped + step + BLOCK_N)
         next_page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + ahead, seqlen_kv - 1), 0) // PAGE_SIZE)
         # [BLOCK_N, 32], two columns each
         k_tile = tl.load(
@@ -209,23 +209,23 @@ def decode_split_kv(
         k_tile_even, k_tile_odd = tl.inline_asm_elementwise(
             WIDEN, "=r,=r,r", [k_tile], (tl.float16, tl.float16), True, 2
         )
-        logits = tl.dot(q_tile_even, k_tile_even.T)
-        logits = tl.dot(q_tile_odd, k_tile_odd.T, logits)
-        logits *= k_factor[None, :]
-        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
-        seen |= keys[None, :] < row_lifted[:, None]
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * row_scale)
+        s = tl.dot(q_tile_even, k_tile_even.T)
+        s = tl.dot(q_tile_odd, k_tile_odd.T, s)
+        s *= k_factor[None, :]
+        visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        visible |= keys[None, :] < row_lifted[:, None]
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * row_scale)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * row_scale[:, None] - shift[:, None])
+        p = tl.exp2(s * row_scale[:, None] - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        weights *= v_factor[None, :]
+        p *= v_factor[None, :]
         # The largest weight of a row becomes one, so that none leaves the range of fp16.
-        weight_factor = tl.maximum(tl.max(weights, 1), 1e-30)
-        low_weights = (weights / weight_factor[:, None]).to(tl.float16)
+        weight_factor = tl.maximum(tl.max(p, 1), 1e-30)
+        p_low = (p / weight_factor[:, None]).to(tl.float16)
         # [BLOCK_N, 32], two columns each
         v_tile = tl.load(
             (v_block[:, None] + slots[:, None] * stride_vs).to(PAIR, bitcast=True) + columns_32[None, :],
@@ -233,18 +233,18 @@ def decode_split_kv(
         v_tile_even, v_tile_odd = tl.inline_asm_elementwise(
             WIDEN, "=r,=r,r", [v_tile], (tl.float16, tl.float16), True, 2
         )
-        product = tl.dot(low_weights, v_tile_even)
+        product = tl.dot(p_low, v_tile_even)
         accumulator_even = accumulator_even * rescale[:, None] + product * weight_factor[:, None]
-        product = tl.dot(low_weights, v_tile_odd)
+        product = tl.dot(p_low, v_tile_odd)
         accumulator_odd = accumulator_odd * rescale[:, None] + product * weight_factor[:, None]
         page = next_page
 
     # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     row_lse = running_max + tl.log2(running_sum)
-    places_out = split * all_rows + tokens * heads + head
-    tl.store(partial_lse + places_out, row_lse, mask=row_exists)
-    o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
+    out_rows = split * all_rows + tokens * heads + head
+    tl.store(partial_lse + out_rows, row_lse, mask=row_exists)
+    o_rows = partial_out + out_rows.to(tl.int64) * VALUE_HEAD_DIM
     accumulator = tl.interleave(accumulator_even, accumulator_odd)
     o_tile = accumulator / divisor[:, None]
     tl.store(
@@ -275,15 +275,15 @@ def combine(
     sequence = row // heads // seqlen_q
     query = row // heads % seqlen_q
     parts = tl.arange(0, SPLIT_TILE)
-    places = parts * rows + row
+    part_rows = parts * rows + row
     token_count = tl.load(partial_lse + splits * rows).to(tl.int32, bitcast=True)
     if row >= token_count * heads:
         return
     # [SPLIT_TILE]
-    part_lse = tl.load(partial_lse + places, mask=parts < splits, other=float("-inf"))
+    part_lse = tl.load(partial_lse + part_rows, mask=parts < splits, other=float("-inf"))
     # [SPLIT_TILE, COMBINED]
     part_out = tl.load(
-        partial_out + places.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
+        partial_out + part_rows.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
         mask=(parts < splits)[:, None] & (columns < VALUE_HEAD_DIM)[None, :],
         other=0.0,
     )

@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and pages, sinks, window
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 1 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv c6475fe1d6aa
+Template     decode_split_kv 718583030cd7
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -13,11 +13,11 @@ combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always 
 Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
-      logits = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of logits
-      weights, rescale = exp2(logits - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of weights
-      accumulator = accumulator * rescale + weights @ v_tile
+      s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      new_max = maximum of running_max and the rows of s
+      p, rescale = exp2(s - new_max), exp2(running_max - new_max)
+      running_sum = running_sum * rescale + sums of the rows of p
+      accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
 
@@ -106,17 +106,17 @@ def decode_split_kv(
     )
 
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    first_place = tile * BLOCK_M // group_size + diagonal
-    last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
-    row_end = tl.minimum(places + 1, seqlen_kv)
-    row_start = tl.maximum(places - WINDOW_LEFT, 0)
+    positions = queries + diagonal
+    first_position = tile * BLOCK_M // group_size + diagonal
+    last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
+    row_end = tl.minimum(positions + 1, seqlen_kv)
+    row_start = tl.maximum(positions - WINDOW_LEFT, 0)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
-    last_end = tl.minimum(last_place + 1, seqlen_kv)
-    band_stop = last_end
-    band_begin = first_start // BLOCK_N * BLOCK_N
-    blocks = tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_N)
+    first_start = tl.maximum(first_position - WINDOW_LEFT, 0)
+    last_end = tl.minimum(last_position + 1, seqlen_kv)
+    n_max = last_end
+    n_min = first_start // BLOCK_N * BLOCK_N
+    blocks = tl.cdiv(tl.maximum(n_max - n_min, 0), BLOCK_N)
 
     scale_log2 = scale * LOG2_E
     sink_log2 = tl.load(sinks + head) * LOG2_E
@@ -125,8 +125,8 @@ def decode_split_kv(
     accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
 
     # Page numbers are loaded one block ahead: copies of keys do not wait for them.
-    page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + band_begin, seqlen_kv - 1), 0) // PAGE_SIZE)
-    for start in tl.range(band_begin, band_begin + blocks * BLOCK_N, BLOCK_N):
+    page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + n_min, seqlen_kv - 1), 0) // PAGE_SIZE)
+    for start in tl.range(n_min, n_min + blocks * BLOCK_N, BLOCK_N):
         keys = start + key_offsets
         # Loads need no mask: it costs each of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE
@@ -137,26 +137,26 @@ def decode_split_kv(
         k_tile = tl.load(
             k_block[:, None] + slots[:, None] * stride_ks + columns_64[None, :],
         )
-        logits = tl.dot(q_tile, k_tile.T)
-        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        s = tl.dot(q_tile, k_tile.T)
+        visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile = tl.load(
             v_block[:, None] + slots[:, None] * stride_vs + columns_64[None, :],
         )
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
         page = next_page
 
     # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
-    # The sink comes last: weights beside a large one would lie below the range of low precision.
+    # The sink comes last: probabilities beside a large one would lie below the range of low precision.
     largest = tl.maximum(running_max, sink_log2)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     kept = tl.exp2(running_max - shift)

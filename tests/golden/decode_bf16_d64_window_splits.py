@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and pages, softcap, window
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, split_head_dim False, early_combine True
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv c6475fe1d6aa
+Template     decode_split_kv 718583030cd7
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -13,11 +13,11 @@ combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always 
 Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
-      logits = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of logits
-      weights, rescale = exp2(logits - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of weights
-      accumulator = accumulator * rescale + weights @ v_tile
+      s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      new_max = maximum of running_max and the rows of s
+      p, rescale = exp2(s - new_max), exp2(running_max - new_max)
+      running_sum = running_sum * rescale + sums of the rows of p
+      accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
 
@@ -114,17 +114,17 @@ def decode_split_kv(
     )
 
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    first_place = tile * BLOCK_M // group_size + diagonal
-    last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
-    row_end = tl.minimum(places + 1, seqlen_kv)
-    row_start = tl.maximum(places - WINDOW_LEFT, 0)
+    positions = queries + diagonal
+    first_position = tile * BLOCK_M // group_size + diagonal
+    last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
+    row_end = tl.minimum(positions + 1, seqlen_kv)
+    row_start = tl.maximum(positions - WINDOW_LEFT, 0)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
-    last_end = tl.minimum(last_place + 1, seqlen_kv)
-    band_stop = last_end
-    band_begin = first_start // BLOCK_N * BLOCK_N
-    blocks = tl.cdiv(tl.maximum(band_stop - band_begin, 0), BLOCK_N)
+    first_start = tl.maximum(first_position - WINDOW_LEFT, 0)
+    last_end = tl.minimum(last_position + 1, seqlen_kv)
+    n_max = last_end
+    n_min = first_start // BLOCK_N * BLOCK_N
+    blocks = tl.cdiv(tl.maximum(n_max - n_min, 0), BLOCK_N)
 
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
     cap_log2 = softcap * LOG2_E
@@ -136,8 +136,8 @@ def decode_split_kv(
     first = split * blocks // splits * BLOCK_N
     last = (split + 1) * blocks // splits * BLOCK_N
     # Page numbers are loaded one block ahead: copies of keys do not wait for them.
-    page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + (band_begin + first), seqlen_kv - 1), 0) // PAGE_SIZE)
-    for start in tl.range(band_begin + first, band_begin + last, BLOCK_N):
+    page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + (n_min + first), seqlen_kv - 1), 0) // PAGE_SIZE)
+    for start in tl.range(n_min + first, n_min + last, BLOCK_N):
         keys = start + key_offsets
         # Loads need no mask: it costs each of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE
@@ -148,24 +148,24 @@ def decode_split_kv(
         k_tile = tl.load(
             k_block[:, None] + slots[:, None] * stride_ks + columns_64[None, :],
         )
-        logits = tl.dot(q_tile, k_tile.T)
-        logits *= score_factor
-        logits = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
-        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
+        s = tl.dot(q_tile, k_tile.T)
+        s *= score_factor
+        s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1))
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits - shift[:, None])
+        p = tl.exp2(s - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile = tl.load(
             v_block[:, None] + slots[:, None] * stride_vs + columns_64[None, :],
         )
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
         page = next_page
 
     # The combine kernel may start while the last programs of this one run.
@@ -173,9 +173,9 @@ def decode_split_kv(
     # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     row_lse = running_max + tl.log2(running_sum)
-    places_out = split * all_rows + (sequence * seqlen_q + queries) * heads + head
-    tl.store(partial_lse + places_out, row_lse, mask=row_exists)
-    o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
+    out_rows = split * all_rows + (sequence * seqlen_q + queries) * heads + head
+    tl.store(partial_lse + out_rows, row_lse, mask=row_exists)
+    o_rows = partial_out + out_rows.to(tl.int64) * VALUE_HEAD_DIM
     o_tile = accumulator / divisor[:, None]
     tl.store(
         o_rows[:, None] + columns_64[None, :],
@@ -205,13 +205,13 @@ def combine(
     sequence = row // heads // seqlen_q
     query = row // heads % seqlen_q
     parts = tl.arange(0, SPLIT_TILE)
-    places = parts * rows + row
+    part_rows = parts * rows + row
     tl.extra.cuda.gdc_wait()
     # [SPLIT_TILE]
-    part_lse = tl.load(partial_lse + places, mask=parts < splits, other=float("-inf"))
+    part_lse = tl.load(partial_lse + part_rows, mask=parts < splits, other=float("-inf"))
     # [SPLIT_TILE, COMBINED]
     part_out = tl.load(
-        partial_out + places.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
+        partial_out + part_rows.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
         mask=(parts < splits)[:, None] & (columns < VALUE_HEAD_DIM)[None, :],
         other=0.0,
     )

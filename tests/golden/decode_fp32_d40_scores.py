@@ -4,7 +4,7 @@ Computes     fp32, head dim 40, value head dim 24, causal: none
              and alibi, attention_chunk, bias, prefix, sinks, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     decode_split_kv c6475fe1d6aa
+Template     decode_split_kv 718583030cd7
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -13,11 +13,11 @@ combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always 
 Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
-      logits = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of logits
-      weights, rescale = exp2(logits - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of weights
-      accumulator = accumulator * rescale + weights @ v_tile
+      s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      new_max = maximum of running_max and the rows of s
+      p, rescale = exp2(s - new_max), exp2(running_max - new_max)
+      running_sum = running_sum * rescale + sums of the rows of p
+      accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
 
@@ -122,29 +122,29 @@ def decode_split_kv(
     )
 
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    first_place = tile * BLOCK_M // group_size + diagonal
-    last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
+    positions = queries + diagonal
+    first_position = tile * BLOCK_M // group_size + diagonal
+    last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
     row_lifted = prefix_end
-    row_end = tl.minimum(seqlen_kv, tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK))
-    row_start = tl.maximum(places, 0) // CHUNK * CHUNK
+    row_end = tl.minimum(seqlen_kv, tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK))
+    row_start = tl.maximum(positions, 0) // CHUNK * CHUNK
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_start = tl.maximum(first_place, 0) // CHUNK * CHUNK
+    first_start = tl.maximum(first_position, 0) // CHUNK * CHUNK
     last_lifted = prefix_end
-    last_end = tl.minimum(seqlen_kv, tl.where(last_place < 0, 0, last_place // CHUNK * CHUNK + CHUNK))
-    band_stop = tl.maximum(last_end, last_lifted)
-    band_begin = first_start // BLOCK_N * BLOCK_N
-    lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)
+    last_end = tl.minimum(seqlen_kv, tl.where(last_position < 0, 0, last_position // CHUNK * CHUNK + CHUNK))
+    n_max = tl.maximum(last_end, last_lifted)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
     # First the blocks at the start of the sequence, then those of the band: `skipped` keys are between them.
-    lifted_stop = tl.maximum(lifted_stop, 0)
-    skipped = band_begin - lifted_stop
-    blocks = tl.cdiv(tl.maximum(band_stop - skipped, lifted_stop), BLOCK_N)
+    n_lifted_max = tl.maximum(n_lifted_max, 0)
+    skipped = n_min - n_lifted_max
+    blocks = tl.cdiv(tl.maximum(n_max - skipped, n_lifted_max), BLOCK_N)
 
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
     cap_log2 = softcap * LOG2_E
     score_factor = scale / softcap
     slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
-    place_numbers = places.to(tl.float32)
+    position_numbers = positions.to(tl.float32)
     key_numbers = key_offsets.to(tl.float32)
     sink_log2 = tl.load(sinks + head) * LOG2_E
     # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
@@ -158,7 +158,7 @@ def decode_split_kv(
     first = split * blocks // splits * BLOCK_N
     last = (split + 1) * blocks // splits * BLOCK_N
     for step in tl.range(first, last, BLOCK_N):
-        start = tl.where(step < lifted_stop, step, step + skipped)
+        start = tl.where(step < n_lifted_max, step, step + skipped)
         keys = start + key_offsets
         # Loads need no mask: it costs each of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1)
@@ -168,40 +168,40 @@ def decode_split_kv(
             mask=(columns_64 < HEAD_DIM)[None, :],
             other=0.0,
         )
-        logits = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        logits *= score_factor
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        s *= score_factor
         # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = logits * logits
+        square = s * s
         series = 0.021869488536155203 - square * 0.008863235529902197
         series = -0.05396825396825397 + square * series
         series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
-        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
-        distance = (place_numbers - start)[:, None] - key_numbers[None, :]
-        logits -= slope_log2[:, None] * tl.abs(distance)
-        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
-        seen |= (keys < row_lifted)[None, :]
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
+        distance = (position_numbers - start)[:, None] - key_numbers[None, :]
+        s -= slope_log2[:, None] * tl.abs(distance)
+        visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        visible |= (keys < row_lifted)[None, :]
         bias_at = bias_rows[:, None] + keys[None, :]
-        seen &= tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0) != 0
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
+        visible &= tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0) != 0
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1))
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits - shift[:, None])
+        p = tl.exp2(s - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 32]
         v_tile = tl.load(
             v_block + slots[:, None] * stride_vs + columns_32[None, :],
             mask=(columns_32 < VALUE_HEAD_DIM)[None, :],
             other=0.0,
         )
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None], input_precision="ieee")
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None], input_precision="ieee")
 
     # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
-    # The sink comes last: weights beside a large one would lie below the range of low precision.
+    # The sink comes last: probabilities beside a large one would lie below the range of low precision.
     largest = tl.maximum(running_max, sink_log2)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     kept = tl.exp2(running_max - shift)
@@ -209,9 +209,9 @@ def decode_split_kv(
     running_max = largest
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     row_lse = running_max + tl.log2(running_sum)
-    places_out = split * all_rows + (sequence * seqlen_q + queries) * heads + head
-    tl.store(partial_lse + places_out, row_lse, mask=row_exists)
-    o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
+    out_rows = split * all_rows + (sequence * seqlen_q + queries) * heads + head
+    tl.store(partial_lse + out_rows, row_lse, mask=row_exists)
+    o_rows = partial_out + out_rows.to(tl.int64) * VALUE_HEAD_DIM
     o_tile = accumulator * kept[:, None] / divisor[:, None]
     tl.store(
         o_rows[:, None] + columns_32[None, :],
@@ -241,12 +241,12 @@ def combine(
     sequence = row // heads // seqlen_q
     query = row // heads % seqlen_q
     parts = tl.arange(0, SPLIT_TILE)
-    places = parts * rows + row
+    part_rows = parts * rows + row
     # [SPLIT_TILE]
-    part_lse = tl.load(partial_lse + places, mask=parts < splits, other=float("-inf"))
+    part_lse = tl.load(partial_lse + part_rows, mask=parts < splits, other=float("-inf"))
     # [SPLIT_TILE, COMBINED]
     part_out = tl.load(
-        partial_out + places.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
+        partial_out + part_rows.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
         mask=(parts < splits)[:, None] & (columns < VALUE_HEAD_DIM)[None, :],
         other=0.0,
     )

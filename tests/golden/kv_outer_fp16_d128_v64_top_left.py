@@ -3,7 +3,7 @@
 Computes     fp16, head dim 128, value head dim 64, causal: top_left
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_head_dim False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_kv_outer 6df52579e434
+Template     forward_kv_outer a00dee2b04a4
 
 The order of loops is FlashAttention-1's (Dao et al., 2022): each row's running maximum, sum and
 output are carried from one block of keys to the next through global memory, in float32. Programs on
@@ -98,10 +98,10 @@ def forward_kv_outer(
     # Nothing but a barrier makes what one thread stored visible to another thread's load.
     tl.debug_barrier()
 
-    # Query i sees keys up to i + diagonal; no query sees a key from last_key on.
+    # Query i sees keys up to i + diagonal; no query sees a key from n_max on.
     diagonal = 0
-    last_key = tl.minimum(seqlen_q, seqlen_kv)
-    for start in tl.range(0, last_key, BLOCK_N):
+    n_max = tl.minimum(seqlen_q, seqlen_kv)
+    for start in tl.range(0, n_max, BLOCK_N):
         keys = start + key_offsets
         key_exists = keys < seqlen_kv
         # [BLOCK_N, 128]
@@ -117,8 +117,8 @@ def forward_kv_outer(
             other=0.0,
         )
         # Earlier queries see none of these keys.
-        first_seer = tl.maximum(start - diagonal, 0) // BLOCK_M * BLOCK_M
-        for first_query in tl.range(first_seer, seqlen_q, BLOCK_M):
+        m_min = tl.maximum(start - diagonal, 0) // BLOCK_M * BLOCK_M
+        for first_query in tl.range(m_min, seqlen_q, BLOCK_M):
             queries = first_query + query_offsets
             query_exists = queries < seqlen_q
             running_max = tl.load(max_base + queries, mask=query_exists, other=float("-inf"))
@@ -135,18 +135,18 @@ def forward_kv_outer(
                 mask=query_exists[:, None],
                 other=0.0,
             )
-            logits = tl.dot(q_tile, k_tile.T)
-            visible_end = tl.minimum(queries + diagonal + 1, seqlen_kv)
-            logits = tl.where(keys[None, :] < visible_end[:, None], logits, float("-inf"))
-            new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+            s = tl.dot(q_tile, k_tile.T)
+            row_end = tl.minimum(queries + diagonal + 1, seqlen_kv)
+            s = tl.where(keys[None, :] < row_end[:, None], s, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
             # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.exp2(logits * scale_log2 - shift[:, None])
+            p = tl.exp2(s * scale_log2 - shift[:, None])
             rescale = tl.exp2(running_max - shift)
-            running_sum = running_sum * rescale + tl.sum(weights, 1)
+            running_sum = running_sum * rescale + tl.sum(p, 1)
             running_max = new_max
-            low_weights = weights.to(v.dtype.element_ty)
-            accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+            p_low = p.to(v.dtype.element_ty)
+            accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
             # No warp may overwrite rows that another has yet to read.
             tl.debug_barrier()
             tl.store(max_base + queries, running_max, mask=query_exists)

@@ -3,7 +3,7 @@
 Computes     fp16, head dim 96, value head dim 80, causal: none
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_head_dim True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_kv_outer 6df52579e434
+Template     forward_kv_outer a00dee2b04a4
 
 The order of loops is FlashAttention-1's (Dao et al., 2022): each row's running maximum, sum and
 output are carried from one block of keys to the next through global memory, in float32. Programs on
@@ -105,8 +105,8 @@ def forward_kv_outer(
     # Nothing but a barrier makes what one thread stored visible to another thread's load.
     tl.debug_barrier()
 
-    last_key = seqlen_kv
-    for start in tl.range(0, last_key, BLOCK_N):
+    n_max = seqlen_kv
+    for start in tl.range(0, n_max, BLOCK_N):
         keys = start + key_offsets
         key_exists = keys < seqlen_kv
         # [BLOCK_N, 64]
@@ -156,24 +156,24 @@ def forward_kv_outer(
                 mask=query_exists[:, None],
                 other=0.0,
             )
-            logits = tl.dot(q_tile_0, k_tile_0.T)
+            s = tl.dot(q_tile_0, k_tile_0.T)
             # [BLOCK_M, 32]
             q_tile_1 = tl.load(
                 q_base + queries[:, None] * stride_qs + (columns_32 + 64)[None, :],
                 mask=query_exists[:, None],
                 other=0.0,
             )
-            logits = tl.dot(q_tile_1, k_tile_1.T, logits)
-            logits = tl.where(key_exists[None, :], logits, float("-inf"))
-            new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+            s = tl.dot(q_tile_1, k_tile_1.T, s)
+            s = tl.where(key_exists[None, :], s, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
             shift = new_max
-            weights = tl.exp2(logits * scale_log2 - shift[:, None])
+            p = tl.exp2(s * scale_log2 - shift[:, None])
             rescale = tl.exp2(running_max - shift)
-            running_sum = running_sum * rescale + tl.sum(weights, 1)
+            running_sum = running_sum * rescale + tl.sum(p, 1)
             running_max = new_max
-            low_weights = weights.to(v.dtype.element_ty)
-            accumulator_0 = tl.dot(low_weights, v_tile_0, accumulator_0 * rescale[:, None])
-            accumulator_1 = tl.dot(low_weights, v_tile_1, accumulator_1 * rescale[:, None])
+            p_low = p.to(v.dtype.element_ty)
+            accumulator_0 = tl.dot(p_low, v_tile_0, accumulator_0 * rescale[:, None])
+            accumulator_1 = tl.dot(p_low, v_tile_1, accumulator_1 * rescale[:, None])
             # No warp may overwrite rows that another has yet to read.
             tl.debug_barrier()
             tl.store(max_base + queries, running_max, mask=query_exists)

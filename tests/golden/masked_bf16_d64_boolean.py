@@ -6,7 +6,7 @@ With         bias
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked a7c26f991199
+Template     forward_masked d79169ada825
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -14,7 +14,7 @@ of a tile sees are not read.
 
 Sub-notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
-  place                             where a query stands among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
 Tunables
@@ -87,9 +87,9 @@ def forward_masked(
         other=0.0,
     )
 
-    band_stop = seqlen_kv
+    n_max = seqlen_kv
     # Blocks that every query of the tile sees whole.
-    open_stop = seqlen_kv // BLOCK_N * BLOCK_N
+    n_full_max = seqlen_kv // BLOCK_N * BLOCK_N
 
     bias_queries = tl.minimum(queries, seqlen_q - 1)
     scale_log2 = scale * LOG2_E
@@ -101,30 +101,30 @@ def forward_masked(
     accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
 
     # Blocks that all queries of the tile see whole.
-    for start in tl.range(0, open_stop, BLOCK_N):
+    for start in tl.range(0, n_full_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 64]
         k_tile = tl.load(
             k_base + keys[:, None] * stride_ks + columns_64[None, :],
         )
-        logits = tl.dot(q_tile, k_tile.T)
+        s = tl.dot(q_tile, k_tile.T)
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
-        seen = tl.load(bias_at) != 0
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        visible = tl.load(bias_at) != 0
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_64[None, :],
         )
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
-    for start in tl.range(open_stop, band_stop, BLOCK_N):
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
+    for start in tl.range(n_full_max, n_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 64]
         k_tile = tl.load(
@@ -132,26 +132,26 @@ def forward_masked(
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        logits = tl.dot(q_tile, k_tile.T)
-        seen = (keys < seqlen_kv)[None, :]
+        s = tl.dot(q_tile, k_tile.T)
+        visible = (keys < seqlen_kv)[None, :]
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
-        seen &= tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0) != 0
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        visible &= tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0) != 0
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_64[None, :],
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
 
     # Without a visible key the output is zero, and the log-sum-exp is the sink or -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)

@@ -6,7 +6,7 @@ With         sink_tokens, sinks, window
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked a7c26f991199
+Template     forward_masked d79169ada825
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -14,7 +14,7 @@ of a tile sees are not read.
 
 Sub-notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
-  place                             where a query stands among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
 Tunables
@@ -87,24 +87,24 @@ def forward_masked(
     )
 
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    first_place = first_query + diagonal
-    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(places + 1, seqlen_kv)
+    positions = queries + diagonal
+    first_position = first_query + diagonal
+    last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_end = tl.minimum(positions + 1, seqlen_kv)
     row_lifted = tl.minimum(row_end, FIRST_TOKENS)
-    row_start = tl.maximum(places - WINDOW_LEFT, 0)
+    row_start = tl.maximum(positions - WINDOW_LEFT, 0)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_end = tl.minimum(first_place + 1, seqlen_kv)
-    first_start = tl.maximum(first_place - WINDOW_LEFT, 0)
-    last_end = tl.minimum(last_place + 1, seqlen_kv)
+    first_end = tl.minimum(first_position + 1, seqlen_kv)
+    first_start = tl.maximum(first_position - WINDOW_LEFT, 0)
+    last_end = tl.minimum(last_position + 1, seqlen_kv)
     last_lifted = tl.minimum(last_end, FIRST_TOKENS)
-    last_start = tl.maximum(last_place - WINDOW_LEFT, 0)
-    band_stop = tl.maximum(last_end, last_lifted)
-    band_begin = first_start // BLOCK_N * BLOCK_N
-    lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)
+    last_start = tl.maximum(last_position - WINDOW_LEFT, 0)
+    n_max = tl.maximum(last_end, last_lifted)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
     # Blocks that every query of the tile sees whole.
-    open_begin = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
-    open_stop = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    n_full_min = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
+    n_full_max = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
 
     scale_log2 = scale * LOG2_E
     sink_log2 = tl.load(sinks + head) * LOG2_E
@@ -113,36 +113,36 @@ def forward_masked(
     accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
 
     # Blocks that all queries of the tile see whole.
-    for start in tl.range(open_begin, open_stop, BLOCK_N):
+    for start in tl.range(n_full_min, n_full_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 64]
         k_tile = tl.load(
             k_base + keys[:, None] * stride_ks + columns_64[None, :],
         )
-        logits = tl.dot(q_tile, k_tile.T)
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        s = tl.dot(q_tile, k_tile.T)
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         shift = new_max
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_64[None, :],
         )
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
-    lifted_blocks = lifted_stop // BLOCK_N
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
+    lifted_blocks = n_lifted_max // BLOCK_N
     # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
-    right_begin = tl.maximum(open_begin, open_stop)
-    left_keys = tl.minimum(open_begin, band_stop) - band_begin
+    n_right_min = tl.maximum(n_full_min, n_full_max)
+    left_keys = tl.minimum(n_full_min, n_max) - n_min
     left_blocks = lifted_blocks + tl.cdiv(tl.maximum(left_keys, 0), BLOCK_N)
-    right_blocks = left_blocks + tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_N)
+    right_blocks = left_blocks + tl.cdiv(tl.maximum(n_max - n_right_min, 0), BLOCK_N)
     # Several ranges in one loop, so that the code of a block is there once.
     for index in tl.range(0, right_blocks):
         start = index * BLOCK_N
-        start = tl.where(index < lifted_blocks, start, band_begin + (index - lifted_blocks) * BLOCK_N)
-        start = tl.where(index < left_blocks, start, right_begin + (index - left_blocks) * BLOCK_N)
+        start = tl.where(index < lifted_blocks, start, n_min + (index - lifted_blocks) * BLOCK_N)
+        start = tl.where(index < left_blocks, start, n_right_min + (index - left_blocks) * BLOCK_N)
         keys = start + key_offsets
         # [BLOCK_N, 64]
         k_tile = tl.load(
@@ -150,27 +150,27 @@ def forward_masked(
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        logits = tl.dot(q_tile, k_tile.T)
-        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
-        seen |= keys[None, :] < row_lifted[:, None]
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        s = tl.dot(q_tile, k_tile.T)
+        visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        visible |= keys[None, :] < row_lifted[:, None]
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_64[None, :],
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
 
-    # The sink comes last: weights beside a large one would lie below the range of low precision.
+    # The sink comes last: probabilities beside a large one would lie below the range of low precision.
     largest = tl.maximum(running_max, sink_log2)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     kept = tl.exp2(running_max - shift)

@@ -6,7 +6,7 @@ With         pages, quantized_kv, varlen
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_masked_loop True, split_head_dim False,
              lpt True, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked a7c26f991199
+Template     forward_masked d79169ada825
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -15,7 +15,7 @@ of a tile sees are not read.
 Sub-notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike (of k
                                     and v: between pages, heads and positions in a page)
-  place                             where a query stands among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
 Tunables
@@ -118,16 +118,16 @@ def forward_masked(
     )
 
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    first_place = first_query + diagonal
-    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(places + 1, seqlen_kv)
+    positions = queries + diagonal
+    first_position = first_query + diagonal
+    last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_end = tl.minimum(positions + 1, seqlen_kv)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_end = tl.minimum(first_place + 1, seqlen_kv)
-    last_end = tl.minimum(last_place + 1, seqlen_kv)
-    band_stop = last_end
+    first_end = tl.minimum(first_position + 1, seqlen_kv)
+    last_end = tl.minimum(last_position + 1, seqlen_kv)
+    n_max = last_end
     # Blocks that every query of the tile sees whole.
-    open_stop = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    n_full_max = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
 
     scale_log2 = scale * LOG2_E
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -136,7 +136,7 @@ def forward_masked(
 
     # Blocks that all queries of the tile see whole.
     page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + 0, seqlen_kv - 1), 0) // PAGE_SIZE)
-    for start in tl.range(0, open_stop, BLOCK_N):
+    for start in tl.range(0, n_full_max, BLOCK_N):
         keys = start + key_offsets
         slots = keys % PAGE_SIZE
         k_block = k_base + page.to(tl.int64) * stride_kb
@@ -149,23 +149,23 @@ def forward_masked(
             k_block[:, None] + slots[:, None] * stride_ks + columns_128[None, :],
         )
         k_tile = k_tile.to(q.dtype.element_ty)
-        logits = tl.dot(q_tile, k_tile.T)
-        logits *= k_factor[None, :]
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        s = tl.dot(q_tile, k_tile.T)
+        s *= k_factor[None, :]
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         shift = new_max
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 128]
         v_tile = tl.load(
             v_block[:, None] + slots[:, None] * stride_vs + columns_128[None, :],
         )
         v_tile = (v_tile.to(tl.float32) * v_factor[:, None]).to(q.dtype.element_ty)
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
         page = next_page
-    for start in tl.range(open_stop, band_stop, BLOCK_N):
+    for start in tl.range(n_full_max, n_max, BLOCK_N):
         keys = start + key_offsets
         slots = keys % PAGE_SIZE
         k_block = k_base + page.to(tl.int64) * stride_kb
@@ -180,18 +180,18 @@ def forward_masked(
             other=0.0,
         )
         k_tile = k_tile.to(q.dtype.element_ty)
-        logits = tl.dot(q_tile, k_tile.T)
-        logits *= k_factor[None, :]
-        seen = keys[None, :] < row_end[:, None]
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        s = tl.dot(q_tile, k_tile.T)
+        s *= k_factor[None, :]
+        visible = keys[None, :] < row_end[:, None]
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 128]
         v_tile = tl.load(
             v_block[:, None] + slots[:, None] * stride_vs + columns_128[None, :],
@@ -199,7 +199,7 @@ def forward_masked(
             other=0.0,
         )
         v_tile = (v_tile.to(tl.float32) * v_factor[:, None]).to(q.dtype.element_ty)
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
         page = next_page
 
     # Without a visible key the output is zero, and the log-sum-exp is the sink or -inf.

@@ -6,7 +6,7 @@ With         alibi, attention_chunk, bias, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_masked a7c26f991199
+Template     forward_masked d79169ada825
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -14,7 +14,7 @@ of a tile sees are not read.
 
 Sub-notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
-  place                             where a query stands among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
 Tunables
@@ -93,23 +93,23 @@ def forward_masked(
     )
 
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    first_place = first_query + diagonal
-    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(seqlen_kv, tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK))
-    row_start = tl.maximum(places, 0) // CHUNK * CHUNK
+    positions = queries + diagonal
+    first_position = first_query + diagonal
+    last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_end = tl.minimum(seqlen_kv, tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK))
+    row_start = tl.maximum(positions, 0) // CHUNK * CHUNK
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_start = tl.maximum(first_place, 0) // CHUNK * CHUNK
-    last_end = tl.minimum(seqlen_kv, tl.where(last_place < 0, 0, last_place // CHUNK * CHUNK + CHUNK))
-    band_stop = last_end
-    band_begin = first_start // BLOCK_N * BLOCK_N
+    first_start = tl.maximum(first_position, 0) // CHUNK * CHUNK
+    last_end = tl.minimum(seqlen_kv, tl.where(last_position < 0, 0, last_position // CHUNK * CHUNK + CHUNK))
+    n_max = last_end
+    n_min = first_start // BLOCK_N * BLOCK_N
 
     bias_queries = tl.minimum(queries, seqlen_q - 1)
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
     cap_log2 = softcap * LOG2_E
     score_factor = scale / softcap
     slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
-    place_numbers = places.to(tl.float32)
+    position_numbers = positions.to(tl.float32)
     key_numbers = key_offsets.to(tl.float32)
     # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
     bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s
@@ -119,7 +119,7 @@ def forward_masked(
     accumulator = tl.zeros([BLOCK_M, 32], tl.float32)
 
     # Blocks that all queries of the tile see whole.
-    for start in tl.range(band_begin, band_stop, BLOCK_N):
+    for start in tl.range(n_min, n_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 64]
         k_tile = tl.load(
@@ -127,37 +127,37 @@ def forward_masked(
             mask=(keys < seqlen_kv)[:, None] & (columns_64 < HEAD_DIM)[None, :],
             other=0.0,
         )
-        logits = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        logits *= score_factor
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        s *= score_factor
         # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = logits * logits
+        square = s * s
         series = 0.021869488536155203 - square * 0.008863235529902197
         series = -0.05396825396825397 + square * series
         series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
-        logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)
-        distance = (place_numbers - start)[:, None] - key_numbers[None, :]
-        logits -= slope_log2 * tl.abs(distance)
+        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
+        distance = (position_numbers - start)[:, None] - key_numbers[None, :]
+        s -= slope_log2 * tl.abs(distance)
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
         bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
-        logits += bias_tile.to(tl.float32) * LOG2_E
-        seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
+        s += bias_tile.to(tl.float32) * LOG2_E
+        visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1))
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits - shift[:, None])
+        p = tl.exp2(s - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 32]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_32[None, :],
             mask=(keys < seqlen_kv)[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
             other=0.0,
         )
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None], input_precision="ieee")
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None], input_precision="ieee")
 
     # Without a visible key the output is zero, and the log-sum-exp is the sink or -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)

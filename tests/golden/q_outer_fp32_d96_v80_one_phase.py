@@ -4,7 +4,7 @@ Computes     fp32, head dim 96, value head dim 80, causal: none
 Config       block_m 32, block_n 32, 4 warps, 1 stages, pointer loads, overlap_qk False, split_masked_loop False,
              split_head_dim True, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_q_outer aca4f22ac344
+Template     forward_q_outer 6d8c38fb43ba
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -93,9 +93,9 @@ def forward_q_outer(
     accumulator_1 = tl.zeros([BLOCK_M, 16], tl.float32)
     scale_log2 = scale * LOG2_E
 
-    last_key = seqlen_kv
+    n_max = seqlen_kv
 
-    for start in tl.range(0, last_key, BLOCK_N):
+    for start in tl.range(0, n_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 64]
         k_tile_0 = tl.load(
@@ -103,37 +103,37 @@ def forward_q_outer(
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        logits = tl.dot(q_tile_0, k_tile_0.T, input_precision="ieee")
+        s = tl.dot(q_tile_0, k_tile_0.T, input_precision="ieee")
         # [BLOCK_N, 32]
         k_tile_1 = tl.load(
             k_base + keys[:, None] * stride_ks + (columns_32 + 64)[None, :],
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        logits = tl.dot(q_tile_1, k_tile_1.T, logits, input_precision="ieee")
-        logits = tl.where((start + key_offsets)[None, :] < seqlen_kv, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        s = tl.dot(q_tile_1, k_tile_1.T, s, input_precision="ieee")
+        s = tl.where((start + key_offsets)[None, :] < seqlen_kv, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(v.dtype.element_ty)
+        p_low = p.to(v.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile_0 = tl.load(
             v_base + keys[:, None] * stride_vs + columns_64[None, :],
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        accumulator_0 = tl.dot(low_weights, v_tile_0, accumulator_0 * rescale[:, None], input_precision="ieee")
+        accumulator_0 = tl.dot(p_low, v_tile_0, accumulator_0 * rescale[:, None], input_precision="ieee")
         # [BLOCK_N, 16]
         v_tile_1 = tl.load(
             v_base + keys[:, None] * stride_vs + (columns_16 + 64)[None, :],
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        accumulator_1 = tl.dot(low_weights, v_tile_1, accumulator_1 * rescale[:, None], input_precision="ieee")
+        accumulator_1 = tl.dot(p_low, v_tile_1, accumulator_1 * rescale[:, None], input_precision="ieee")
 
     # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)

@@ -19,8 +19,8 @@ from tests.mutants.latent_decode import latent
 from tests.mutants.portable import backward_size, fused
 from tests.mutants.portable import portable as forward
 
-LOW_WEIGHTS = "low_weights = weights.to({}.dtype.element_ty)"
-LOW_SCORES = "low_ds = ds.to(q.dtype.element_ty)"
+LOW_WEIGHTS = "p_low = p.to({}.dtype.element_ty)"
+LOW_SCORES = "ds_low = ds.to(q.dtype.element_ty)"
 GLUON_WEIGHTS = "exponentials.to(gl.bfloat16)"
 HOPPER_LOOP = "for _ in range(n_last - 1, n_block_min - 1, -1):"
 

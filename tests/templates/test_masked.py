@@ -15,7 +15,7 @@ from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Bias, Causal, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
-from flashtune.templates.common.args.feature_context import FARTHEST, asked_of
+from flashtune.templates.common.args.feature_context import FARTHEST, feature_context
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -96,8 +96,9 @@ def test_e4m3_keys_require_gpu_support() -> None:
 
 
 def test_bounds_beyond_every_length_fit_int32() -> None:
-    asked = asked_of(a_problem(window_left=2**31 - 1, attention_chunk=2**31 - 1, sink_tokens=2**31 - 1))
-    assert (asked.window_left, asked.window_right, asked.chunk) == (FARTHEST, -1, FARTHEST)
+    problem = a_problem(window_left=2**31 - 1, attention_chunk=2**31 - 1, sink_tokens=2**31 - 1)
+    features = feature_context(problem)
+    assert (features.window_left, features.window_right, features.chunk) == (FARTHEST, -1, FARTHEST)
     assert 2 * FARTHEST + 1 < 2**31
 
 

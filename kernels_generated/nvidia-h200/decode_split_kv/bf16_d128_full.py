@@ -8,7 +8,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: none
              and no features
 Config       block_m 16, block_n 128, 2 warps, 2 stages, 33 splits, split_head_dim False, early_combine True
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv c6475fe1d6aa
+Template     decode_split_kv 718583030cd7
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -17,11 +17,11 @@ combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always 
 Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
-      logits = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of logits
-      weights, rescale = exp2(logits - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of weights
-      accumulator = accumulator * rescale + weights @ v_tile
+      s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      new_max = maximum of running_max and the rows of s
+      p, rescale = exp2(s - new_max), exp2(running_max - new_max)
+      running_sum = running_sum * rescale + sums of the rows of p
+      accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
 
@@ -110,8 +110,8 @@ def decode_split_kv(
         q_rows[:, None] + columns_128[None, :],
     )
 
-    band_stop = seqlen_kv
-    blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_N)
+    n_max = seqlen_kv
+    blocks = tl.cdiv(tl.maximum(n_max, 0), BLOCK_N)
 
     scale_log2 = scale * LOG2_E
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -128,30 +128,30 @@ def decode_split_kv(
         k_tile = tl.load(
             k_block + slots[:, None] * stride_ks + columns_128[None, :],
         )
-        logits = tl.dot(q_tile, k_tile.T)
-        seen = (keys < seqlen_kv)[None, :]
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        s = tl.dot(q_tile, k_tile.T)
+        visible = (keys < seqlen_kv)[None, :]
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         shift = new_max
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 128]
         v_tile = tl.load(
             v_block + slots[:, None] * stride_vs + columns_128[None, :],
         )
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
 
     # The combine kernel may start while the last programs of this one run.
     tl.extra.cuda.gdc_launch_dependents()
     # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     row_lse = running_max + tl.log2(running_sum)
-    places_out = split * all_rows + (sequence * seqlen_q + queries) * heads + head
-    tl.store(partial_lse + places_out, row_lse, mask=row_exists)
-    o_rows = partial_out + places_out.to(tl.int64) * VALUE_HEAD_DIM
+    out_rows = split * all_rows + (sequence * seqlen_q + queries) * heads + head
+    tl.store(partial_lse + out_rows, row_lse, mask=row_exists)
+    o_rows = partial_out + out_rows.to(tl.int64) * VALUE_HEAD_DIM
     o_tile = accumulator / divisor[:, None]
     tl.store(
         o_rows[:, None] + columns_128[None, :],
@@ -181,13 +181,13 @@ def combine(
     sequence = row // heads // seqlen_q
     query = row // heads % seqlen_q
     parts = tl.arange(0, SPLIT_TILE)
-    places = parts * rows + row
+    part_rows = parts * rows + row
     tl.extra.cuda.gdc_wait()
     # [SPLIT_TILE]
-    part_lse = tl.load(partial_lse + places, mask=parts < splits, other=float("-inf"))
+    part_lse = tl.load(partial_lse + part_rows, mask=parts < splits, other=float("-inf"))
     # [SPLIT_TILE, COMBINED]
     part_out = tl.load(
-        partial_out + places.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
+        partial_out + part_rows.to(tl.int64)[:, None] * VALUE_HEAD_DIM + columns[None, :],
         mask=(parts < splits)[:, None] & (columns < VALUE_HEAD_DIM)[None, :],
         other=0.0,
     )

@@ -8,7 +8,7 @@ Computes     bf16, head dim 576, value head dim 512, causal: bottom_right, value
              and mla, pages
 Config       block_m 64, block_n 64, 8 warps, 2 stages, 1 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv c6475fe1d6aa
+Template     decode_split_kv 718583030cd7
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -17,11 +17,11 @@ combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always 
 Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
-      logits = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of logits
-      weights, rescale = exp2(logits - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of weights
-      accumulator = accumulator * rescale + weights @ v_tile
+      s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      new_max = maximum of running_max and the rows of s
+      p, rescale = exp2(s - new_max), exp2(running_max - new_max)
+      running_sum = running_sum * rescale + sums of the rows of p
+      accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
 
@@ -113,13 +113,13 @@ def decode_split_kv(
     )
 
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
-    row_end = tl.minimum(places + 1, seqlen_kv)
+    positions = queries + diagonal
+    last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
+    row_end = tl.minimum(positions + 1, seqlen_kv)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    last_end = tl.minimum(last_place + 1, seqlen_kv)
-    band_stop = last_end
-    blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_N)
+    last_end = tl.minimum(last_position + 1, seqlen_kv)
+    n_max = last_end
+    blocks = tl.cdiv(tl.maximum(n_max, 0), BLOCK_N)
 
     scale_log2 = scale * LOG2_E
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -139,23 +139,23 @@ def decode_split_kv(
         v_tile = tl.load(
             v_block + slots[:, None] * stride_vs + columns_512[None, :],
         )
-        logits = tl.dot(q_tile_0, v_tile.T)
+        s = tl.dot(q_tile_0, v_tile.T)
         # [BLOCK_N, 64]
         k_tile_1 = tl.load(
             k_block + slots[:, None] * stride_ks + (columns_64 + 512)[None, :],
         )
-        logits = tl.dot(q_tile_1, k_tile_1.T, logits)
-        seen = keys[None, :] < row_end[:, None]
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        s = tl.dot(q_tile_1, k_tile_1.T, s)
+        visible = keys[None, :] < row_end[:, None]
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        p_low = p.to(q.dtype.element_ty)
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
         page = next_page
 
     # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.

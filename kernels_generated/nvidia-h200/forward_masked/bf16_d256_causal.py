@@ -10,7 +10,7 @@ With         softcap
 Config       block_m 128, block_n 32, 8 warps, 4 stages, split_masked_loop False, split_head_dim False,
              lpt True, heads_innermost True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked a7c26f991199
+Template     forward_masked d79169ada825
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -18,7 +18,7 @@ of a tile sees are not read.
 
 Sub-notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
-  place                             where a query stands among the keys of its sequence
+  position                          position of a query among the keys of its sequence
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
 Tunables
@@ -91,12 +91,12 @@ def forward_masked(
     )
 
     diagonal = seqlen_kv - seqlen_q
-    places = queries + diagonal
-    last_place = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(places + 1, seqlen_kv)
+    positions = queries + diagonal
+    last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_end = tl.minimum(positions + 1, seqlen_kv)
     # What the first and the last query of the tile see: bounds grow from one query to the next.
-    last_end = tl.minimum(last_place + 1, seqlen_kv)
-    band_stop = last_end
+    last_end = tl.minimum(last_position + 1, seqlen_kv)
+    n_max = last_end
 
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
     cap_log2 = softcap * LOG2_E
@@ -106,7 +106,7 @@ def forward_masked(
     accumulator = tl.zeros([BLOCK_M, 256], tl.float32)
 
     # Blocks that all queries of the tile see whole.
-    for start in tl.range(0, band_stop, BLOCK_N):
+    for start in tl.range(0, n_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 256]
         k_tile = tl.load(
@@ -114,26 +114,26 @@ def forward_masked(
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        logits = tl.dot(q_tile, k_tile.T)
-        logits *= score_factor
-        logits = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
-        seen = keys[None, :] < row_end[:, None]
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
+        s = tl.dot(q_tile, k_tile.T)
+        s *= score_factor
+        s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        visible = keys[None, :] < row_end[:, None]
+        s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1))
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits - shift[:, None])
+        p = tl.exp2(s - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(q.dtype.element_ty)
+        p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 256]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_256[None, :],
             mask=(keys < seqlen_kv)[:, None],
             other=0.0,
         )
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
 
     # Without a visible key the output is zero, and the log-sum-exp is the sink or -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)

@@ -8,7 +8,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 Config       block_m 128, block_n 64, 4 warps, 2 stages, descriptor loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer aca4f22ac344
+Template     forward_q_outer 6d8c38fb43ba
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -92,44 +92,44 @@ def forward_q_outer(
     accumulator = tl.zeros([BLOCK_M, 128], tl.float32)
     scale_log2 = scale * LOG2_E
 
-    # Query i sees the keys before visible_end[i]; no query of the tile sees past last_key.
+    # Query i sees the keys before row_end[i]; no query of the tile sees past n_max.
     diagonal = seqlen_kv - seqlen_q
-    visible_end = tl.minimum(queries + diagonal + 1, seqlen_kv)
-    last_key = tl.minimum(first_query + BLOCK_M + diagonal, seqlen_kv)
-    # Blocks before open_end are seen whole by every query of the tile.
-    open_keys = tl.maximum(tl.minimum(first_query + diagonal + 1, seqlen_kv), 0)
-    open_end = open_keys // BLOCK_N * BLOCK_N
+    row_end = tl.minimum(queries + diagonal + 1, seqlen_kv)
+    n_max = tl.minimum(first_query + BLOCK_M + diagonal, seqlen_kv)
+    # Blocks before n_full_max are seen whole by every query of the tile.
+    full_keys = tl.maximum(tl.minimum(first_query + diagonal + 1, seqlen_kv), 0)
+    n_full_max = full_keys // BLOCK_N * BLOCK_N
 
-    for start in tl.range(0, open_end, BLOCK_N):
+    for start in tl.range(0, n_full_max, BLOCK_N):
         # [BLOCK_N, 128]
         k_tile = k_desc.load([start, 0])
-        logits = tl.dot(q_tile, k_tile.T)
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        s = tl.dot(q_tile, k_tile.T)
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         shift = new_max
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(v.dtype.element_ty)
+        p_low = p.to(v.dtype.element_ty)
         # [BLOCK_N, 128]
         v_tile = v_desc.load([start, 0])
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
-    for start in tl.range(open_end, last_key, BLOCK_N):
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
+    for start in tl.range(n_full_max, n_max, BLOCK_N):
         # [BLOCK_N, 128]
         k_tile = k_desc.load([start, 0])
-        logits = tl.dot(q_tile, k_tile.T)
-        logits = tl.where((start + key_offsets)[None, :] < visible_end[:, None], logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1) * scale_log2)
+        s = tl.dot(q_tile, k_tile.T)
+        s = tl.where((start + key_offsets)[None, :] < row_end[:, None], s, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits * scale_log2 - shift[:, None])
+        p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
         running_max = new_max
-        low_weights = weights.to(v.dtype.element_ty)
+        p_low = p.to(v.dtype.element_ty)
         # [BLOCK_N, 128]
         v_tile = v_desc.load([start, 0])
-        accumulator = tl.dot(low_weights, v_tile, accumulator * rescale[:, None])
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
 
     # Rows that saw no key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)

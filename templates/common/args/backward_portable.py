@@ -8,7 +8,7 @@ import msgspec
 
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import MAX_HEAD_DIM, Feature, Problem
-from flashtune.templates.common.args.feature_context import FeatureContext, asked_of
+from flashtune.templates.common.args.feature_context import FeatureContext, feature_context
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import Chunk, head_chunks
 
@@ -22,7 +22,7 @@ class BackwardContext(PortableContext, frozen=True):
     """The values for the templates of both families, in addition to their configs.
 
     Attributes:
-        asks: Features of the problem.
+        features: Features of the problem.
         is_fused: Whether the kernel that loops over queries adds to dq too.
         has_full_loop: Whether its blocks of queries that no mask cuts have a loop of their own.
         delta_chunk: Columns of the tiles of `delta`.
@@ -31,7 +31,7 @@ class BackwardContext(PortableContext, frozen=True):
         random_workspace: Index of the workspace with the random words of rows, for dropout.
     """
 
-    asks: FeatureContext
+    features: FeatureContext
     is_fused: bool
     has_full_loop: bool
     delta_chunk: Chunk
@@ -42,12 +42,12 @@ class BackwardContext(PortableContext, frozen=True):
     @property
     def clears_slopes(self) -> bool:
         """Whether `delta` clears the gradients of slopes that other programs may not write."""
-        return self.asks.alibi and (self.is_fused or self.asks.packed)
+        return self.features.alibi and (self.is_fused or self.features.packed)
 
     @property
     def has_more_keys(self) -> bool:
         """Whether tensors have keys after the last one of a sequence."""
-        return self.asks.lengths or self.asks.packed
+        return self.features.lengths or self.features.packed
 
 
 def refusal(name: str, problem: Problem) -> str | None:
@@ -75,7 +75,7 @@ def backward_fields(
     delta_chunk = head_chunks(problem.value_head_dim, False)[0]
     return portable_fields(problem, specialization, *chunks) | {
         # The log-sum-exp includes the sinks.
-        "asks": msgspec.structs.replace(asked_of(problem), sinks=False),
+        "features": msgspec.structs.replace(feature_context(problem), sinks=False),
         "delta_chunk": delta_chunk,
         "delta_rows": rows_of_step(delta_chunk),
         "delta_warps": STEP_WARPS,

@@ -49,7 +49,7 @@ class FeatureContext(Context, frozen=True, kw_only=True):
         dropout: Whether there is dropout.
         causal: How queries are aligned with keys, if causal.
         block_n: Keys of a tile; 0 if unknown.
-        features: All features, for the header of a rendered file.
+        names: Names of all features, for the header of a rendered file.
     """
 
     window_left: int
@@ -69,7 +69,7 @@ class FeatureContext(Context, frozen=True, kw_only=True):
     dropout: bool
     causal: Causal
     block_n: int
-    features: tuple[Feature, ...]
+    names: tuple[Feature, ...]
 
     @property
     def has_window_left(self) -> bool:
@@ -142,7 +142,7 @@ class FeatureContext(Context, frozen=True, kw_only=True):
         return self.bias is not Bias.NONE
 
     @property
-    def has_places(self) -> bool:
+    def has_positions(self) -> bool:
         """Whether the position of a query among the keys matters."""
         return self.is_bounded or self.alibi
 
@@ -167,7 +167,7 @@ class FeatureContext(Context, frozen=True, kw_only=True):
         return self.quantized and not self.page_scales
 
 
-def asked_of(problem: Problem, block_n: int = 0) -> FeatureContext:
+def feature_context(problem: Problem, block_n: int = 0) -> FeatureContext:
     """Returns the values of a problem's features for templates, for tiles of `block_n` keys."""
     return FeatureContext(
         window_left=_bound(problem.window_left),
@@ -187,11 +187,11 @@ def asked_of(problem: Problem, block_n: int = 0) -> FeatureContext:
         dropout=problem.dropout,
         causal=problem.causal,
         block_n=block_n,
-        features=tuple(sorted(problem.features)),
+        names=tuple(sorted(problem.features)),
     )
 
 
-def asked_arguments(
+def feature_arguments(
     problem: Problem, specialization: Specialization, workspaces: tuple[str, ...]
 ) -> tuple[Argument, ...]:
     """Returns the arguments of `forward_arguments`, with those of the problem's features.

@@ -6,7 +6,7 @@ from typing import Any
 
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.templates.common.args.feature_context import FeatureContext, asked_of
+from flashtune.templates.common.args.feature_context import FeatureContext, feature_context
 from flashtune.templates.common.model.sram import Chunk
 from flashtune.templates.family import Context
 
@@ -24,7 +24,7 @@ class PortableContext(Context, frozen=True, kw_only=True):
     alignment: Alignment
     index_bits: int
     lse: bool
-    asks: FeatureContext
+    features: FeatureContext
 
     @property
     def is_causal(self) -> bool:
@@ -75,5 +75,5 @@ def portable_fields(
         "alignment": specialization.alignment,
         "index_bits": specialization.index_bits,
         "lse": specialization.lse,
-        "asks": asked_of(problem, block_n),
+        "features": feature_context(problem, block_n),
     }

@@ -22,8 +22,8 @@ def masks(size: Size) -> tuple[Mutant, ...]:
     causal, full = size.subject(), size.subject(Causal.NONE)
     both = (("keys", KEYS), ("queries", QUERIES))
     of_either = (
-        ("diagonal one key too far", "Every query sees the key after its last one", ROW_END, "places + 2"),
-        ("diagonal one key too short", "No query sees its last key", ROW_END, "places"),
+        ("diagonal one key too far", "Every query sees the key after its last one", ROW_END, "positions + 2"),
+        ("diagonal one key too short", "No query sees its last key", ROW_END, "positions"),
     )
     return (
         *(
@@ -31,7 +31,7 @@ def masks(size: Size) -> tuple[Mutant, ...]:
                 f"{kernel}: {name}",
                 f"{breaks}, in the kernel of {kernel}.",
                 causal,
-                (Patch(old, old.replace("places + 1", new), part),),
+                (Patch(old, old.replace("positions + 1", new), part),),
             )
             for name, breaks, old, new in of_either
             for kernel, part in both
@@ -71,7 +71,7 @@ def blocks(size: Size) -> tuple[Mutant, ...]:
             "queries of the diagonal's block skipped",
             "Keys do not meet the block of queries in which they are seen first.",
             causal,
-            (Patch("band_begin // BLOCK_M * BLOCK_M", "tl.cdiv(band_begin, BLOCK_M) * BLOCK_M", KEYS),),
+            (Patch("m_min // BLOCK_M * BLOCK_M", "tl.cdiv(m_min, BLOCK_M) * BLOCK_M", KEYS),),
         ),
         Mutant(
             "open blocks of queries one too many",
@@ -79,7 +79,7 @@ def blocks(size: Size) -> tuple[Mutant, ...]:
             causal,
             (
                 Patch(
-                    "open_begin = tl.cdiv(open_begin, BLOCK_M)", "open_begin = (open_begin // BLOCK_M)", KEYS
+                    "m_full_min = tl.cdiv(m_full_min, BLOCK_M)", "m_full_min = (m_full_min // BLOCK_M)", KEYS
                 ),
             ),
         ),
@@ -87,31 +87,35 @@ def blocks(size: Size) -> tuple[Mutant, ...]:
             "open blocks of keys one too many",
             "A block of keys that only some rows see whole is taken without a mask.",
             causal,
-            (Patch("open_stop = tl.maximum(first_end, 0)", "open_stop = tl.maximum(last_end, 0)", QUERIES),),
+            (
+                Patch(
+                    "n_full_max = tl.maximum(first_end, 0)", "n_full_max = tl.maximum(last_end, 0)", QUERIES
+                ),
+            ),
         ),
         Mutant(
             "last block of keys skipped",
             "A tile of queries meets no more keys than its first query sees.",
             causal,
-            (Patch("band_stop = last_end", "band_stop = first_end", QUERIES),),
+            (Patch("n_max = last_end", "n_max = first_end", QUERIES),),
         ),
         Mutant(
             "tail of queries skipped",
             "Keys do not meet the last block of queries where it is not whole.",
             full,
-            (Patch("band_stop = seqlen_q", "band_stop = seqlen_q // BLOCK_M * BLOCK_M", KEYS),),
+            (Patch("m_max = seqlen_q", "m_max = seqlen_q // BLOCK_M * BLOCK_M", KEYS),),
         ),
         Mutant(
             "tail of keys skipped",
             "Queries do not meet the last block of keys where it is not whole.",
             full,
-            (Patch("band_stop = seqlen_kv", "band_stop = seqlen_kv // BLOCK_N * BLOCK_N", QUERIES),),
+            (Patch("n_max = seqlen_kv", "n_max = seqlen_kv // BLOCK_N * BLOCK_N", QUERIES),),
         ),
         Mutant(
             "first block of keys skipped",
             "Queries do not meet the first block of keys where they see it whole.",
             causal,
-            (Patch("tl.range(0, open_stop, BLOCK_N)", "tl.range(BLOCK_N, open_stop, BLOCK_N)", QUERIES),),
+            (Patch("tl.range(0, n_full_max, BLOCK_N)", "tl.range(BLOCK_N, n_full_max, BLOCK_N)", QUERIES),),
         ),
         Mutant(
             "last open block of a group skipped",
@@ -119,7 +123,7 @@ def blocks(size: Size) -> tuple[Mutant, ...]:
             full,
             (
                 Patch(
-                    "tl.range(0, group_size * open_blocks)", "tl.range(0, group_size * open_blocks - 1)", KEYS
+                    "tl.range(0, group_size * full_blocks)", "tl.range(0, group_size * full_blocks - 1)", KEYS
                 ),
             ),
         ),
@@ -158,7 +162,7 @@ def forgotten(size: Size) -> tuple[Mutant, ...]:
             (
                 Patch(
                     LOW_WEIGHTS,
-                    f"low_weights = tl.where({some_keys}, 0.0, weights).to(q.dtype.element_ty)",
+                    f"p_low = tl.where({some_keys}, 0.0, p).to(q.dtype.element_ty)",
                     KEYS,
                     LOOPS,
                 ),

@@ -19,10 +19,10 @@ QUERIES = Part("def gradient_of_queries(", "def prologue_plan(")
 # Blocks that no mask touches have a loop of their own.
 LOOPS = 2
 DIAGONAL = "diagonal = seqlen_kv - seqlen_q"
-ROW_END = "row_end = tl.minimum(places + 1, seqlen_kv)"
-HIDE = "weights = tl.where(seen, weights, 0.0)"
+ROW_END = "row_end = tl.minimum(positions + 1, seqlen_kv)"
+HIDE = "p = tl.where(visible, p, 0.0)"
 LOW_WEIGHTS, LOW_SCORES = (
-    f"low_{name} = {tensor}.to(q.dtype.element_ty)" for name, tensor in (("weights", "weights"), ("ds", "ds"))
+    f"{name}_low = {tensor}.to(q.dtype.element_ty)" for name, tensor in (("p", "p"), ("ds", "ds"))
 )
 KEYS_DELTA, QUERIES_DELTA = "(dp - row_delta[None, :])", "(dp - row_delta[:, None])"
 SCALE = "scale_log2 = scale * LOG2_E"

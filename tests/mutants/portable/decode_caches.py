@@ -97,12 +97,12 @@ def latent(size: Size) -> tuple[Mutant, ...]:
     """Values that are the first columns of keys, in small pages."""
     values = size.block_n if size.dtype is Dtype.FP32 else 64
     behind = f"(columns_{values} + {values})[None, :]"
-    rope = "tl.dot(q_tile_1, k_tile_1.T, logits"
+    rope = "tl.dot(q_tile_1, k_tile_1.T, s"
     changes = (
         change("rope part left out", "Scores are made of the columns that values have.",
-               rope, "logits + 0.0 * tl.dot(q_tile_1, k_tile_1.T"),
+               rope, "s + 0.0 * tl.dot(q_tile_1, k_tile_1.T"),
         change("rope part alone", "Scores are made of the columns that values lack.",
-               rope, rope.removesuffix(", logits")),
+               rope, rope.removesuffix(", s")),
         change("queries' first columns twice", "Their rope part is their first columns.",
                rope, rope.replace("q_tile_1", "q_tile_0")),
         change("keys' first columns twice", "Their rope part is their first columns.",
@@ -110,7 +110,7 @@ def latent(size: Size) -> tuple[Mutant, ...]:
         change("rope part by the queries' columns", "It is read from where the first columns lie.",
                f"q_rows[:, None] + {behind}", f"q_rows[:, None] + columns_{values}[None, :]"),
         change("values are the rope part", "Weights meet the last columns of keys.",
-               "tl.dot(low_weights, v_tile,", "tl.dot(low_weights, k_tile_1,"),
+               "tl.dot(p_low, v_tile,", "tl.dot(p_low, k_tile_1,"),
         change("pages looked up by the block", "A block is in the page of its first key alone.",
                NEXT_PAGES, "tl.maximum(tl.minimum(key_offsets * 0 + (start + BLOCK_N), seqlen_kv - 1), 0)"),
         change("page behind the last key looked up", "Entries of a table are read that are nobody's.",
@@ -132,7 +132,7 @@ def page_factors(size: Size) -> tuple[Mutant, ...]:
     fields = {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}
     small = (
         change("page scale of keys missing", "Keys count as their 8 bits say.",
-               "logits *= k_factor[None, :]", "pass"),
+               "s *= k_factor[None, :]", "pass"),
         change("page scale of keys by place", "Scales are looked for where the first pages' lie.",
                k_factor, k_factor.replace("page.to(tl.int64)", "(slots // PAGE_SIZE)")),
         change("page scale of values by the stride of keys'", "Scales of V lie as far apart as those of K.",
@@ -140,9 +140,9 @@ def page_factors(size: Size) -> tuple[Mutant, ...]:
         change("page scale of values is the keys'", "Values have the scales of their page's keys.",
                v_factor, f"v_factor = {of_k}"),
         change("page scale of values missing", "Values count as their 8 bits say.",
-               "weights *= v_factor[None, :]", "pass"),
+               "p *= v_factor[None, :]", "pass"),
         change("page scale of values in the sum", "The sum of weights is scaled as the values are.",
-               "tl.sum(weights, 1)", "tl.sum(weights * v_factor[None, :], 1)"),
+               "tl.sum(p, 1)", "tl.sum(p * v_factor[None, :], 1)"),
     )  # fmt: skip
     whole = (
         change("page scale of the block behind", "Values have the scale of the page behind theirs.",

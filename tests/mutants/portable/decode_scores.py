@@ -6,11 +6,11 @@ from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale
 from tests.mutants.core import Mutant
 from tests.mutants.serving_size import FIRST_TOKENS, SMALL_PAGE, Size, change, mutants_of
 
-START = "row_start = tl.maximum(places - WINDOW_LEFT, 0)"
+START = "row_start = tl.maximum(positions - WINDOW_LEFT, 0)"
 LIFTED = "row_lifted = tl.minimum(row_end, FIRST_TOKENS)"
-LIFTED_STOP = "lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)"
-STEP = "start = tl.where(step < lifted_stop, step, step + skipped)"
-CHUNK_START = "row_start = tl.maximum(places, 0) // CHUNK * CHUNK"
+LIFTED_STOP = "n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)"
+STEP = "start = tl.where(step < n_lifted_max, step, step + skipped)"
+CHUNK_START = "row_start = tl.maximum(positions, 0) // CHUNK * CHUNK"
 SLOPE = "tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E"
 BIAS_ROWS = "sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + queries * stride_bias_s"
 SINK = "tl.load(sinks + head) * LOG2_E"
@@ -31,17 +31,17 @@ def windows(size: Size) -> tuple[Mutant, ...]:
         change("window one key too short", "No query sees the first key of its window.",
                START, START.replace("LEFT", "LEFT + 1")),
         change("window of the tile's first row", "All queries see back as far as the first.",
-               START, START.replace("places", "places * 0 + first_place")),
+               START, START.replace("positions", "positions * 0 + first_position")),
         change("first tokens one too many", "The key behind the first tokens stays visible too.",
                LIFTED, LIFTED.replace("TOKENS", "TOKENS + 1")),
         change("first tokens one too few", "The last of the first tokens is hidden by windows.",
                LIFTED, LIFTED.replace("TOKENS", "TOKENS - 1")),
         change("first block of the window skipped", "A block that only some keys of are seen is left out.",
-               "band_begin = first_start // BLOCK_N", "band_begin = tl.cdiv(first_start, BLOCK_N)"),
+               "n_min = first_start // BLOCK_N", "n_min = tl.cdiv(first_start, BLOCK_N)"),
         change("blocks of the first tokens skipped", "First tokens that fill no block are left out.",
                LIFTED_STOP, LIFTED_STOP.replace("tl.cdiv(last_lifted, BLOCK_N)", "last_lifted // BLOCK_N")),
         change("blocks of the first tokens twice", "First tokens that are in the window count twice.",
-               LIFTED_STOP, "lifted_stop = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
+               LIFTED_STOP, "n_lifted_max = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
         change("keys between read for the window's", "Behind the first tokens comes what lies behind them.",
                STEP, "start = step"),
         change("first tokens read as the window's", "In place of the first tokens comes the window's start.",
@@ -52,32 +52,32 @@ def windows(size: Size) -> tuple[Mutant, ...]:
 
 def chunks(size: Size) -> tuple[Mutant, ...]:
     """Chunks, which a few queries lie in two of."""
-    begin = "first_place = tile * BLOCK_M // group_size"
+    begin = "first_position = tile * BLOCK_M // group_size"
     changes = (
         change("chunk one query early", "The last query of a chunk sees the next one's keys alone.",
-               CHUNK_START, "row_start = (tl.maximum(places, 0) + 1) // CHUNK * CHUNK"),
+               CHUNK_START, "row_start = (tl.maximum(positions, 0) + 1) // CHUNK * CHUNK"),
         change("chunk one query late", "The first query of a chunk sees the chunk before.",
-               CHUNK_START, CHUNK_START.replace("places,", "places - 1,")),
+               CHUNK_START, CHUNK_START.replace("positions,", "positions - 1,")),
         change("chunk without its first key", "No query sees the first key of its chunk.",
                CHUNK_START, f"{CHUNK_START} + 1"),
         change("blocks of the last query's chunk", "Blocks of the first query's chunk are left out.",
-               begin, "first_place = (tile * BLOCK_M + BLOCK_M - 1) // group_size"),
+               begin, "first_position = (tile * BLOCK_M + BLOCK_M - 1) // group_size"),
         change("parts of a band from the start", "Parts begin at the sequence's start, not at the chunk's.",
-               "tl.range(band_begin + first, band_begin + last,", "tl.range(first, last,"),
+               "tl.range(n_min + first, n_min + last,", "tl.range(first, last,"),
     )  # fmt: skip
     return mutants_of(size.decoding(attention_chunk=size.chunk), changes)
 
 
 def changed(size: Size) -> tuple[Mutant, ...]:
     """Scores that are capped, and that distance is taken off."""
-    capped = "logits = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))"
+    capped = "s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))"
     if size.dtype is Dtype.FP32:
-        capped = "logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)"
-    hide = 'logits = tl.where(seen, logits, float("-inf"))'
+        capped = "s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)"
+    hide = 's = tl.where(visible, s, float("-inf"))'
     changes = (
-        change("cap left out", "Scores stay what they were.", capped, "logits = cap_log2 * logits"),
+        change("cap left out", "Scores stay what they were.", capped, "s = cap_log2 * s"),
         change("cap after the mask", "Hidden keys have the least score that there is, and some weight.",
-               hide, "logits = tl.where(seen, logits, -cap_log2)"),
+               hide, "s = tl.where(visible, s, -cap_log2)"),
         change("cap not taken off first", "The hyperbolic tangent is of scores that the cap did not divide.",
                "score_factor = scale / softcap", "score_factor = scale"),
         change("slope of the group's first head", "Query heads of a group have one slope.",
@@ -85,18 +85,18 @@ def changed(size: Size) -> tuple[Mutant, ...]:
         change("slope of the first sequence", "All sequences have the slopes of one.",
                SLOPE, SLOPE.replace("sequence * stride_slopes_b", "0")),
         change("slope of the wrong sign", "Far keys gain what they should lose.",
-               "logits -= slope_log2[:, None]", "logits += slope_log2[:, None]"),
+               "s -= slope_log2[:, None]", "s += slope_log2[:, None]"),
         change("slope of rows", "Distances are counted in rows of a tile.",
-               "place_numbers = places", "place_numbers = (row_offsets + diagonal)"),
+               "position_numbers = positions", "position_numbers = (row_offsets + diagonal)"),
         change("distance within a block", "Distances begin anew with each block of keys.",
-               "(place_numbers - start)", "place_numbers"),
+               "(position_numbers - start)", "position_numbers"),
     )  # fmt: skip
     return mutants_of(size.decoding(softcap=True, alibi=True), changes)
 
 
 def biases(size: Size) -> tuple[Mutant, ...]:
     """Numbers that are added to scores, without a mask."""
-    add = "logits += bias_tile.to(tl.float32) * LOG2_E"
+    add = "s += bias_tile.to(tl.float32) * LOG2_E"
     changes = (
         change("bias of the group's first head", "Query heads of a group have one bias.",
                BIAS_ROWS, BIAS_ROWS.replace("+ head", "+ kv_head * group_size")),
@@ -109,9 +109,9 @@ def biases(size: Size) -> tuple[Mutant, ...]:
         change("rows that a bias hides shifted by -inf", "A row whose keys are all hidden turns NaN.",
                'shift = tl.where(new_max == float("-inf"), 0.0, new_max)', "shift = new_max"),
         change("tail of K unmasked", "The last key counts once for each place behind it.",
-               "seen = (keys < seqlen_kv)[None, :]", "seen = (keys >= 0)[None, :]"),
+               "visible = (keys < seqlen_kv)[None, :]", "visible = (keys >= 0)[None, :]"),
         change("tail one key too long", "The last key counts twice where the last block is not whole.",
-               "seen = (keys < seqlen_kv)[None, :]", "seen = (keys < seqlen_kv + 1)[None, :]"),
+               "visible = (keys < seqlen_kv)[None, :]", "visible = (keys < seqlen_kv + 1)[None, :]"),
     )  # fmt: skip
     return mutants_of(size.decoding(bias=Bias.ADDITIVE, causal=Causal.NONE), changes)
 
@@ -159,7 +159,7 @@ def bytes_of(size: Size) -> tuple[Mutant, ...]:
                "tl.interleave(accumulator_even, accumulator_odd)",
                "tl.interleave(accumulator_even, accumulator_even)"),
         change("odd columns of keys left out", "Scores are made of every other column.",
-               "tl.dot(q_tile_odd, k_tile_odd.T, logits)", "logits + 0.0 * tl.dot(q_tile_odd, k_tile_odd.T)"),
+               "tl.dot(q_tile_odd, k_tile_odd.T, s)", "s + 0.0 * tl.dot(q_tile_odd, k_tile_odd.T)"),
     )  # fmt: skip
     floats = (
         change("e4m3 pairs: columns one byte apart", "Pairs are taken for halves.", "0, 0x3120", "0, 0x3210"),

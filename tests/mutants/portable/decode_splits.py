@@ -13,7 +13,7 @@ PART_PLACES = "(sequence * seqlen_q + queries) * heads + head"
 COMBINED = "tl.sum(part_out * weights[:, None], 0)"
 TOTAL = "tl.where(total == 0.0, 1.0, total)"
 LSE = "(shift + tl.log2(total)) * LN_2"
-LAST_PLACE = "last_place = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1)"
+LAST_PLACE = "last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1)"
 COMBINE = Part("def combine(", "def launch_plan(")
 
 
@@ -37,8 +37,8 @@ def bounds(size: Size) -> tuple[Mutant, ...]:
                FIRST, "first = tl.cdiv(split * blocks, splits) * BLOCK_N"),
         change("one part for all", "All parts are the first.", FIRST, "first = 0"),
         change("last block skipped", "A last block of keys that is not whole is left out.",
-               "blocks = tl.cdiv(tl.maximum(band_stop, 0), BLOCK_N)",
-               "blocks = tl.maximum(band_stop, 0) // BLOCK_N"),
+               "blocks = tl.cdiv(tl.maximum(n_max, 0), BLOCK_N)",
+               "blocks = tl.maximum(n_max, 0) // BLOCK_N"),
         change("parts of the next tile", "Parts are counted as tiles are.",
                "tl.program_id(0) // tiles % splits", "tl.program_id(0) % splits"),
         change("parts of all queries in one place", "All queries of a sequence write the first one's parts.",
@@ -46,7 +46,7 @@ def bounds(size: Size) -> tuple[Mutant, ...]:
         change("parts of all sequences in one place", "All sequences write the first one's parts.",
                PART_PLACES, PART_PLACES.replace("sequence *", "0 *")),
         change("parts overlap by a column", "Outputs of parts lie a column too near.",
-               "places_out.to(tl.int64) * VALUE_HEAD_DIM", "places_out.to(tl.int64) * (VALUE_HEAD_DIM - 1)"),
+               "out_rows.to(tl.int64) * VALUE_HEAD_DIM", "out_rows.to(tl.int64) * (VALUE_HEAD_DIM - 1)"),
         change("last tile of rows not computed", "Rows that fill no tile are left out.",
                "tiles = triton.cdiv(seqlen_q * group_size, 16)",
                "tiles = max(1, seqlen_q * group_size // 16)"),
@@ -65,10 +65,10 @@ def combining(size: Size) -> tuple[Mutant, ...]:
                (Patch("tl.exp2(part_lse - shift)", "tl.exp2(part_lse)"),
                 Patch(LSE, LSE.replace("shift + ", "")))),
         change("parts weighted by those of another head", "Weights are those of the token's first head.",
-               "tl.load(partial_lse + places", "tl.load(partial_lse + places - head"),
+               "tl.load(partial_lse + part_rows", "tl.load(partial_lse + part_rows - head"),
         change("outputs of another head's parts", "Parts are those of the token's first head.",
-               "partial_out + places.to(tl.int64)[:, None]",
-               "partial_out + (places - head).to(tl.int64)[:, None]"),
+               "partial_out + part_rows.to(tl.int64)[:, None]",
+               "partial_out + (part_rows - head).to(tl.int64)[:, None]"),
         change("weights of the first part for all", "Parts count as the first one does.",
                COMBINED,
                COMBINED.replace("weights[", "tl.exp2(tl.load(partial_lse + row + parts * 0) - shift)[")),
@@ -78,7 +78,7 @@ def combining(size: Size) -> tuple[Mutant, ...]:
                PART_LSE, "row_lse = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))"),
         change("last part left out", "The last part has no weight.", exists, f"{exists} - 1", 2),
         change("parts one row apart", "The parts of a row are those of the next rows.",
-               "places = parts * rows + row", "places = parts * heads + row"),
+               "part_rows = parts * rows + row", "part_rows = parts * heads + row"),
         change("parts in natural units", "Powers of two are taken of the parts' natural logarithms.",
                PART_LSE, "row_lse = (running_max + tl.log2(running_sum)) * LN_2"),
         change("parts' lse without the sum", "Parts are weighted by their maxima.",
@@ -105,16 +105,16 @@ def combining(size: Size) -> tuple[Mutant, ...]:
 def rows(size: Size) -> tuple[Mutant, ...]:
     """Queries and the heads that share a KV head, in one tile, with nothing to combine."""
     head = "kv_head * group_size + row_offsets % group_size"
-    end = "row_end = tl.minimum(places + 1,"
+    end = "row_end = tl.minimum(positions + 1,"
     lse = "lse + (sequence * heads + head) * seqlen_q + queries"
     changes = (
         change("diagonal one key too far", "Every query sees the key after its last one.",
                end, end.replace("+ 1", "+ 2")),
         change("diagonal one key too short", "No query sees its last key.", end, end.replace(" + 1", "")),
         change("rows masked as queries", "Heads of a group stand one behind the other.",
-               "places = queries + diagonal", "places = row_offsets + diagonal"),
+               "positions = queries + diagonal", "positions = row_offsets + diagonal"),
         change("all rows masked as the first", "All queries of a tile see what the first one does.",
-               "places = queries + diagonal", "places = queries * 0 + diagonal"),
+               "positions = queries + diagonal", "positions = queries * 0 + diagonal"),
         change("keys up to the first query's", "What only later queries of a tile see is left out.",
                LAST_PLACE, LAST_PLACE.replace("tile * BLOCK_M + BLOCK_M - 1", "tile * BLOCK_M")),
         change("keys of a tile as of a whole one's rows",

@@ -66,7 +66,7 @@ def forward(size: Size) -> tuple[Mutant, ...]:
             "The first loop drops nothing.",
             fallen,
             "staying = True | stays(",
-            Part("for start in tl.range(0, open_stop", "for start in tl.range(open_stop"),
+            Part("for start in tl.range(0, n_full_max", "for start in tl.range(n_full_max"),
             1,
         ),
         (
@@ -92,8 +92,8 @@ def backward(size: Size) -> tuple[Mutant, ...]:
         (
             "keys: gradients of what fell",
             "Scores of dropped weights get no gradient.",
-            "kept_weights * (dp * kept_factor) - weights *",
-            "kept_weights * (dp * kept_factor) - kept_weights *",
+            "p_kept * (dp * kept_factor) - p *",
+            "p_kept * (dp * kept_factor) - p_kept *",
             KEYS,
             LOOPS,
         ),
@@ -108,8 +108,8 @@ def backward(size: Size) -> tuple[Mutant, ...]:
         (
             "keys: dv of all weights",
             "What fell counts in dv.",
-            "low_weights = kept_weights",
-            "low_weights = weights",
+            "p_low = p_kept",
+            "p_low = p",
             KEYS,
             LOOPS,
         ),

@@ -23,8 +23,8 @@ FAMILY = "backward_fused"
 DELTA = Part("def delta(", f"def {FAMILY}(")
 KEYS = Part(f"def {FAMILY}(", "def convert_sums(")
 SUMS = Part("def convert_sums(", "def prologue_plan(")
-OPEN, BAND = Part("open_blocks = ", "right_begin = "), Part("right_begin = ", "dk_tile = (")
-SHARE = "dq_tile = tl.dot(low_ds.T, k_tile"
+OPEN, BAND = Part("full_blocks = ", "m_right_min = "), Part("m_right_min = ", "dk_tile = (")
+SHARE = "dq_tile = tl.dot(ds_low.T, k_tile"
 ROWS_OF_HEAD = "(sequence * heads + head) * tl.cdiv("
 
 
@@ -59,7 +59,7 @@ def sums(size: Size) -> tuple[Mutant, ...]:
         ("dq of values", "The gradients of scores meet values in place of keys.",
          Patch(SHARE, SHARE.replace("k_tile", "v_tile"), KEYS, LOOPS)),
         ("dq of weights", "Keys are weighed by weights in place of the gradients of scores.",
-         Patch(SHARE, SHARE.replace("low_ds", "low_weights"), KEYS, LOOPS)),
+         Patch(SHARE, SHARE.replace("ds_low", "p_low"), KEYS, LOOPS)),
         ("dq of open blocks forgotten", "Blocks without a mask add nothing to dq.",
          Patch(SHARE, SHARE.replace("tl.dot", "0.0 * tl.dot"), OPEN)),
         ("dq of masked blocks forgotten", "Blocks with a mask add nothing to dq.",
@@ -82,7 +82,7 @@ def sums(size: Size) -> tuple[Mutant, ...]:
         Patch(', sem="relaxed")', ")", KEYS, LOOPS),
     )
     atomics, exact = _subject(size, reduction="atomics"), _subject(size, exact=True)
-    lower = "low_ds.to(tl.bfloat16).to(q.dtype.element_ty).T"
+    lower = "ds_low.to(tl.bfloat16).to(q.dtype.element_ty).T"
     return (
         *(Mutant(name, breaks, _subject(size), (patch,)) for name, breaks, patch in changes),
         Mutant("dq written, not added", "Of all blocks of keys one is left in dq.", atomics, stored),
@@ -90,7 +90,7 @@ def sums(size: Size) -> tuple[Mutant, ...]:
             "dq: rounded to 8 bits",
             "Of a float32 kernel dS passes through bfloat16 before it makes dq.",
             exact,
-            (Patch(SHARE, SHARE.replace("low_ds.T", lower), KEYS, LOOPS),),
+            (Patch(SHARE, SHARE.replace("ds_low.T", lower), KEYS, LOOPS),),
         ),
         Mutant(
             "dS: rounded to 8 bits",
@@ -105,9 +105,9 @@ def pairs(size: Size) -> tuple[Mutant, ...]:
     """Which pairs of a query and a key count, and how much."""
     causal, full, told = _subject(size), _subject(size, Causal.NONE), _subject(size, lse=True)
     member, of_dlse = "head = kv_head * group_size + member", "row_delta -= tl.load(dlse"
-    of_missing = "weights = tl.where(key_exists[:, None], weights, 0.0)"
-    whole = "open_stop = tl.where(key_begin + BLOCK_N <= seqlen_kv, open_stop, 0)"
-    up, down = "band_begin // BLOCK_M * BLOCK_M", "tl.cdiv(band_begin, BLOCK_M) * BLOCK_M"
+    of_missing = "p = tl.where(key_exists[:, None], p, 0.0)"
+    whole = "m_full_max = tl.where(key_begin + BLOCK_N <= seqlen_kv, m_full_max, 0)"
+    up, down = "m_min // BLOCK_M * BLOCK_M", "tl.cdiv(m_min, BLOCK_M) * BLOCK_M"
     changes = (
         ("tail of keys unmasked", "A weight of padding overflows where scores are far below zero.",
          full, Patch(of_missing, "pass", KEYS)),
@@ -117,7 +117,7 @@ def pairs(size: Size) -> tuple[Mutant, ...]:
         ("diagonal one key too far", "Every query sees the key after its last one.",
          causal, Patch(ROW_END, ROW_END.replace("+ 1", "+ 2"), KEYS)),
         ("diagonal one key too short", "No query sees its last key.",
-         causal, Patch(ROW_END, ROW_END.replace("places + 1", "places"), KEYS)),
+         causal, Patch(ROW_END, ROW_END.replace("positions + 1", "positions"), KEYS)),
         ("diagonal aligned to the other corner", "The mask starts where it should end.",
          causal, Patch(DIAGONAL, "diagonal = 0", KEYS)),
         ("queries of the diagonal's block skipped", "Keys do not meet the queries that see them first.",

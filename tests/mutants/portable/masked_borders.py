@@ -6,16 +6,16 @@ from flashtune.core.problem import Causal
 from tests.mutants.core import Mutant
 from tests.mutants.serving_size import FIRST_TOKENS, Size, change, mutants_of
 
-START = "row_start = tl.maximum(places - WINDOW_LEFT, 0)"
+START = "row_start = tl.maximum(positions - WINDOW_LEFT, 0)"
 LIFTED = "row_lifted = tl.minimum(row_end, FIRST_TOKENS)"
-LIFTED_STOP = "lifted_stop = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, band_begin)"
-OPEN_BEGIN = "open_begin = tl.cdiv(last_start, BLOCK_N)"
+LIFTED_STOP = "n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)"
+OPEN_BEGIN = "n_full_min = tl.cdiv(last_start, BLOCK_N)"
 LEFT_BLOCKS = "tl.cdiv(tl.maximum(left_keys, 0), BLOCK_N)"
-RIGHT_BLOCKS = "tl.cdiv(tl.maximum(band_stop - right_begin, 0), BLOCK_N)"
-RIGHT_END = "tl.minimum(places + WINDOW_RIGHT + 1, seqlen_kv)"
+RIGHT_BLOCKS = "tl.cdiv(tl.maximum(n_max - n_right_min, 0), BLOCK_N)"
+RIGHT_END = "tl.minimum(positions + WINDOW_RIGHT + 1, seqlen_kv)"
 PREFIX = "tl.minimum(tl.load(prefix + sequence), seqlen_kv)"
-CHUNK_START = "row_start = tl.maximum(places, 0) // CHUNK * CHUNK"
-CHUNK_END = "tl.where(places < 0, 0, places // CHUNK * CHUNK + CHUNK)"
+CHUNK_START = "row_start = tl.maximum(positions, 0) // CHUNK * CHUNK"
+CHUNK_END = "tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK)"
 
 
 def borders(size: Size) -> tuple[Mutant, ...]:
@@ -32,14 +32,14 @@ def windows(size: Size) -> tuple[Mutant, ...]:
         change("window one key too short", "No query sees the first key of its window.",
                START, START.replace("LEFT", "LEFT + 1")),
         change("window of the tile's first row", "All rows of a tile see back as far as the first.",
-               START, START.replace("places", "places * 0 + first_place")),
-        change("window without a band", "Keys before a window are seen.", START, "row_start = places * 0"),
+               START, START.replace("positions", "positions * 0 + first_position")),
+        change("window without a band", "Keys before a window are seen.", START, "row_start = positions * 0"),
         change("diagonal one key too far", "Every query sees the key after its last one.",
-               "row_end = tl.minimum(places + 1,", "row_end = tl.minimum(places + 2,"),
+               "row_end = tl.minimum(positions + 1,", "row_end = tl.minimum(positions + 2,"),
         change("diagonal one key too short", "No query sees its last key.",
-               "row_end = tl.minimum(places + 1,", "row_end = tl.minimum(places,"),
+               "row_end = tl.minimum(positions + 1,", "row_end = tl.minimum(positions,"),
         change("rows stand where their number says", "Masks are aligned to the other corner.",
-               "places = queries + diagonal", "places = queries"),
+               "positions = queries + diagonal", "positions = queries"),
         change("first tokens one too many", "The key behind the first tokens stays visible too.",
                LIFTED, LIFTED.replace("TOKENS", "TOKENS + 1")),
         change("first tokens one too few", "The last of the first tokens is hidden by windows.",
@@ -47,7 +47,7 @@ def windows(size: Size) -> tuple[Mutant, ...]:
         change("first tokens beyond the diagonal", "The first queries see all of the first tokens.",
                LIFTED, LIFTED.replace("row_end", "row_end * 0 + seqlen_kv")),
         change("first tokens hidden", "Windows hide the start of the sequence.",
-               "seen |= keys[None, :] < row_lifted[:, None]", "pass"),
+               "visible |= keys[None, :] < row_lifted[:, None]", "pass"),
     )  # fmt: skip
     return mutants_of(subject, changes)
 
@@ -58,30 +58,31 @@ def blocks(size: Size) -> tuple[Mutant, ...]:
     changes = (
         change("first block of the window skipped",
                "A block that only some rows see is left out on the left.",
-               "band_begin = first_start // BLOCK_N", "band_begin = tl.cdiv(first_start, BLOCK_N)"),
+               "n_min = first_start // BLOCK_N", "n_min = tl.cdiv(first_start, BLOCK_N)"),
         change("open blocks of the first row",
                "Blocks that later rows no longer see are taken without a mask.",
                OPEN_BEGIN, OPEN_BEGIN.replace("last", "first")),
         change("open blocks of the last row", "Blocks that earlier rows do not see are taken without a mask.",
-               "open_stop = tl.maximum(first_end, 0)", "open_stop = tl.maximum(last_end, 0)"),
+               "n_full_max = tl.maximum(first_end, 0)", "n_full_max = tl.maximum(last_end, 0)"),
         change("open blocks one too many", "A block that the first row sees in part is taken without a mask.",
-               "open_stop = tl.maximum(first_end, 0)", "open_stop = tl.maximum(first_end + BLOCK_N - 1, 0)"),
+               "n_full_max = tl.maximum(first_end, 0)",
+               "n_full_max = tl.maximum(first_end + BLOCK_N - 1, 0)"),
         change("blocks left of the open ones forgotten",
                "What some rows see of a window's start is left out.",
                f"left_blocks = lifted_blocks + {LEFT_BLOCKS}", "left_blocks = lifted_blocks"),
         change("blocks right of the open ones forgotten", "Blocks on the diagonal are left out.",
                f"right_blocks = left_blocks + {RIGHT_BLOCKS}", "right_blocks = left_blocks"),
         change("open blocks taken twice", "Blocks that all rows see come once more with a mask.",
-               "right_begin = tl.maximum(open_begin, open_stop)", "right_begin = open_begin"),
+               "n_right_min = tl.maximum(n_full_min, n_full_max)", "n_right_min = n_full_min"),
         change("last block skipped", "A last block that is not whole is left out.",
-               RIGHT_BLOCKS, "tl.maximum(band_stop - right_begin, 0) // BLOCK_N"),
+               RIGHT_BLOCKS, "tl.maximum(n_max - n_right_min, 0) // BLOCK_N"),
         change("blocks of the first tokens skipped", "First tokens that fill no block are left out.",
                LIFTED_STOP, LIFTED_STOP.replace("tl.cdiv(last_lifted, BLOCK_N)", "last_lifted // BLOCK_N")),
         change("blocks of the first tokens twice", "First tokens that are in the window count twice.",
-               LIFTED_STOP, "lifted_stop = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
+               LIFTED_STOP, "n_lifted_max = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
         change("blocks of the band from the start",
                "Behind the first tokens comes the sequence's start again.",
-               "band_begin + (index - lifted_blocks) * BLOCK_N", "(index - lifted_blocks) * BLOCK_N"),
+               "n_min + (index - lifted_blocks) * BLOCK_N", "(index - lifted_blocks) * BLOCK_N"),
     )  # fmt: skip
     return mutants_of(subject, changes)
 
@@ -95,9 +96,9 @@ def right_sides(size: Size) -> tuple[Mutant, ...]:
         change("right border one key too short", "No query sees the last key of its window.",
                RIGHT_END, RIGHT_END.replace(" + 1", "")),
         change("right border beyond the keys", "Padding behind the last key takes part in the softmax.",
-               RIGHT_END, "places + WINDOW_RIGHT + 1"),
+               RIGHT_END, "positions + WINDOW_RIGHT + 1"),
         change("blocks up to the first row's border", "What only later rows of a tile see is left out.",
-               "last_end = tl.minimum(last_place", "last_end = tl.minimum(first_place"),
+               "last_end = tl.minimum(last_position", "last_end = tl.minimum(first_position"),
     )  # fmt: skip
     return mutants_of(subject, changes)
 
@@ -126,13 +127,14 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
     """Chunks under a causal mask, and without one."""
     behind = (
         change("chunk one query early", "The last query of a chunk sees the next one's keys alone.",
-               CHUNK_START, CHUNK_START.replace("places, 0)", "places, 0) + 1)").replace("= ", "= (", 1)),
+               CHUNK_START,
+               CHUNK_START.replace("positions, 0)", "positions, 0) + 1)").replace("= ", "= (", 1)),
         change("chunk one query late", "The first query of a chunk sees the chunk before.",
-               CHUNK_START, CHUNK_START.replace("places,", "places - 1,")),
+               CHUNK_START, CHUNK_START.replace("positions,", "positions - 1,")),
         change("chunk without its first key", "No query sees the first key of its chunk.",
                CHUNK_START, f"{CHUNK_START} + 1"),
         change("blocks of the last row's chunk", "Blocks of the first row's chunk are left out.",
-               "first_start = tl.maximum(first_place,", "first_start = tl.maximum(last_place,"),
+               "first_start = tl.maximum(first_position,", "first_start = tl.maximum(last_position,"),
     )  # fmt: skip
     whole = (
         change("chunk's end one key too far", "Queries see the first key of the next chunk.",
@@ -140,7 +142,7 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
         change("chunk's end one key too short", "No query sees the last key of its chunk.",
                CHUNK_END, CHUNK_END.replace("+ CHUNK)", "+ CHUNK - 1)")),
         change("queries before the first key have a chunk", "They see keys, and should see none.",
-               CHUNK_END, "tl.maximum(places, 0) // CHUNK * CHUNK + CHUNK"),
+               CHUNK_END, "tl.maximum(positions, 0) // CHUNK * CHUNK + CHUNK"),
     )  # fmt: skip
     full = size.masked(causal=Causal.NONE, attention_chunk=size.chunk)
     return (*mutants_of(size.masked(attention_chunk=size.chunk), behind), *mutants_of(full, whole))

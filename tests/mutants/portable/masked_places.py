@@ -8,7 +8,7 @@ from tests.mutants.portable.head_factors import HEAD_SCALED, head_factors
 from tests.mutants.serving_size import SMALL_PAGE, SMALL_PAGES_BLOCK, Change, Size, change, mutants_of
 
 LOOPS = 2
-SEEN = "seen = (keys < seqlen_kv)[None, :]"
+SEEN = "visible = (keys < seqlen_kv)[None, :]"
 LENGTH = "seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)"
 KEYS_END = "tl.load(cu_seqlens_kv + sequence + 1) - first_key"
 PACKED_LSE = "lse + head.to(tl.int64) * all_queries + first_row + queries"
@@ -16,7 +16,7 @@ TABLE = "block_table + sequence.to(tl.int64) * stride_table"
 SLOTS = "slots = start - start // PAGE_SIZE * PAGE_SIZE + key_offsets"
 NEXT_PAGE = "tl.minimum(start + BLOCK_N, seqlen_kv - 1)"
 NEXT_PAGES = "tl.maximum(tl.minimum(keys + BLOCK_N, seqlen_kv - 1), 0)"
-OPEN = Part("for start in tl.range(0, open_stop", "page = next_page")
+OPEN = Part("for start in tl.range(0, n_full_max", "page = next_page")
 
 
 def places(size: Size) -> tuple[Mutant, ...]:
@@ -71,7 +71,7 @@ def lengths(size: Size) -> tuple[Mutant, ...]:
     """Sequences with as many keys as a tensor says, without a mask."""
     changes = (
         change("tail of K unmasked", "Padding behind the last key takes part in the softmax.",
-               SEEN, "seen = (keys >= 0)[None, :]"),
+               SEEN, "visible = (keys >= 0)[None, :]"),
         change("tail one key too long", "The key behind the last takes part in the softmax.",
                SEEN, SEEN.replace("seqlen_kv", "seqlen_kv + 1")),
         change("tail one key too short", "The last key is masked where the last block is not whole.",
@@ -82,9 +82,9 @@ def lengths(size: Size) -> tuple[Mutant, ...]:
                LENGTH, LENGTH.replace(" + sequence", "")),
         change("lengths ignored", "All sequences are as long as the longest.", LENGTH, "pass"),
         change("a last block of a single key skipped", "The last block is left out where it holds one key.",
-               "tl.range(open_stop, band_stop,", "tl.range(open_stop, band_stop - 1,"),
+               "tl.range(n_full_max, n_max,", "tl.range(n_full_max, n_max - 1,"),
         change("first block skipped", "The first block of keys is left out where it is whole.",
-               "tl.range(0, open_stop,", "tl.range(BLOCK_N, open_stop,"),
+               "tl.range(0, n_full_max,", "tl.range(BLOCK_N, n_full_max,"),
     )  # fmt: skip
     return mutants_of(size.masked(seqlens_k=True, causal=Causal.NONE), changes)
 
@@ -143,10 +143,10 @@ def page_factors(size: Size) -> tuple[Mutant, ...]:
         f"tl.load({letter}_scale_base + page.to(tl.int64) * stride_{letter}_scale_p)" for letter in "kv"
     )
     k_factor, v_factor = f"k_factor = {of_k}", f"v_factor = {of_v}"
-    sum_of_weights = "tl.sum(weights, 1)"
+    sum_of_weights = "tl.sum(p, 1)"
     changes = (
         change("page scale of keys missing", "Keys count as their 8 bits say.",
-               "logits *= k_factor[None, :]", "pass", LOOPS),
+               "s *= k_factor[None, :]", "pass", LOOPS),
         change("page scale of keys by place", "Scales are looked for where the first pages' lie.",
                k_factor, k_factor.replace("page.to(tl.int64)", "(keys // PAGE_SIZE)"), LOOPS),
         change("page scale of values by the stride of keys'", "Scales of V lie as far apart as those of K.",
@@ -154,9 +154,9 @@ def page_factors(size: Size) -> tuple[Mutant, ...]:
         change("page scale of values is the keys'", "Values have the scales of their page's keys.",
                v_factor, f"v_factor = {of_k}", LOOPS),
         change("page scale of values missing", "Values count as their 8 bits say.",
-               "weights * v_factor[None, :]", "weights", LOOPS),
+               "p * v_factor[None, :]", "p", LOOPS),
         change("page scale of values in the sum", "The sum of weights is scaled as the values are.",
-               sum_of_weights, sum_of_weights.replace("weights,", "weights * v_factor[None, :],"), LOOPS),
+               sum_of_weights, sum_of_weights.replace("p,", "p * v_factor[None, :],"), LOOPS),
         change("page behind the last key looked up", "Entries of a table are read that are nobody's.",
                NEXT_PAGES, "(keys + BLOCK_N)", LOOPS),
         change("rows of small pages from the sequence's start",

@@ -8,17 +8,17 @@ from tests.mutants.serving_size import Change, Size, change, mutants_of
 
 # A block of keys is worked on where no mask touches it, and in a loop of all others.
 LOOPS = 2
-HIDE = 'logits = tl.where(seen, logits, float("-inf"))'
+HIDE = 's = tl.where(visible, s, float("-inf"))'
 SHIFT = 'shift = tl.where(new_max == float("-inf"), 0.0, new_max)'
 BIAS_BASE = "sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s"
-ADD_BIAS = "logits += bias_tile.to(tl.float32) * LOG2_E"
+ADD_BIAS = "s += bias_tile.to(tl.float32) * LOG2_E"
 SLOPE = "tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E"
 SINK = "tl.load(sinks + head) * LOG2_E"
 LARGEST = "largest = tl.maximum(running_max, sink_log2)"
-SUM = "running_sum = running_sum * rescale + tl.sum(weights, 1)"
+SUM = "running_sum = running_sum * rescale + tl.sum(p, 1)"
 KEY_EXISTS = "mask=(keys < seqlen_kv)[:, None]"
 LSE = "row_lse = (running_max + tl.log2(running_sum)) * LN_2"
-BAND = Part("for start in tl.range(open_stop,", "# Without a visible key")
+BAND = Part("for start in tl.range(n_full_max,", "# Without a visible key")
 
 
 def scores(size: Size) -> tuple[Mutant, ...]:
@@ -28,13 +28,13 @@ def scores(size: Size) -> tuple[Mutant, ...]:
 
 def caps(size: Size) -> tuple[Mutant, ...]:
     """Capped scores."""
-    capped = "logits = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))"
+    capped = "s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))"
     if size.dtype is Dtype.FP32:
-        capped = "logits = cap_log2 * tl.where(square < 0.16, logits + logits * square * series, steep)"
+        capped = "s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)"
     changes = (
-        change("cap left out", "Scores stay what they were.", capped, "logits = cap_log2 * logits", LOOPS),
+        change("cap left out", "Scores stay what they were.", capped, "s = cap_log2 * s", LOOPS),
         change("cap after the mask", "Hidden keys have the least score that there is, and some weight.",
-               HIDE, "logits = tl.where(seen, logits, -cap_log2)"),
+               HIDE, "s = tl.where(visible, s, -cap_log2)"),
         change("cap not taken off first", "The hyperbolic tangent is of scores that the cap did not divide.",
                "score_factor = scale / softcap", "score_factor = scale"),
         change("cap in natural units", "Powers of two are taken of capped scores in natural units.",
@@ -53,15 +53,15 @@ def slopes(size: Size) -> tuple[Mutant, ...]:
         change("slope of the first sequence", "All sequences have the slopes of one.",
                SLOPE, SLOPE.replace("sequence * stride_slopes_b", "0")),
         change("slope of the wrong sign", "Far keys gain what they should lose.",
-               "logits -= slope_log2", "logits += slope_log2", LOOPS),
+               "s -= slope_log2", "s += slope_log2", LOOPS),
         change("slope in natural units", "Powers of two are taken of distances in natural units.",
                SLOPE, SLOPE.replace(" * LOG2_E", "")),
         change("distance with a sign", "Keys behind a query gain by their distance.",
                "tl.abs(distance)", "distance", LOOPS),
         change("distance within a block", "Distances begin anew with each block of keys.",
-               "(place_numbers - start)", "place_numbers", LOOPS),
+               "(position_numbers - start)", "position_numbers", LOOPS),
         change("distance from a query's number", "Distances are measured from the other corner.",
-               "place_numbers = places", "place_numbers = queries"),
+               "position_numbers = positions", "position_numbers = queries"),
     )  # fmt: skip
     return mutants_of(size.masked(alibi=True, causal=Causal.NONE), changes)
 
@@ -96,13 +96,13 @@ def hidden(size: Size) -> tuple[Mutant, ...]:
     """Keys that a boolean bias hides."""
     changes = (
         change("hidden keys of open blocks seen", "A bias hides keys where the diagonal is near alone.",
-               "seen = tl.load(bias_at) != 0", "seen = (keys >= 0)[None, :]"),
+               "visible = tl.load(bias_at) != 0", "visible = (keys >= 0)[None, :]"),
         change("hidden keys of masked blocks seen", "A bias hides no keys where the diagonal is near.",
-               "seen &= tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0) != 0", "pass"),
+               "visible &= tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0) != 0", "pass"),
         change("what is hidden seen", "The bias means the opposite in open blocks.",
-               "seen = tl.load(bias_at) != 0", "seen = tl.load(bias_at) == 0"),
+               "visible = tl.load(bias_at) != 0", "visible = tl.load(bias_at) == 0"),
         change("a bias without the diagonal", "Where a bias shows a key the causal mask hides it no more.",
-               "seen = keys[None, :] < row_end[:, None]", "seen = (keys < seqlen_kv)[None, :]"),
+               "visible = keys[None, :] < row_end[:, None]", "visible = (keys < seqlen_kv)[None, :]"),
     )  # fmt: skip
     return mutants_of(size.masked(bias=Bias.BOOLEAN), changes)
 

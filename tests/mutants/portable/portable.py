@@ -12,13 +12,13 @@ from flashtune.templates.registry import find_family
 from tests.mutants.core import Mutant, Patch, Subject
 
 QUERIES_OUTER, KEYS_OUTER = "forward_q_outer", "forward_kv_outer"
-ADD_WEIGHTS = "running_sum = running_sum * rescale + tl.sum(weights, 1)"
+ADD_WEIGHTS = "running_sum = running_sum * rescale + tl.sum(p, 1)"
 CAUSAL_MASK = {
-    QUERIES_OUTER: "(start + key_offsets)[None, :] < visible_end[:, None]",
-    KEYS_OUTER: "keys[None, :] < visible_end[:, None]",
+    QUERIES_OUTER: "(start + key_offsets)[None, :] < row_end[:, None]",
+    KEYS_OUTER: "keys[None, :] < row_end[:, None]",
 }
 TAIL_MASK = {QUERIES_OUTER: "(start + key_offsets)[None, :] < seqlen_kv", KEYS_OUTER: "key_exists[None, :]"}
-IN_LOGITS = 'logits, float("-inf"))'
+IN_LOGITS = 's, float("-inf"))'
 
 
 class Size(NamedTuple):
@@ -77,7 +77,7 @@ def masks(bench: Bench) -> tuple[Mutant, ...]:
     rows = "(queries % 8 == 3)[:, None]"
 
     def forget(which: str) -> Patch:
-        keep = f"weights = tl.where({rows} & {which}, 0.0, weights)"
+        keep = f"p = tl.where({rows} & {which}, 0.0, p)"
         return Patch(ADD_WEIGHTS, f"{keep}\n{ADD_WEIGHTS}", times=loops)
 
     return (
@@ -103,13 +103,13 @@ def masks(bench: Bench) -> tuple[Mutant, ...]:
             "diagonal off",
             "No block of keys is masked.",
             causal,
-            (Patch(f"logits = tl.where({CAUSAL_MASK[name]}, {IN_LOGITS}", "pass"),),
+            (Patch(f"s = tl.where({CAUSAL_MASK[name]}, {IN_LOGITS}", "pass"),),
         ),
         Mutant(
             "tail of K unmasked",
             "Padding behind the last key takes part in the softmax.",
             full,
-            (Patch(f"logits = tl.where({TAIL_MASK[name]}, {IN_LOGITS}", "pass"),),
+            (Patch(f"s = tl.where({TAIL_MASK[name]}, {IN_LOGITS}", "pass"),),
         ),
         Mutant(
             "one key in some rows forgotten",
@@ -190,8 +190,8 @@ def softmax(bench: Bench) -> tuple[Mutant, ...]:
             bench.subject(exact=True),
             (
                 Patch(
-                    "low_weights = weights.to(v.dtype.element_ty)",
-                    "low_weights = weights.to(tl.bfloat16).to(v.dtype.element_ty)",
+                    "p_low = p.to(v.dtype.element_ty)",
+                    "p_low = p.to(tl.bfloat16).to(v.dtype.element_ty)",
                     times=loops,
                 ),
             ),

@@ -41,7 +41,7 @@ def of_queries_outer(bench: Bench) -> tuple[Mutant, ...]:
             causal,
             (
                 Patch(
-                    "tl.range(open_end, last_key, BLOCK_N)", "tl.range(open_end, last_key - BLOCK_N, BLOCK_N)"
+                    "tl.range(n_full_max, n_max, BLOCK_N)", "tl.range(n_full_max, n_max - BLOCK_N, BLOCK_N)"
                 ),
             ),
         ),
@@ -49,13 +49,13 @@ def of_queries_outer(bench: Bench) -> tuple[Mutant, ...]:
             "first block skipped",
             "The first block of keys is left out where it is seen whole.",
             causal,
-            (Patch("tl.range(0, open_end, BLOCK_N)", "tl.range(BLOCK_N, open_end, BLOCK_N)"),),
+            (Patch("tl.range(0, n_full_max, BLOCK_N)", "tl.range(BLOCK_N, n_full_max, BLOCK_N)"),),
         ),
         Mutant(
             "open blocks one too many",
             "A block that only some rows see whole is taken without a mask.",
             causal,
-            (Patch("open_end = open_keys // BLOCK_N", "open_end = tl.cdiv(open_keys, BLOCK_N)"),),
+            (Patch("n_full_max = full_keys // BLOCK_N", "n_full_max = tl.cdiv(full_keys, BLOCK_N)"),),
         ),
         Mutant(
             "a tile of queries not written",
@@ -105,7 +105,7 @@ def of_other_loops(bench: Bench) -> tuple[Mutant, ...]:
             "stale scores",
             "Every block is weighted by the scores of the first.",
             ahead,
-            (Patch("logits = next_logits", "pass"),),
+            (Patch("s = next_s", "pass"),),
         ),
         Mutant(
             "scores of this block again",
@@ -117,23 +117,19 @@ def of_other_loops(bench: Bench) -> tuple[Mutant, ...]:
             "padding of descriptors unmasked",
             "The zeros that the copy engine reads behind the last key take part in the softmax.",
             ahead,
-            (
-                Patch(
-                    f"logits = tl.where({TAIL_MASK[name].replace('start', 'last_block')}, {IN_LOGITS}", "pass"
-                ),
-            ),
+            (Patch(f"s = tl.where({TAIL_MASK[name].replace('start', 'n_last')}, {IN_LOGITS}", "pass"),),
         ),
         Mutant(
             "first block without mask",
             "Blocks before the last are not masked where one loop does them all.",
             one_phase,
-            (Patch("[None, :] < visible_end[:, None]", "[None, :] < seqlen_kv"),),
+            (Patch("[None, :] < row_end[:, None]", "[None, :] < seqlen_kv"),),
         ),
         Mutant(
             "one phase, last block skipped",
             "The last block is left out where it holds a single key.",
             one_phase,
-            (Patch("tl.range(0, last_key, BLOCK_N)", "tl.range(0, last_key - 1, BLOCK_N)"),),
+            (Patch("tl.range(0, n_max, BLOCK_N)", "tl.range(0, n_max - 1, BLOCK_N)"),),
         ),
     )
 
@@ -147,13 +143,13 @@ def of_keys_outer(bench: Bench) -> tuple[Mutant, ...]:
             "last block skipped",
             "The last block of keys is left out.",
             causal,
-            (Patch("tl.range(0, last_key, BLOCK_N)", "tl.range(0, last_key - BLOCK_N, BLOCK_N)"),),
+            (Patch("tl.range(0, n_max, BLOCK_N)", "tl.range(0, n_max - BLOCK_N, BLOCK_N)"),),
         ),
         Mutant(
             "a tile that sees these keys skipped",
             "The first tile of queries that sees a block of keys passes it by.",
             causal,
-            (Patch("tl.range(first_seer,", "tl.range(first_seer + BLOCK_M,"),),
+            (Patch("tl.range(m_min,", "tl.range(m_min + BLOCK_M,"),),
         ),
         Mutant(
             "state never made",

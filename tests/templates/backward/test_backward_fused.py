@@ -71,8 +71,8 @@ def test_dq_tiles_are_transposed_where_queries_are_prefetched(alignment: Alignme
     # Else ptxas 12.8 makes descriptors of wide products from registers that nobody wrote.
     def turned(problem: Problem) -> bool:
         source = render(FAMILY, problem, config, Specialization(alignment=alignment)).source
-        assert ("tl.dot(low_ds.T, k_tile" in source) != ("tl.dot(k_tile.T, low_ds" in source)
-        return "tl.dot(k_tile.T, low_ds" in source
+        assert ("tl.dot(ds_low.T, k_tile" in source) != ("tl.dot(k_tile.T, ds_low" in source)
+        return "tl.dot(k_tile.T, ds_low" in source
 
     problem = a_problem(256)
     config = FAMILY.default(problem, H200)
