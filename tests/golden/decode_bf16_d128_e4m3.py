@@ -4,7 +4,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
              and quantized_kv
 Config       block_m 16, block_n 128, 4 warps, 3 stages, 16 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv 718583030cd7
+Template     decode_split_kv bce9e412064b
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -53,6 +53,17 @@ WIDEN = tl.constexpr(
     "{ .reg .b32 sorted; .reg .b16 first, second; prmt.b32 sorted, $2, 0, 0x3120; "
     "mov.b32 {first, second}, sorted; cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, second; }"
 )
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum, row_scale):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1) * row_scale)
+    # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * row_scale[:, None] - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -163,13 +174,7 @@ def decode_split_kv(
         s = tl.dot(q_tile_odd, k_tile_odd.T, s)
         visible = keys[None, :] < row_end[:, None]
         s = tl.where(visible, s, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(s, 1) * row_scale)
-        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s * row_scale[:, None] - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, row_scale)
         p_low = p.to(tl.float16)
         # [BLOCK_N, 64], two columns each
         v_tile = tl.load(

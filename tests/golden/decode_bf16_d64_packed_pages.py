@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and pages, quantized_kv, sink_tokens, varlen, window
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv 718583030cd7
+Template     decode_split_kv bce9e412064b
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -60,6 +60,17 @@ WIDEN = tl.constexpr(
     "prmt.b32 $0, turned, 0x64646464, 0x4240; prmt.b32 $1, turned, 0x64646464, 0x4341; "
     "sub.rn.f16x2 $0, $0, offset; sub.rn.f16x2 $1, $1, offset; }"
 )
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum, row_scale):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1) * row_scale)
+    # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * row_scale[:, None] - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -215,13 +226,7 @@ def decode_split_kv(
         visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
         visible |= keys[None, :] < row_lifted[:, None]
         s = tl.where(visible, s, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(s, 1) * row_scale)
-        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s * row_scale[:, None] - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, row_scale)
         p *= v_factor[None, :]
         # The largest weight of a row becomes one, so that none leaves the range of fp16.
         weight_factor = tl.maximum(tl.max(p, 1), 1e-30)

@@ -4,7 +4,7 @@ Computes     fp32, head dim 40, value head dim 24, causal: none
              and alibi, attention_chunk, bias, prefix, sinks, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     decode_split_kv 718583030cd7
+Template     decode_split_kv bce9e412064b
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -48,6 +48,17 @@ CHUNK = tl.constexpr(64)
 # Splits that are combined together, and columns of a combine program.
 SPLIT_TILE = tl.constexpr(4)
 COMBINED = tl.constexpr(32)
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1))
+    # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -184,13 +195,7 @@ def decode_split_kv(
         bias_at = bias_rows[:, None] + keys[None, :]
         visible &= tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0) != 0
         s = tl.where(visible, s, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(s, 1))
-        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum)
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 32]
         v_tile = tl.load(

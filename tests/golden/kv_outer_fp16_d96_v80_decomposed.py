@@ -3,7 +3,7 @@
 Computes     fp16, head dim 96, value head dim 80, causal: none
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_head_dim True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_kv_outer a00dee2b04a4
+Template     forward_kv_outer 00dde3412141
 
 The order of loops is FlashAttention-1's (Dao et al., 2022): each row's running maximum, sum and
 output are carried from one block of keys to the next through global memory, in float32. Programs on
@@ -29,6 +29,16 @@ HEAD_DIM = tl.constexpr(96)
 VALUE_HEAD_DIM = tl.constexpr(80)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum, scale_log2):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
+    shift = new_max
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -165,12 +175,7 @@ def forward_kv_outer(
             )
             s = tl.dot(q_tile_1, k_tile_1.T, s)
             s = tl.where(key_exists[None, :], s, float("-inf"))
-            new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
-            shift = new_max
-            p = tl.exp2(s * scale_log2 - shift[:, None])
-            rescale = tl.exp2(running_max - shift)
-            running_sum = running_sum * rescale + tl.sum(p, 1)
-            running_max = new_max
+            p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2)
             p_low = p.to(v.dtype.element_ty)
             accumulator_0 = tl.dot(p_low, v_tile_0, accumulator_0 * rescale[:, None])
             accumulator_1 = tl.dot(p_low, v_tile_1, accumulator_1 * rescale[:, None])

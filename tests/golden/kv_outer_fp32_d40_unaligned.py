@@ -3,7 +3,7 @@
 Computes     fp32, head dim 40, value head dim 40, causal: bottom_right
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_head_dim False, maxnreg 0
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_kv_outer a00dee2b04a4
+Template     forward_kv_outer 00dde3412141
 
 The order of loops is FlashAttention-1's (Dao et al., 2022): each row's running maximum, sum and
 output are carried from one block of keys to the next through global memory, in float32. Programs on
@@ -29,6 +29,17 @@ HEAD_DIM = tl.constexpr(40)
 VALUE_HEAD_DIM = tl.constexpr(40)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum, scale_log2):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
+    # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -137,13 +148,7 @@ def forward_kv_outer(
             s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
             row_end = tl.minimum(queries + diagonal + 1, seqlen_kv)
             s = tl.where(keys[None, :] < row_end[:, None], s, float("-inf"))
-            new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
-            # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = tl.exp2(s * scale_log2 - shift[:, None])
-            rescale = tl.exp2(running_max - shift)
-            running_sum = running_sum * rescale + tl.sum(p, 1)
-            running_max = new_max
+            p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2)
             p_low = p.to(v.dtype.element_ty)
             accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None], input_precision="ieee")
             # No warp may overwrite rows that another has yet to read.

@@ -6,7 +6,7 @@ With         dropout, softcap, window
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked d79169ada825
+Template     forward_masked 145005fcdeee
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -64,6 +64,20 @@ def stays(row_first, row_second, keys, dropout):
     word = (product >> 32).to(tl.uint32) ^ product.to(tl.uint32) ^ row_second
     fallen_words = tl.full([1, 1], dropout, tl.float32) * 4294967296.0
     return word * 0xAC4C1B51 >= fallen_words.to(tl.uint32)
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum, IS_PARTIAL: tl.constexpr):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1))
+    if IS_PARTIAL:
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        shift = new_max
+    p = tl.exp2(s - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -156,12 +170,7 @@ def forward_masked(
         s = tl.dot(q_tile, k_tile.T)
         s *= score_factor
         s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
-        new_max = tl.maximum(running_max, tl.max(s, 1))
-        shift = new_max
-        p = tl.exp2(s - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, IS_PARTIAL=False)
         # What falls is in the sum of its row all the same.
         staying = stays(row_first[:, None], row_second[:, None], keys[None, :], dropout)
         p = tl.where(staying, p, nothing)
@@ -192,13 +201,7 @@ def forward_masked(
         s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
         visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
         s = tl.where(visible, s, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(s, 1))
-        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, IS_PARTIAL=True)
         # What falls is in the sum of its row all the same.
         staying = stays(row_first[:, None], row_second[:, None], keys[None, :], dropout)
         p = tl.where(staying, p, nothing)

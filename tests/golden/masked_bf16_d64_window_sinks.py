@@ -6,7 +6,7 @@ With         sink_tokens, sinks, window
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked d79169ada825
+Template     forward_masked 145005fcdeee
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -33,6 +33,20 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 WINDOW_LEFT = tl.constexpr(1024)
 FIRST_TOKENS = tl.constexpr(4)
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL: tl.constexpr):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
+    if IS_PARTIAL:
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        shift = new_max
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -120,12 +134,7 @@ def forward_masked(
             k_base + keys[:, None] * stride_ks + columns_64[None, :],
         )
         s = tl.dot(q_tile, k_tile.T)
-        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
-        shift = new_max
-        p = tl.exp2(s * scale_log2 - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL=False)
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile = tl.load(
@@ -154,13 +163,7 @@ def forward_masked(
         visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
         visible |= keys[None, :] < row_lifted[:, None]
         s = tl.where(visible, s, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
-        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s * scale_log2 - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL=True)
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile = tl.load(

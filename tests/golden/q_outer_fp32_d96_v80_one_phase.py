@@ -4,7 +4,7 @@ Computes     fp32, head dim 96, value head dim 80, causal: none
 Config       block_m 32, block_n 32, 4 warps, 1 stages, pointer loads, overlap_qk False, split_masked_loop False,
              split_head_dim True, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_q_outer 6d8c38fb43ba
+Template     forward_q_outer 28049d2e853c
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -27,6 +27,17 @@ HEAD_DIM = tl.constexpr(96)
 VALUE_HEAD_DIM = tl.constexpr(80)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum, scale_log2):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
+    # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -112,13 +123,7 @@ def forward_q_outer(
         )
         s = tl.dot(q_tile_1, k_tile_1.T, s, input_precision="ieee")
         s = tl.where((start + key_offsets)[None, :] < seqlen_kv, s, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
-        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s * scale_log2 - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2)
         p_low = p.to(v.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile_0 = tl.load(

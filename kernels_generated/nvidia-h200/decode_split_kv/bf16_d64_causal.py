@@ -8,7 +8,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and pages, sinks
 Config       block_m 16, block_n 128, 8 warps, 4 stages, 2 splits, split_head_dim False, early_combine True
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv 718583030cd7
+Template     decode_split_kv bce9e412064b
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -51,6 +51,17 @@ PAGE_SIZE = tl.constexpr(16)
 # Splits that are combined together, and columns of a combine program.
 SPLIT_TILE = tl.constexpr(2)
 COMBINED = tl.constexpr(64)
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum, scale_log2):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
+    # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -151,13 +162,7 @@ def decode_split_kv(
         s = tl.dot(q_tile, k_tile.T)
         visible = keys[None, :] < row_end[:, None]
         s = tl.where(visible, s, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
-        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s * scale_log2 - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2)
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 64]
         v_tile = tl.load(

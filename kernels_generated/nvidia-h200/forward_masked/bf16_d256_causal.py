@@ -10,7 +10,7 @@ With         softcap
 Config       block_m 128, block_n 32, 8 warps, 4 stages, split_masked_loop False, split_head_dim False,
              lpt True, heads_innermost True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked d79169ada825
+Template     forward_masked 145005fcdeee
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
@@ -35,6 +35,17 @@ HEAD_DIM = tl.constexpr(256)
 VALUE_HEAD_DIM = tl.constexpr(256)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1))
+    # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -119,13 +130,7 @@ def forward_masked(
         s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
         visible = keys[None, :] < row_end[:, None]
         s = tl.where(visible, s, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(s, 1))
-        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum)
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 256]
         v_tile = tl.load(

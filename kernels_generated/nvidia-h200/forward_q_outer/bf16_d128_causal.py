@@ -8,7 +8,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 Config       block_m 128, block_n 64, 4 warps, 2 stages, descriptor loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 6d8c38fb43ba
+Template     forward_q_outer 28049d2e853c
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -31,6 +31,20 @@ HEAD_DIM = tl.constexpr(128)
 VALUE_HEAD_DIM = tl.constexpr(128)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL: tl.constexpr):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
+    if IS_PARTIAL:
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        shift = new_max
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -104,12 +118,7 @@ def forward_q_outer(
         # [BLOCK_N, 128]
         k_tile = k_desc.load([start, 0])
         s = tl.dot(q_tile, k_tile.T)
-        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
-        shift = new_max
-        p = tl.exp2(s * scale_log2 - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL=False)
         p_low = p.to(v.dtype.element_ty)
         # [BLOCK_N, 128]
         v_tile = v_desc.load([start, 0])
@@ -119,13 +128,7 @@ def forward_q_outer(
         k_tile = k_desc.load([start, 0])
         s = tl.dot(q_tile, k_tile.T)
         s = tl.where((start + key_offsets)[None, :] < row_end[:, None], s, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
-        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s * scale_log2 - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL=True)
         p_low = p.to(v.dtype.element_ty)
         # [BLOCK_N, 128]
         v_tile = v_desc.load([start, 0])

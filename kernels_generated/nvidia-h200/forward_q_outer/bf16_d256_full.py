@@ -8,7 +8,7 @@ Computes     bf16, head dim 256, value head dim 256, causal: none
 Config       block_m 128, block_n 64, 8 warps, 2 stages, descriptor loads, overlap_qk True, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 6d8c38fb43ba
+Template     forward_q_outer 28049d2e853c
 
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
 2018), in base 2, with an unnormalised accumulator that is divided once at the end.
@@ -31,6 +31,20 @@ HEAD_DIM = tl.constexpr(256)
 VALUE_HEAD_DIM = tl.constexpr(256)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL: tl.constexpr):
+    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
+    if IS_PARTIAL:
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        shift = new_max
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
@@ -107,25 +121,14 @@ def forward_q_outer(
         # [BLOCK_N, 256]
         k_tile = k_desc.load([start + BLOCK_N, 0])
         next_s = tl.dot(q_tile, k_tile.T)
-        new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
-        shift = new_max
-        p = tl.exp2(s * scale_log2 - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        running_max = new_max
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL=False)
         p_low = p.to(v.dtype.element_ty)
         # [BLOCK_N, 256]
         v_tile = v_desc.load([start, 0])
         accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
         s = next_s
     s = tl.where((n_last + key_offsets)[None, :] < seqlen_kv, s, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
-    # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * scale_log2 - shift[:, None])
-    rescale = tl.exp2(running_max - shift)
-    running_sum = running_sum * rescale + tl.sum(p, 1)
-    running_max = new_max
+    p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL=True)
     p_low = p.to(v.dtype.element_ty)
     # [BLOCK_N, 256]
     v_tile = v_desc.load([n_last, 0])

@@ -142,7 +142,8 @@ def page_factors(size: Size) -> tuple[Mutant, ...]:
         change("page scale of values missing", "Values count as their 8 bits say.",
                "p *= v_factor[None, :]", "pass"),
         change("page scale of values in the sum", "The sum of weights is scaled as the values are.",
-               "tl.sum(p, 1)", "tl.sum(p * v_factor[None, :], 1)"),
+               "p *= v_factor[None, :]",
+               "running_sum += tl.sum(p * v_factor[None, :] - p, 1)\np *= v_factor[None, :]"),
     )  # fmt: skip
     whole = (
         change("page scale of the block behind", "Values have the scale of the page behind theirs.",

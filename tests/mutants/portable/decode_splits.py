@@ -150,7 +150,7 @@ def softmax(size: Size) -> tuple[Mutant, ...]:
         change("sum not rescaled", "The sum of weights keeps a scale that the maximum has left behind.",
                "running_sum * rescale", "running_sum"),
         change("maximum not kept", "The running maximum falls where it should rise.",
-               "running_max = new_max", "running_max = tl.minimum(running_max, new_max)"),
+               "return p, rescale, new_max,", "return p, rescale, tl.minimum(running_max, new_max),"),
         change("rows without a key divided by zero", "A row that sees no key is NaN.",
                "tl.where(running_sum == 0.0, 1.0, running_sum)", "running_sum"),
         change("rows without a key shifted by -inf", "A row that has seen no key yet turns NaN.",

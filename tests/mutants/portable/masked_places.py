@@ -143,7 +143,7 @@ def page_factors(size: Size) -> tuple[Mutant, ...]:
         f"tl.load({letter}_scale_base + page.to(tl.int64) * stride_{letter}_scale_p)" for letter in "kv"
     )
     k_factor, v_factor = f"k_factor = {of_k}", f"v_factor = {of_v}"
-    sum_of_weights = "tl.sum(p, 1)"
+    low = "p_low = (p * v_factor[None, :])"
     changes = (
         change("page scale of keys missing", "Keys count as their 8 bits say.",
                "s *= k_factor[None, :]", "pass", LOOPS),
@@ -156,7 +156,7 @@ def page_factors(size: Size) -> tuple[Mutant, ...]:
         change("page scale of values missing", "Values count as their 8 bits say.",
                "p * v_factor[None, :]", "p", LOOPS),
         change("page scale of values in the sum", "The sum of weights is scaled as the values are.",
-               sum_of_weights, sum_of_weights.replace("p,", "p * v_factor[None, :],"), LOOPS),
+               low, f"running_sum += tl.sum(p * v_factor[None, :] - p, 1)\n{low}", LOOPS),
         change("page behind the last key looked up", "Entries of a table are read that are nobody's.",
                NEXT_PAGES, "(keys + BLOCK_N)", LOOPS),
         change("rows of small pages from the sequence's start",

@@ -15,7 +15,7 @@ ADD_BIAS = "s += bias_tile.to(tl.float32) * LOG2_E"
 SLOPE = "tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E"
 SINK = "tl.load(sinks + head) * LOG2_E"
 LARGEST = "largest = tl.maximum(running_max, sink_log2)"
-SUM = "running_sum = running_sum * rescale + tl.sum(p, 1)"
+SUM = "running_sum * rescale + tl.sum(p, 1)"
 KEY_EXISTS = "mask=(keys < seqlen_kv)[:, None]"
 LSE = "row_lse = (running_max + tl.log2(running_sum)) * LN_2"
 BAND = Part("for start in tl.range(n_full_max,", "# Without a visible key")
@@ -87,7 +87,7 @@ def biases(size: Size) -> tuple[Mutant, ...]:
         change("bias before the scale", "It is scaled as the scores are.",
                ADD_BIAS, ADD_BIAS.replace("LOG2_E", "scale_log2"), LOOPS),
         change("rows that a bias hides shifted by -inf", "A row whose keys are all hidden turns NaN.",
-               SHIFT, "shift = new_max", LOOPS),
+               SHIFT, "shift = new_max"),
     )  # fmt: skip
     return mutants_of(size.masked(bias=Bias.ADDITIVE), changes)
 
@@ -141,9 +141,9 @@ def softmax(size: Size) -> tuple[Mutant, ...]:
         Change("outputs of masked blocks not rescaled", "They keep a scale that the maximum has left behind.",
                (Patch("accumulator * rescale[:, None]", "accumulator", BAND),)),
         Change("sum of masked blocks not rescaled", "It keeps a scale that the maximum has left behind.",
-               (Patch(SUM, SUM.replace(" * rescale", ""), BAND),)),
+               (Patch(SUM, SUM.replace("rescale", "(1.0 if IS_PARTIAL else rescale)")),)),
         change("maximum not kept", "The running maximum falls where it should rise.",
-               "running_max = new_max", "running_max = tl.minimum(running_max, new_max)", LOOPS),
+               "return p, rescale, new_max,", "return p, rescale, tl.minimum(running_max, new_max),"),
         change("rows without a key divided by zero", "A row that sees no key is NaN.",
                "tl.where(running_sum == 0.0, 1.0, running_sum)", "running_sum"),
         change("rows without a key shifted by -inf", "A row that has seen no key yet turns NaN.",

@@ -12,7 +12,6 @@ from flashtune.templates.registry import find_family
 from tests.mutants.core import Mutant, Patch, Subject
 
 QUERIES_OUTER, KEYS_OUTER = "forward_q_outer", "forward_kv_outer"
-ADD_WEIGHTS = "running_sum = running_sum * rescale + tl.sum(p, 1)"
 CAUSAL_MASK = {
     QUERIES_OUTER: "(start + key_offsets)[None, :] < row_end[:, None]",
     KEYS_OUTER: "keys[None, :] < row_end[:, None]",
@@ -77,8 +76,8 @@ def masks(bench: Bench) -> tuple[Mutant, ...]:
     rows = "(queries % 8 == 3)[:, None]"
 
     def forget(which: str) -> Patch:
-        keep = f"p = tl.where({rows} & {which}, 0.0, p)"
-        return Patch(ADD_WEIGHTS, f"{keep}\n{ADD_WEIGHTS}", times=loops)
+        hidden = f'tl.where({rows} & {which}, float("-inf"), s)'
+        return Patch("= softmax_step(s,", f"= softmax_step({hidden},", times=loops)
 
     return (
         Mutant(
@@ -140,13 +139,13 @@ def softmax(bench: Bench) -> tuple[Mutant, ...]:
             "sum not rescaled",
             "The sum of weights keeps a scale that the maximum has left behind.",
             causal,
-            (Patch("running_sum * rescale", "running_sum", times=loops),),
+            (Patch("running_sum * rescale", "running_sum"),),
         ),
         Mutant(
             "maximum not kept",
             "The running maximum falls where it should rise.",
             causal,
-            (Patch("running_max = new_max", "running_max = tl.minimum(running_max, new_max)", times=loops),),
+            (Patch("return p, rescale, new_max,", "return p, rescale, tl.minimum(running_max, new_max),"),),
         ),
         Mutant(
             "scale applied twice",
