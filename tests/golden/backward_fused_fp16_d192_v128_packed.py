@@ -6,7 +6,7 @@ With         alibi, varlen
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim True, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused a297cd39fff3
+Template     backward_fused ddd217e66902
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -56,6 +56,24 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 SEARCHED = tl.constexpr(256)
 # Triton's interpreter has no reductions by the copy engine: there atomics do the same.
 COPY_ENGINE = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def count_sequences(tile, cu_seqlens, sequences, BLOCK: tl.constexpr):
+    """Returns how many sequences begin by a tile. Sequence b's tiles begin at its first row // BLOCK + b."""
+    begun = 0
+    for start in tl.range(0, sequences, SEARCHED):
+        others = start + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens + others, mask=others < sequences, other=0) // BLOCK + others
+        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    return begun
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return stop
 
 
 @triton.jit
@@ -175,12 +193,7 @@ def backward_fused(
         rows_of_sums = heads * (seqlen_q // BLOCK_M + sequences) * BLOCK_M
         dq_sums_0 = tl.make_tensor_descriptor(workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 128])
         dq_sums_1 = tl.make_tensor_descriptor(workspace_2, [rows_of_sums, HEAD_DIM], [HEAD_DIM, 1], [BLOCK_M, 64])
-    # Sequence b's blocks begin at cu_seqlens_kv[b] // BLOCK_N + b: count the sequences that begin by ours.
-    begun = 0
-    for start in tl.range(0, sequences, SEARCHED):
-        others = start + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens_kv + others, mask=others < sequences, other=0) // BLOCK_N + others
-        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    begun = count_sequences(tile, cu_seqlens_kv, sequences, BLOCK_N)
     if begun == 0:
         return
     sequence = begun - 1
@@ -319,7 +332,7 @@ def backward_fused(
         queries = start + query_offsets
         query_exists = queries < seqlen_q
         positions = queries + diagonal
-        row_end = tl.minimum(positions + 1, seqlen_kv)
+        row_end = key_stop(positions, seqlen_kv)
         # [BLOCK_M, 128]
         q_tile_0 = tl.load(
             q_base + queries[:, None] * stride_qs + columns_128[None, :],
@@ -414,12 +427,7 @@ def convert_sums(
     tiles = seqlen_q // BLOCK_M + sequences
     tile = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles
-    # Sequence b's tiles begin at cu_seqlens_q[b] // BLOCK_M + b: count the sequences that begin by ours.
-    begun = 0
-    for start in tl.range(0, sequences, SEARCHED):
-        others = start + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // BLOCK_M + others
-        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    begun = count_sequences(tile, cu_seqlens_q, sequences, BLOCK_M)
     if begun == 0:
         return
     sequence = begun - 1

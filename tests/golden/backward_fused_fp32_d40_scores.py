@@ -6,7 +6,7 @@ With         attention_chunk, bias, prefix, seqlens_k, softcap, gradient of the 
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction atomics, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused a297cd39fff3
+Template     backward_fused ddd217e66902
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -54,6 +54,32 @@ HEAD_DIM = tl.constexpr(40)
 VALUE_HEAD_DIM = tl.constexpr(24)
 LOG2_E = tl.constexpr(1.4426950408889634)
 CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(seqlen_kv, tl.where(position < 0, 0, position // CHUNK * CHUNK + CHUNK))
+    return stop
+
+
+@triton.jit
+def key_start(position):
+    """Returns the first key that a query sees, by the left window and the chunk."""
+    return tl.maximum(position, 0) // CHUNK * CHUNK
+
+
+@triton.jit
+def cap_scores(s, score_factor, cap_log2):
+    """Returns scores after the softcap, in units of log2."""
+    s *= score_factor
+    # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
+    square = s * s
+    series = 0.021869488536155203 - square * 0.008863235529902197
+    series = -0.05396825396825397 + square * series
+    series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+    steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+    return cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
 
 
 @triton.jit
@@ -255,14 +281,7 @@ def backward_fused(
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
         s = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-        s *= score_factor
-        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = s * s
-        series = 0.021869488536155203 - square * 0.008863235529902197
-        series = -0.05396825396825397 + square * series
-        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
-        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
+        s = cap_scores(s, score_factor, cap_log2)
         # How steep the cap is there: the derivative of cap * tanh(x / cap).
         tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
@@ -309,9 +328,9 @@ def backward_fused(
         queries = start + query_offsets
         query_exists = queries < seqlen_q
         positions = queries + diagonal
+        row_end = key_stop(positions, seqlen_kv)
         row_lifted = prefix_end
-        row_end = tl.minimum(seqlen_kv, tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK))
-        row_start = tl.maximum(positions, 0) // CHUNK * CHUNK
+        row_start = key_start(positions)
         # [BLOCK_M, 64]
         q_tile = tl.load(
             q_base + queries[:, None] * stride_qs + columns_64[None, :],
@@ -323,14 +342,7 @@ def backward_fused(
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
         s = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-        s *= score_factor
-        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = s * s
-        series = 0.021869488536155203 - square * 0.008863235529902197
-        series = -0.05396825396825397 + square * series
-        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
-        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
+        s = cap_scores(s, score_factor, cap_log2)
         # How steep the cap is there: the derivative of cap * tanh(x / cap).
         tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent

@@ -6,7 +6,7 @@ With         alibi, dropout, varlen
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 439bb923ea3a
+Template     backward_split d8e895afaf48
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -87,6 +87,38 @@ def stays(row_first, row_second, keys, dropout):
     word = (product >> 32).to(tl.uint32) ^ product.to(tl.uint32) ^ row_second
     fallen_words = tl.full([1, 1], dropout, tl.float32) * 4294967296.0
     return word * 0xAC4C1B51 >= fallen_words.to(tl.uint32)
+
+
+@triton.jit
+def count_sequences(tile, cu_seqlens, sequences, BLOCK: tl.constexpr):
+    """Returns how many sequences begin by a tile. Sequence b's tiles begin at its first row // BLOCK + b."""
+    begun = 0
+    for start in tl.range(0, sequences, SEARCHED):
+        others = start + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens + others, mask=others < sequences, other=0) // BLOCK + others
+        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    return begun
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return stop
+
+
+@triton.jit
+def key_bounds(first_position, last_position, seqlen_kv):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    n_max = key_stop(last_position, seqlen_kv)
+    n_full_max = tl.maximum(key_stop(first_position, seqlen_kv), 0) // DQ_BLOCK_N * DQ_BLOCK_N
+    return n_max, n_full_max
 
 
 @triton.jit
@@ -202,12 +234,7 @@ def backward_split(
     tile = tl.program_id(0) % tiles
     kv_head = tl.program_id(0) // tiles
     slope_stride = seqlen_kv
-    # Sequence b's blocks begin at cu_seqlens_kv[b] // BLOCK_N + b: count the sequences that begin by ours.
-    begun = 0
-    for start in tl.range(0, sequences, SEARCHED):
-        others = start + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens_kv + others, mask=others < sequences, other=0) // BLOCK_N + others
-        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    begun = count_sequences(tile, cu_seqlens_kv, sequences, BLOCK_N)
     if begun == 0:
         return
     sequence = begun - 1
@@ -276,7 +303,7 @@ def backward_split(
         queries = start + query_offsets
         query_exists = queries < seqlen_q
         positions = queries + diagonal
-        row_end = tl.minimum(positions + 1, seqlen_kv)
+        row_end = key_stop(positions, seqlen_kv)
         # [BLOCK_M, 64]
         q_tile = tl.load(
             q_base + queries[:, None] * stride_qs + columns_64[None, :],
@@ -378,12 +405,7 @@ def gradient_of_queries(
     tile = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles
     slope_stride = seqlen_kv
-    # Sequence b's tiles begin at cu_seqlens_q[b] // BLOCK_M + b: count the sequences that begin by ours.
-    begun = 0
-    for start in tl.range(0, sequences, SEARCHED):
-        others = start + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // BLOCK_M + others
-        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    begun = count_sequences(tile, cu_seqlens_q, sequences, BLOCK_M)
     if begun == 0:
         return
     sequence = begun - 1
@@ -429,13 +451,8 @@ def gradient_of_queries(
     positions = queries + diagonal
     first_position = first_query + diagonal
     last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(positions + 1, seqlen_kv)
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_end = tl.minimum(first_position + 1, seqlen_kv)
-    last_end = tl.minimum(last_position + 1, seqlen_kv)
-    n_max = last_end
-    # Blocks that every query of the tile sees whole.
-    n_full_max = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    row_end = key_stop(positions, seqlen_kv)
+    n_max, n_full_max = key_bounds(first_position, last_position, seqlen_kv)
     scale_log2 = scale * LOG2_E
     slope_log2 = tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E
     position_numbers = positions.to(tl.float32)

@@ -6,7 +6,7 @@ With         sink_tokens, sinks, window
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim True, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 439bb923ea3a
+Template     backward_split d8e895afaf48
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -56,6 +56,46 @@ VALUE_HEAD_DIM = tl.constexpr(128)
 LOG2_E = tl.constexpr(1.4426950408889634)
 WINDOW_LEFT = tl.constexpr(1024)
 FIRST_TOKENS = tl.constexpr(4)
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return stop
+
+
+@triton.jit
+def lifted_stop(position, seqlen_kv):
+    """Returns the key after those at the start of a sequence that a query sees despite window and chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return tl.minimum(stop, FIRST_TOKENS)
+
+
+@triton.jit
+def key_start(position):
+    """Returns the first key that a query sees, by the left window and the chunk."""
+    return tl.maximum(position - WINDOW_LEFT, 0)
+
+
+@triton.jit
+def key_bounds(first_position, last_position, seqlen_kv):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    first_start = key_start(first_position)
+    n_max = key_stop(last_position, seqlen_kv)
+    last_lifted = lifted_stop(last_position, seqlen_kv)
+    n_max = tl.maximum(n_max, last_lifted)
+    n_min = first_start // DQ_BLOCK_N * DQ_BLOCK_N
+    n_lifted = tl.minimum(tl.cdiv(last_lifted, DQ_BLOCK_N) * DQ_BLOCK_N, n_min)
+    n_full_min = tl.cdiv(key_start(last_position), DQ_BLOCK_N) * DQ_BLOCK_N
+    n_full_max = tl.maximum(key_stop(first_position, seqlen_kv), 0) // DQ_BLOCK_N * DQ_BLOCK_N
+    return n_min, n_max, n_lifted, n_full_min, n_full_max
 
 
 @triton.jit
@@ -259,9 +299,9 @@ def backward_split(
         queries = start + query_offsets
         query_exists = queries < seqlen_q
         positions = queries + diagonal
-        row_end = tl.minimum(positions + 1, seqlen_kv)
-        row_lifted = tl.minimum(row_end, FIRST_TOKENS)
-        row_start = tl.maximum(positions - WINDOW_LEFT, 0)
+        row_end = key_stop(positions, seqlen_kv)
+        row_lifted = lifted_stop(positions, seqlen_kv)
+        row_start = key_start(positions)
         # [BLOCK_M, 128]
         q_tile_0 = tl.load(
             q_base + queries[:, None] * stride_qs + columns_128[None, :],
@@ -396,21 +436,10 @@ def gradient_of_queries(
     positions = queries + diagonal
     first_position = first_query + diagonal
     last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(positions + 1, seqlen_kv)
-    row_lifted = tl.minimum(row_end, FIRST_TOKENS)
-    row_start = tl.maximum(positions - WINDOW_LEFT, 0)
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_end = tl.minimum(first_position + 1, seqlen_kv)
-    first_start = tl.maximum(first_position - WINDOW_LEFT, 0)
-    last_end = tl.minimum(last_position + 1, seqlen_kv)
-    last_lifted = tl.minimum(last_end, FIRST_TOKENS)
-    last_start = tl.maximum(last_position - WINDOW_LEFT, 0)
-    n_max = tl.maximum(last_end, last_lifted)
-    n_min = first_start // BLOCK_N * BLOCK_N
-    n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
-    # Blocks that every query of the tile sees whole.
-    n_full_min = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
-    n_full_max = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    row_end = key_stop(positions, seqlen_kv)
+    row_lifted = lifted_stop(positions, seqlen_kv)
+    row_start = key_start(positions)
+    n_min, n_max, n_lifted, n_full_min, n_full_max = key_bounds(first_position, last_position, seqlen_kv)
     scale_log2 = scale * LOG2_E
 
     for start in tl.range(n_full_min, n_full_max, BLOCK_N):
@@ -436,7 +465,7 @@ def gradient_of_queries(
         dq_sum_0 = tl.dot(ds_low, k_tile_0, dq_sum_0)
         dq_sum_1 = tl.dot(ds_low, k_tile_1, dq_sum_1)
 
-    lifted_blocks = n_lifted_max // BLOCK_N
+    lifted_blocks = n_lifted // BLOCK_N
     # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
     n_right_min = tl.maximum(n_full_min, n_full_max)
     left_keys = tl.minimum(n_full_min, n_max) - n_min

@@ -6,7 +6,7 @@ With         alibi, attention_chunk, bias, prefix, seqlens_k, softcap, gradient 
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split 439bb923ea3a
+Template     backward_split d8e895afaf48
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -55,6 +55,52 @@ HEAD_DIM = tl.constexpr(40)
 VALUE_HEAD_DIM = tl.constexpr(24)
 LOG2_E = tl.constexpr(1.4426950408889634)
 CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(seqlen_kv, tl.where(position < 0, 0, position // CHUNK * CHUNK + CHUNK))
+    return stop
+
+
+@triton.jit
+def key_start(position):
+    """Returns the first key that a query sees, by the left window and the chunk."""
+    return tl.maximum(position, 0) // CHUNK * CHUNK
+
+
+@triton.jit
+def key_bounds(first_position, last_position, seqlen_kv, prefix_end):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    first_start = key_start(first_position)
+    n_max = key_stop(last_position, seqlen_kv)
+    last_lifted = prefix_end
+    n_max = tl.maximum(n_max, last_lifted)
+    n_min = first_start // DQ_BLOCK_N * DQ_BLOCK_N
+    n_lifted = tl.minimum(tl.cdiv(last_lifted, DQ_BLOCK_N) * DQ_BLOCK_N, n_min)
+    n_full_min = tl.cdiv(key_start(last_position), DQ_BLOCK_N) * DQ_BLOCK_N
+    n_full_max = tl.maximum(key_stop(first_position, seqlen_kv), 0) // DQ_BLOCK_N * DQ_BLOCK_N
+    return n_min, n_max, n_lifted, n_full_min, n_full_max
+
+
+@triton.jit
+def cap_scores(s, score_factor, cap_log2):
+    """Returns scores after the softcap, in units of log2."""
+    s *= score_factor
+    # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
+    square = s * s
+    series = 0.021869488536155203 - square * 0.008863235529902197
+    series = -0.05396825396825397 + square * series
+    series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+    steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+    return cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
 
 
 @triton.jit
@@ -243,9 +289,9 @@ def backward_split(
         queries = start + query_offsets
         query_exists = queries < seqlen_q
         positions = queries + diagonal
+        row_end = key_stop(positions, seqlen_kv)
         row_lifted = prefix_end
-        row_end = tl.minimum(seqlen_kv, tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK))
-        row_start = tl.maximum(positions, 0) // CHUNK * CHUNK
+        row_start = key_start(positions)
         # [BLOCK_M, 64]
         q_tile = tl.load(
             q_base + queries[:, None] * stride_qs + columns_64[None, :],
@@ -258,14 +304,7 @@ def backward_split(
         position_numbers = positions.to(tl.float32)
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
         s = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-        s *= score_factor
-        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = s * s
-        series = 0.021869488536155203 - square * 0.008863235529902197
-        series = -0.05396825396825397 + square * series
-        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
-        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
+        s = cap_scores(s, score_factor, cap_log2)
         # How steep the cap is there: the derivative of cap * tanh(x / cap).
         tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
@@ -400,21 +439,10 @@ def gradient_of_queries(
     positions = queries + diagonal
     first_position = first_query + diagonal
     last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
+    row_end = key_stop(positions, seqlen_kv)
     row_lifted = prefix_end
-    row_end = tl.minimum(seqlen_kv, tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK))
-    row_start = tl.maximum(positions, 0) // CHUNK * CHUNK
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_end = tl.minimum(seqlen_kv, tl.where(first_position < 0, 0, first_position // CHUNK * CHUNK + CHUNK))
-    first_start = tl.maximum(first_position, 0) // CHUNK * CHUNK
-    last_lifted = prefix_end
-    last_end = tl.minimum(seqlen_kv, tl.where(last_position < 0, 0, last_position // CHUNK * CHUNK + CHUNK))
-    last_start = tl.maximum(last_position, 0) // CHUNK * CHUNK
-    n_max = tl.maximum(last_end, last_lifted)
-    n_min = first_start // BLOCK_N * BLOCK_N
-    n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
-    # Blocks that every query of the tile sees whole.
-    n_full_min = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
-    n_full_max = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    row_start = key_start(positions)
+    n_min, n_max, n_lifted, n_full_min, n_full_max = key_bounds(first_position, last_position, seqlen_kv, prefix_end)
     bias_queries = tl.minimum(queries, seqlen_q - 1)
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
     cap_log2 = softcap * LOG2_E
@@ -439,14 +467,7 @@ def gradient_of_queries(
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         # [BLOCK_M, BLOCK_N]
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
-        s *= score_factor
-        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = s * s
-        series = 0.021869488536155203 - square * 0.008863235529902197
-        series = -0.05396825396825397 + square * series
-        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
-        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
+        s = cap_scores(s, score_factor, cap_log2)
         # How steep the cap is there: the derivative of cap * tanh(x / cap).
         tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
@@ -468,7 +489,7 @@ def gradient_of_queries(
         ds_low = (ds * steepness).to(q.dtype.element_ty)
         dq_sum = tl.dot(ds_low, k_tile, dq_sum, input_precision="ieee")
 
-    lifted_blocks = n_lifted_max // BLOCK_N
+    lifted_blocks = n_lifted // BLOCK_N
     # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
     n_right_min = tl.maximum(n_full_min, n_full_max)
     left_keys = tl.minimum(n_full_min, n_max) - n_min
@@ -488,14 +509,7 @@ def gradient_of_queries(
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         # [BLOCK_M, BLOCK_N]
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
-        s *= score_factor
-        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = s * s
-        series = 0.021869488536155203 - square * 0.008863235529902197
-        series = -0.05396825396825397 + square * series
-        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
-        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
+        s = cap_scores(s, score_factor, cap_log2)
         # How steep the cap is there: the derivative of cap * tanh(x / cap).
         tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
@@ -520,7 +534,7 @@ def gradient_of_queries(
         ds_low = (ds * steepness).to(q.dtype.element_ty)
         dq_sum = tl.dot(ds_low, k_tile, dq_sum, input_precision="ieee")
     # Blocks of keys that no query of the tile sees add nothing.
-    for start in tl.range(n_lifted_max, tl.minimum(n_min, all_keys), BLOCK_N):
+    for start in tl.range(n_lifted, tl.minimum(n_min, all_keys), BLOCK_N):
         keys = start + key_offsets
         dbias_at = dbias_base + (dbias_rows[:, None] + keys[None, :])
         nothing = tl.zeros([BLOCK_M, BLOCK_N], dbias.dtype.element_ty)

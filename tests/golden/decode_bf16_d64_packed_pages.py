@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and pages, quantized_kv, sink_tokens, varlen, window
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv bce9e412064b
+Template     decode_split_kv bbe723c76393
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -14,9 +14,9 @@ Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
       s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of s
+      new_max = max(running_max, rows of s)
       p, rescale = exp2(s - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of p
+      running_max, running_sum = new_max, running_sum * rescale + sum(p)
       accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
@@ -60,6 +60,55 @@ WIDEN = tl.constexpr(
     "prmt.b32 $0, turned, 0x64646464, 0x4240; prmt.b32 $1, turned, 0x64646464, 0x4341; "
     "sub.rn.f16x2 $0, $0, offset; sub.rn.f16x2 $1, $1, offset; }"
 )
+
+
+@triton.jit
+def count_sequences(tile, cu_seqlens, sequences, group_size, BLOCK: tl.constexpr):
+    """Returns how many sequences begin by a tile. Sequence b's tiles begin at its first row // BLOCK + b."""
+    begun = 0
+    for start in tl.range(0, sequences, SEARCHED):
+        others = start + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens + others, mask=others < sequences, other=0) * group_size // BLOCK + others
+        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    return begun
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return stop
+
+
+@triton.jit
+def lifted_stop(position, seqlen_kv):
+    """Returns the key after those at the start of a sequence that a query sees despite window and chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return tl.minimum(stop, FIRST_TOKENS)
+
+
+@triton.jit
+def key_start(position):
+    """Returns the first key that a query sees, by the left window and the chunk."""
+    return tl.maximum(position - WINDOW_LEFT, 0)
+
+
+@triton.jit
+def key_bounds(first_position, last_position, seqlen_kv):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    first_start = key_start(first_position)
+    n_max = key_stop(last_position, seqlen_kv)
+    last_lifted = lifted_stop(last_position, seqlen_kv)
+    n_max = tl.maximum(n_max, last_lifted)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    n_lifted = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
+    return n_min, n_max, n_lifted
 
 
 @triton.jit
@@ -125,12 +174,7 @@ def decode_split_kv(
     split = tl.program_id(0) // tiles % splits
     sequence_head = tl.program_id(0) // tiles // splits
     kv_head = sequence_head
-    # Sequence b's tiles begin at cu_seqlens_q[b] * group_size // BLOCK_M + b: count those up to this one.
-    begun = 0
-    for start in tl.range(0, sequences, SEARCHED):
-        others = start + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) * group_size // BLOCK_M + others
-        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    begun = count_sequences(tile, cu_seqlens_q, sequences, group_size, BLOCK_M)
     if begun == 0:
         return
     sequence = begun - 1
@@ -174,20 +218,14 @@ def decode_split_kv(
     positions = queries + diagonal
     first_position = tile * BLOCK_M // group_size + diagonal
     last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
-    row_end = tl.minimum(positions + 1, seqlen_kv)
-    row_lifted = tl.minimum(row_end, FIRST_TOKENS)
-    row_start = tl.maximum(positions - WINDOW_LEFT, 0)
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_start = tl.maximum(first_position - WINDOW_LEFT, 0)
-    last_end = tl.minimum(last_position + 1, seqlen_kv)
-    last_lifted = tl.minimum(last_end, FIRST_TOKENS)
-    n_max = tl.maximum(last_end, last_lifted)
-    n_min = first_start // BLOCK_N * BLOCK_N
-    n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
+    row_end = key_stop(positions, seqlen_kv)
+    row_lifted = lifted_stop(positions, seqlen_kv)
+    row_start = key_start(positions)
+    n_min, n_max, n_lifted = key_bounds(first_position, last_position, seqlen_kv)
     # First the blocks at the start of the sequence, then those of the band: `skipped` keys are between them.
-    n_lifted_max = tl.maximum(n_lifted_max, 0)
-    skipped = n_min - n_lifted_max
-    blocks = tl.cdiv(tl.maximum(n_max - skipped, n_lifted_max), BLOCK_N)
+    n_lifted = tl.maximum(n_lifted, 0)
+    skipped = n_min - n_lifted
+    blocks = tl.cdiv(tl.maximum(n_max - skipped, n_lifted), BLOCK_N)
 
     scale_log2 = scale * LOG2_E
     # Not zero: the product with a hidden key's -inf would be NaN.
@@ -200,10 +238,10 @@ def decode_split_kv(
     first = split * blocks // splits * BLOCK_N
     last = (split + 1) * blocks // splits * BLOCK_N
     # Page numbers are loaded one block ahead: copies of keys do not wait for them.
-    ahead = tl.where(n_lifted_max > first, first, skipped + first)
+    ahead = tl.where(n_lifted > first, first, skipped + first)
     page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + ahead, seqlen_kv - 1), 0) // PAGE_SIZE)
     for step in tl.range(first, last, BLOCK_N):
-        start = tl.where(step < n_lifted_max, step, step + skipped)
+        start = tl.where(step < n_lifted, step, step + skipped)
         keys = start + key_offsets
         # Loads need no mask: it costs each of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE
@@ -211,7 +249,7 @@ def decode_split_kv(
         v_block = v_base + page.to(tl.int64) * stride_vb
         k_factor = tl.load(k_scale_base + page.to(tl.int64) * stride_k_scale_p)
         v_factor = tl.load(v_scale_base + page.to(tl.int64) * stride_v_scale_p)
-        ahead = tl.where(n_lifted_max > step + BLOCK_N, step + BLOCK_N, skipped + step + BLOCK_N)
+        ahead = tl.where(n_lifted > step + BLOCK_N, step + BLOCK_N, skipped + step + BLOCK_N)
         next_page = tl.load(pages + tl.maximum(tl.minimum(key_offsets + ahead, seqlen_kv - 1), 0) // PAGE_SIZE)
         # [BLOCK_N, 32], two columns each
         k_tile = tl.load(

@@ -4,7 +4,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and pages, sinks, window
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 1 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv bce9e412064b
+Template     decode_split_kv bbe723c76393
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -14,9 +14,9 @@ Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
       s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of s
+      new_max = max(running_max, rows of s)
       p, rescale = exp2(s - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of p
+      running_max, running_sum = new_max, running_sum * rescale + sum(p)
       accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
@@ -45,6 +45,34 @@ VALUE_HEAD_DIM = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
 WINDOW_LEFT = tl.constexpr(1024)
 PAGE_SIZE = tl.constexpr(16)
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return stop
+
+
+@triton.jit
+def key_start(position):
+    """Returns the first key that a query sees, by the left window and the chunk."""
+    return tl.maximum(position - WINDOW_LEFT, 0)
+
+
+@triton.jit
+def key_bounds(first_position, last_position, seqlen_kv):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    first_start = key_start(first_position)
+    n_max = key_stop(last_position, seqlen_kv)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    return n_min, n_max
 
 
 @triton.jit
@@ -120,13 +148,9 @@ def decode_split_kv(
     positions = queries + diagonal
     first_position = tile * BLOCK_M // group_size + diagonal
     last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
-    row_end = tl.minimum(positions + 1, seqlen_kv)
-    row_start = tl.maximum(positions - WINDOW_LEFT, 0)
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_start = tl.maximum(first_position - WINDOW_LEFT, 0)
-    last_end = tl.minimum(last_position + 1, seqlen_kv)
-    n_max = last_end
-    n_min = first_start // BLOCK_N * BLOCK_N
+    row_end = key_stop(positions, seqlen_kv)
+    row_start = key_start(positions)
+    n_min, n_max = key_bounds(first_position, last_position, seqlen_kv)
     blocks = tl.cdiv(tl.maximum(n_max - n_min, 0), BLOCK_N)
 
     scale_log2 = scale * LOG2_E

@@ -4,7 +4,7 @@ Computes     fp32, head dim 40, value head dim 24, causal: none
              and alibi, attention_chunk, bias, prefix, sinks, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     decode_split_kv bce9e412064b
+Template     decode_split_kv bbe723c76393
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -14,9 +14,9 @@ Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
       s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of s
+      new_max = max(running_max, rows of s)
       p, rescale = exp2(s - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of p
+      running_max, running_sum = new_max, running_sum * rescale + sum(p)
       accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
@@ -48,6 +48,50 @@ CHUNK = tl.constexpr(64)
 # Splits that are combined together, and columns of a combine program.
 SPLIT_TILE = tl.constexpr(4)
 COMBINED = tl.constexpr(32)
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(seqlen_kv, tl.where(position < 0, 0, position // CHUNK * CHUNK + CHUNK))
+    return stop
+
+
+@triton.jit
+def key_start(position):
+    """Returns the first key that a query sees, by the left window and the chunk."""
+    return tl.maximum(position, 0) // CHUNK * CHUNK
+
+
+@triton.jit
+def key_bounds(first_position, last_position, seqlen_kv, prefix_end):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    first_start = key_start(first_position)
+    n_max = key_stop(last_position, seqlen_kv)
+    last_lifted = prefix_end
+    n_max = tl.maximum(n_max, last_lifted)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    n_lifted = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
+    return n_min, n_max, n_lifted
+
+
+@triton.jit
+def cap_scores(s, score_factor, cap_log2):
+    """Returns scores after the softcap, in units of log2."""
+    s *= score_factor
+    # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
+    square = s * s
+    series = 0.021869488536155203 - square * 0.008863235529902197
+    series = -0.05396825396825397 + square * series
+    series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+    steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+    return cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
 
 
 @triton.jit
@@ -136,20 +180,14 @@ def decode_split_kv(
     positions = queries + diagonal
     first_position = tile * BLOCK_M // group_size + diagonal
     last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
+    row_end = key_stop(positions, seqlen_kv)
     row_lifted = prefix_end
-    row_end = tl.minimum(seqlen_kv, tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK))
-    row_start = tl.maximum(positions, 0) // CHUNK * CHUNK
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_start = tl.maximum(first_position, 0) // CHUNK * CHUNK
-    last_lifted = prefix_end
-    last_end = tl.minimum(seqlen_kv, tl.where(last_position < 0, 0, last_position // CHUNK * CHUNK + CHUNK))
-    n_max = tl.maximum(last_end, last_lifted)
-    n_min = first_start // BLOCK_N * BLOCK_N
-    n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
+    row_start = key_start(positions)
+    n_min, n_max, n_lifted = key_bounds(first_position, last_position, seqlen_kv, prefix_end)
     # First the blocks at the start of the sequence, then those of the band: `skipped` keys are between them.
-    n_lifted_max = tl.maximum(n_lifted_max, 0)
-    skipped = n_min - n_lifted_max
-    blocks = tl.cdiv(tl.maximum(n_max - skipped, n_lifted_max), BLOCK_N)
+    n_lifted = tl.maximum(n_lifted, 0)
+    skipped = n_min - n_lifted
+    blocks = tl.cdiv(tl.maximum(n_max - skipped, n_lifted), BLOCK_N)
 
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
     cap_log2 = softcap * LOG2_E
@@ -169,7 +207,7 @@ def decode_split_kv(
     first = split * blocks // splits * BLOCK_N
     last = (split + 1) * blocks // splits * BLOCK_N
     for step in tl.range(first, last, BLOCK_N):
-        start = tl.where(step < n_lifted_max, step, step + skipped)
+        start = tl.where(step < n_lifted, step, step + skipped)
         keys = start + key_offsets
         # Loads need no mask: it costs each of them more than a key that is read twice.
         slots = tl.minimum(keys, seqlen_kv - 1)
@@ -180,14 +218,7 @@ def decode_split_kv(
             other=0.0,
         )
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        s *= score_factor
-        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = s * s
-        series = 0.021869488536155203 - square * 0.008863235529902197
-        series = -0.05396825396825397 + square * series
-        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
-        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
+        s = cap_scores(s, score_factor, cap_log2)
         distance = (position_numbers - start)[:, None] - key_numbers[None, :]
         s -= slope_log2[:, None] * tl.abs(distance)
         visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])

@@ -5,18 +5,30 @@ Config       block_m 64, block_n 64, 4 warps, 1 stages, split_head_dim False, ma
 Assumes      strides that are multiples of 16, 32-bit offsets
 Template     forward_kv_outer 00dde3412141
 
-The order of loops is FlashAttention-1's (Dao et al., 2022): each row's running maximum, sum and
-output are carried from one block of keys to the next through global memory, in float32. Programs on
-the same rows would race, so one program walks all keys of its head. The softmax is online (Milakov
-and Gimelshein, 2018), in base 2; the output is divided by its sum once, at the end.
+Algorithm of a program, for a head
+  running_max, running_sum, accumulator = -inf, 0, 0, of all rows, in global memory, float32
+  for each block of keys before n_max:
+      for each tile of queries from m_min on, which sees some of the keys:
+          s = q_tile k_tile^T, and -inf where row_end or seqlen_kv hides it
+          new_max = max(running_max, rows of s * scale_log2)
+          p, rescale = exp2(s * scale_log2 - new_max), exp2(running_max - new_max)
+          running_max, running_sum = new_max, running_sum * rescale + sum(p)
+          accumulator = accumulator * rescale + p v_tile
+  out = accumulator / running_sum;  lse = running_max + log2(running_sum), in natural units
+The order of loops is FlashAttention-1's (Dao et al., 2022). Programs on the same rows would race, so one program
+loops over all keys of its head. The softmax is online (Milakov and Gimelshein, 2018).
 
-Sub-notation
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
   carried_*                         the state of all rows between blocks of keys, in global memory
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
+  n_max, m_min                      the end of the visible keys; the first query that sees a block
 Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile
+  block_m, block_n                  queries and keys of a tile: BLOCK_M, BLOCK_N
+  num_warps, num_stages             warps and pipeline stages
+  split_head_dim                    a head dim as several tiles instead of one padded tile
+  maxnreg                           limit of registers per thread, 0 for none
 """
 
 import torch

@@ -6,19 +6,34 @@ With         dropout, softcap, window
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 145005fcdeee
+Template     forward_masked f30ece185791
 
-The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
-2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
-of a tile sees are not read.
+Algorithm of a program, for a tile of queries
+  n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile)
+  running_max, running_sum, accumulator = -inf, 0, 0
+  for each full block of keys, then for each partial block:
+      s = q_tile k_tile^T, changed by softcap, ALiBi and bias
+      s = -inf where hidden                         in full blocks by a mask tensor alone
+      p, rescale, running_max, running_sum = softmax_step(s)
+      accumulator = accumulator * rescale + (p, zero where dropped) v_tile
+  add the sink to running_max and running_sum
+  out = accumulator / running_sum;  lse = running_max + log2(running_sum), in natural units
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein, 2018).
 
-Sub-notation
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
   position                          position of a query among the keys of its sequence
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
+  n_min, n_max                      visible keys of a tile of queries; n_full_min, n_full_max of its full blocks
 Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile
+  block_m, block_n                  queries and keys of a tile: BLOCK_M, BLOCK_N
+  num_warps, num_stages             warps and pipeline stages
+  split_masked_loop                 full blocks have a loop of their own
+  split_head_dim                    a head dim as several tiles instead of one padded tile
+  lpt                               tiles with the most keys are first
+  heads_innermost                   neighbouring programs have different heads
+  maxnreg                           limit of registers per thread, 0 for none
 """
 
 import torch
@@ -64,6 +79,43 @@ def stays(row_first, row_second, keys, dropout):
     word = (product >> 32).to(tl.uint32) ^ product.to(tl.uint32) ^ row_second
     fallen_words = tl.full([1, 1], dropout, tl.float32) * 4294967296.0
     return word * 0xAC4C1B51 >= fallen_words.to(tl.uint32)
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return stop
+
+
+@triton.jit
+def key_start(position):
+    """Returns the first key that a query sees, by the left window and the chunk."""
+    return tl.maximum(position - WINDOW_LEFT, 0)
+
+
+@triton.jit
+def key_bounds(first_position, last_position, seqlen_kv):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    first_start = key_start(first_position)
+    n_max = key_stop(last_position, seqlen_kv)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    n_full_min = tl.cdiv(key_start(last_position), BLOCK_N) * BLOCK_N
+    n_full_max = tl.maximum(key_stop(first_position, seqlen_kv), 0) // BLOCK_N * BLOCK_N
+    return n_min, n_max, n_full_min, n_full_max
+
+
+@triton.jit
+def cap_scores(s, score_factor, cap_log2):
+    """Returns scores after the softcap, in units of log2."""
+    s *= score_factor
+    return cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
 
 
 @triton.jit
@@ -137,18 +189,9 @@ def forward_masked(
     positions = queries + diagonal
     first_position = first_query + diagonal
     last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(positions + 1, seqlen_kv)
-    row_start = tl.maximum(positions - WINDOW_LEFT, 0)
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_end = tl.minimum(first_position + 1, seqlen_kv)
-    first_start = tl.maximum(first_position - WINDOW_LEFT, 0)
-    last_end = tl.minimum(last_position + 1, seqlen_kv)
-    last_start = tl.maximum(last_position - WINDOW_LEFT, 0)
-    n_max = last_end
-    n_min = first_start // BLOCK_N * BLOCK_N
-    # Blocks that every query of the tile sees whole.
-    n_full_min = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
-    n_full_max = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    row_end = key_stop(positions, seqlen_kv)
+    row_start = key_start(positions)
+    n_min, n_max, n_full_min, n_full_max = key_bounds(first_position, last_position, seqlen_kv)
 
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
     cap_log2 = softcap * LOG2_E
@@ -168,8 +211,7 @@ def forward_masked(
             k_base + keys[:, None] * stride_ks + columns_128[None, :],
         )
         s = tl.dot(q_tile, k_tile.T)
-        s *= score_factor
-        s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        s = cap_scores(s, score_factor, cap_log2)
         p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, IS_PARTIAL=False)
         # What falls is in the sum of its row all the same.
         staying = stays(row_first[:, None], row_second[:, None], keys[None, :], dropout)
@@ -197,8 +239,7 @@ def forward_masked(
             other=0.0,
         )
         s = tl.dot(q_tile, k_tile.T)
-        s *= score_factor
-        s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        s = cap_scores(s, score_factor, cap_log2)
         visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
         s = tl.where(visible, s, float("-inf"))
         p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, IS_PARTIAL=True)

@@ -6,19 +6,34 @@ With         sink_tokens, sinks, window
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 145005fcdeee
+Template     forward_masked f30ece185791
 
-The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
-2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
-of a tile sees are not read.
+Algorithm of a program, for a tile of queries
+  n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile)
+  running_max, running_sum, accumulator = -inf, 0, 0
+  for each full block of keys, then for each partial block:
+      s = q_tile k_tile^T, changed by softcap, ALiBi and bias
+      s = -inf where hidden                         in full blocks by a mask tensor alone
+      p, rescale, running_max, running_sum = softmax_step(s)
+      accumulator = accumulator * rescale + (p, zero where dropped) v_tile
+  add the sink to running_max and running_sum
+  out = accumulator / running_sum;  lse = running_max + log2(running_sum), in natural units
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein, 2018).
 
-Sub-notation
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
   position                          position of a query among the keys of its sequence
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
+  n_min, n_max                      visible keys of a tile of queries; n_full_min, n_full_max of its full blocks
 Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile
+  block_m, block_n                  queries and keys of a tile: BLOCK_M, BLOCK_N
+  num_warps, num_stages             warps and pipeline stages
+  split_masked_loop                 full blocks have a loop of their own
+  split_head_dim                    a head dim as several tiles instead of one padded tile
+  lpt                               tiles with the most keys are first
+  heads_innermost                   neighbouring programs have different heads
+  maxnreg                           limit of registers per thread, 0 for none
 """
 
 import torch
@@ -33,6 +48,46 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 WINDOW_LEFT = tl.constexpr(1024)
 FIRST_TOKENS = tl.constexpr(4)
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return stop
+
+
+@triton.jit
+def lifted_stop(position, seqlen_kv):
+    """Returns the key after those at the start of a sequence that a query sees despite window and chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return tl.minimum(stop, FIRST_TOKENS)
+
+
+@triton.jit
+def key_start(position):
+    """Returns the first key that a query sees, by the left window and the chunk."""
+    return tl.maximum(position - WINDOW_LEFT, 0)
+
+
+@triton.jit
+def key_bounds(first_position, last_position, seqlen_kv):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    first_start = key_start(first_position)
+    n_max = key_stop(last_position, seqlen_kv)
+    last_lifted = lifted_stop(last_position, seqlen_kv)
+    n_max = tl.maximum(n_max, last_lifted)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    n_lifted = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
+    n_full_min = tl.cdiv(key_start(last_position), BLOCK_N) * BLOCK_N
+    n_full_max = tl.maximum(key_stop(first_position, seqlen_kv), 0) // BLOCK_N * BLOCK_N
+    return n_min, n_max, n_lifted, n_full_min, n_full_max
 
 
 @triton.jit
@@ -104,21 +159,10 @@ def forward_masked(
     positions = queries + diagonal
     first_position = first_query + diagonal
     last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(positions + 1, seqlen_kv)
-    row_lifted = tl.minimum(row_end, FIRST_TOKENS)
-    row_start = tl.maximum(positions - WINDOW_LEFT, 0)
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_end = tl.minimum(first_position + 1, seqlen_kv)
-    first_start = tl.maximum(first_position - WINDOW_LEFT, 0)
-    last_end = tl.minimum(last_position + 1, seqlen_kv)
-    last_lifted = tl.minimum(last_end, FIRST_TOKENS)
-    last_start = tl.maximum(last_position - WINDOW_LEFT, 0)
-    n_max = tl.maximum(last_end, last_lifted)
-    n_min = first_start // BLOCK_N * BLOCK_N
-    n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)
-    # Blocks that every query of the tile sees whole.
-    n_full_min = tl.cdiv(last_start, BLOCK_N) * BLOCK_N
-    n_full_max = tl.maximum(first_end, 0) // BLOCK_N * BLOCK_N
+    row_end = key_stop(positions, seqlen_kv)
+    row_lifted = lifted_stop(positions, seqlen_kv)
+    row_start = key_start(positions)
+    n_min, n_max, n_lifted, n_full_min, n_full_max = key_bounds(first_position, last_position, seqlen_kv)
 
     scale_log2 = scale * LOG2_E
     sink_log2 = tl.load(sinks + head) * LOG2_E
@@ -141,7 +185,7 @@ def forward_masked(
             v_base + keys[:, None] * stride_vs + columns_64[None, :],
         )
         accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
-    lifted_blocks = n_lifted_max // BLOCK_N
+    lifted_blocks = n_lifted // BLOCK_N
     # Blocks that some queries see in part: on both sides of the others, and at the sequence's start.
     n_right_min = tl.maximum(n_full_min, n_full_max)
     left_keys = tl.minimum(n_full_min, n_max) - n_min

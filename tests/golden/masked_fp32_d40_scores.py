@@ -6,19 +6,34 @@ With         alibi, attention_chunk, bias, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_masked 145005fcdeee
+Template     forward_masked f30ece185791
 
-The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
-2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
-of a tile sees are not read.
+Algorithm of a program, for a tile of queries
+  n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile)
+  running_max, running_sum, accumulator = -inf, 0, 0
+  for each full block of keys, then for each partial block:
+      s = q_tile k_tile^T, changed by softcap, ALiBi and bias
+      s = -inf where hidden                         in full blocks by a mask tensor alone
+      p, rescale, running_max, running_sum = softmax_step(s)
+      accumulator = accumulator * rescale + (p, zero where dropped) v_tile
+  add the sink to running_max and running_sum
+  out = accumulator / running_sum;  lse = running_max + log2(running_sum), in natural units
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein, 2018).
 
-Sub-notation
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
   position                          position of a query among the keys of its sequence
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
+  n_min, n_max                      visible keys of a tile of queries; n_full_min, n_full_max of its full blocks
 Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile
+  block_m, block_n                  queries and keys of a tile: BLOCK_M, BLOCK_N
+  num_warps, num_stages             warps and pipeline stages
+  split_masked_loop                 full blocks have a loop of their own
+  split_head_dim                    a head dim as several tiles instead of one padded tile
+  lpt                               tiles with the most keys are first
+  heads_innermost                   neighbouring programs have different heads
+  maxnreg                           limit of registers per thread, 0 for none
 """
 
 import torch
@@ -32,6 +47,47 @@ VALUE_HEAD_DIM = tl.constexpr(24)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(seqlen_kv, tl.where(position < 0, 0, position // CHUNK * CHUNK + CHUNK))
+    return stop
+
+
+@triton.jit
+def key_start(position):
+    """Returns the first key that a query sees, by the left window and the chunk."""
+    return tl.maximum(position, 0) // CHUNK * CHUNK
+
+
+@triton.jit
+def key_bounds(first_position, last_position, seqlen_kv):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    first_start = key_start(first_position)
+    n_max = key_stop(last_position, seqlen_kv)
+    n_min = first_start // BLOCK_N * BLOCK_N
+    return n_min, n_max
+
+
+@triton.jit
+def cap_scores(s, score_factor, cap_log2):
+    """Returns scores after the softcap, in units of log2."""
+    s *= score_factor
+    # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
+    square = s * s
+    series = 0.021869488536155203 - square * 0.008863235529902197
+    series = -0.05396825396825397 + square * series
+    series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+    steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+    return cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
 
 
 @triton.jit
@@ -107,13 +163,9 @@ def forward_masked(
     positions = queries + diagonal
     first_position = first_query + diagonal
     last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(seqlen_kv, tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK))
-    row_start = tl.maximum(positions, 0) // CHUNK * CHUNK
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    first_start = tl.maximum(first_position, 0) // CHUNK * CHUNK
-    last_end = tl.minimum(seqlen_kv, tl.where(last_position < 0, 0, last_position // CHUNK * CHUNK + CHUNK))
-    n_max = last_end
-    n_min = first_start // BLOCK_N * BLOCK_N
+    row_end = key_stop(positions, seqlen_kv)
+    row_start = key_start(positions)
+    n_min, n_max = key_bounds(first_position, last_position, seqlen_kv)
 
     bias_queries = tl.minimum(queries, seqlen_q - 1)
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
@@ -139,14 +191,7 @@ def forward_masked(
             other=0.0,
         )
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        s *= score_factor
-        # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series, odd like tanh.
-        square = s * s
-        series = 0.021869488536155203 - square * 0.008863235529902197
-        series = -0.05396825396825397 + square * series
-        series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
-        steep = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
-        s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)
+        s = cap_scores(s, score_factor, cap_log2)
         distance = (position_numbers - start)[:, None] - key_numbers[None, :]
         s -= slope_log2 * tl.abs(distance)
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])

@@ -6,15 +6,33 @@ Config       block_m 32, block_n 32, 4 warps, 1 stages, pointer loads, overlap_q
 Assumes      strides that are multiples of 1, 64-bit offsets
 Template     forward_q_outer 28049d2e853c
 
-The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
-2018), in base 2, with an unnormalised accumulator that is divided once at the end.
+Algorithm of a program, for a tile of queries
+  running_max, running_sum, accumulator = -inf, 0, 0
+  for each block of keys before n_max:
+      s = q_tile k_tile^T                           with overlap_qk issued one block ahead
+      s = -inf where row_end or seqlen_kv hides it  not in full blocks, before n_full_max
+      new_max = max(running_max, rows of s * scale_log2)
+      p, rescale = exp2(s * scale_log2 - new_max), exp2(running_max - new_max)
+      running_max, running_sum = new_max, running_sum * rescale + sum(p)
+      accumulator = accumulator * rescale + p v_tile
+  out = accumulator / running_sum;  lse = running_max + log2(running_sum), in natural units
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein, 2018).
 
-Sub-notation
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
+  n_max, n_full_max                 ends of the ranges of visible keys and of full blocks
 Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile
+  block_m, block_n                  queries and keys of a tile: BLOCK_M, BLOCK_N
+  num_warps, num_stages             warps and pipeline stages
+  loads                             whether K and V are loaded by pointers or by tensor descriptors (TMA)
+  overlap_qk                        scores of the next block are issued before this block's softmax
+  split_masked_loop                 full blocks have a loop of their own
+  split_head_dim                    a head dim as several tiles instead of one padded tile
+  lpt                               tiles with the most keys are first
+  heads_innermost                   neighbouring programs have different heads
+  maxnreg                           limit of registers per thread, 0 for none
 """
 
 import torch

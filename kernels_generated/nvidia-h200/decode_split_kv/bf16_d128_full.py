@@ -8,7 +8,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: none
              and no features
 Config       block_m 16, block_n 128, 2 warps, 2 stages, 33 splits, split_head_dim False, early_combine True
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv bce9e412064b
+Template     decode_split_kv bbe723c76393
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -18,9 +18,9 @@ Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
       s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of s
+      new_max = max(running_max, rows of s)
       p, rescale = exp2(s - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of p
+      running_max, running_sum = new_max, running_sum * rescale + sum(p)
       accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).

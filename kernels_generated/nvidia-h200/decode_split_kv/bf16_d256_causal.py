@@ -8,7 +8,7 @@ Computes     bf16, head dim 256, value head dim 256, causal: bottom_right
              and pages
 Config       block_m 16, block_n 64, 4 warps, 3 stages, 1 splits, split_head_dim False, early_combine False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv bce9e412064b
+Template     decode_split_kv bbe723c76393
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -18,9 +18,9 @@ Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
       s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
-      new_max = maximum of running_max and the rows of s
+      new_max = max(running_max, rows of s)
       p, rescale = exp2(s - new_max), exp2(running_max - new_max)
-      running_sum = running_sum * rescale + sums of the rows of p
+      running_max, running_sum = new_max, running_sum * rescale + sum(p)
       accumulator = accumulator * rescale + p @ v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum)
 `combine` adds the parts' outputs, each times exp2(its lse - log-sum-exp of all parts).
@@ -48,6 +48,26 @@ HEAD_DIM = tl.constexpr(256)
 VALUE_HEAD_DIM = tl.constexpr(256)
 LOG2_E = tl.constexpr(1.4426950408889634)
 PAGE_SIZE = tl.constexpr(16)
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return stop
+
+
+@triton.jit
+def key_bounds(last_position, seqlen_kv):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    n_max = key_stop(last_position, seqlen_kv)
+    return n_max
 
 
 @triton.jit
@@ -121,10 +141,8 @@ def decode_split_kv(
     diagonal = seqlen_kv - seqlen_q
     positions = queries + diagonal
     last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1) + diagonal
-    row_end = tl.minimum(positions + 1, seqlen_kv)
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    last_end = tl.minimum(last_position + 1, seqlen_kv)
-    n_max = last_end
+    row_end = key_stop(positions, seqlen_kv)
+    n_max = key_bounds(last_position, seqlen_kv)
     blocks = tl.cdiv(tl.maximum(n_max, 0), BLOCK_N)
 
     scale_log2 = scale * LOG2_E

@@ -10,19 +10,34 @@ With         softcap
 Config       block_m 128, block_n 32, 8 warps, 4 stages, split_masked_loop False, split_head_dim False,
              lpt True, heads_innermost True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 145005fcdeee
+Template     forward_masked f30ece185791
 
-The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
-2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
-of a tile sees are not read.
+Algorithm of a program, for a tile of queries
+  n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile)
+  running_max, running_sum, accumulator = -inf, 0, 0
+  for each full block of keys, then for each partial block:
+      s = q_tile k_tile^T, changed by softcap, ALiBi and bias
+      s = -inf where hidden                         in full blocks by a mask tensor alone
+      p, rescale, running_max, running_sum = softmax_step(s)
+      accumulator = accumulator * rescale + (p, zero where dropped) v_tile
+  add the sink to running_max and running_sum
+  out = accumulator / running_sum;  lse = running_max + log2(running_sum), in natural units
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein, 2018).
 
-Sub-notation
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
   position                          position of a query among the keys of its sequence
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
+  n_min, n_max                      visible keys of a tile of queries; n_full_min, n_full_max of its full blocks
 Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile
+  block_m, block_n                  queries and keys of a tile: BLOCK_M, BLOCK_N
+  num_warps, num_stages             warps and pipeline stages
+  split_masked_loop                 full blocks have a loop of their own
+  split_head_dim                    a head dim as several tiles instead of one padded tile
+  lpt                               tiles with the most keys are first
+  heads_innermost                   neighbouring programs have different heads
+  maxnreg                           limit of registers per thread, 0 for none
 """
 
 import torch
@@ -35,6 +50,33 @@ HEAD_DIM = tl.constexpr(256)
 VALUE_HEAD_DIM = tl.constexpr(256)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def key_stop(position, seqlen_kv):
+    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    stop = tl.minimum(position + 1, seqlen_kv)
+    return stop
+
+
+@triton.jit
+def key_bounds(last_position, seqlen_kv):
+    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+
+    Blocks in n_min .. n_max have a key that some query sees.
+    Blocks in n_full_min .. n_full_max have no key that some query does not see.
+    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
+    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    """
+    n_max = key_stop(last_position, seqlen_kv)
+    return n_max
+
+
+@triton.jit
+def cap_scores(s, score_factor, cap_log2):
+    """Returns scores after the softcap, in units of log2."""
+    s *= score_factor
+    return cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
 
 
 @triton.jit
@@ -104,10 +146,8 @@ def forward_masked(
     diagonal = seqlen_kv - seqlen_q
     positions = queries + diagonal
     last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
-    row_end = tl.minimum(positions + 1, seqlen_kv)
-    # What the first and the last query of the tile see: bounds grow from one query to the next.
-    last_end = tl.minimum(last_position + 1, seqlen_kv)
-    n_max = last_end
+    row_end = key_stop(positions, seqlen_kv)
+    n_max = key_bounds(last_position, seqlen_kv)
 
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
     cap_log2 = softcap * LOG2_E
@@ -126,8 +166,7 @@ def forward_masked(
             other=0.0,
         )
         s = tl.dot(q_tile, k_tile.T)
-        s *= score_factor
-        s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))
+        s = cap_scores(s, score_factor, cap_log2)
         visible = keys[None, :] < row_end[:, None]
         s = tl.where(visible, s, float("-inf"))
         p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum)

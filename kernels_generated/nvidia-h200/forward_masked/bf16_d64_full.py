@@ -10,19 +10,34 @@ With         bias
 Config       block_m 64, block_n 64, 4 warps, 3 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 145005fcdeee
+Template     forward_masked f30ece185791
 
-The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein,
-2018), in base 2, with an unnormalised accumulator that is divided once at the end. Blocks that no query
-of a tile sees are not read.
+Algorithm of a program, for a tile of queries
+  n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile)
+  running_max, running_sum, accumulator = -inf, 0, 0
+  for each full block of keys, then for each partial block:
+      s = q_tile k_tile^T, changed by softcap, ALiBi and bias
+      s = -inf where hidden                         in full blocks by a mask tensor alone
+      p, rescale, running_max, running_sum = softmax_step(s)
+      accumulator = accumulator * rescale + (p, zero where dropped) v_tile
+  add the sink to running_max and running_sum
+  out = accumulator / running_sum;  lse = running_max + log2(running_sum), in natural units
+The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein, 2018).
 
-Sub-notation
+Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
   position                          position of a query among the keys of its sequence
   *_tile                            a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
+  n_min, n_max                      visible keys of a tile of queries; n_full_min, n_full_max of its full blocks
 Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile
+  block_m, block_n                  queries and keys of a tile: BLOCK_M, BLOCK_N
+  num_warps, num_stages             warps and pipeline stages
+  split_masked_loop                 full blocks have a loop of their own
+  split_head_dim                    a head dim as several tiles instead of one padded tile
+  lpt                               tiles with the most keys are first
+  heads_innermost                   neighbouring programs have different heads
+  maxnreg                           limit of registers per thread, 0 for none
 """
 
 import torch

@@ -22,8 +22,8 @@ def masks(size: Size) -> tuple[Mutant, ...]:
     causal, full = size.subject(), size.subject(Causal.NONE)
     both = (("keys", KEYS), ("queries", QUERIES))
     of_either = (
-        ("diagonal one key too far", "Every query sees the key after its last one", ROW_END, "positions + 2"),
-        ("diagonal one key too short", "No query sees its last key", ROW_END, "positions"),
+        ("diagonal one key too far", "Every query sees the key after its last one", ROW_END, "positions + 1"),
+        ("diagonal one key too short", "No query sees its last key", ROW_END, "positions - 1"),
     )
     return (
         *(
@@ -31,7 +31,7 @@ def masks(size: Size) -> tuple[Mutant, ...]:
                 f"{kernel}: {name}",
                 f"{breaks}, in the kernel of {kernel}.",
                 causal,
-                (Patch(old, old.replace("positions + 1", new), part),),
+                (Patch(old, old.replace("positions", new), part),),
             )
             for name, breaks, old, new in of_either
             for kernel, part in both
@@ -87,17 +87,13 @@ def blocks(size: Size) -> tuple[Mutant, ...]:
             "open blocks of keys one too many",
             "A block of keys that only some rows see whole is taken without a mask.",
             causal,
-            (
-                Patch(
-                    "n_full_max = tl.maximum(first_end, 0)", "n_full_max = tl.maximum(last_end, 0)", QUERIES
-                ),
-            ),
+            (Patch("tl.maximum(key_stop(first_position,", "tl.maximum(key_stop(last_position,"),),
         ),
         Mutant(
             "last block of keys skipped",
             "A tile of queries meets no more keys than its first query sees.",
             causal,
-            (Patch("n_max = last_end", "n_max = first_end", QUERIES),),
+            (Patch("n_max = key_stop(last_position", "n_max = key_stop(first_position"),),
         ),
         Mutant(
             "tail of queries skipped",

@@ -19,7 +19,7 @@ QUERIES = Part("def gradient_of_queries(", "def prologue_plan(")
 # Blocks that no mask touches have a loop of their own.
 LOOPS = 2
 DIAGONAL = "diagonal = seqlen_kv - seqlen_q"
-ROW_END = "row_end = tl.minimum(positions + 1, seqlen_kv)"
+ROW_END = "row_end = key_stop(positions, seqlen_kv)"
 HIDE = "p = tl.where(visible, p, 0.0)"
 LOW_WEIGHTS, LOW_SCORES = (
     f"{name}_low = {tensor}.to(q.dtype.element_ty)" for name, tensor in (("p", "p"), ("ds", "ds"))

@@ -28,7 +28,7 @@ def caches(size: Size) -> tuple[Mutant, ...]:
 
 def packed(size: Size) -> tuple[Mutant, ...]:
     """Tokens of sequences one behind the other, and the parts of their keys."""
-    begins = "* group_size // BLOCK_M + others"
+    begins = "* group_size // BLOCK + others"
     count = "token_count = tl.load(cu_seqlens_q + sequences)"
     changes = (
         change("tokens one row late", "Queries and parts are those of the token behind.",
@@ -112,7 +112,7 @@ def latent(size: Size) -> tuple[Mutant, ...]:
         change("values are the rope part", "Weights meet the last columns of keys.",
                "tl.dot(p_low, v_tile,", "tl.dot(p_low, k_tile_1,"),
         change("pages looked up by the block", "A block is in the page of its first key alone.",
-               NEXT_PAGES, "tl.maximum(tl.minimum(key_offsets * 0 + (start + BLOCK_N), seqlen_kv - 1), 0)"),
+               NEXT_PAGES, NEXT_PAGES.replace("key_offsets", "key_offsets * 0")),
         change("page behind the last key looked up", "Entries of a table are read that are nobody's.",
                NEXT_PAGES, "(key_offsets + (start + BLOCK_N))"),
     )  # fmt: skip

@@ -6,11 +6,10 @@ from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale
 from tests.mutants.core import Mutant
 from tests.mutants.serving_size import FIRST_TOKENS, SMALL_PAGE, Size, change, mutants_of
 
-START = "row_start = tl.maximum(positions - WINDOW_LEFT, 0)"
-LIFTED = "row_lifted = tl.minimum(row_end, FIRST_TOKENS)"
-LIFTED_STOP = "n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)"
-STEP = "start = tl.where(step < n_lifted_max, step, step + skipped)"
-CHUNK_START = "row_start = tl.maximum(positions, 0) // CHUNK * CHUNK"
+START = "row_start = key_start(positions)"
+LIFTED = "tl.minimum(stop, FIRST_TOKENS)"
+LIFTED_STOP = "n_lifted = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)"
+STEP = "start = tl.where(step < n_lifted, step, step + skipped)"
 SLOPE = "tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E"
 BIAS_ROWS = "sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + queries * stride_bias_s"
 SINK = "tl.load(sinks + head) * LOG2_E"
@@ -27,9 +26,9 @@ def windows(size: Size) -> tuple[Mutant, ...]:
     """A window that leaves the first tokens visible."""
     changes = (
         change("window one key too far", "Every query sees the key before its window.",
-               START, START.replace("LEFT", "LEFT - 1")),
+               START, START.replace("positions", "positions - 1")),
         change("window one key too short", "No query sees the first key of its window.",
-               START, START.replace("LEFT", "LEFT + 1")),
+               START, START.replace("positions", "positions + 1")),
         change("window of the tile's first row", "All queries see back as far as the first.",
                START, START.replace("positions", "positions * 0 + first_position")),
         change("first tokens one too many", "The key behind the first tokens stays visible too.",
@@ -41,7 +40,7 @@ def windows(size: Size) -> tuple[Mutant, ...]:
         change("blocks of the first tokens skipped", "First tokens that fill no block are left out.",
                LIFTED_STOP, LIFTED_STOP.replace("tl.cdiv(last_lifted, BLOCK_N)", "last_lifted // BLOCK_N")),
         change("blocks of the first tokens twice", "First tokens that are in the window count twice.",
-               LIFTED_STOP, "n_lifted_max = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
+               LIFTED_STOP, "n_lifted = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
         change("keys between read for the window's", "Behind the first tokens comes what lies behind them.",
                STEP, "start = step"),
         change("first tokens read as the window's", "In place of the first tokens comes the window's start.",
@@ -55,11 +54,11 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
     begin = "first_position = tile * BLOCK_M // group_size"
     changes = (
         change("chunk one query early", "The last query of a chunk sees the next one's keys alone.",
-               CHUNK_START, "row_start = (tl.maximum(positions, 0) + 1) // CHUNK * CHUNK"),
+               START, START.replace("positions", "tl.maximum(positions, 0) + 1")),
         change("chunk one query late", "The first query of a chunk sees the chunk before.",
-               CHUNK_START, CHUNK_START.replace("positions,", "positions - 1,")),
+               START, START.replace("positions", "positions - 1")),
         change("chunk without its first key", "No query sees the first key of its chunk.",
-               CHUNK_START, f"{CHUNK_START} + 1"),
+               START, f"{START} + 1"),
         change("blocks of the last query's chunk", "Blocks of the first query's chunk are left out.",
                begin, "first_position = (tile * BLOCK_M + BLOCK_M - 1) // group_size"),
         change("parts of a band from the start", "Parts begin at the sequence's start, not at the chunk's.",
@@ -70,12 +69,12 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
 
 def changed(size: Size) -> tuple[Mutant, ...]:
     """Scores that are capped, and that distance is taken off."""
-    capped = "s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))"
+    capped = "return cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))"
     if size.dtype is Dtype.FP32:
-        capped = "s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)"
+        capped = "return cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)"
     hide = 's = tl.where(visible, s, float("-inf"))'
     changes = (
-        change("cap left out", "Scores stay what they were.", capped, "s = cap_log2 * s"),
+        change("cap left out", "Scores stay what they were.", capped, "return cap_log2 * s"),
         change("cap after the mask", "Hidden keys have the least score that there is, and some weight.",
                hide, "s = tl.where(visible, s, -cap_log2)"),
         change("cap not taken off first", "The hyperbolic tangent is of scores that the cap did not divide.",

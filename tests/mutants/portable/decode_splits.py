@@ -105,12 +105,13 @@ def combining(size: Size) -> tuple[Mutant, ...]:
 def rows(size: Size) -> tuple[Mutant, ...]:
     """Queries and the heads that share a KV head, in one tile, with nothing to combine."""
     head = "kv_head * group_size + row_offsets % group_size"
-    end = "row_end = tl.minimum(positions + 1,"
+    end = "row_end = key_stop(positions,"
     lse = "lse + (sequence * heads + head) * seqlen_q + queries"
     changes = (
         change("diagonal one key too far", "Every query sees the key after its last one.",
-               end, end.replace("+ 1", "+ 2")),
-        change("diagonal one key too short", "No query sees its last key.", end, end.replace(" + 1", "")),
+               end, end.replace("positions", "positions + 1")),
+        change("diagonal one key too short", "No query sees its last key.",
+               end, end.replace("positions", "positions - 1")),
         change("rows masked as queries", "Heads of a group stand one behind the other.",
                "positions = queries + diagonal", "positions = row_offsets + diagonal"),
         change("all rows masked as the first", "All queries of a tile see what the first one does.",

@@ -6,16 +6,16 @@ from flashtune.core.problem import Causal
 from tests.mutants.core import Mutant
 from tests.mutants.serving_size import FIRST_TOKENS, Size, change, mutants_of
 
-START = "row_start = tl.maximum(positions - WINDOW_LEFT, 0)"
-LIFTED = "row_lifted = tl.minimum(row_end, FIRST_TOKENS)"
-LIFTED_STOP = "n_lifted_max = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)"
-OPEN_BEGIN = "n_full_min = tl.cdiv(last_start, BLOCK_N)"
+START = "row_start = key_start(positions)"
+ROW_END = "row_end = key_stop(positions, seqlen_kv)"
+LIFTED = "tl.minimum(stop, FIRST_TOKENS)"
+LIFTED_STOP = "n_lifted = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_min)"
+FULL_MAX = "tl.maximum(key_stop(first_position, seqlen_kv), 0)"
+OPEN_BEGIN = "n_full_min = tl.cdiv(key_start(last_position), BLOCK_N)"
 LEFT_BLOCKS = "tl.cdiv(tl.maximum(left_keys, 0), BLOCK_N)"
 RIGHT_BLOCKS = "tl.cdiv(tl.maximum(n_max - n_right_min, 0), BLOCK_N)"
-RIGHT_END = "tl.minimum(positions + WINDOW_RIGHT + 1, seqlen_kv)"
 PREFIX = "tl.minimum(tl.load(prefix + sequence), seqlen_kv)"
-CHUNK_START = "row_start = tl.maximum(positions, 0) // CHUNK * CHUNK"
-CHUNK_END = "tl.where(positions < 0, 0, positions // CHUNK * CHUNK + CHUNK)"
+CHUNK_END = "tl.where(position < 0, 0, position // CHUNK * CHUNK + CHUNK)"
 
 
 def borders(size: Size) -> tuple[Mutant, ...]:
@@ -28,16 +28,16 @@ def windows(size: Size) -> tuple[Mutant, ...]:
     subject = size.masked(window_left=size.near, sink_tokens=FIRST_TOKENS)
     changes = (
         change("window one key too far", "Every query sees the key before its window.",
-               START, START.replace("LEFT", "LEFT - 1")),
+               START, START.replace("positions", "positions - 1")),
         change("window one key too short", "No query sees the first key of its window.",
-               START, START.replace("LEFT", "LEFT + 1")),
+               START, START.replace("positions", "positions + 1")),
         change("window of the tile's first row", "All rows of a tile see back as far as the first.",
                START, START.replace("positions", "positions * 0 + first_position")),
         change("window without a band", "Keys before a window are seen.", START, "row_start = positions * 0"),
         change("diagonal one key too far", "Every query sees the key after its last one.",
-               "row_end = tl.minimum(positions + 1,", "row_end = tl.minimum(positions + 2,"),
+               ROW_END, ROW_END.replace("positions", "positions + 1")),
         change("diagonal one key too short", "No query sees its last key.",
-               "row_end = tl.minimum(positions + 1,", "row_end = tl.minimum(positions,"),
+               ROW_END, ROW_END.replace("positions", "positions - 1")),
         change("rows stand where their number says", "Masks are aligned to the other corner.",
                "positions = queries + diagonal", "positions = queries"),
         change("first tokens one too many", "The key behind the first tokens stays visible too.",
@@ -45,7 +45,7 @@ def windows(size: Size) -> tuple[Mutant, ...]:
         change("first tokens one too few", "The last of the first tokens is hidden by windows.",
                LIFTED, LIFTED.replace("TOKENS", "TOKENS - 1")),
         change("first tokens beyond the diagonal", "The first queries see all of the first tokens.",
-               LIFTED, LIFTED.replace("row_end", "row_end * 0 + seqlen_kv")),
+               "lifted_stop(positions,", "lifted_stop(positions * 0 + seqlen_kv,"),
         change("first tokens hidden", "Windows hide the start of the sequence.",
                "visible |= keys[None, :] < row_lifted[:, None]", "pass"),
     )  # fmt: skip
@@ -63,10 +63,9 @@ def blocks(size: Size) -> tuple[Mutant, ...]:
                "Blocks that later rows no longer see are taken without a mask.",
                OPEN_BEGIN, OPEN_BEGIN.replace("last", "first")),
         change("open blocks of the last row", "Blocks that earlier rows do not see are taken without a mask.",
-               "n_full_max = tl.maximum(first_end, 0)", "n_full_max = tl.maximum(last_end, 0)"),
+               FULL_MAX, FULL_MAX.replace("first", "last")),
         change("open blocks one too many", "A block that the first row sees in part is taken without a mask.",
-               "n_full_max = tl.maximum(first_end, 0)",
-               "n_full_max = tl.maximum(first_end + BLOCK_N - 1, 0)"),
+               FULL_MAX, FULL_MAX.replace(", 0)", " + BLOCK_N - 1, 0)")),
         change("blocks left of the open ones forgotten",
                "What some rows see of a window's start is left out.",
                f"left_blocks = lifted_blocks + {LEFT_BLOCKS}", "left_blocks = lifted_blocks"),
@@ -79,7 +78,7 @@ def blocks(size: Size) -> tuple[Mutant, ...]:
         change("blocks of the first tokens skipped", "First tokens that fill no block are left out.",
                LIFTED_STOP, LIFTED_STOP.replace("tl.cdiv(last_lifted, BLOCK_N)", "last_lifted // BLOCK_N")),
         change("blocks of the first tokens twice", "First tokens that are in the window count twice.",
-               LIFTED_STOP, "n_lifted_max = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
+               LIFTED_STOP, "n_lifted = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
         change("blocks of the band from the start",
                "Behind the first tokens comes the sequence's start again.",
                "n_min + (index - lifted_blocks) * BLOCK_N", "(index - lifted_blocks) * BLOCK_N"),
@@ -92,13 +91,13 @@ def right_sides(size: Size) -> tuple[Mutant, ...]:
     subject = size.masked(causal=Causal.NONE, window_left=size.near, window_right=size.block_n // 2 - 2)
     changes = (
         change("right border one key too far", "Every query sees the key behind its window.",
-               RIGHT_END, RIGHT_END.replace("+ 1", "+ 2")),
+               ROW_END, ROW_END.replace("positions", "positions + 1")),
         change("right border one key too short", "No query sees the last key of its window.",
-               RIGHT_END, RIGHT_END.replace(" + 1", "")),
+               ROW_END, ROW_END.replace("positions", "positions - 1")),
         change("right border beyond the keys", "Padding behind the last key takes part in the softmax.",
-               RIGHT_END, "positions + WINDOW_RIGHT + 1"),
+               ROW_END, "row_end = positions + WINDOW_RIGHT + 1"),
         change("blocks up to the first row's border", "What only later rows of a tile see is left out.",
-               "last_end = tl.minimum(last_position", "last_end = tl.minimum(first_position"),
+               "n_max = key_stop(last_position", "n_max = key_stop(first_position"),
     )  # fmt: skip
     return mutants_of(subject, changes)
 
@@ -116,9 +115,9 @@ def prefixes(size: Size) -> tuple[Mutant, ...]:
         change("prefix beyond the keys", "A prefix longer than its sequence shows padding.",
                PREFIX, "tl.load(prefix + sequence)"),
         change("prefix without its blocks", "Blocks of a prefix behind the diagonal are not read.",
-               "last_end = tl.maximum(last_end, prefix_end)", "pass"),
+               "key_stop(last_position, seqlen_kv, prefix_end)", "key_stop(last_position, seqlen_kv, 0)"),
         change("prefix hides the rest", "Queries see the prefix alone.",
-               "row_end = tl.maximum(row_end, prefix_end)", "row_end = row_end * 0 + prefix_end"),
+               "key_stop(positions, seqlen_kv, prefix_end)", "positions * 0 + prefix_end"),
     )  # fmt: skip
     return mutants_of(subject, changes)
 
@@ -127,14 +126,13 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
     """Chunks under a causal mask, and without one."""
     behind = (
         change("chunk one query early", "The last query of a chunk sees the next one's keys alone.",
-               CHUNK_START,
-               CHUNK_START.replace("positions, 0)", "positions, 0) + 1)").replace("= ", "= (", 1)),
+               START, START.replace("positions", "tl.maximum(positions, 0) + 1")),
         change("chunk one query late", "The first query of a chunk sees the chunk before.",
-               CHUNK_START, CHUNK_START.replace("positions,", "positions - 1,")),
+               START, START.replace("positions", "positions - 1")),
         change("chunk without its first key", "No query sees the first key of its chunk.",
-               CHUNK_START, f"{CHUNK_START} + 1"),
+               START, f"{START} + 1"),
         change("blocks of the last row's chunk", "Blocks of the first row's chunk are left out.",
-               "first_start = tl.maximum(first_position,", "first_start = tl.maximum(last_position,"),
+               "first_start = key_start(first_position)", "first_start = key_start(last_position)"),
     )  # fmt: skip
     whole = (
         change("chunk's end one key too far", "Queries see the first key of the next chunk.",
@@ -142,7 +140,7 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
         change("chunk's end one key too short", "No query sees the last key of its chunk.",
                CHUNK_END, CHUNK_END.replace("+ CHUNK)", "+ CHUNK - 1)")),
         change("queries before the first key have a chunk", "They see keys, and should see none.",
-               CHUNK_END, "tl.maximum(positions, 0) // CHUNK * CHUNK + CHUNK"),
+               CHUNK_END, "tl.maximum(position, 0) // CHUNK * CHUNK + CHUNK"),
     )  # fmt: skip
     full = size.masked(causal=Causal.NONE, attention_chunk=size.chunk)
     return (*mutants_of(size.masked(attention_chunk=size.chunk), behind), *mutants_of(full, whole))

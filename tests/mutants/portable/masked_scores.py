@@ -28,11 +28,11 @@ def scores(size: Size) -> tuple[Mutant, ...]:
 
 def caps(size: Size) -> tuple[Mutant, ...]:
     """Capped scores."""
-    capped = "s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))"
+    capped = "return cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * (2.0 * LOG2_E)))"
     if size.dtype is Dtype.FP32:
-        capped = "s = cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)"
+        capped = "return cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)"
     changes = (
-        change("cap left out", "Scores stay what they were.", capped, "s = cap_log2 * s", LOOPS),
+        change("cap left out", "Scores stay what they were.", capped, "return cap_log2 * s"),
         change("cap after the mask", "Hidden keys have the least score that there is, and some weight.",
                HIDE, "s = tl.where(visible, s, -cap_log2)"),
         change("cap not taken off first", "The hyperbolic tangent is of scores that the cap did not divide.",
@@ -40,7 +40,7 @@ def caps(size: Size) -> tuple[Mutant, ...]:
         change("cap in natural units", "Powers of two are taken of capped scores in natural units.",
                "cap_log2 = softcap * LOG2_E", "cap_log2 = softcap"),
         change("cap's exponential to base 2", "The hyperbolic tangent is made of powers of two.",
-               "(2.0 * LOG2_E)", "2.0", LOOPS),
+               "(2.0 * LOG2_E)", "2.0"),
     )  # fmt: skip
     return mutants_of(size.masked(softcap=True), changes)
 
