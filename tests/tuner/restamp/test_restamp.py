@@ -100,9 +100,7 @@ def test_renamed_variables_and_arguments_make_no_difference() -> None:
 
 
 def test_a_changed_instruction_is_a_difference() -> None:
-    other = changed(
-        ("running_sum * rescale + tl.sum(p, 1)", "running_sum * rescale - tl.sum(p, 1)")
-    )
+    other = changed(("running_sum * rescale + tl.sum(p, 1)", "running_sum * rescale - tl.sum(p, 1)"))
     assert difference(other, TODAY, PROBLEM, CONFIG, TARGET).startswith("machine code: .text")
 
 
