@@ -3,9 +3,10 @@
     python -m benchmarks.integrations.models --save out/models.json
 
 The model has the shapes of Llama 3.2 1B, but random weights. Its vocabulary has 2,048 tokens, so that the
-head takes little time. It runs with transformers' `sdpa` attention. Each round measures with and without
-`flashtune.integrations.torch.activate()`, after kernels were prepared. Each figure is the median of the
-rounds. It takes about a minute on an NVIDIA H200.
+head takes little time. Each round measures transformers' `sdpa` attention and flashtune, after kernels were
+prepared. flashtune serves through `flashtune.integrations.torch.activate()`. Workloads named "registered" use
+the attention function of `flashtune.integrations.transformers.register()` instead. Each figure is the median
+of the rounds. It takes about three minutes on an NVIDIA H200.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 import flashtune.integrations
 import flashtune.integrations.torch
+import flashtune.integrations.transformers
 from benchmarks.saved import save
 from flashtune.integrations.host_library import host_library
 
@@ -53,17 +55,39 @@ class Row(msgspec.Struct, frozen=True):
     transformers: str
 
 
+class Runs(NamedTuple):
+    """The functions of one workload, with transformers' attention and with flashtune's.
+
+    Attributes:
+        sdpa: Runs the workload with transformers' attention.
+        flashtune: Runs it with flashtune, within `context`.
+        context: Makes the context.
+    """
+
+    sdpa: Callable[[], None]
+    flashtune: Callable[[], None]
+    context: Callable[[], contextlib.AbstractContextManager[object]]
+
+
 def main() -> None:
     """Measures all workloads, prints their times and saves them."""
     parser = argparse.ArgumentParser(description="Speed of a model with and without flashtune.")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the times to FILE, in JSON")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", help="workloads with one of these in their names"
+    )
     options = parser.parse_args()
-    transformers = host_library("transformers", "5.0")
-    model = llama(transformers)
+    transformers = host_library("transformers", *flashtune.integrations.transformers.NEEDED)
+    models = (
+        llama(transformers, "sdpa"),
+        llama(transformers, flashtune.integrations.transformers.register()),
+    )
     rows = []
-    for name, run in workloads(model).items():
-        rows.append(measured(name, run, options.rounds, transformers.__version__))
+    for name, runs in workloads(*models).items():
+        if options.only and not any(one in name for one in options.only):
+            continue
+        rows.append(measured(name, runs, options.rounds, transformers.__version__))
         medians = (statistics.median(times) for times in (rows[-1].sdpa_ms, rows[-1].flashtune_ms))
         sys.stdout.write("{:<36}{:9.2f} ms{:9.2f} ms{:9.3f}\n".format(name, *medians, rows[-1].speedup))
         sys.stdout.flush()
@@ -72,8 +96,8 @@ def main() -> None:
         save(options.save, rows)
 
 
-def llama(transformers: Any) -> Any:
-    """Returns the model in bf16 on the GPU."""
+def llama(transformers: Any, attention: str) -> Any:
+    """Returns the model in bf16 on the GPU, with one of transformers' attention functions."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -85,7 +109,7 @@ def llama(transformers: Any) -> Any:
         head_dim=64,
         max_position_embeddings=32768,
         tie_word_embeddings=True,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
         # Random weights may choose any token, also one that ends the text.
         eos_token_id=None,
         pad_token_id=0,
@@ -95,8 +119,8 @@ def llama(transformers: Any) -> Any:
         return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def workloads(model: Any) -> dict[str, Callable[[], None]]:
-    """Returns the functions to measure, by name."""
+def workloads(model: Any, registered: Any) -> dict[str, Runs]:
+    """Returns the functions to measure, by name, for models with `sdpa` and with flashtune's attention."""
 
     def tokens(batch: int, length: int) -> torch.Tensor:
         generator = torch.Generator("cuda").manual_seed(length)
@@ -123,50 +147,61 @@ def workloads(model: Any) -> dict[str, Callable[[], None]]:
 
         return run
 
-    def generate(count: int, step: int = 0) -> Callable[[], None]:
+    def generate(model: Any, count: int, step: int = 0, **options: Any) -> Callable[[], None]:
         """Generates `count` tokens. Each prompt is longer than the last one by `step`."""
         lengths = itertools.count(PROMPT, step)
 
         def run() -> None:
             ids = tokens(8, next(lengths))
             with torch.no_grad():
-                model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+                model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, **options)
 
         return run
 
+    def activated(run: Callable[[], None]) -> Runs:
+        return Runs(run, run, flashtune.integrations.torch.activate)
+
+    def both(**options: Any) -> Runs:
+        return Runs(generate(model, **options), generate(registered, **options), contextlib.nullcontext)
+
+    long, short = f"generate 8 x {PROMPT}+{NEW_TOKENS}", f"generate 8 x {PROMPT}+{FEW_TOKENS}"
     return {
-        "prefill 1 x 16384": prefill(1, 16384),
-        "prefill 8 x 2048": prefill(8, 2048),
-        "train 1 x 16384": train(1, 16384),
-        "train 8 x 2048": train(8, 2048),
-        f"generate 8 x {PROMPT}+{NEW_TOKENS}": generate(NEW_TOKENS),
+        "prefill 1 x 16384": activated(prefill(1, 16384)),
+        "prefill 8 x 2048": activated(prefill(8, 2048)),
+        "train 1 x 16384": activated(train(1, 16384)),
+        "train 8 x 2048": activated(train(8, 2048)),
+        long: activated(generate(model, NEW_TOKENS)),
+        f"{long}, registered": both(count=NEW_TOKENS),
         # The cuDNN backend builds a graph for each length that it has not seen.
-        f"generate 8 x {PROMPT}+{FEW_TOKENS}, new lengths": generate(FEW_TOKENS, FEW_TOKENS + 1),
+        f"{short}, new lengths": activated(generate(model, FEW_TOKENS, FEW_TOKENS + 1)),
+        f"{short}, new lengths, registered": both(count=FEW_TOKENS, step=FEW_TOKENS + 1),
+        # Transformers compiles the steps of a static cache.
+        f"{short}, compiled, registered": both(count=FEW_TOKENS, cache_implementation="static"),
     }
 
 
-def measured(name: str, run: Callable[[], None], rounds: int, version: str) -> Row:
+def measured(name: str, runs: Runs, rounds: int, version: str) -> Row:
     """Returns the times of a workload with both kinds of attention in turn, each after the other."""
-    kinds: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
-        "sdpa": contextlib.nullcontext,
-        "flashtune": flashtune.integrations.torch.activate,
-    }
     for _ in range(2):
-        with flashtune.integrations.torch.activate():
-            run()
+        with runs.context():
+            runs.flashtune()
             flashtune.integrations.wait()
-    run()
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    runs.sdpa()
+    sdpa, ours = [], []
     for _ in range(rounds):
-        for kind, context in kinds.items():
-            with context():
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                run()
-                torch.cuda.synchronize()
-                found[kind].append(1e3 * (time.perf_counter() - start))
-    sdpa, ours = (tuple(found[kind]) for kind in kinds)
-    return Row(name, sdpa, ours, statistics.median(sdpa) / statistics.median(ours), version)
+        sdpa.append(elapsed(runs.sdpa))
+        with runs.context():
+            ours.append(elapsed(runs.flashtune))
+    return Row(name, tuple(sdpa), tuple(ours), statistics.median(sdpa) / statistics.median(ours), version)
+
+
+def elapsed(run: Callable[[], None]) -> float:
+    """Returns the time of a run, in ms."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
 
 
 if __name__ == "__main__":
