@@ -1,6 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d32_h4x4_b128_q384_k384_none_bias-additive  0.1773 ms measured
+#   nvidia-h200  forward_bf16_d32_h4x4_b128_q384_k384_none_bias-additive  0.1772 ms measured
 
 """Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
 keeps a tile of queries and streams K and V.
