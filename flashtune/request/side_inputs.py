@@ -116,11 +116,14 @@ def side_views(problem: Problem, side: ExtraInputs, places: int) -> ExtraInputs:
         slopes = slopes.expand(problem.batch, problem.heads)
     if bias is not None:
         bias = _bias_view(problem, bias)
-    scales = [
-        scale if scale is None else scale.expand(places, problem.kv_heads)
+    k_scale, v_scale = (
+        # Kernels read the row of a sequence, also of packed ones, which are a batch of one.
+        scale.expand(max(places, problem.batch), problem.kv_heads)
+        if scale is not None and (scale.dim() < 2 or scale.shape[0] == 1)
+        else scale
         for scale in (side.k_scale, side.v_scale)
-    ]
-    return side._replace(slopes=slopes, bias=bias, k_scale=scales[0], v_scale=scales[1])
+    )
+    return side._replace(slopes=slopes, bias=bias, k_scale=k_scale, v_scale=v_scale)
 
 
 def _bias_view(problem: Problem, bias: Tensor) -> Tensor:

@@ -111,6 +111,18 @@ def test_caches_of_8_bits() -> None:
     check_dense(dense_q, k, v, k_scale=torch.tensor([0.05]), v_scale=torch.rand(2, KV_HEADS) / 20)
 
 
+@pytest.mark.parametrize("kv_heads", [1, KV_HEADS])
+def test_packed_keys_of_8_bits(kv_heads: int) -> None:
+    """All sequences have the same scales. Rows of scales that do not exist would be other memory."""
+    q, k, v, *lengths = packed()
+    k, v = ((tensor[:, :kv_heads] * 20).round().to(torch.int8) for tensor in (k, v))
+    for shape in ((1,), (kv_heads,), (1, kv_heads)):
+        memory = torch.full((2, 8 * kv_heads), torch.nan)
+        scales = memory[:, : len(torch.empty(shape).flatten())]
+        scales.copy_(torch.rand(scales.shape) / 20)
+        check_varlen(q, k, v, *lengths, k_scale=scales[0].view(shape), v_scale=scales[1].view(shape))
+
+
 def test_latent_values() -> None:
     cache = paged((40, 17), kv_heads=1, widths=(576, 1))
     q = torch.randn(2, 4, 576)
