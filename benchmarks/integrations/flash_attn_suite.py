@@ -12,7 +12,7 @@ FOLDER has files of the repository Dao-AILab/flash-attention, at their places th
 Each test function gets an equal number of cases, as far as it has so many. The tests need einops. They
 compare results on the GPU with a computation by torch. A case is refused if flashtune raises
 `UnsupportedError`. Cases that the files skip do not count. Most of the time is for compiling kernels, so
-several processes share the cases.
+several processes share the cases. A case waits if the others leave too little memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -29,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,6 +39,7 @@ import pytest
 import torch
 
 from flashtune.core.errors import KernelError, UsageError
+from flashtune.core.file_lock import alone_with
 from flashtune.integrations.flash_attn import UnsupportedError, patch
 
 FILES = {
@@ -62,6 +64,9 @@ LEFT_OUT = {
 OUTCOMES = ("passed", "refused", "failed", "skipped")
 # Cases to draw for each that must run, because the files skip many.
 DRAWN_PER_CASE = 3
+# Seconds for which a case waits for the memory of other processes.
+MEMORY_WAIT = 120.0
+LOCK = "flash_attn_suite.lock"
 
 
 class JITCache:
@@ -132,6 +137,18 @@ class Sample:
         items.sort(key=lambda item: order[item.nodeid])
         items[:] = items[self.part[0] :: self.part[1]]
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool:
+        """Runs a case. One without enough memory runs again while other processes free theirs."""
+        test = pyfuncitem.obj
+        values = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+        if not had_memory(test, values, math.inf):
+            with alone_with(Path(tempfile.gettempdir()) / LOCK, MEMORY_WAIT):
+                end = time.monotonic() + MEMORY_WAIT
+                while not had_memory(test, values, end):
+                    time.sleep(0.5)
+        return True
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         """Counts the outcome of a case, and ends the run after enough cases or the time."""
@@ -153,6 +170,19 @@ class Sample:
         self.outcomes[report.outcome] += 1
         if report.failed:
             self.failures[item.nodeid] = f"{type(error).__name__}: {error}"[:500]
+
+
+def had_memory(test: Callable[..., None], values: dict[str, Any], end: float) -> bool:
+    """Runs a case, and returns False if there was too little memory before the time `end`."""
+    try:
+        test(**values)
+    except torch.OutOfMemoryError:
+        if time.monotonic() > end:
+            raise
+        return False
+    finally:
+        torch.cuda.empty_cache()
+    return True
 
 
 def function_name(item: pytest.Item) -> str:
