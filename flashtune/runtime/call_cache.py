@@ -7,6 +7,7 @@ kinds share the selected kernel and its binary, which are slow to make (`flashtu
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,6 +42,8 @@ MEMO_LIMIT = 4096
 AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
 
 SEED = TENSORS.index("seed")
+# Places in keys of whether q, k and v, and whether the bias, are aligned to 16 bytes.
+ALIGNED, BIAS_ALIGNED = 6, 15 + len(TENSORS)
 # Bound once, because each call uses them.
 is_grad_enabled = torch.is_grad_enabled
 is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
@@ -206,12 +209,34 @@ def remembered(
         executor = _executors.get(key)
         if executor is None:
             request = read_call(call, needs_grad)
-            _refuse_capture(call.q)
+            try:
+                _refuse_capture(call.q)
+            except KernelError:
+                executor = _for_any_address(key)
+                if executor is None:
+                    raise
+                return executor
             executor = make(request)
             if len(_executors) >= MEMO_LIMIT:
                 _executors.clear()
             _executors[key] = executor
         return executor
+
+
+def _for_any_address(key: tuple[object, ...]) -> Any:
+    """Returns the executor of the same call for tensors that are not aligned, or None if there is none.
+
+    A compiler that captures a graph copies tensors to other addresses than in the run before.
+    """
+    flags = [place for place in (ALIGNED, BIAS_ALIGNED) if place < len(key) and key[place] is True]
+    for values in itertools.product((True, False), repeat=len(flags)):
+        other = list(key)
+        for place, value in zip(flags, values, strict=True):
+            other[place] = value
+        executor = _executors.get(tuple(other))
+        if executor is not None:
+            return executor
+    return None
 
 
 def forget_executors() -> None:

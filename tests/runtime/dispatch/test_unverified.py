@@ -120,6 +120,43 @@ def test_nothing_is_checked_during_a_capture(
     assert len(machine.checked) == checked + 1
 
 
+@pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")
+def test_calls_with_other_addresses_are_known_during_a_capture(
+    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers copy tensors before they capture a graph."""
+    aligned = inputs(problem)
+    shifted = [torch.empty(one.numel() + 1, dtype=one.dtype)[1:].view(one.shape) for one in aligned]
+    for one, other in zip(shifted, aligned, strict=True):
+        one.copy_(other)
+        assert one.data_ptr() % 16
+    bias = torch.zeros(1, 1, problem.seqlen_q, problem.seqlen_kv + 8, dtype=aligned[0].dtype)
+    odd, even = bias[..., 1 : problem.seqlen_kv + 1], bias[..., 8:]
+    assert odd.stride() == even.stride()
+
+    def refuse(_: Tensor) -> None:
+        raise KernelError("capturing")
+
+    flashtune.attention(*shifted, causal=True)
+    flashtune.attention(*shifted, attn_bias=odd)
+    with monkeypatch.context() as patched:
+        patched.setattr(call_cache, "_refuse_capture", refuse)
+        torch.testing.assert_close(
+            flashtune.attention(*aligned, causal=True), expected(*aligned), atol=2e-2, rtol=2e-2
+        )
+        want = expected(*aligned, causal="none")
+        for one in (odd, even):
+            found = flashtune.attention(*aligned, attn_bias=one)
+            torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
+        with pytest.raises(KernelError, match="capturing"):
+            flashtune.attention(*aligned, causal=False)
+    flashtune.attention(*aligned, causal=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(call_cache, "_refuse_capture", refuse)
+        with pytest.raises(KernelError, match="capturing"):
+            flashtune.attention(*shifted, causal=False)
+
+
 def test_kernel_that_does_not_compile_is_replaced(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
