@@ -16,6 +16,7 @@ from flashtune.dispatch.decision import Backend, Decision, baseline, decide, req
 from flashtune.dispatch.lookup import nearest_selection, proven_by
 from flashtune.dispatch.pair_decision import backward_specialization, decide_pair
 from flashtune.launch.kernel_cache import kernel_of
+from flashtune.recording.callers import caller_of
 from flashtune.request.call import (
     Call,
     DenseOptions,
@@ -28,7 +29,6 @@ from flashtune.request.call import (
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Prefer, Request
 from flashtune.runtime.call_cache import unsigned
-from flashtune.runtime.deferred import caller_of
 from flashtune.runtime.self_check import known_seconds, known_verdict
 
 
@@ -47,7 +47,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         check_seconds: Time of its self-check after loading, in s. None if this machine ran no self-check.
         command: The command that tunes this shape.
         backward: The explanation of the backward pass, if an input requires grad.
-        caller: The module of `flashtune.integrations` that met such a call in this process, or empty.
+        caller: The module of `flashtune.integrations` that called last in this process, or empty.
     """
 
     problem: Problem

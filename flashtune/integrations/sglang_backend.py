@@ -22,6 +22,7 @@ from flashtune.integrations.paged_batch import (
     window_of,
     with_regular_strides,
 )
+from flashtune.recording.callers import called_by
 from flashtune.runtime.torch_ops import attend
 
 # Before this version, backends have other methods for CUDA graphs.
@@ -176,6 +177,7 @@ class ServingBackend:
         window_table = (translate(slots) // self.page_size).to(torch.int32)
         return Metadata(batch, window_table, translate(forward_batch.out_cache_loc))
 
+    @called_by("sglang")
     def _attend(
         self,
         q: Tensor,

@@ -208,7 +208,7 @@ def prepared(job: Job) -> Executor | None:
     layer which is computed again has the same attention.
     """
     for _ in range(STEPS):
-        kind = deferred.kind_of(job.call, job.usual)
+        kind = deferred.kind_of(job.call, job.usual, caller="transformers")
         passes = None if kind is None else deferred.passes_of(kind, job.call)
         is_settled = passes is not None or (kind is not None and kind.is_refused)
         if is_settled or saving_hooks(True) is None:

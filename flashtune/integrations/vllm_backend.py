@@ -32,6 +32,7 @@ from flashtune.integrations.paged_batch import (
 from flashtune.integrations.vllm import LEAST, NAME
 from flashtune.kv_cache.append import append_rows
 from flashtune.kv_cache.layout import Pool
+from flashtune.recording.callers import called_by
 from flashtune.runtime.torch_ops import attend
 
 if TYPE_CHECKING:
@@ -273,6 +274,7 @@ class BatchBuilder:
         """Does nothing, because the metadata has views of the buffers that vLLM updates."""
 
 
+@called_by("vllm")
 def write(output: Tensor, call: Call) -> None:
     """Computes a call and writes its result to a tensor."""
     result = attend(call)
@@ -394,6 +396,7 @@ class LayerAttention:
             write(output[rows], call)
         return output
 
+    @called_by("vllm")
     def prepare(self, layer: Layer, block_table: Tensor, max_tokens: int) -> None:
         """Prepares the kernels of prompts of up to `max_tokens` tokens, so that no request waits for them.
 

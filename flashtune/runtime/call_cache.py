@@ -20,6 +20,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS
 from flashtune.dispatch.decision import required_specialization
 from flashtune.dispatch.pair_decision import backward_specialization, side_gradients
+from flashtune.recording.callers import note_caller
 from flashtune.recording.recorder import counted, on_change, recording
 from flashtune.request.call import requires_grad
 from flashtune.request.quantization import with_positive_scale
@@ -217,6 +218,7 @@ def remembered(
                     raise
                 return executor
             executor = make(request)
+            note_caller(request.problem)
             if len(_executors) >= MEMO_LIMIT:
                 _executors.clear()
             _executors[key] = executor

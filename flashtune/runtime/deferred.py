@@ -44,6 +44,7 @@ from flashtune.dispatch.pair_decision import (
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.compiler_process import CompilerProcess
+from flashtune.recording.callers import forget_callers, note_caller
 from flashtune.recording.recorder import counted, on_change, recording
 from flashtune.request.read_call import read_call
 from flashtune.runtime.background import Worker, beside_captures
@@ -192,7 +193,6 @@ REFUSED = Kind(None, None)
 
 _kinds: dict[tuple[object, ...], Kind] = {}
 _buckets: dict[BucketKey, Bucket] = {}
-_callers: dict[Problem, str] = {}
 # The tuned records of each device, or None if they cannot be loaded, and the devices whose records are being
 # loaded.
 _tables: dict[torch.device, Known | None] = {}
@@ -245,7 +245,7 @@ def kind_of(call: Call, usual: str | None, needs_grad: bool | None = None, calle
     if kind is None:
         kind = _added(key, call, usual, needs_grad)
         if kind is not None and kind.request is not None:
-            _callers[kind.request.problem] = caller
+            note_caller(kind.request.problem, caller)
     if kind is not None and kind.count is not None:
         kind.count()
     return kind
@@ -275,11 +275,6 @@ def warm_up(device: torch.device) -> None:
         _load(device)
 
 
-def caller_of(problem: Problem) -> str:
-    """Returns the module of `flashtune.integrations` that last met a problem, or an empty text."""
-    return _callers.get(problem, "")
-
-
 def wait(timeout: float | None = None) -> bool:
     """Waits until all queued kernels are prepared. Returns False if `timeout` (in s) ends first."""
     return _worker.wait(timeout)
@@ -289,7 +284,7 @@ def forget() -> None:
     """Clears the caches. Kernels stay loaded."""
     with _adding:
         _kinds.clear()
-        _callers.clear()
+        forget_callers()
         _buckets.clear()
         _tables.clear()
         _loading.clear()
@@ -315,7 +310,6 @@ def _added(key: tuple[object, ...], call: Call, usual: str | None, needs_grad: b
         if kind is not None:
             if len(_kinds) >= MEMO_LIMIT:
                 _kinds.clear()
-                _callers.clear()
             _kinds[key] = kind
     return kind
 

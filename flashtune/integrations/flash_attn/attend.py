@@ -19,6 +19,7 @@ from flashtune.api.varlen import attention_varlen
 from flashtune.core.problem import MAX_HEAD_DIM
 from flashtune.integrations.flash_attn.features import Features, UnsupportedError
 from flashtune.integrations.flash_attn.token_rows import sequence_numbers
+from flashtune.recording.callers import called_by
 from flashtune.request.call import dense_call, varlen_call
 from flashtune.request.quantization import cached_ones
 from flashtune.request.request import Result
@@ -40,6 +41,7 @@ class Descales(NamedTuple):
 NO_DESCALES = Descales()
 
 
+@called_by("flash_attn")
 def dense(
     q: Tensor,
     k: Tensor,
@@ -90,6 +92,7 @@ def dense(
     return _finished(_in_parts(serve, v, wants_lse), finish)
 
 
+@called_by("flash_attn")
 def packed(
     q: Tensor,
     k: Tensor,
@@ -127,6 +130,7 @@ def packed(
     return _finished(_in_parts(serve, v, wants_lse), finish)
 
 
+@called_by("flash_attn")
 def paged(
     q: Tensor,
     k: Tensor,
