@@ -20,6 +20,7 @@ from benchmarks.dispatch_regret import regret
 from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
 from benchmarks.host import first_use
+from benchmarks.integrations import report as integrations_report
 from benchmarks.kernels import fastest, fp8_error, random_report, serving, sram_audit, tritons
 from benchmarks.numbers import pages
 from benchmarks.reports import read_report
@@ -47,6 +48,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     first_use.SCRIPT: first_use.texts,
     fp8_error.SCRIPT: fp8_error.texts,
     random_report.SCRIPT: random_report.texts,
+    integrations_report.SCRIPT: integrations_report.texts,
     "scripts/reference.py": lambda: {"features": feature_table()},
     "scripts/sanitize.py": lambda: {"sanitizer": "\n".join(report_lines(_sanitized()))},
     saved.SCRIPT: saved.texts,

@@ -25,6 +25,7 @@ EXEMPTIONS = Path(__file__).with_name("exempt_numbers.toml")
 PAGES = (
     "README.md",
     "docs/*.md",
+    "docs/integrations/*.md",
     "benchmarks/results/README.md",
     "benchmarks/results/hopper.md",
     "benchmarks/results/mutants.md",

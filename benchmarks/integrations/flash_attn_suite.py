@@ -1,6 +1,6 @@
 """Runs a seeded sample of FlashAttention's own tests with flashtune in place of flash_attn.
 
-    python -m benchmarks.integrations.flash_attn_suite FOLDER --version 2 --workers 8 --out FILE.json
+    python -m benchmarks.integrations.flash_attn_suite FOLDER --version 2 --workers 8 --out FILE
 
 FOLDER has files of the repository Dao-AILab/flash-attention, at their places there:
 
@@ -38,6 +38,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.saved import save
 from flashtune.core.errors import KernelError, UsageError
 from flashtune.core.file_lock import alone_with
 from flashtune.integrations.flash_attn import UnsupportedError, patch
@@ -294,8 +295,6 @@ def main() -> None:
     found = {
         "version": arguments.version,
         "seed": arguments.seed,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
         "seconds": round(time.monotonic() - start, 1),
         "exit_code": code,
         **{name: sample.outcomes[name] for name in OUTCOMES},
@@ -304,7 +303,7 @@ def main() -> None:
         "left_out": sample.left_out,
         "sizes": sample.sizes,
     }
-    report(found, arguments.out)
+    report(found, arguments.out, is_part=arguments.part is not None)
 
 
 def shared(workers: int) -> dict[str, Any]:
@@ -334,12 +333,14 @@ def summed(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def report(found: dict[str, Any], out: Path | None) -> None:
-    """Prints a report, and writes it to a file."""
+def report(found: dict[str, Any], out: Path | None, *, is_part: bool = False) -> None:
+    """Prints a report and writes it to a file, with its source unless it is a part of another report."""
     words = json.dumps(found, indent=1)
     print(words)
-    if out is not None:
+    if out is not None and is_part:
         out.write_text(words + "\n")
+    elif out is not None:
+        save(out, found)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def report(folder: Path, *options: str) -> dict[str, Any]:
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, *options], cwd=ROOT, env=environment, check=True, capture_output=True)
-    found: dict[str, Any] = json.loads(out.read_bytes())
+    found: dict[str, Any] = json.loads(out.read_bytes())["rows"]
     return found
 
 

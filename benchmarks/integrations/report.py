@@ -1,0 +1,122 @@
+"""The tables of the integrations' pages, from saved results. A table without a result says so."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from benchmarks.integrations import models, transformers_models
+from benchmarks.integrations.torch_sdpa_suite import Report
+from benchmarks.saved import RESULTS, Saved, Source, load
+from flashtune.tuner.cli.output import table
+
+SCRIPT = "benchmarks/integrations/report.py"
+NOT_MEASURED = "Not measured."
+# Files in benchmarks/results.
+MODELS = "nvidia-h200-models.json"
+TRANSFORMERS = "nvidia-h200-transformers-models.json"
+SDPA = "nvidia-h200-torch-sdpa-suite.json"
+FLASH_ATTN = {version: f"nvidia-h200-flash-attn-{version}-suite.json" for version in (2, 3, 4)}
+
+Rows = TypeVar("Rows")
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """Outcomes of FlashAttention's own tests, of `benchmarks.integrations.flash_attn_suite`.
+
+    Attributes:
+        version: Version of FlashAttention.
+        passed: Number of cases that passed.
+        refused: Cases that raised `UnsupportedError`.
+        failed: Cases that failed.
+    """
+
+    version: int
+    passed: int
+    refused: int
+    failed: int
+
+
+def texts(folder: Path = RESULTS) -> dict[str, str]:
+    """Returns the tables by name.
+
+    Raises:
+        TableError: A file has other rows.
+    """
+    made = {
+        "models": _models(folder),
+        "transformers-models": _transformers(folder),
+        "flash-attn-suite": _flash_attn(folder),
+        "torch-sdpa-suite": _sdpa(folder),
+    }
+    return {name: "\n".join(lines) or NOT_MEASURED for name, lines in made.items()}
+
+
+def _models(folder: Path) -> Iterator[str]:
+    found = _saved(folder / MODELS, list[models.Row])
+    if found is None:
+        return
+    versions = ", ".join(sorted({row.transformers for row in found.rows}))
+    yield from _heading(found.source, f", transformers {versions}")
+    cells = (
+        (row.workload, _ms(row.sdpa_ms), _ms(row.flashtune_ms), f"{row.speedup:.2f}") for row in found.rows
+    )
+    yield from table(("workload", "`sdpa`, ms", "with flashtune, ms", "ratio"), cells)
+
+
+def _transformers(folder: Path) -> Iterator[str]:
+    found = _saved(folder / TRANSFORMERS, list[transformers_models.Row])
+    if found is None:
+        return
+    versions = ", ".join(sorted({row.transformers for row in found.rows}))
+    yield from _heading(found.source, f", transformers {versions}")
+    cells = (
+        (row.workload, f"`{row.usual}`", _ms(row.usual_ms), _ms(row.flashtune_ms), f"{row.speedup:.2f}")
+        for row in found.rows
+    )
+    yield from table(("workload", "best of transformers", "its ms", "flashtune, ms", "ratio"), cells)
+
+
+def _flash_attn(folder: Path) -> Iterator[str]:
+    found = [one for name in FLASH_ATTN.values() if (one := _saved(folder / name, Counts))]
+    if not found:
+        return
+    yield from _heading(found[0].source)
+    cells = (
+        (f"FlashAttention {one.version}", str(one.passed), str(one.refused), str(one.failed))
+        for one in (each.rows for each in found)
+    )
+    yield from table(("tests", "passed", "refused", "failed"), cells)
+
+
+def _sdpa(folder: Path) -> Iterator[str]:
+    found = _saved(folder / SDPA, Report)
+    if found is None:
+        return
+    report = found.rows
+    yield from _heading(found.source)
+    counts = {
+        "pass with torch's operators": report.passed_without,
+        "of these, pass with flashtune": report.passed_with,
+        "of these, flashtune serves calls in": report.served,
+        "and backward passes in": report.served_backward,
+    }
+    yield from table(("cases of PyTorch's own tests", "number"), ((one, str(counts[one])) for one in counts))
+
+
+def _saved(path: Path, kind: type[Rows]) -> Saved[Rows] | None:
+    """Returns a saved result, or None if there is no file."""
+    return load(path, kind) if path.exists() else None
+
+
+def _heading(source: Source, more: str = "") -> Iterator[str]:
+    yield f"On an {source.gpu} (torch {source.torch}, Triton {source.triton}{more}):"
+    yield ""
+
+
+def _ms(times: tuple[float, ...]) -> str:
+    return f"{statistics.median(times):.1f}"
