@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
+from tests.gpu.integrations import vllm_kernel
+from tests.gpu.integrations.vllm_kernel import VllmKernel
 from tests.gpu.marks import SERVED
 from tests.problems import vllm_objects
 from tests.problems.serving_batches import CASES, HEADS, KV_HEADS, PAGE, expected, fill_earlier, make_batch
-from tests.support import host_stubs, vllm_kernel
-from tests.support.vllm_kernel import VllmKernel
+from tests.support import host_stubs
 
 pytestmark = SERVED
 WIDTH, PAGES, BF16 = 128, 96, torch.bfloat16

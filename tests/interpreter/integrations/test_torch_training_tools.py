@@ -1,0 +1,184 @@
+"""Tests of torch's tools for training over operators served by flashtune, in the interpreter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import attention as torch_attention
+from torch.nn.attention import _registry
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from flashtune.integrations import operator_overrides
+from flashtune.integrations import torch as integration
+from flashtune.runtime import deferred
+from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, by_definition, registered
+from tests.support.process_state import forget_warnings
+
+pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
+Triple = tuple[Tensor, Tensor, Tensor]
+aten = torch.ops.aten
+# Processes among which heads are divided.
+PROCESSES = 2
+
+
+@pytest.fixture
+def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
+    """Torch's operators on the CPU, with flashtune active over them."""
+    forget_warnings()
+    deferred.forget()
+    operator_overrides.forget()
+    monkeypatch.setattr(integration, "KEY", "CPU")
+    with registered() as found, integration.activate():
+        yield found
+    deferred.wait()
+    deferred.forget()
+
+
+@pytest.fixture
+def processes() -> Iterator[None]:
+    """A group of processes of which only this one runs."""
+    dist.init_process_group("fake", rank=0, world_size=PROCESSES, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def tensors(heads: int = 4) -> Triple:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 20, heads, 16).transpose(1, 2).requires_grad_() for _ in range(3))
+    return q, k, v
+
+
+def close(found: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(found.double(), want.double(), atol=2e-5, rtol=2e-5)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, name: str = CUDNN) -> Tensor:
+    out: Tensor = getattr(aten, name)(q, k, v, None, True, 0.0, True)[0]
+    return out
+
+
+@pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
+@pytest.mark.usefixtures("processes")
+def test_distributed_tensors(originals: Originals, name: str) -> None:
+    """Each process computes its heads, as with tensor parallelism."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    given = tensors()
+
+    def call() -> tuple[Tensor, ...]:
+        parts = [DTensor.from_local(one, mesh, [Shard(1)]) for one in given]
+        out = attend(*parts, name=name)
+        assert isinstance(out, DTensor)
+        assert out.shape == (2, PROCESSES * 4, 20, 16)
+        assert out.placements == (Shard(1),)
+        local = out.to_local()
+        return (local, *torch.autograd.grad(local, given, torch.ones_like(local)))
+
+    for _ in range(2):
+        call()
+        deferred.wait()
+    originals.calls.clear()
+    found = call()
+    assert not originals.calls
+    want = by_definition(*(one.double() for one in given), causal=True)[0]
+    for one, other in zip(
+        found, (want, *torch.autograd.grad(want, given, torch.ones_like(want))), strict=True
+    ):
+        close(one, other)
+
+
+@pytest.mark.usefixtures("processes")
+def test_replicated_tensors(originals: Originals) -> None:
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    with torch.no_grad():
+        given = tensors()
+        parts = [DTensor.from_local(one, mesh, [Replicate()]) for one in given]
+        for _ in range(2):
+            attend(*parts)
+            deferred.wait()
+        originals.calls.clear()
+        out = attend(*parts)
+    assert isinstance(out, DTensor)
+    assert not originals.calls
+    close(out.to_local(), by_definition(*(one.double() for one in given), causal=True)[0])
+
+
+def policy(
+    wanted: CheckpointPolicy, _: SelectiveCheckpointContext, op: object, *__: object, **___: object
+) -> CheckpointPolicy:
+    is_attention = op is aten._scaled_dot_product_cudnn_attention.default
+    return wanted if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("wanted", "times"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)]
+)
+def test_selective_checkpoints(
+    originals: Originals, monkeypatch: pytest.MonkeyPatch, wanted: CheckpointPolicy, times: int
+) -> None:
+    """Saved outputs keep the mark of calls that flashtune served, by which their backward pass is served."""
+    served: list[object] = []
+    states = operator_overrides.random_states
+
+    def counted(*args: Any) -> Any:
+        served.append(args)
+        return states(*args)
+
+    monkeypatch.setattr("flashtune.integrations.sdpa_operators.random_states", counted)
+    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(policy, wanted))
+    given = tensors()
+
+    def call() -> tuple[Tensor, ...]:
+        out = checkpoint(
+            lambda q, k, v: attend(q * 2, k, v) + 1, *given, use_reentrant=False, context_fn=contexts
+        )
+        assert isinstance(out, Tensor)
+        return (out, *torch.autograd.grad(out, given, torch.ones_like(out)))
+
+    for _ in range(2):
+        call()
+        deferred.wait()
+    originals.calls.clear()
+    served.clear()
+    found = call()
+    assert not originals.calls
+    assert len(served) == times
+    q, k, v = (one.double() for one in given)
+    want = by_definition(q * 2, k, v, causal=True)[0] + 1
+    for one, other in zip(
+        found, (want, *torch.autograd.grad(want, given, torch.ones_like(want))), strict=True
+    ):
+        close(one, other)
+
+
+def test_torchtitan_activates_the_name(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchtitan activates FA3 by itself, and does not restore it."""
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(_registry._FLASH_ATTENTION_IMPLS))
+    integration.deactivate()
+    with integration.activate(names=("FA3",)):
+        torch_attention.activate_flash_attention_impl("FA3")
+        given = [one.detach().transpose(1, 2) for one in tensors()]
+        args = None, None, 20, 20, 0.0, True, False
+        for _ in range(2):
+            aten._flash_attention_forward(*given, *args)
+            deferred.wait()
+        originals.calls.clear()
+        out = aten._flash_attention_forward(*given, *args)[0]
+        assert not originals.calls
+        heads_first = [one.double().transpose(1, 2) for one in given]
+        close(out.transpose(1, 2), by_definition(*heads_first, causal=True)[0])
+    aten._flash_attention_forward(*given, *args)
+    assert originals.calls[FLASH] == 1
