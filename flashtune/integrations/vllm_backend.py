@@ -33,6 +33,8 @@ from flashtune.integrations.vllm import LEAST, NAME
 from flashtune.kv_cache.append import append_rows
 from flashtune.kv_cache.layout import Pool
 from flashtune.recording.callers import called_by
+from flashtune.runtime.call_cache import write_call
+from flashtune.runtime.torch_modes import runs_eagerly
 from flashtune.runtime.torch_ops import attend
 
 if TYPE_CHECKING:
@@ -277,6 +279,9 @@ class BatchBuilder:
 @called_by("vllm")
 def write(output: Tensor, call: Call) -> None:
     """Computes a call and writes its result to a tensor."""
+    if runs_eagerly(call.q, call.k, call.v):
+        write_call(output, call)
+        return
     result = attend(call)
     assert isinstance(result, Tensor)
     output.copy_(result)

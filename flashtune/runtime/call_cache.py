@@ -25,6 +25,7 @@ from flashtune.recording.recorder import counted, on_change, recording
 from flashtune.request.call import requires_grad
 from flashtune.request.quantization import with_positive_scale
 from flashtune.request.read_call import read_call
+from flashtune.runtime.executors import write_output
 from flashtune.runtime.kernel_fallback import forget_choices
 from flashtune.runtime.prepare import prepare
 from flashtune.runtime.prepare_training import prepare_pair
@@ -153,6 +154,16 @@ def run_call(call: Call) -> Result:
     """
     call = unsigned(call)
     return executor_of(call_key(call), call)(call.q, call.k, call.v, call.scale, call.side)
+
+
+def write_call(out: Tensor, call: Call) -> None:
+    """Writes the output of a call without a log-sum-exp to a tensor, which overlaps no input.
+
+    Raises the errors of `run_call`.
+    """
+    call = unsigned(call)
+    executor = executor_of(call_key(call), call)
+    write_output(executor, out, call.q, call.k, call.v, call.scale, call.side)
 
 
 def unsigned(call: Call) -> Call:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
 from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.kernel import POINTER_ALIGNMENT
 from flashtune.core.layouts import Layout
 from flashtune.core.problem import Dtype
 from flashtune.dispatch.decision import Backend, Decision, required_specialization
@@ -31,6 +34,10 @@ from flashtune.request.request import Executor, Request, Result
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.unfused import unfused_attention
 
+# Functions that launch the kernel of an executor with another output, and return whether it can be written.
+# Executors that return a log-sum-exp, and those without a kernel, have none.
+_writers: WeakKeyDictionary[Executor, Callable[..., bool]] = WeakKeyDictionary()
+
 
 def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
     """Returns an executor that allocates the output and launches the kernel, without further work.
@@ -40,7 +47,8 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
     default_scale = request.default_scale
     if request.problem.dtype.is_quantized:
         return functools.partial(_quantized, launch, request)
-    new_out = allocator(torch.empty(request.out_shape, dtype=q.dtype, device="meta"), q.device)
+    out_like = torch.empty(request.out_shape, dtype=q.dtype, device="meta")
+    new_out = allocator(out_like, q.device)
     lse_like = torch.empty(request.lse_shape, dtype=torch.float32, device="meta")
     new_lse = allocator(lse_like, q.device) if request.return_lse else None
     # None on a CPU, in tests.
@@ -57,7 +65,45 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
         launch((q, k, v, out, lse), default_scale if scale is None else scale, side)
         return out if lse is None else (out, lse)
 
+    if new_lse is None:
+        _writers[run] = _writer(launch, default_scale, out_like, q.device)
     return run
+
+
+def _writer(launch: Launch, default_scale: float, like: Tensor, device: torch.device) -> Callable[..., bool]:
+    kind, index = (like.shape, like.stride(), like.dtype, device), device.index
+
+    def write(out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> bool:
+        given = out.shape, out.stride(), out.dtype, out.device
+        if given != kind or out.data_ptr() % POINTER_ALIGNMENT:
+            return False
+        if index is not None and current_device() != index:
+            with torch.cuda.device(index):
+                return write(out, q, k, v, scale, side)
+        launch((q, k, v, out, None), default_scale if scale is None else scale, side)
+        return True
+
+    return write
+
+
+def write_output(
+    executor: Executor,
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    side: ExtraInputs = NO_EXTRA_INPUTS,
+) -> None:
+    """Writes the output of a call to `out`, which its kernel writes directly if it can.
+
+    The executor returns no log-sum-exp. `out` has the shape of its output and overlaps no input.
+    """
+    write = _writers.get(executor)
+    if write is None or not write(out, q, k, v, scale, side):
+        result = executor(q, k, v, scale, side)
+        assert isinstance(result, Tensor)
+        out.copy_(result)
 
 
 def _quantized(

@@ -17,9 +17,11 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.dispatch import decision
+from flashtune.launch import workspaces
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import call_cache
+from flashtune.runtime import call_cache, executors
+from flashtune.runtime.call_cache import forget_executors, run_call, write_call
 from tests.support.machine import Machine, expected, inputs, tuned
 
 Make = Callable[..., Record]
@@ -43,6 +45,45 @@ def test_a_negative_scale_negates_the_queries(machine: Machine, problem: Problem
         torch.testing.assert_close(out, expected(q, k, v, scale=scale))
     planned = flashtune.plan(q, k, v, causal=True, scale=-0.3)
     torch.testing.assert_close(planned(q, k, v), expected(q, k, v, scale=-0.3))
+
+
+@pytest.mark.parametrize("kind", ["same", "strided", "unaligned", "wider"])
+def test_outputs_are_written_to_a_tensor_of_the_caller(
+    machine: Machine, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    tuned(machine, make_record(problem))
+    q, k, v = inputs(problem)
+    memory = torch.zeros(2 * q.numel(), dtype=q.dtype)
+    out = {
+        "same": memory[: q.numel()].view(q.shape),
+        "strided": memory.view(*q.shape, 2)[..., 0],
+        "unaligned": memory[1 : 1 + q.numel()].view(q.shape),
+        "wider": torch.zeros(q.shape),
+    }[kind]
+    call = dense_call(q, k, v, causal=True, scale=-0.3)
+    run_call(call)
+    allocated: list[object] = []
+    allocate = workspaces.allocator
+    forget_executors()
+
+    def counting(like: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
+        new = allocate(like, device)
+        return lambda: allocated.append(like) or new()  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(executors, "allocator", counting)
+    for _ in range(2):
+        out.zero_()
+        write_call(out, call)
+        torch.testing.assert_close(out.to(q.dtype), expected(q, k, v, scale=-0.3))
+    assert len(allocated) == (0 if kind == "same" else 2)
+
+
+def test_outputs_of_baselines_are_copied(machine: Machine, problem: Problem) -> None:
+    q, k, v = (one.double() for one in inputs(problem))
+    out = torch.zeros_like(q)
+    write_call(out, dense_call(q, k, v, causal=True))
+    torch.testing.assert_close(out, flashtune.attention(q, k, v, causal=True))
+    assert not machine.launches
 
 
 def test_plan_with_negative_scale_keeps_strides_of_views(

@@ -40,16 +40,16 @@ def unknown_callers() -> None:
     forget_callers()
 
 
-def captured(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls that a module makes from now on."""
+def captured(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The calls that a module makes from now on by a function, whose last argument they are."""
     calls: list[Call] = []
-    original = module.attend
+    original = getattr(module, name)
 
-    def attend(call: Call) -> Any:
-        calls.append(call)
-        return original(call)
+    def function(*args: Any) -> Any:
+        calls.append(args[-1])
+        return original(*args)
 
-    monkeypatch.setattr(module, "attend", attend)
+    monkeypatch.setattr(module, name, function)
     return calls
 
 
@@ -100,7 +100,7 @@ def test_flash_attn_is_named() -> None:
 def test_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     host_stubs.install("vllm", monkeypatch)
     vllm = importlib.import_module("flashtune.integrations.vllm_backend")
-    calls = captured(vllm, monkeypatch)
+    calls = captured(vllm, "write_call", monkeypatch)
     batch, case = make_batch(MIXED), CASES["plain"]
     metadata = vllm_objects.builder(vllm).build(0, vllm_objects.common(batch))
     cache, output = vllm_objects.packed_cache(batch, torch.float32), torch.empty_like(batch.q)
@@ -113,7 +113,7 @@ def test_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     host_stubs.install("sglang", monkeypatch)
     sglang = importlib.import_module("flashtune.integrations.sglang_backend")
-    calls = captured(sglang, monkeypatch)
+    calls = captured(sglang, "attend", monkeypatch)
     batch, case = make_batch((*DECODING[:-1], (1, 1))), CASES["plain"]
     backend = sglang.backend_class()(
         sglang_objects.runner_of(batch, sglang_objects.KVPool(batch, torch.float32))
