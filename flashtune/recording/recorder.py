@@ -97,8 +97,10 @@ def _decoded(path: Path, number: int, line: bytes) -> CallCount:
     try:
         return _decoder.decode(present_call(line))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        # The text may quote a name with control codes.
+        quoted = str(error).encode("unicode_escape").decode()
         raise UsageError(
-            f"{path}, line {number}: not a recorded call ({error}); name a file that "
+            f"{path}, line {number}: not a recorded call ({quoted}); name a file that "
             "flashtune.record_calls wrote"
         ) from error
 

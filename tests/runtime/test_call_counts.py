@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import flashtune
@@ -74,6 +74,7 @@ lines = st.recursive(
 fields = st.sampled_from(["problem", "specialization", "calls", "extra"])
 
 
+@example(content=b'{"problem": {"\\n": 1}}')
 @given(content=st.binary(max_size=60) | st.dictionaries(fields, lines).map(msgspec.json.encode))
 def test_malformed_files_raise_one_sentence(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("recorded") / "x.jsonl"
