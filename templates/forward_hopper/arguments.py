@@ -5,12 +5,14 @@ from __future__ import annotations
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Dtype, Problem
 from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type
-from flashtune.templates.common.args.side import side_numbers, side_tensors
+from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.common.model.sram import Chunk, head_chunks
 from flashtune.templates.forward_hopper.space import HopperConfig
 
 # TMA's widest row without bank conflicts.
 WIDEST_SWIZZLE = 128
+# Steps of the descriptors of keys and values, if a tensor has the lengths of sequences.
+STEPS = ("k_batch_step", "k_head_step", "v_batch_step", "v_head_step")
 PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps")
 
 
@@ -21,13 +23,14 @@ def hopper_arguments(
     dtype = problem.dtype
     qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
     v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
-    # In a varlen batch, two more dimensions mark a sequence's end.
-    outer = (1, 1, 1) if problem.total_q else (1, 1)
+    # If sequences end before their tensor, more dimensions mark their ends.
+    outer = (1, 1, 1) if problem.total_q or problem.seqlens_k else (1, 1)
     queries, keys = (
         (1, 1, config.pack_gqa, config.rows_per_group // config.pack_gqa),
         (*outer, config.block_n),
     )
     counts = PACKED_COUNTS if problem.total_q else (*COUNTS, "heads_per_swizzle")
+    steps = STEPS if problem.seqlens_k and not problem.total_q else ()
     # If outputs are stored in halves, so is the descriptor's tile.
     parts = 2 if config.split_epilogue else 1
     return (
@@ -47,6 +50,8 @@ def hopper_arguments(
         Argument("scale", "fp32"),
         *side_numbers(problem),
         *(Argument(name, "i32") for name in counts),
+        *(() if dtype.is_quantized else side_strides(problem, specialization)),
+        *(Argument(name, "i32") for name in steps),
     )
 
 

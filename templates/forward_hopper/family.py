@@ -25,6 +25,7 @@ from flashtune.templates.forward_hopper.space import (
 )
 
 HOPPER = 90
+QUANTIZED_FEATURES = {Feature.WINDOW, Feature.DROPOUT}
 DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
 # TMA copies rows of a multiple of 16 bytes.
 ROW_BYTES = 16
@@ -43,6 +44,9 @@ class HopperContext(Context, frozen=True):
     causal: Causal
     head_dim: int
     value_head_dim: int
+    num_consumer_groups: int
+    rows_per_group: int
+    pack_gqa: int
     ping_pong: bool
     lpt: bool
     serpentine: bool
@@ -59,6 +63,13 @@ class HopperContext(Context, frozen=True):
     packed: bool
     dropout: bool
     p_stages: int
+    softcap: bool
+    alibi: bool
+    sinks: bool
+    chunk: int
+    first_tokens: int
+    prefix: bool
+    lengths: bool
 
     @property
     def is_quantized(self) -> bool:
@@ -82,26 +93,82 @@ class HopperContext(Context, frozen=True):
         return self.causal is Causal.TOP_LEFT
 
     @property
-    def has_left(self) -> bool:
+    def has_window_left(self) -> bool:
         return self.window_left >= 0
 
     @property
+    def has_chunk(self) -> bool:
+        """Whether queries see only keys of their own chunk."""
+        return self.chunk > 0
+
+    @property
+    def has_left(self) -> bool:
+        """Whether queries see no keys before a position of their own."""
+        return self.has_window_left or self.has_chunk
+
+    @property
     def has_right(self) -> bool:
-        return self.window_right >= 0
+        return self.is_causal or self.window_right >= 0
 
     @property
     def is_bounded(self) -> bool:
         """Whether queries see no keys beyond a position of their own."""
-        return self.is_causal or self.has_right
+        return self.has_right or self.has_chunk
 
     @property
     def has_border(self) -> bool:
         return self.is_bounded or self.has_left
 
     @property
+    def has_prefix(self) -> bool:
+        """Whether a prefix makes keys visible that would be hidden without it."""
+        return self.prefix and self.has_border
+
+    @property
+    def has_first_tokens(self) -> bool:
+        """Whether the first keys are visible before the window or chunk."""
+        return self.first_tokens > 0 and self.has_left
+
+    @property
+    def lifts(self) -> bool:
+        """Whether keys at the start of a sequence are visible before the window or chunk."""
+        return self.has_left and (self.has_first_tokens or self.has_prefix)
+
+    @property
+    def moves_end(self) -> bool:
+        """Whether chunks or a prefix change where the visible keys of a query end."""
+        return self.is_bounded and (self.has_prefix or (self.has_chunk and not self.is_causal))
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a sequence has fewer keys than its tensor."""
+        return self.packed or self.lengths
+
+    @property
     def is_masked(self) -> bool:
         """Whether a block may hold no key that a row sees."""
-        return self.has_border or self.packed
+        return self.has_border or self.ends_early
+
+    @property
+    def has_packs(self) -> bool:
+        """Whether a tile has rows of several heads."""
+        return self.pack_gqa > 1
+
+    @property
+    def measures_distance(self) -> bool:
+        """Whether ALiBi depends on the distance of keys on both sides, instead of on their position."""
+        return self.alibi and (not self.is_causal or self.has_prefix)
+
+    @property
+    def sorts_chunks(self) -> bool:
+        """Whether the tiles of all chunks are in one order, the longest first."""
+        tile = self.num_consumer_groups * self.rows_per_group // self.pack_gqa
+        return self.has_chunk and self.lpt and not self.packed and self.chunk % tile == 0
+
+    @property
+    def shifts_scores(self) -> bool:
+        """Whether scores of a row lack a term that is equal for all its keys."""
+        return self.softcap or (self.alibi and not self.measures_distance)
 
     @property
     def has_p_tiles(self) -> bool:
@@ -122,7 +189,12 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
 
     name = "forward_hopper"
     config_type = HopperConfig
-    features = frozenset({Feature.WINDOW, Feature.VARLEN, Feature.DROPOUT})
+    features = frozenset(
+        {
+            *(Feature.WINDOW, Feature.VARLEN, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI, Feature.SINKS),
+            *(Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SEQLENS_K),
+        }
+    )
     direction = Direction.FORWARD
     interpreted = False
 
@@ -133,6 +205,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
         if problem.total_q and problem.dtype.is_quantized:
             return "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
+        if problem.dtype.is_quantized and problem.features - QUANTIZED_FEATURES:
+            return "forward_hopper takes e4m3 with windows alone"
         if problem.dropout and (problem.total_q or problem.dtype.is_quantized):
             return "forward_hopper drops weights in bf16 and fp16, of sequences that are not packed"
         dims = problem.head_dim, problem.value_head_dim
@@ -180,6 +254,9 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             causal=problem.causal,
             head_dim=problem.head_dim,
             value_head_dim=problem.value_head_dim,
+            num_consumer_groups=config.num_consumer_groups,
+            rows_per_group=config.rows_per_group,
+            pack_gqa=config.pack_gqa,
             ping_pong=config.ping_pong and config.num_consumer_groups > 1,
             lpt=config.order is not Order.LINEAR,
             serpentine=config.order is Order.SERPENTINE,
@@ -196,6 +273,13 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             packed=problem.total_q > 0,
             dropout=problem.dropout,
             p_stages=config.p_stages,
+            softcap=problem.softcap,
+            alibi=problem.alibi,
+            sinks=problem.sinks,
+            chunk=min(problem.attention_chunk, WIDEST_WINDOW),
+            first_tokens=min(problem.sink_tokens, WIDEST_WINDOW),
+            prefix=problem.prefix,
+            lengths=problem.seqlens_k,
         )
 
 

@@ -167,6 +167,11 @@ class Pointer:
     def __add__(self, steps: Any) -> Pointer:
         return Pointer(self.memory, self.offset + plain(steps))
 
+    def read(self) -> Any:
+        """A number, or a tensor of the numbers at several addresses."""
+        found = self.memory[self.offset]
+        return Tensor(found) if np.ndim(self.offset) else found.item()
+
     def write(self, value: Tensor, mask: Tensor) -> None:
         written, offset = np.broadcast_arrays(mask.values, self.offset)
         self.memory[offset[written]] = value.values[written]

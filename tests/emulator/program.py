@@ -121,7 +121,7 @@ class Program:
             return lambda one, other: (
                 Tensor(function(plain(one), plain(other)))
                 if isinstance(one, Tensor) or isinstance(other, Tensor)
-                else int(function(one, other))
+                else function(one, other).item()
             )
 
         def of_one(function: Any) -> Callable[..., Tensor]:
@@ -156,7 +156,8 @@ class Program:
             exp2=of_one(np.exp2),
             abs=of_one(np.abs),
             log2=of_one(np.log2),
-            load=lambda pointer, mask=True, other=0: pointer.memory[pointer.offset].item() if mask else other,
+            fma=lambda one, other, added: one * other + added,
+            load=lambda pointer, mask=True, other=0: pointer.read() if mask else other,
             store=lambda pointer, value, mask: pointer.write(value, mask),
             static_range=range,
             inline_asm_elementwise=lambda asm, operands, given, *_: emulate_ptx(asm, operands, given),

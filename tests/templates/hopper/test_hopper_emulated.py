@@ -55,17 +55,14 @@ def worst_error(
 ) -> float:
     """Between what a kernel makes of random tensors and plain attention, of outputs and log-sum-exps."""
     chance = torch.Generator().manual_seed(1)
-    side = NO_EXTRA_INPUTS
-    beside: tuple[Array, ...] = ()
+    side = score_inputs(problem, lengths)
     batch, rows, keys = problem.batch, problem.seqlen_q, problem.seqlen_kv
     if lengths is not None:
         starts = [torch.tensor([0, *itertools.accumulate(one)]).int() for one in zip(*lengths, strict=True)]
         batch, rows, keys = 1, int(starts[0][-1]) + spare, int(starts[1][-1]) + spare
-        side = ExtraInputs(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
-        beside = tuple(one.numpy() for one in starts)
+        side = side._replace(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
     if problem.dropout:
-        side = ExtraInputs(seed=torch.tensor([0x7123456789ABCDEF]), dropout=DROPOUT)
-        beside = (np.array([0x7123456789ABCDEF]),)
+        side = side._replace(seed=torch.tensor([0x7123456789ABCDEF]), dropout=DROPOUT)
     shapes = [
         (batch, heads, length, width)
         for heads, length, width in (
@@ -79,13 +76,18 @@ def worst_error(
     lse = np.full(batch * problem.heads * rows, UNTOUCHED)
     scale = problem.head_dim**-0.5
     expected = plain_attention(problem, q, k, v, side, scale)
-    if spare:
-        # What lies behind the last sequence must not matter.
-        for tensor in (k, v):
+    # What lies behind the last key of a sequence must not matter.
+    for tensor in (k, v):
+        if spare:
             tensor[:, :, keys - spare :] = math.nan
+        if problem.seqlens_k and lengths is None:
+            assert side.seqlens_kv is not None
+            for sequence, length in enumerate(side.seqlens_kv.tolist()):
+                tensor[sequence, :, length:] = math.nan
     like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in (q, k, v, out))
     flat = tuple(one.flatten().numpy() for one in (q, k, v)), out.view(-1).numpy()
-    numbers = (DROPOUT,) if problem.dropout else ()
+    beside = tuple(one.numpy() for one in side.tensors)
+    numbers = tuple(one for one in side.numbers if one is not None)
     emulate(kernel, like, (*flat[0], flat[1]), beside, lse, scale, programs, numbers=numbers)
     worst = 0.0
     for got, meant in ((out, expected[0]), (torch.from_numpy(lse).view(q.shape[:3]), expected[1])):
@@ -94,6 +96,27 @@ def worst_error(
         error = torch.where(got == right, 0.0, (got - right).abs()).nan_to_num(nan=math.inf)
         worst = max(worst, float(error.max()))
     return worst
+
+
+def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> ExtraInputs:
+    """Inputs of the features that change scores or masks: different for each head and sequence."""
+    batch = problem.batch if lengths is None else len(lengths)
+    keys = [problem.seqlen_kv] * batch if lengths is None else [one[1] for one in lengths]
+    side = NO_EXTRA_INPUTS
+    if problem.seqlens_k:
+        keys = [count * (index % 3 + 1) // 3 for index, count in enumerate(keys)]
+        side = side._replace(seqlens_kv=torch.tensor(keys).int())
+    if problem.prefix:
+        prefix = [count * (index % 4) // 5 for index, count in enumerate(keys, 1)]
+        side = side._replace(prefix=torch.tensor(prefix).int())
+    if problem.softcap:
+        side = side._replace(softcap=1.5)
+    if problem.alibi:
+        slopes = 0.03 * torch.arange(1, batch * problem.heads + 1, dtype=torch.float64)
+        side = side._replace(slopes=slopes.view(batch, problem.heads))
+    if problem.sinks:
+        side = side._replace(sinks=torch.linspace(-1.0, 3.0, problem.heads, dtype=torch.float64))
+    return side
 
 
 def a_small(causal: Causal = Causal.NONE, **changes: int) -> Problem:
