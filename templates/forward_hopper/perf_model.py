@@ -41,6 +41,9 @@ BLOCKS = (64, 128)
 # there is only one buffer.
 SERPENTINE_US = 0.25
 SINGLE_Q_STAGE_US = 0.43
+# Further exponentials of a score. A softcap takes one, and a quarter of a reciprocal.
+SOFTCAP_EXPONENTIALS = 1.25
+ALIBI_EXPONENTIALS = 0.2
 # Fraction of time lost if programs of a group of heads change heads in each round.
 DRIFT_PENALTY = 0.05
 
@@ -80,7 +83,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
         if not tiling.total or not problem.seqlen_kv:
             return pace.launch / 1e3
         cost = TileCost(
-            block_us(problem, config.block_m * config.block_n, pace, target),
+            block_us(problem, config.block_m * config.block_n, pace, target, _exponentials(problem)),
             tile_us(problem, config.block_m, pace, target) + _between(config),
         )
         num_programs = persistent_programs(tiling.total, config.balanced_grid, target.sm_count)
@@ -147,6 +150,11 @@ def running_programs(problem: Problem, config: HopperConfig, target: Target | No
     # Tiles are not rounded up here, so the working set is continuous in the number of queries.
     heads = min(tiling.heads, max(head_swizzle, programs / max(1.0, problem.seqlen_q / tiling.rows) + 1))
     return AtOnce(programs, max(1.0, heads / tiling.packs), min(head_swizzle, tiling.packs))
+
+
+def _exponentials(problem: Problem) -> float:
+    """Returns the exponentials of a score, or as much time of the FMA units."""
+    return 1.0 + SOFTCAP_EXPONENTIALS * problem.softcap + ALIBI_EXPONENTIALS * problem.alibi
 
 
 def _between(config: HopperConfig) -> float:

@@ -32,8 +32,6 @@ MIN_HALVED = 128
 # Columns that one product of 8-bit tiles sums over.
 QUANTIZED_DEPTH = 32
 PACKS = (1, 2, 4, 8, 16)
-# A window of less than one in this many keys leaves few tiles that see less than others.
-SHORT_WINDOW = 2
 # From this length on, groups of heads gain nothing if tiles differ.
 LONG = 4096
 # From this length on, tiles of three groups waste few rows at a sequence's end.
@@ -133,22 +131,35 @@ def _is_crowded(chosen: dict[str, AxisValue]) -> bool:
 
 def tiles_differ(problem: Problem) -> bool:
     """Returns whether tiles of a head see different numbers of keys, so that their order matters."""
+    return problem.sight.right is not None
+
+
+def _is_local(problem: Problem) -> bool:
+    """Returns whether queries see only keys near them."""
+    return problem.window_left is not None or problem.attention_chunk > 0
+
+
+def _is_narrow(problem: Problem) -> bool:
+    """Returns whether windows are so short that a tile of fewer queries of more heads sees fewer hidden keys."""
     left, right = problem.sight.left, problem.sight.right
-    return right is not None and (left is None or SHORT_WINDOW * left > problem.seqlen_kv)
+    return left is not None and right is not None and left + right < MAX_ROWS
 
 
 def _sections(problem: Problem) -> tuple[int, ...]:
     if problem.total_q:
         return (0, 4)
+    if _is_local(problem):
+        return (0, 1, 2, 4, 8)
     return (0, 4, 8) if tiles_differ(problem) else (1, 4)
 
 
 def _packs(problem: Problem) -> tuple[int, ...]:
-    """Returns numbers of packed heads, which fill tiles if one head has few queries.
+    """Returns numbers of packed heads, which fill tiles if one head has few queries or sees few keys.
 
     Quantised heads have their own scales, and descriptors of varlen batches have no dimension left.
     """
-    if problem.total_q or problem.seqlen_q >= FEW_QUERIES or problem.dtype.is_quantized:
+    many = problem.seqlen_q >= FEW_QUERIES and not _is_narrow(problem)
+    if problem.total_q or many or problem.dtype.is_quantized:
         return (1,)
     return tuple(pack for pack in PACKS if pack < 2 * problem.group_size)
 
@@ -185,13 +196,21 @@ def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
     return scores + weights + accumulators + spare <= CONSUMER_REGISTERS[config.num_consumer_groups]
 
 
+def _is_full(problem: Problem, pack: int, groups: int) -> bool:
+    """Returns whether a tile of so many packed heads has few rows without a query."""
+    if _is_narrow(problem):
+        return problem.group_size % pack == 0
+    return pack * problem.seqlen_q <= groups * GROUP_ROWS
+
+
 def usual_config(problem: Problem) -> HopperConfig:
     """Returns the best config of most lengths on an H200, by head dims."""
     width = columns(head_chunks(max(problem.head_dim, problem.value_head_dim), True))
     differ = tiles_differ(problem)
     # In one order of all heads, tiles of varlen batches that end in the same round differ least.
-    in_one = bool(problem.total_q) or (differ and problem.seqlen_kv > LONG)
-    order = Order.LPT if problem.total_q else Order.SERPENTINE
+    in_one = bool(problem.total_q) or (differ and (problem.seqlen_kv > LONG or _is_local(problem)))
+    windowed = problem.window_left is not None
+    order = Order.LPT if problem.total_q or windowed else Order.SERPENTINE
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
     wide = width > 128
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
@@ -199,21 +218,23 @@ def usual_config(problem: Problem) -> HopperConfig:
     shared = problem.dtype.is_quantized and 64 < width <= 128 and problem.seqlen_q >= MANY_QUERIES
     # Three groups do not have the registers for dropout of this many keys at a time.
     groups = 3 if shared or (narrow and not problem.dropout) else 2
+    pack = max(pack for pack in _packs(problem) if pack == 1 or _is_full(problem, pack, groups))
+    # Few keys are seen of a tile, so that its fixed cost matters: it has more rows.
+    tall = _is_narrow(problem) and narrow and pack > 1 and not problem.dropout
+    groups = 2 if tall else groups
     return HopperConfig(
         num_warps=GROUP_WARPS,
         num_stages=2,
         num_consumer_groups=groups,
-        rows_per_group=GROUP_ROWS,
-        block_n=64 if wide else 128,
+        rows_per_group=2 * GROUP_ROWS if tall else GROUP_ROWS,
+        block_n=64 if wide or _is_narrow(problem) else 128,
         q_stages=1 if wide else 2,
         split_epilogue=wide and _can_be_halved(problem, True),
         ping_pong=not wide,
         defer_pv_wait=not narrow and not (shared and not differ),
         p_stages=(1 if differ else 2) if shared else 0,
         split_head_dim=odd_width and _products_fit(problem, True),
-        pack_gqa=max(
-            pack for pack in _packs(problem) if pack == 1 or pack * problem.seqlen_q <= groups * GROUP_ROWS
-        ),
+        pack_gqa=pack,
         head_swizzle=0 if in_one else 4,
         order=order if differ else Order.LINEAR,
         balanced_grid=not in_one,

@@ -88,6 +88,7 @@ class Program:
             "vote_rescale": lambda grows, group: self.grown.update({group: bool(grows.values.any())}),
             "needs_rescale": lambda group: self.grown[group],
             "declare_p": lambda _: None,
+            "reciprocals": lambda numbers: 1.0 / numbers,
             "store_p": self.store_p,
             "load_p": lambda group: self.kept[group],
             "take_turn": lambda group: self.turns[group].sync(),

@@ -46,11 +46,13 @@ class CostParams(msgspec.Struct, frozen=True):
     exposed: float
 
 
-def block_us(problem: Problem, pairs: int, pace: CostParams, target: Target) -> float:
+def block_us(
+    problem: Problem, pairs: int, pace: CostParams, target: Target, exponentials_of_pair: float = 1.0
+) -> float:
     """Returns the time of a block with this many (query, key) pairs on an SM."""
     width = problem.head_dim + problem.value_head_dim
     products = 2 * pairs * width / (_rate(problem.dtype, target) * 1e6 / target.sm_count)
-    exponentials = pairs / (EXPONENTIALS_PER_CLOCK * target.clock_mhz)
+    exponentials = exponentials_of_pair * pairs / (EXPONENTIALS_PER_CLOCK * target.clock_mhz)
     longer, shorter = max(products, exponentials), min(products, exponentials)
     return pace.block + longer + (1 - pace.hidden) * shorter
 

@@ -79,19 +79,25 @@ def blocks(tiling: Tiling, tiles: NDArray[np.int64] | None = None) -> NDArray[np
     tiles = np.arange(tiling.tiles) if tiles is None else tiles
     last_query = (tiles + 1) * tiling.rows
     seen = np.full(len(tiles), problem.seqlen_kv)
-    left, right = problem.sight.left, problem.sight.right
+    left, right, chunk = problem.sight.left, problem.sight.right, problem.attention_chunk
     if right is not None:
         seen = np.minimum(last_query + problem.diagonal + right, problem.seqlen_kv)
+    first = np.maximum(tiles * tiling.rows + problem.diagonal, 0)
+    if chunk and right is None:
+        last = np.minimum(last_query, problem.seqlen_q) - 1 + problem.diagonal
+        seen = np.minimum(seen, (last // chunk + 1) * chunk)
     counted: NDArray[np.float64] = np.maximum(np.ceil(seen / tiling.columns), 1.0)
-    if left is not None:
-        hidden = np.maximum(tiles * tiling.rows + problem.diagonal - left, 0) // tiling.columns
+    if left is not None or chunk:
+        start = 0 if left is None else np.maximum(tiles * tiling.rows + problem.diagonal - left, 0)
+        start = np.maximum(start, first // chunk * chunk) if chunk else start
+        hidden = start // tiling.columns
         counted -= np.minimum(hidden, counted - 1.0)
     return counted
 
 
 def have_equal_length(problem: Problem) -> bool:
     """Returns whether every query sees all keys, so that all tiles have equally many blocks."""
-    return problem.sight.left is None and problem.sight.right is None
+    return problem.sight.left is None and problem.sight.right is None and not problem.attention_chunk
 
 
 class Extremes(msgspec.Struct, frozen=True):
@@ -131,7 +137,17 @@ def tile_of(
     first = index // (head_swizzle * tiling.tiles) * head_swizzle
     width = np.minimum(head_swizzle, tiling.heads - first)
     tile: NDArray[np.int64] = index % (head_swizzle * tiling.tiles) // width
-    return tile if order == "linear" else tiling.tiles - 1 - tile
+    if order == "linear":
+        return tile
+    tile = tiling.tiles - 1 - tile
+    chunk = tiling.problem.attention_chunk
+    if not chunk or chunk % tiling.rows or tiling.problem.total_q:
+        return tile
+    # The longest tiles of all whole chunks come before the second longest.
+    per_chunk = chunk // tiling.rows
+    chunks = tiling.tiles // per_chunk
+    ordered = tile % max(chunks, 1) * per_chunk + tile // max(chunks, 1)
+    return np.where(tile < chunks * per_chunk, ordered, tile)
 
 
 def persistent_programs(total: int, balanced_grid: bool, num_sms: int) -> int:
