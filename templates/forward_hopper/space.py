@@ -140,7 +140,7 @@ def _is_local(problem: Problem) -> bool:
 
 
 def _is_narrow(problem: Problem) -> bool:
-    """Returns whether windows are so short that a tile of fewer queries of more heads sees fewer hidden keys."""
+    """Returns whether windows are so short that tiles of several heads hide fewer keys."""
     left, right = problem.sight.left, problem.sight.right
     return left is not None and right is not None and left + right < MAX_ROWS
 

@@ -26,7 +26,8 @@ def in_python(kernel: Kernel, name: str) -> Callable[..., Any]:
     sequence in place of a tile.
     """
     tree = parsed(kernel.source)
-    wanted = [node for node in tree.body if getattr(node, "name", "") in {"Tile", "TileScheduler", name}]
+    used = {"Tile", "TileScheduler", "key_start", "key_stop", name}
+    wanted = [node for node in tree.body if getattr(node, "name", "") in used]
     gl = SimpleNamespace(
         where=lambda test, yes, no: yes if test else no,
         minimum=min,
@@ -37,7 +38,8 @@ def in_python(kernel: Kernel, name: str) -> Callable[..., Any]:
     )
     module = load_module(kernel)
     constants = {
-        name: getattr(module, name, None) for name in ("BLOCK_N", "PACK", "TILE_POSITIONS", "LEFT", "RIGHT")
+        name: getattr(module, name, None)
+        for name in ("BLOCK_N", "PACK", "TILE_POSITIONS", "LEFT", "RIGHT", "CHUNK", "CHUNK_TILES")
     }
     names: dict[str, Any] = {
         "gl": gl,

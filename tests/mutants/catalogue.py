@@ -9,6 +9,7 @@ from tests.mutants import third_tiles
 from tests.mutants.core import Mutant
 from tests.mutants.forward_hopper import (
     hopper_eight_bits,
+    hopper_features,
     hopper_masks,
     hopper_places,
     hopper_rings,
@@ -96,5 +97,6 @@ def hopper_mutants() -> tuple[Mutant, ...]:
         *hopper_waits.waits(),
         *hopper_waits.releases(),
         *hopper_rings.rings(),
+        *hopper_features.features(),
         *(mutant._replace(name=f"e4m3: {mutant.name}") for mutant in eight_bits),
     )

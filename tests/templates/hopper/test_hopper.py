@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.rendering import render
@@ -38,6 +39,7 @@ def test_only_hopper_is_supported() -> None:
         (a_problem(72, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
         (a_problem(dtype=Dtype.E4M3, dropout=True), "drops weights in bf16 and fp16"),
         (a_problem(total_q=1, dropout=True), "of sequences that are not packed"),
+        (a_problem(dtype=Dtype.E4M3, softcap=True), "takes e4m3 with windows alone"),
     ],
 )
 def test_unsupported_problems_have_reasons(problem: Problem, reason: str) -> None:
@@ -53,13 +55,16 @@ def test_varlen_requires_16_bits_and_no_packed_heads() -> None:
         render(FAMILY, problem, a_config(problem, pack_gqa=2), PLAIN)
 
 
-def test_supported_features_are_windows_and_varlen() -> None:
+def test_supported_features_are_those_of_masks_and_scores() -> None:
     window = a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)
-    for problem in (window, a_problem(total_q=1), a_problem(window_right=3, total_q=1)):
-        assert unsupported_reason(FAMILY, problem, H200, PLAIN) is None
+    scores = a_problem(softcap=True, alibi=True, sinks=True, attention_chunk=64, sink_tokens=3)
+    for problem in (window, a_problem(total_q=1), a_problem(window_right=3, total_q=1), scores):
+        for changes in ({}, {"seqlens_k": True}, {"prefix": True}):
+            given = msgspec.structs.replace(problem, **changes)
+            assert unsupported_reason(FAMILY, given, H200, PLAIN) is None
     assert (
-        unsupported_reason(FAMILY, a_problem(total_q=1, sinks=1), H200, PLAIN)
-        == "forward_hopper has no sinks"
+        unsupported_reason(FAMILY, msgspec.structs.replace(window, bias=Bias.ADDITIVE), H200, PLAIN)
+        == "forward_hopper has no bias"
     )
 
 
@@ -109,5 +114,12 @@ def test_digest_covers_every_input_of_the_binary() -> None:
         render(FAMILY, a_problem(256, window_left=101), a_config(problem), PLAIN),
         render(FAMILY, a_problem(256, window_right=100), a_config(problem), PLAIN),
         render(FAMILY, a_problem(256, total_q=1), a_config(problem), PLAIN),
+        *(
+            render(FAMILY, a_problem(256, window_left=101, **feature), a_config(problem), PLAIN)
+            for feature in (
+                *({"softcap": True}, {"alibi": True}, {"sinks": True}, {"prefix": True}, {"seqlens_k": True}),
+                *({"attention_chunk": 64}, {"attention_chunk": 65}, {"sink_tokens": 4}, {"sink_tokens": 5}),
+            )
+        ),
     ]
     assert len({kernel.digest for kernel in kernels}) == len(kernels)

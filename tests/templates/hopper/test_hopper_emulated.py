@@ -17,7 +17,7 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.templates.rendering import render
 from tests.emulator import hardware
-from tests.emulator.hardware import Array, BarrierError
+from tests.emulator.hardware import BarrierError
 from tests.emulator.program import emulate
 from tests.problems.hopper import FAMILY, a_config, a_problem
 from tests.problems.plain_masks import plain_attention

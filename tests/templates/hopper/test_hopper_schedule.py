@@ -67,6 +67,23 @@ def test_serpentine_order_balances_tile_lengths() -> None:
     assert spread("lpt") > 0
 
 
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 6), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_tiles_of_chunks_are_in_order_of_their_length(
+    tiles: int, most_workers: int, heads: int, section: int
+) -> None:
+    config = {"order": "lpt", "num_consumer_groups": 2}
+    chunked = a_problem(128, causal=Causal.BOTTOM_RIGHT, attention_chunk=1024)
+    locate = in_python(kernel_of(chunked, **config), "locate")
+    total, section = tiles * heads, min(section, heads)
+    schedule = (total, tiles, section, heads, heads, 1)
+    found = [locate(index, min(most_workers, total), *schedule) for index in range(total)]
+    assert sorted(found) == [(tile, 0, head, 0) for tile in range(tiles) for head in range(heads)]
+    # A chunk has eight tiles of 128 queries. Those of the last chunk come first if it is not whole.
+    whole = [(head // section, -(tile % 8)) for tile, _, head, _ in found if tile < tiles // 8 * 8]
+    assert whole == sorted(whole)
+
+
 # ---- packed sequences ------------------------------------------------------------------------------
 
 PACKED = a_problem(64, causal=Causal.BOTTOM_RIGHT, total_q=1)

@@ -112,21 +112,25 @@ def test_tile_order_is_searched_where_tiles_differ() -> None:
         problem = msgspec.structs.replace(a_problem(causal=Causal.BOTTOM_RIGHT), **changes)
         return len({config.order for config in sampled_configs(problem, 60)})
 
-    assert orders() == orders(window_left=900) == orders(window_left=100, total_q=0, seqlen_kv=128) == 3
-    assert orders(window_left=100) == 1
-    assert a_config(a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)).order is Order.LINEAR
+    assert orders() == orders(window_left=900) == orders(attention_chunk=256) == 3
+    assert orders(causal=Causal.NONE, window_left=100) == 1
+    assert a_config(a_problem(causal=Causal.BOTTOM_RIGHT, window_left=900)).order is Order.LPT
 
 
-def test_pack_gqa_is_searched_where_queries_are_few() -> None:
+def test_pack_gqa_is_searched_where_queries_or_keys_are_few() -> None:
     def packs(problem: Problem) -> set[int]:
         return {config.pack_gqa for config in sampled_configs(problem, 60)}
 
     assert packs(a_problem(64, kv_heads=1, seqlen_q=16)) == {1, 2, 4, 8}
+    window = a_problem(64, kv_heads=1, causal=Causal.BOTTOM_RIGHT, window_left=127)
+    assert packs(window) == {1, 2, 4, 8}
+    assert (a_config(window).pack_gqa, a_config(window).block_n) == (8, 64)
     # Three heads fill three quarters of a pack of four.
     assert packs(a_problem(64, heads=6, kv_heads=2, seqlen_q=16)) == {1, 2, 4}
     for problem in (
         a_problem(64, seqlen_q=16),
         a_problem(64, kv_heads=1),
+        a_problem(64, kv_heads=1, causal=Causal.BOTTOM_RIGHT, window_left=500),
         a_problem(64, kv_heads=1, seqlen_q=16, dtype=Dtype.E4M3),
     ):
         assert packs(problem) == {1}
@@ -138,11 +142,12 @@ def dims_of(dtype: Dtype) -> range:
 
 @pytest.mark.parametrize("dtype", [*SIXTEEN_BITS, Dtype.E4M3])
 @pytest.mark.parametrize("causal", list(Causal))
-def test_defaults_are_in_the_space_and_fit(dtype: Dtype, causal: Causal) -> None:
+@pytest.mark.parametrize("window", [{}, {"window_left": 127}], ids=["all", "window"])
+def test_defaults_are_in_the_space_and_fit(dtype: Dtype, causal: Causal, window: dict[str, int]) -> None:
     for head_dim in dims_of(dtype):
         for value_head_dim in {head_dim, 64, 128, 256}:
             for queries, keys in ((1024, 100), (1, 16384)):
-                shape = {"kv_heads": 1, "seqlen_q": queries, "seqlen_kv": keys}
+                shape = {"kv_heads": 1, "seqlen_q": queries, "seqlen_kv": keys, **window}
                 problem = a_problem(head_dim, value_head_dim, dtype, causal, **shape)
                 assert FAMILY.supports(problem, H200) is None
                 config = a_config(problem)
