@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from flashtune.core.canonical import without
 from flashtune.core.config import Config
 from flashtune.core.problem import Direction, Dtype, Problem
 from flashtune.core.record import PeerTime, Provenance, Record, TransferEstimate
@@ -98,6 +99,7 @@ def forecast(
         for name in names
         for candidate in _candidates(problem, [record for record in able if record.family == name], target)
     ]
+    candidates += _of_other_families(problem, names, records, target, serves)
     best = min(candidates, key=lambda candidate: candidate.rank)
     usual = next(one for one in candidates if one.record == nearest)
     peers = expected_peers(problem, alike, target)
@@ -145,6 +147,28 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
             if config not in tuned and span(config) * (1 + more) < span(start):
                 record = untimed(tuned[start].record, config)
                 yield _Candidate(record, expected(config), tuned[start].doubt + more)
+
+
+def _of_other_families(
+    problem: Problem,
+    names: Sequence[str],
+    records: Iterable[Record],
+    target: Target,
+    serves: Callable[[Record], bool],
+) -> Iterator[_Candidate]:
+    """Yields the default configs of families that were tuned at such shapes without features only."""
+    if not problem.features:
+        return
+    alike = [record for record in tuned_alike(without(problem, problem.features), records) if record.config]
+    for name in sorted({record.family for record in alike} - set(names)):
+        plain = [record for record in alike if record.family == name]
+        known = sorted((_known(record, problem, target) for record in plain), key=lambda one: one.distance)
+        family = find_family(name)
+        default = family.default(problem, target)
+        record = untimed(msgspec.structs.replace(known[0].record, problem=problem), default)
+        if serves(record):
+            ms = family.makespan_ms(problem, default, target) * math.exp(_correction(known))
+            yield _Candidate(record, ms, 2 * UNTIMED_MARGIN)
 
 
 class _Known(NamedTuple):

@@ -61,7 +61,7 @@ def _caps() -> tuple[Change, ...]:
 
 def _slopes() -> tuple[Change, ...]:
     own = "values + tile.kv_head * scheduler.group_size + tile.head"
-    steps = "steps = (n_offsets & -7)"
+    steps = "steps = ((n_offsets & -7)"
     sequence = "this.sequence * stride_slopes_b"
     return (
         ("alibi: first head's slope", "All heads have one slope.", ALIBI, only(own, "values")),
@@ -75,7 +75,7 @@ def _slopes() -> tuple[Change, ...]:
             ALIBI,
             only("origin, n_block, n_offsets", "origin, n_last, n_offsets", LATER_BLOCKS),
         ),
-        ("alibi: odd columns", "Two keys have one position.", ALIBI, only(steps, "steps = (n_offsets & -8)")),
+        ("alibi: odd columns", "Two keys have one position.", ALIBI, only(steps, "steps = ((n_offsets & -8)")),
     )
 
 

@@ -230,3 +230,25 @@ def test_nearest_record_serves_if_the_forecast_fails(
     with pytest.warns(FlashtuneWarning, match="so the config of the nearest tuned shape serves"):
         flashtune.attention(q, k, v, causal=True)
     assert machine.launches == 1
+
+
+def test_family_that_was_not_tuned_with_features_is_considered(records: tuple[Record, ...]) -> None:
+    problem = shape(batch=1, seqlen_q=8192, seqlen_kv=8192, softcap=True)
+    masked = find_family("forward_masked")
+    like = next(record for record in records if record.family == "forward_hopper")
+    tuned = msgspec.structs.replace(
+        like, problem=problem, family=masked.name, config=masked.default(problem, TARGET)
+    )
+
+    def found(ms: float) -> Record:
+        timed = msgspec.structs.replace(
+            tuned, measurement=msgspec.structs.replace(tuned.measurement, ms=ms, peers=())
+        )
+        longer = msgspec.structs.replace(problem, seqlen_q=9000, seqlen_kv=9000)
+        result = forecast(longer, (*records, timed), TARGET, anyone)
+        assert result is not None
+        return result[0]
+
+    assert found(100.0).family == "forward_hopper"
+    assert found(100.0).verdict is None
+    assert found(0.001).family == "forward_masked"

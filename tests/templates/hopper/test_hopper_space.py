@@ -108,8 +108,8 @@ def test_three_groups_are_allowed_for_8_bits() -> None:
 
 
 def test_tile_order_is_searched_where_tiles_differ() -> None:
-    def orders(**changes: int) -> int:
-        problem = msgspec.structs.replace(a_problem(causal=Causal.BOTTOM_RIGHT), **changes)
+    def orders(causal: Causal = Causal.BOTTOM_RIGHT, **changes: int) -> int:
+        problem = msgspec.structs.replace(a_problem(causal=causal), **changes)
         return len({config.order for config in sampled_configs(problem, 60)})
 
     assert orders() == orders(window_left=900) == orders(attention_chunk=256) == 3
