@@ -240,12 +240,15 @@ def test_family_that_was_not_tuned_with_features_is_considered(records: tuple[Re
         like, problem=problem, family=masked.name, config=masked.default(problem, TARGET)
     )
 
+    def serves(record: Record) -> bool:
+        return problem.features <= find_family(record.family).features
+
     def found(ms: float) -> Record:
-        timed = msgspec.structs.replace(
-            tuned, measurement=msgspec.structs.replace(tuned.measurement, ms=ms, peers=())
-        )
+        assert tuned.measurement is not None
+        measured = msgspec.structs.replace(tuned.measurement, ms=ms, p20=ms, p80=ms, peers=())
+        timed = msgspec.structs.replace(tuned, measurement=measured)
         longer = msgspec.structs.replace(problem, seqlen_q=9000, seqlen_kv=9000)
-        result = forecast(longer, (*records, timed), TARGET, anyone)
+        result = forecast(longer, (*records, timed), TARGET, serves)
         assert result is not None
         return result[0]
 

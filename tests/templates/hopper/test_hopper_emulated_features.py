@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import random
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from flashtune.core.kernel import Kernel
+from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Problem
+from flashtune.templates.rendering import render
 from tests.emulator.hardware import BarrierError
 from tests.mutants.core import Subject, broken, rendered
 from tests.mutants.forward_hopper.hopper_features import features
+from tests.problems.hopper import FAMILY, sampled_configs
 from tests.templates.hopper.test_hopper_emulated import CONFIGS, MIXED, a_small, kernel_of, worst_error
 
 FEATURES: dict[str, tuple[Causal, dict[str, int]]] = {
@@ -112,3 +116,50 @@ def test_emulator_detects_mutants(name: str, monkeypatch: pytest.MonkeyPatch) ->
     mutant = MUTANTS[name]
     with contextlib.suppress(BarrierError, IndexError):
         assert not emulated_error(broken(mutant), mutant.subject.problem) < 1e-6
+
+
+def a_feature_problem(chance: random.Random) -> tuple[Problem, list[tuple[int, int]] | None]:
+    """A problem with random features and lengths, and the lengths of its packed sequences."""
+    causal = chance.choice(list(Causal))
+    fields: dict[str, Any] = {
+        name: chance.choice(values)
+        for name, values, share in (
+            ("window_left", (0, 30, 64, 130), 0.4),
+            ("window_right", (0, 20, 64, 100), 0.2),
+            ("sink_tokens", (1, 5, 64, 100), 0.3),
+            ("attention_chunk", (32, 64, 100, 128), 0.3),
+            ("prefix", (True,), 0.3),
+            ("softcap", (True,), 0.25),
+            ("alibi", (True,), 0.3),
+            ("sinks", (True,), 0.3),
+            ("seqlens_k", (True,), 0.3),
+        )
+        if chance.random() < share
+    }
+    kv_heads, group = chance.choice(((1, 1), (2, 1), (1, 3), (2, 4)))
+    shape = {"kv_heads": kv_heads, "heads": kv_heads * group, "batch": chance.randint(1, 3)}
+    shape |= {"seqlen_q": chance.randint(1, 300), "seqlen_kv": chance.randint(1, 300)}
+    lengths = None
+    if chance.random() < 0.4:
+        lengths = [(chance.randint(0, 200), chance.randint(0, 200)) for _ in range(chance.randint(1, 5))]
+        fields["total_q"] = 1
+    elif chance.random() < 0.2:
+        fields["dropout"] = True
+    return a_small(causal, **shape, **fields), lengths
+
+
+@pytest.mark.slow
+def test_random_features(fuzz_count: Callable[[int, int], int]) -> None:
+    chance = random.Random(8)
+    for _ in range(fuzz_count(25, 400)):
+        problem, lengths = a_feature_problem(chance)
+        (config,) = sampled_configs(problem, 1, chance.randint(0, 10**6))
+        kernel = render(FAMILY, problem, config, Specialization(lse=True))
+        if lengths is not None and not sum(one for one, _ in lengths):
+            continue
+        # A launch has no more programs than tiles.
+        packs = problem.batch * problem.kv_heads * -(-problem.group_size // config.pack_gqa)
+        tiles = packs * -(-problem.seqlen_q * config.pack_gqa // config.block_m)
+        programs = min(chance.randint(1, 9), 9 if lengths else tiles)
+        worst = worst_error(kernel, problem, programs, lengths, spare=70 if lengths else 0)
+        assert worst < 1e-11, (problem, config, lengths)
