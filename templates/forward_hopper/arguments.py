@@ -7,12 +7,14 @@ from flashtune.core.problem import Dtype, Problem
 from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.common.model.sram import Chunk, head_chunks
-from flashtune.templates.forward_hopper.space import HopperConfig
+from flashtune.templates.forward_hopper.space import HopperConfig, copied_keys
 
 # TMA's widest row without bank conflicts.
 WIDEST_SWIZZLE = 128
 # Steps of the descriptors of keys and values, if a tensor has the lengths of sequences.
 STEPS = ("k_batch_step", "k_head_step", "v_batch_step", "v_head_step")
+# Likewise from page to page.
+PAGE_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
 PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps")
 
 
@@ -24,22 +26,21 @@ def hopper_arguments(
     qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
     v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
     # If sequences end before their tensor, more dimensions mark their ends.
-    outer = (1, 1, 1) if problem.total_q or problem.seqlens_k else (1, 1)
-    queries, keys = (
-        (1, 1, config.pack_gqa, config.rows_per_group // config.pack_gqa),
-        (*outer, config.block_n),
-    )
+    ends_early = problem.total_q or problem.seqlens_k or problem.page_size
+    outer = (1, 1, 1) if ends_early else (1, 1)
+    queries = 1, 1, config.pack_gqa, config.rows_per_group // config.pack_gqa
+    rows = copied_keys(problem, config)
+    keys = *outer, rows
     counts = PACKED_COUNTS if problem.total_q else (*COUNTS, "heads_per_swizzle")
+    if problem.page_size and problem.total_q:
+        counts += ("seqlen_kv",)
     steps = STEPS if problem.seqlens_k and not problem.total_q else ()
     # If outputs are stored in halves, so is the descriptor's tile.
     parts = 2 if config.split_epilogue else 1
     return (
         *(_descriptor("q", chunk, qk_chunks, dtype, (*queries, chunk.width)) for chunk in qk_chunks),
         *(_descriptor("k", chunk, qk_chunks, dtype, (*keys, chunk.width)) for chunk in qk_chunks),
-        *(
-            _descriptor("v", chunk, v_chunks, dtype, _values(chunk, config, dtype, outer))
-            for chunk in v_chunks
-        ),
+        *(_descriptor("v", chunk, v_chunks, dtype, _values(chunk, rows, dtype, outer)) for chunk in v_chunks),
         *(
             _descriptor("o", chunk, v_chunks, dtype.out, (*queries, chunk.width // parts))
             for chunk in v_chunks
@@ -52,12 +53,13 @@ def hopper_arguments(
         *(Argument(name, "i32") for name in counts),
         *(() if dtype.is_quantized else side_strides(problem, specialization)),
         *(Argument(name, "i32") for name in steps),
+        *(Argument(name, "i32") for name in (PAGE_STEPS if problem.page_size else ())),
     )
 
 
-def _values(chunk: Chunk, config: HopperConfig, dtype: Dtype, outer: tuple[int, ...]) -> tuple[int, ...]:
+def _values(chunk: Chunk, rows: int, dtype: Dtype, outer: tuple[int, ...]) -> tuple[int, ...]:
     """Returns a tile of V, which the prologue of quantised kernels transposes."""
-    sides = (chunk.width, config.block_n) if dtype.is_quantized else (config.block_n, chunk.width)
+    sides = (chunk.width, rows) if dtype.is_quantized else (rows, chunk.width)
     return *outer, *sides
 
 

@@ -13,14 +13,14 @@ from flashtune.templates.family import Context, FamilyOf
 from flashtune.templates.forward_hopper.arguments import hopper_arguments
 from flashtune.templates.forward_hopper.perf_model import HopperModel
 from flashtune.templates.forward_hopper.space import (
-    CONSUMER_REGISTERS,
     GROUP_WARPS,
-    PRODUCER_REGISTERS,
     QUANTIZED_DEPTH,
     HopperConfig,
     Order,
+    copied_keys,
     hopper_space,
     padded,
+    role_registers,
     usual_config,
 )
 
@@ -61,6 +61,8 @@ class HopperContext(Context, frozen=True):
     window_left: int
     window_right: int
     packed: bool
+    page_size: int
+    copied_keys: int
     dropout: bool
     p_stages: int
     softcap: bool
@@ -142,7 +144,17 @@ class HopperContext(Context, frozen=True):
     @property
     def ends_early(self) -> bool:
         """Whether a sequence has fewer keys than its tensor."""
-        return self.packed or self.lengths
+        return self.packed or self.lengths or self.is_paged
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether keys and values are in pages."""
+        return self.page_size > 0
+
+    @property
+    def keys_rank(self) -> int:
+        """Dimensions of a tile of keys: two more mark where a sequence ends before its tensor."""
+        return 5 if self.ends_early else 4
 
     @property
     def is_masked(self) -> bool:
@@ -191,8 +203,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
     config_type = HopperConfig
     features = frozenset(
         {
-            *(Feature.WINDOW, Feature.VARLEN, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI, Feature.SINKS),
-            *(Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SEQLENS_K),
+            *(Feature.WINDOW, Feature.VARLEN, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
+            *(Feature.SINKS, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SEQLENS_K),
         }
     )
     direction = Direction.FORWARD
@@ -207,8 +219,10 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
         if problem.dtype.is_quantized and problem.features - QUANTIZED_FEATURES:
             return "forward_hopper takes e4m3 with windows alone"
-        if problem.dropout and (problem.total_q or problem.dtype.is_quantized):
-            return "forward_hopper drops weights in bf16 and fp16, of sequences that are not packed"
+        if problem.dropout and (problem.total_q or problem.page_size or problem.dtype.is_quantized):
+            return (
+                "forward_hopper drops weights in bf16 and fp16, of sequences that are not packed or in pages"
+            )
         dims = problem.head_dim, problem.value_head_dim
         if max(dims) > MAX_HEAD_DIM:
             return f"forward_hopper takes head dims up to {MAX_HEAD_DIM}"
@@ -249,6 +263,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             raise KernelError("heads share no tiles in varlen batches: set pack_gqa to 1")
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
         v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
+        consumer_registers, producer_registers = role_registers(problem, config)
         return HopperContext(
             dtype=problem.dtype,
             causal=problem.causal,
@@ -260,8 +275,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             ping_pong=config.ping_pong and config.num_consumer_groups > 1,
             lpt=config.order is not Order.LINEAR,
             serpentine=config.order is Order.SERPENTINE,
-            consumer_registers=CONSUMER_REGISTERS[config.num_consumer_groups],
-            producer_registers=PRODUCER_REGISTERS,
+            consumer_registers=consumer_registers,
+            producer_registers=producer_registers,
             qk_chunks=qk_chunks,
             v_chunks=v_chunks,
             qk_columns=columns(qk_chunks),
@@ -271,6 +286,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             window_left=_bound(problem.sight.left),
             window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),
             packed=problem.total_q > 0,
+            page_size=problem.page_size,
+            copied_keys=copied_keys(problem, config),
             dropout=problem.dropout,
             p_stages=config.p_stages,
             softcap=problem.softcap,

@@ -22,6 +22,9 @@ GROUP_ROWS = 64
 # Registers of a thread: those of the SM, shared by the groups and the producer's four warps.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = 24
+# The same if a block is more than this many copies of pages, whose numbers the producer keeps.
+FEW_COPIES = 2
+REGISTERS_OF_SMALL_PAGES = {1: (240, 40), 2: (232, 40), 3: (160, 32)}
 # Registers of the loop without tiles: addresses, sums, maxima, and scheduling by the compiler.
 SPARE_REGISTERS = 24
 # Additional registers for dropout: random words of rows, and products of twice their width.
@@ -193,7 +196,7 @@ def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
     width = columns(head_chunks(problem.value_head_dim, config.split_head_dim))
     accumulators = config.rows_per_group * width // GROUP_THREADS
     spare = SPARE_REGISTERS + (DROPPING_REGISTERS if problem.dropout else 0)
-    return scores + weights + accumulators + spare <= CONSUMER_REGISTERS[config.num_consumer_groups]
+    return scores + weights + accumulators + spare <= role_registers(problem, config)[0]
 
 
 def _is_full(problem: Problem, pack: int, groups: int) -> bool:
@@ -239,6 +242,18 @@ def usual_config(problem: Problem) -> HopperConfig:
         order=order if differ else Order.LINEAR,
         balanced_grid=not in_one,
     )
+
+
+def copied_keys(problem: Problem, config: HopperConfig) -> int:
+    """Returns the keys of one copy: a block, or a page if that is smaller."""
+    return min(problem.page_size or config.block_n, config.block_n)
+
+
+def role_registers(problem: Problem, config: HopperConfig) -> tuple[int, int]:
+    """Returns registers of a thread of a consumer group, and of the producer."""
+    if config.block_n > FEW_COPIES * copied_keys(problem, config):
+        return REGISTERS_OF_SMALL_PAGES[config.num_consumer_groups]
+    return CONSUMER_REGISTERS[config.num_consumer_groups], PRODUCER_REGISTERS
 
 
 def padded(problem: Problem, config: HopperConfig) -> HopperConfig:

@@ -158,11 +158,12 @@ class Program:
             abs=of_one(np.abs),
             log2=of_one(np.log2),
             fma=lambda one, other, added: one * other + added,
-            load=lambda pointer, mask=True, other=0: pointer.read() if mask else other,
+            load=self.load,
             store=lambda pointer, value, mask: pointer.write(value, mask),
             static_range=range,
             inline_asm_elementwise=lambda asm, operands, given, *_: emulate_ptx(asm, operands, given),
             convert_layout=lambda value, _: value,
+            BlockedLayout=lambda *_: None,
             SliceLayout=lambda *_: None,
             NVMMADistributedLayout=lambda *_: None,
             NVMMASharedLayout=lambda *_: None,
@@ -176,6 +177,13 @@ class Program:
             barriers = [Barrier(self.clock) for _ in range(sides[0])]
             return SimpleNamespace(index=lambda slot: barriers[int(slot)])
         return Shared(np.full(sides, np.nan))
+
+    def load(self, pointer: Pointer, mask: Any = True, other: float = 0) -> Any:
+        if isinstance(mask, Tensor):
+            # Addresses that are hidden may lie anywhere.
+            loaded = pointer.memory[np.where(mask.values, pointer.offset, 0)]
+            return Tensor(np.where(mask.values, loaded, other))
+        return pointer.memory[pointer.offset].item() if mask else other
 
     def init_barrier(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = int(plain(count))
