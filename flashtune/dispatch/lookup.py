@@ -68,16 +68,17 @@ def select(
     if expected is None:
         default = default_selection(problem, target, specialization)
         expected = forecast_related(problem, tuned, target, serves, default.record.family)
-    if expected is not None and not _is_new_decoding(problem, expected[1].nearest.problem):
+    if expected is not None and not _is_new_phase(problem, expected[1].nearest.problem):
         record, why = expected
         standing = _standing(record, VerificationStatus.VERIFIED)
         return Selection(record=record, standing=standing, source="nearest", forecast=why)
     return default_selection(problem, target, specialization)
 
 
-def _is_new_decoding(problem: Problem, nearest: Problem) -> bool:
-    """Whether a problem has few queries and the nearest tuned shape has many queries and is far."""
-    return problem.seqlen_q <= FEW_QUERIES < nearest.seqlen_q and is_far(nearest, problem)
+def _is_new_phase(problem: Problem, nearest: Problem) -> bool:
+    """Whether the nearest tuned shape is far, and only one of both has few queries, as in decoding."""
+    few = [one.seqlen_q <= FEW_QUERIES for one in (problem, nearest)]
+    return few[0] != few[1] and is_far(nearest, problem)
 
 
 def nearest_selection(selection: Selection) -> Selection | None:

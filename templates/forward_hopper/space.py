@@ -24,7 +24,7 @@ CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = 24
 # The same if a block is more than this many copies of pages, whose numbers the producer keeps.
 FEW_COPIES = 2
-REGISTERS_OF_SMALL_PAGES = {1: (240, 40), 2: (232, 40), 3: (160, 32)}
+REGISTERS_OF_SMALL_PAGES = {1: (240, 56), 2: (232, 40), 3: (160, 32)}
 # Registers of the loop without tiles: addresses, sums, maxima, and scheduling by the compiler.
 SPARE_REGISTERS = 24
 # Additional registers for dropout: random words of rows, and products of twice their width.
