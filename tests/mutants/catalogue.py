@@ -11,6 +11,7 @@ from tests.mutants.forward_hopper import (
     hopper_eight_bits,
     hopper_features,
     hopper_masks,
+    hopper_pages,
     hopper_places,
     hopper_rings,
     hopper_softmax,
@@ -98,5 +99,6 @@ def hopper_mutants() -> tuple[Mutant, ...]:
         *hopper_waits.releases(),
         *hopper_rings.rings(),
         *hopper_features.features(),
+        *hopper_pages.pages(),
         *(mutant._replace(name=f"e4m3: {mutant.name}") for mutant in eight_bits),
     )

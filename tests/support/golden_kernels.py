@@ -97,6 +97,13 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "hopper_fp16_d64_packed_sequences": (
         HOPPER, "fp16", (64, 64), "none", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, ROW_SUMS,
     ),
+    "hopper_bf16_d128_packed_sequences_pages": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
+    ),
+    "hopper_fp16_d96_v80_pages": (
+        HOPPER, "fp16", (96, 80), "none", {**GROUPS, "split_head_dim": True, "pack_gqa": 2}, PLAIN,
+    ),
     "hopper_bf16_d128_dropout": (
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True}, ROW_SUMS,
@@ -188,6 +195,8 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
 FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d128_window": {"window_left": 1024},
     "hopper_fp16_d64_packed_sequences": {"total_q": 1},
+    "hopper_bf16_d128_packed_sequences_pages": {"total_q": 1, "page_size": 16},
+    "hopper_fp16_d96_v80_pages": {"page_size": 256},
     "hopper_bf16_d128_dropout": {"dropout": True},
     "hopper_fp16_d96_v80_window_dropout": {"window_left": 1024, "dropout": True},
     "masked_bf16_d64_window_sinks": {"window_left": 1024, "sink_tokens": 4, "sinks": True},

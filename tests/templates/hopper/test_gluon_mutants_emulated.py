@@ -12,10 +12,11 @@ from flashtune.verification.cases import splits_of
 from tests.emulator.hardware import BarrierError
 from tests.mutants import third_tiles
 from tests.mutants.core import Mutant, Subject, broken, rendered
+from tests.mutants.forward_hopper import hopper_pages
 from tests.mutants.gluon import gluon_mutants
 from tests.templates.backward import test_backward_hopper_emulated
 from tests.templates.decode import test_latent_emulated
-from tests.templates.hopper import test_hopper_emulated
+from tests.templates.hopper import test_hopper_emulated, test_hopper_pages_emulated
 
 MUTANTS = {mutant.id: mutant for mutant in gluon_mutants()}
 BACKWARD = (
@@ -114,6 +115,26 @@ def test_outputs_of_mutants_are_wrong(name: str) -> None:
     mutant = MUTANTS[f"decode_latent_hopper: {name}"]
     with contextlib.suppress(BarrierError, IndexError):
         assert not worst_of_latent(broken(mutant), mutant.subject) < 1e-6
+
+
+PAGES = {mutant.name: mutant for mutant in hopper_pages.pages()}
+
+
+def worst_of_pages(kernel: Kernel, subject: Subject) -> float:
+    problem = subject.problem
+    lengths = [(70, keys) for keys in (63, 257, 512, 0, 200)]
+    shape = {"heads": 4, "kv_heads": 2, "batch": len(lengths), "seqlen_q": 70}
+    shaped = msgspec.structs.replace(problem, **shape)
+    return test_hopper_pages_emulated.worst_error(kernel, shaped, lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+def test_kernels_of_pages_are_right_and_mutants_wrong(name: str) -> None:
+    mutant = PAGES[name]
+    assert worst_of_pages(rendered(mutant.subject), mutant.subject) < 1e-12
+    with contextlib.suppress(BarrierError, IndexError):
+        assert not worst_of_pages(broken(mutant), mutant.subject) < 1e-6
 
 
 def is_right(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> bool:

@@ -40,6 +40,8 @@ def test_only_hopper_is_supported() -> None:
         (a_problem(dtype=Dtype.E4M3, dropout=True), "drops weights in bf16 and fp16"),
         (a_problem(total_q=1, dropout=True), "of sequences that are not packed"),
         (a_problem(dtype=Dtype.E4M3, softcap=True), "takes e4m3 with windows alone"),
+        (a_problem(page_size=16, dropout=True), "of sequences that are not packed or in pages"),
+        (a_problem(page_size=16, dtype=Dtype.E4M3), "takes e4m3 with windows alone"),
     ],
 )
 def test_unsupported_problems_have_reasons(problem: Problem, reason: str) -> None:
@@ -55,11 +57,11 @@ def test_varlen_requires_16_bits_and_no_packed_heads() -> None:
         render(FAMILY, problem, a_config(problem, pack_gqa=2), PLAIN)
 
 
-def test_supported_features_are_those_of_masks_and_scores() -> None:
+def test_supported_features_are_those_of_masks_scores_and_pages() -> None:
     window = a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)
     scores = a_problem(softcap=True, alibi=True, sinks=True, attention_chunk=64, sink_tokens=3)
     for problem in (window, a_problem(total_q=1), a_problem(window_right=3, total_q=1), scores):
-        for changes in ({}, {"seqlens_k": True}, {"prefix": True}):
+        for changes in ({}, {"seqlens_k": True}, {"prefix": True}, {"page_size": 16}):
             given = msgspec.structs.replace(problem, **changes)
             assert unsupported_reason(FAMILY, given, H200, PLAIN) is None
     assert (
@@ -121,5 +123,6 @@ def test_digest_covers_every_input_of_the_binary() -> None:
                 *({"attention_chunk": 64}, {"attention_chunk": 65}, {"sink_tokens": 4}, {"sink_tokens": 5}),
             )
         ),
+        *(render(FAMILY, a_problem(256, page_size=size), a_config(problem), PLAIN) for size in (16, 64, 256)),
     ]
     assert len({kernel.digest for kernel in kernels}) == len(kernels)

@@ -31,6 +31,17 @@ COMPILED = {
     "d128, packed sequences": (a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, total_q=1), {}, True),
     "d96, packed sequences and window": (a_problem(96, total_q=1, window_left=100), {}, False),
     "d256, packed sequences": (a_problem(256, causal=Causal.TOP_LEFT, total_q=1), {}, True),
+    "d128, pages of 16": (
+        a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, total_q=1, page_size=16),
+        {},
+        True,
+    ),
+    "d256, pages of 64": (a_problem(256, causal=Causal.BOTTOM_RIGHT, total_q=1, page_size=64), {}, False),
+    "d64, one group, pages of 16": (
+        a_problem(64, kv_heads=2, page_size=16),
+        {"num_consumer_groups": 1, "ping_pong": False, "pack_gqa": 4},
+        True,
+    ),
     "d128, dropout": (a_problem(128, causal=Causal.BOTTOM_RIGHT, dropout=True), {}, True),
     "d64, dropout and window": (a_problem(64, window_left=256, dropout=True), {}, True),
     "e4m3, weights in shared memory": (

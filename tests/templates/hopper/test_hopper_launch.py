@@ -33,6 +33,8 @@ DESCRIBED = [
     a_problem(128, batch=1, kv_heads=2, total_q=1),
     a_problem(96, 80, batch=1, causal=Causal.BOTTOM_RIGHT, total_q=1),
     a_problem(256, batch=1, total_q=1),
+    a_problem(128, batch=1, kv_heads=2, total_q=1, page_size=16),
+    a_problem(96, 80, kv_heads=4, page_size=128, causal=Causal.BOTTOM_RIGHT),
 ]
 
 PACKED = a_problem(64, batch=1, total_q=1)
@@ -139,6 +141,49 @@ def test_varlen_rows_end_at_the_sequence_end(name: str, layout: str) -> None:
         assert far - 300 + 300 == descriptor.shape[3]
 
 
+@pytest.mark.parametrize("page_size", [16, 256])
+@pytest.mark.parametrize(
+    "strides",
+    [
+        (4096 * 128, 128, 4 * 128, 1),
+        (2 * 4096 * 128, 256 * 128, 128, 1),
+        (4096 * 256, 256, 4 * 256, 1),
+        (4096 * 128 + 40, 128, 4 * 128, 1),
+    ],
+    ids=["nhd", "hnd", "rows of two tensors", "padded"],
+)
+def test_rows_of_pages_end_where_the_sequence_does(page_size: int, strides: tuple[int, ...]) -> None:
+    problem = a_problem(128, batch=1, kv_heads=4, page_size=page_size, total_q=1)
+    module = load_module(kernel_of(problem, a_config(problem)))
+    q, _, _, out = like(problem)
+    k = torch.empty_strided((9, 4, page_size, 128), strides, dtype=torch.bfloat16, device="meta")
+    (descriptor,) = module.descriptors(q, k, k, out)[1]
+    _, page_step, head_step = module.page_steps(k)
+    assert descriptor.block_shape == [1, 1, 1, min(page_size, 128), 128]
+    assert max(descriptor.shape) < 2**31
+    assert all(0 < 2 * stride < 2**40 and stride % 8 == 0 for stride in descriptor.strides[:4])
+    far = module.FAR.value
+    # Keys of the sequence from the page's first row on, and a row of the page.
+    for page, head, keys, row in ((0, 0, 1, 0), (8, 3, page_size, page_size - 1), (5, 1, 10**6, 7)):
+        coordinates = (far, keys, page * page_step + head * head_step, far - keys + row, 0)
+        assert all(one < extent for one, extent in zip(coordinates, descriptor.shape, strict=True))
+        reached = sum(one * by for one, by in zip(coordinates, descriptor.strides, strict=True))
+        meant = page * strides[0] + head * strides[1] + row * strides[2]
+        assert 2 * reached % 2**64 == 2 * meant
+    # The first row without a key is outside.
+    assert far - 10 + 10 == descriptor.shape[3]
+
+
+def test_pages_too_far_apart_are_refused() -> None:
+    problem = a_problem(128, batch=1, page_size=16, total_q=1)
+    module = load_module(kernel_of(problem, a_config(problem)))
+    q, _, _, out = like(problem)
+    strides = (8 * 16 * 128 + 8, 128, 8 * 128, 1)
+    k = torch.empty_strided((2 * 10**6, 8, 16, 128), strides, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match="pages have strides"):
+        module.descriptors(q, k, k, out)
+
+
 # ---- the plan --------------------------------------------------------------------------------------
 
 
@@ -228,6 +273,28 @@ def test_varlen_kernels_receive_sequence_offsets() -> None:
     counts = ["heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps"]
     assert names[-10:] == ["lse", "cu_seqlens_q", "cu_seqlens_kv", "scale", *counts]
     assert kernel.side == ("cu_seqlens_q", "cu_seqlens_kv")
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_plans_of_pages_match_arguments(packed: bool) -> None:
+    problem = a_problem(128, batch=1, kv_heads=2, page_size=32, total_q=int(packed))
+    kernel = kernel_of(problem, a_config(problem))
+    side = (("cu_seqlens_q",) if packed else ()) + ("seqlens_kv", "block_table")
+    assert kernel.side == side
+    starts = torch.empty(4, dtype=torch.int32, device="meta")
+    table = torch.empty(3, 50, dtype=torch.int32, device="meta")[:, :40]
+    q = SimpleNamespace(shape=(1, 8, 1024, 128), device=None, is_cuda=True)
+    k = torch.empty(100, 32, 2, 128, device="meta").transpose(1, 2)
+    planned = (*((starts,) if packed else ()), starts[:3], table)
+    _, _, integers = load_module(kernel).launch_plan(q, k, k, q, *planned)
+    names = [argument.name for argument in kernel.arguments]
+    assert names[-len(integers) - 1] == "scale"
+    given = dict(zip(names[-len(integers) :], integers, strict=True))
+    assert given["seqlen_kv"] == 40 * 32
+    assert given["stride_table"] == 50
+    assert (given["k_page_step"], given["k_head_step"]) == (64, 1)
+    assert (given["heads"], given["group_size"]) == (8, 4)
 
 
 def test_integer_arguments_are_in_order() -> None:

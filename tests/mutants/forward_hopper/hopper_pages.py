@@ -1,0 +1,59 @@
+"""Mutants of Hopper kernels with keys in pages."""
+
+from __future__ import annotations
+
+from flashtune.core.problem import Causal
+from tests.mutants.core import Mutant, Part, mutants_of
+from tests.mutants.forward_hopper.hopper import a_small_problem, only, subject
+
+SMALL_PAGES = subject(a_small_problem(64, Causal.BOTTOM_RIGHT, page_size=16, total_q=1), lse=True)
+LARGE_PAGES = subject(a_small_problem(64, page_size=256, seqlen_q=200), lse=True, block_n=64)
+SPLIT_PAGES = subject(a_small_problem(96, Causal.BOTTOM_RIGHT, page_size=64), lse=True, block_n=128)
+COPY_K = Part("def copy_k(", "def copy_v(")
+COPY_V = Part("def copy_v(", "def produce(")
+PRODUCER = Part("def produce(", "def start_tile(")
+
+
+def pages() -> tuple[Mutant, ...]:
+    """Which pages, rows and lengths are read."""
+    used = "used = tile.seqlen_kv - first // PAGE * PAGE"
+    row = "FAR - tile.seqlen_kv + first"
+    return mutants_of(
+        (
+            ("pages of the first sequence", "All sequences look their keys up in one's table.", SMALL_PAGES,
+             only("scheduler.block_table + tile.batch.to(gl.int64) *", "scheduler.block_table + 0 *")),
+            ("pages of the next sequence", "Sequences look their keys up in the next one's table.",
+             SPLIT_PAGES,
+             only("tile.batch.to(gl.int64)",
+                  "((tile.batch + 1) % (scheduler.all_packs // scheduler.packs)).to(gl.int64)")),
+            ("lengths of the first sequence", "All sequences have as many keys as one.", SMALL_PAGES,
+             only("gl.load(self.seqlens_kv + batch)", "gl.load(self.seqlens_kv)")),
+            ("pages a block late", "A block's pages are those of the block that came before it.", SMALL_PAGES,
+             only("n_last - step - 1", "n_last - step")),
+            ("values of the pages before", "Values are of the pages of the keys that are copied with them.",
+             SMALL_PAGES, only("v_pages, this, key, v_steps", "k_pages, this, key, v_steps")),
+            ("pages of keys kept for a tile", "All blocks of a tile are its last one.", SPLIT_PAGES,
+             only("k_pages = next_pages", "pass", PRODUCER)),
+            ("page that is not full not looked up", "The last keys of a sequence are those of page 0.",
+             SMALL_PAGES, only("keys < tile.seqlen_kv", "keys + COPIED <= tile.seqlen_kv")),
+            ("first page for all copies", "A block's keys are those of its first page.", SPLIT_PAGES,
+             only("gl.arange(0, 32, LANES) == copy", "gl.arange(0, 32, LANES) == 0", COPY_K)),
+            ("rows of values beyond the last key", "What lies behind a sequence's values is copied too.",
+             SMALL_PAGES, only(used, "used = PAGE + first % PAGE", COPY_V)
+             + only(row, "FAR - PAGE", COPY_V)),
+            ("keys of a block over the first", "All pages of a block are copied to one place.", SMALL_PAGES,
+             only(".slice(copy * COPIED, COPIED, 3)", ".slice(0, COPIED, 3)", COPY_K)),
+            ("values of the first KV head", "All query heads meet the values of one KV head.", SPLIT_PAGES,
+             only(" + tile.kv_head * head_step", "", COPY_V, times=1)),
+            ("pages a head apart", "Pages of keys overlap.", SPLIT_PAGES,
+             only("page * page_step", "page * head_step", COPY_K)),
+            ("larger pages: first block twice", "All blocks of a page are its first.", LARGE_PAGES,
+             only(used, "used = tile.seqlen_kv - first", COPY_K)),
+            ("larger pages: page of the block's number", "Blocks count as pages.", LARGE_PAGES,
+             only("row + keys // PAGE", "row + keys // BLOCK_N")),
+            ("pages counted from the first key of a block", "Rows of a page end where the block does.",
+             LARGE_PAGES, only(used, f"used = gl.minimum({used.removeprefix('used = ')}, BLOCK_N)", COPY_V)),
+            ("longest sequence for all", "All sequences are as long as the block table allows.", SMALL_PAGES,
+             only("gl.minimum(gl.load(self.seqlens_kv + batch), self.seqlen_kv)", "self.seqlen_kv")),
+        )
+    )  # fmt: skip
