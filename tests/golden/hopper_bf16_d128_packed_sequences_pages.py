@@ -2,13 +2,14 @@
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right, varlen: True, dropout: False
 Window       -1 keys to the left, -1 to the right; -1 is no bound
+Features     softcap: False, ALiBi: False, sinks: False, lengths: False, prefix: False, chunk: 0, first tokens: 0
 Keys         in pages of 16, as many as seqlens_kv says
 Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2, q_stages 2,
              split_epilogue False, ping_pong True, defer_pv_wait True, conditional_rescale True,
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt True, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper b96616a800de
+Template     forward_hopper 1ae959ffb856
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -478,7 +479,8 @@ def produce(q_descs, k_descs, v_descs, q, k, v, scheduler, k_steps, v_steps):
         # Consumers read the values of a block after the keys of the next one.
         for step in range(n_further + 2):
             # Numbers are loaded a block ahead of their use.
-            next_pages = load_pages(scheduler, this, gl.maximum(n_last - step - 1, 0))
+            further = gl.maximum(n_last - step - 1, 0)
+            next_pages = load_pages(scheduler, this, further)
             if step <= n_further:
                 key = (n_last - step) * BLOCK_N
                 k.wait_empty(k_state)
@@ -765,13 +767,13 @@ def launch_plan(q, k, v, out, cu_seqlens_q, seqlens_kv, block_table):
     grid = (min(tiles, multiprocessors),)
     heads_per_swizzle = packs
     workspaces = ()
-    of_pages = block_table.shape[1] * 16, block_table.stride(0), *page_steps(k)[1:], *page_steps(v)[1:]
+    of_pages = *page_steps(k)[1:], *page_steps(v)[1:]
     # Steps of a search that halves the sequences until one is left.
     steps = (sequences - 1).bit_length()
-    return grid, workspaces, (heads, heads // kv_heads, tokens, heads_per_swizzle, sequences, steps, *of_pages)
+    return grid, workspaces, (heads, heads // kv_heads, tokens, heads_per_swizzle, sequences, steps, block_table.shape[1] * 16, block_table.stride(0), *of_pages)
 
 
-def attention(q, k, v, cu_seqlens_q, seqlens_kv, block_table, scale=None):
+def attention(q, k, v, cu_seqlens_q, scale=None, *, seqlens_kv, block_table):
     """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
 
     Sequences lie one behind the other in one batch: sequence b has the queries from cu_seqlens_q[b] to

@@ -2,13 +2,14 @@
 
 Computes     fp16, head dim 96, value head dim 80, causal: none, varlen: False, dropout: False
 Window       -1 keys to the left, -1 to the right; -1 is no bound
+Features     softcap: False, ALiBi: False, sinks: False, lengths: False, prefix: False, chunk: 0, first tokens: 0
 Keys         in pages of 256, as many as seqlens_kv says
 Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2, q_stages 1,
              split_epilogue False, ping_pong False, defer_pv_wait False, conditional_rescale True,
              p_stages 0, split_head_dim True, pack_gqa 2, head_swizzle 0,
              lpt False, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper b96616a800de
+Template     forward_hopper 1ae959ffb856
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -258,7 +259,8 @@ class TileScheduler:
     @gluon.jit
     def get_tile(self, index, num_programs):
         m_block, batch, kv_head, head = self.locate(index, num_programs)
-        return Tile(m_block, batch, kv_head, head, self.seqlen_q, self.get_seqlen_kv(batch))
+        seqlen_kv = self.get_seqlen_kv(batch)
+        return Tile(m_block, batch, kv_head, head, self.seqlen_q, seqlen_kv)
 
 
 @gluon.jit
@@ -447,7 +449,8 @@ def produce(q_descs, k_descs, v_descs, q, k, v, scheduler, k_steps, v_steps):
         # Consumers read the values of a block after the keys of the next one.
         for step in range(n_further + 2):
             # Numbers are loaded a block ahead of their use.
-            next_pages = load_pages(scheduler, this, gl.maximum(n_last - step - 1, 0))
+            further = gl.maximum(n_last - step - 1, 0)
+            next_pages = load_pages(scheduler, this, further)
             if step <= n_further:
                 key = (n_last - step) * BLOCK_N
                 k.wait_empty(k_state)
@@ -735,11 +738,11 @@ def launch_plan(q, k, v, out, seqlens_kv, block_table):
     grid = (min(tiles, multiprocessors),)
     heads_per_swizzle = packs
     workspaces = ()
-    of_pages = block_table.stride(0), *page_steps(k)[1:], *page_steps(v)[1:]
-    return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, heads_per_swizzle, *of_pages)
+    of_pages = *page_steps(k)[1:], *page_steps(v)[1:]
+    return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, heads_per_swizzle, block_table.stride(0), *of_pages)
 
 
-def attention(q, k, v, seqlens_kv, block_table, scale=None):
+def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
     """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
 
     k and v are [pages, kv_heads, 256, head_dim]. Sequence b has seqlens_kv[b] keys, in the pages
