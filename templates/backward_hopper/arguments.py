@@ -49,7 +49,7 @@ def prepare_arguments(
     return (
         *plain_arguments(problem.dtype, specialization, tensors),
         *seed_arguments(problem),
-        *((Argument("scale", "fp32"),) if config.init_accumulators else ()),
+        *((Argument("scale", "fp32"),) if starts_at_lse(config, problem.softcap) else ()),
         *side_numbers(problem),
         *stride_arguments(specialization, tensors),
         *_integers(ROW_COUNTS),
@@ -64,6 +64,11 @@ def finish_arguments(problem: Problem, specialization: Specialization) -> tuple[
         *stride_arguments(specialization, ("dq",)),
         *_integers(ROW_COUNTS),
     )
+
+
+def starts_at_lse(config: HopperBackwardConfig, softcap: bool) -> bool:
+    """Returns whether the product of the scores starts at minus the log-sum-exp. A softcap needs plain scores."""
+    return config.init_accumulators and not softcap
 
 
 def _added_to(problem: Problem) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from flashtune.templates.backward_hopper.arguments import (
     finish_arguments,
     kernel_arguments,
     prepare_arguments,
+    starts_at_lse,
 )
 from flashtune.templates.backward_hopper.perf_model import HopperBackwardModel
 from flashtune.templates.backward_hopper.space import (
@@ -36,6 +37,10 @@ DTYPES = (Dtype.BF16, Dtype.FP16)
 COLUMN_STEP = 8
 # Warps of the prologue and the epilogue.
 STEP_WARPS = 4
+# Value for no bound of a window.
+UNBOUNDED = -1
+# Longer windows hide nothing, and sums of positions fit 32 bits.
+FARTHEST = 2**29 - 1
 
 
 class HopperBackwardContext(Context, frozen=True):
@@ -45,6 +50,9 @@ class HopperBackwardContext(Context, frozen=True):
         width: Columns of a tile.
         rows: Keys of a warpgroup.
         dlse: Whether the log-sum-exp has a gradient.
+        softcap: Whether scores have a softcap.
+        window_left: Visible keys before a query's position, or -1.
+        window_right: Visible keys after a query's position, or -1 if there is no bound or a causal mask.
     """
 
     config: HopperBackwardConfig
@@ -57,6 +65,9 @@ class HopperBackwardContext(Context, frozen=True):
     deterministic: bool
     dlse: bool
     dropout: bool
+    softcap: bool
+    window_left: int
+    window_right: int
     rows: int = ROWS
     swizzle: int = SWIZZLE
     multiprocessors: int = MULTIPROCESSORS
@@ -65,12 +76,27 @@ class HopperBackwardContext(Context, frozen=True):
     step_warps: int = STEP_WARPS
 
     @property
-    def is_causal(self) -> bool:
-        return self.causal is not Causal.NONE
+    def has_left(self) -> bool:
+        return self.window_left != UNBOUNDED
 
     @property
-    def is_bottom_right(self) -> bool:
-        return self.causal is Causal.BOTTOM_RIGHT
+    def has_right(self) -> bool:
+        return self.window_right != UNBOUNDED
+
+    @property
+    def is_bounded(self) -> bool:
+        """Returns whether queries see no keys beyond a position of their own."""
+        return self.causal is not Causal.NONE or self.has_right
+
+    @property
+    def is_aligned_to_end(self) -> bool:
+        """Returns whether the last query has the position of the last key."""
+        return self.causal is not Causal.TOP_LEFT and (self.is_bounded or self.has_left)
+
+    @property
+    def is_ranged(self) -> bool:
+        """Returns whether blocks of a head's queries may follow those that a block of keys needs."""
+        return self.has_left
 
     @property
     def is_bf16(self) -> bool:
@@ -89,6 +115,11 @@ class HopperBackwardContext(Context, frozen=True):
     def late_dq(self) -> bool:
         """Returns whether both warpgroups compute half of dq a step late."""
         return self.config.defer_dq and not self.config.alternate_dq
+
+    @property
+    def init_scores(self) -> bool:
+        """Returns whether the product of the scores starts at minus the log-sum-exp."""
+        return starts_at_lse(self.config, self.softcap)
 
     @property
     def init_delta(self) -> bool:
@@ -129,7 +160,9 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
 
     name = "backward_hopper"
     config_type = HopperBackwardConfig
-    features = frozenset({Feature.DETERMINISTIC, Feature.DROPOUT})
+    features = frozenset(
+        {Feature.DETERMINISTIC, Feature.DROPOUT, Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS}
+    )
     direction = Direction.BACKWARD
     interpreted = False
 
@@ -147,6 +180,8 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             return f"backward_hopper takes head dims of q and v above {WIDE} only where they are one"
         if max(dims) > WIDE and problem.dropout:
             return f"backward_hopper drops weights of head dims up to {WIDE}"
+        if problem.softcap and problem.dropout:
+            return "backward_hopper drops weights only where scores have no softcap"
         return None
 
     def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
@@ -188,7 +223,15 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             deterministic=problem.deterministic,
             dlse=specialization.lse,
             dropout=problem.dropout,
+            softcap=problem.softcap,
+            window_left=_bound(problem.sight.left),
+            window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),
         )
+
+
+def _bound(keys: int | None) -> int:
+    """Returns one side of a window for templates."""
+    return UNBOUNDED if keys is None else min(keys, FARTHEST)
 
 
 FAMILY = BackwardHopper()

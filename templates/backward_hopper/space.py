@@ -71,9 +71,10 @@ def width_of(problem: Problem) -> int:
 def may_rotate(problem: Problem) -> bool:
     """Returns whether programs may start at different blocks of queries.
 
-    Under a causal mask they do anyway, and deterministic sums need a common start.
+    Under a causal mask or a window they do anyway, and deterministic sums need a common start.
     """
-    return problem.causal is Causal.NONE and not problem.deterministic
+    bounded = problem.sight.left is not None or problem.sight.right is not None
+    return not bounded and not problem.deterministic
 
 
 def hopper_backward_space(problem: Problem) -> Space:
@@ -84,7 +85,7 @@ def hopper_backward_space(problem: Problem) -> Space:
     )
     width = width_of(problem)
     if width == WIDEST:
-        return Space(HopperBackwardConfig, (*_widest_axes(), *begins))
+        return Space(HopperBackwardConfig, (*_widest_axes(problem), *begins))
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
         Axis("block_m", (BLOCK_QUERIES[width],)),
@@ -102,9 +103,10 @@ def hopper_backward_space(problem: Problem) -> Space:
     return Space(HopperBackwardConfig, axes, _is_possible)
 
 
-def _widest_axes() -> tuple[Axis, ...]:
+def _widest_axes(problem: Problem) -> tuple[Axis, ...]:
     """Returns the axes if groups divide the products: these have one order, and dq is late.
 
+    Both products start at rows, or neither does. Scores with a softcap start at zero.
     Rings have two slots each and share a counter: with one more, Triton 3.6 spills 128 bytes a thread.
     """
     return (
@@ -113,7 +115,7 @@ def _widest_axes() -> tuple[Axis, ...]:
         Axis("block_n", (ROWS,)),
         Axis("num_stages", (2,)),
         Axis("defer_dq", (True,), False),
-        Axis("init_accumulators", (True, False), False),
+        Axis("init_accumulators", (False,) if problem.softcap else (True, False), False),
     )
 
 
@@ -162,6 +164,7 @@ def usual_config(problem: Problem) -> HopperBackwardConfig:
         # In deterministic kernels, a program that waits for its turn then has another step to compute.
         defer_dq=narrow or turns or width == WIDEST or problem.deterministic,
         alternate_dq=turns,
+        init_accumulators=not (problem.softcap and width == WIDEST),
         stagger_start=may_rotate(problem),
         interleaved_heads=_usual_beside(problem),
     )

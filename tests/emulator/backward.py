@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from flashtune.core.kernel import Kernel
 from flashtune.launch.compilation import load_module
 from tests.emulator import hardware
-from tests.emulator.hardware import Array, BarrierError, Descriptor, Shared, Tensor, plain
+from tests.emulator.hardware import Array, BarrierError, Descriptor, Pointer, Shared, Tensor, plain
 from tests.emulator.program import Program, counted, small_steps
 
 
@@ -92,6 +93,8 @@ def emulate_backward(
     scale: float,
     workspaces: int,
     at_once: int,
+    beside: tuple[Array, ...] = (),
+    numbers: tuple[float, ...] = (),
 ) -> Sums:
     """Runs all programs of a launch.
 
@@ -103,8 +106,11 @@ def emulate_backward(
         scale: Of the scores.
         workspaces: Number of workspaces other than the rows.
         at_once: Number of concurrent programs; they start in order of their numbers.
+        beside: Side tensors as arrays.
+        numbers: Scalars after the scale.
     """
     module = load_module(kernel)
+    planned = (*planned, *(torch.empty(one.shape, device="meta") for one in beside))
     (programs,), _, integers = module.launch_plan(*planned)
     made = module.descriptors(*planned, stats, *([None] * workspaces))
     descriptors = [Descriptor(one, memory[name]) for name, parts in made.items() for one in parts]
@@ -113,7 +119,7 @@ def emulate_backward(
     def emulate(number: int) -> None:
         names = BackwardProgram(number, programs, module, sums).names()
         exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
-        names[kernel.entry](*descriptors, *([Base(0)] * workspaces), scale, *integers)
+        names[kernel.entry](*descriptors, *([Base(0)] * workspaces), *map(Pointer, beside), scale, *numbers, *integers)
 
     with small_steps(), ThreadPoolExecutor(at_once) as multiprocessors:
         for one in [multiprocessors.submit(emulate, number) for number in range(programs)]:

@@ -1,12 +1,12 @@
 """Attention backward on Hopper, in Gluon: a producer warp and two consumer warpgroups.
 
 Problem      bf16, head dim 128, value head dim 128, causal bottom_right, dropout True, deterministic True,
-             gradient of lse False
+             gradient of lse False, window -1:-1 (-1: none), softcap False
 Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, early_dv False,
              defer_dp_wait True, early_dk False, init_accumulators True, defer_dq False, alternate_dq False,
              stagger_start False, interleaved_heads 4
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 08dd694dd784
+Template     backward_hopper 3853f3d3cf36
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -701,7 +701,7 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv, seed):
     blocks = triton.cdiv(seqlen_kv, 128)
     tiles = triton.cdiv(seqlen_q, 64)
     workspaces = ((batch * heads * 4, tiles * 64), (batch * heads, tiles, 8192), (batch * heads, tiles, 2))
-    # Keys that query 0 sees besides key 0.
+    # The last key that query 0 sees, by causality or the right window; else its position.
     diagonal = seqlen_kv - seqlen_q
     # Heads with enough programs to fill 132 SMs, times interleaved_heads.
     interleaved = triton.cdiv(528, blocks)
@@ -724,6 +724,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, seed, dropout):
     lse, dlse      log-sum-exp of each row and its gradient, float32 [batch, heads, seqlen_q], contiguous
     seed           int64 [1], the forward pass's
     dropout        share of dropped weights
+    softcap        scores s are softcap * tanh(s / softcap)
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     dtype = torch.bfloat16

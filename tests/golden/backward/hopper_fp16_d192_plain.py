@@ -1,12 +1,12 @@
 """Attention backward on Hopper, in Gluon: a producer warp and two consumer warpgroups.
 
 Problem      fp16, head dim 192, value head dim 192, causal none, dropout False, deterministic False,
-             gradient of lse False
+             gradient of lse False, window -1:-1 (-1: none), softcap False
 Config       block_m 64, block_n 64, num_stages 2, do_stages 2, ds_stages 2, early_dv False,
              defer_dp_wait False, early_dk True, init_accumulators False, defer_dq True, alternate_dq False,
              stagger_start True, interleaved_heads 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 08dd694dd784
+Template     backward_hopper 3853f3d3cf36
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -370,6 +370,7 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, schedule
             p_low = p.to(DTYPE)
             grads = warpgroup_mma(gl.convert_layout(p_low, P_OPERAND), do_tile, grads, is_async=True)
             mbarrier.wait(shared.p_empty.index(p_state.stage), p_state.phase ^ 1)
+            # Of capped scores, group 1 needs p^T times the slope.
             shared.p_tiles.index(p_state.stage).store(p_low)
             mbarrier.arrive(shared.p_full.index(p_state.stage))
         else:
@@ -588,7 +589,7 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv):
     blocks = triton.cdiv(seqlen_kv, 64)
     tiles = triton.cdiv(seqlen_q, 64)
     workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 16384))
-    # Keys that query 0 sees besides key 0.
+    # The last key that query 0 sees, by causality or the right window; else its position.
     diagonal = 0
     integers = (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
     return (blocks * batch * kv_heads,), workspaces, integers
@@ -609,6 +610,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     lse, dlse      log-sum-exp of each row and its gradient, float32 [batch, heads, seqlen_q], contiguous
     seed           int64 [1], the forward pass's
     dropout        share of dropped weights
+    softcap        scores s are softcap * tanh(s / softcap)
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     dtype = torch.float16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.features.records import NO_EXTRA_INPUTS
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.target import find_target
@@ -29,6 +29,9 @@ from tests.problems.plain_masks import plain_attention
 FAMILY = find_family("backward_hopper")
 H200 = find_target("h200")
 SCALE = 0.2
+# About the size of the scores.
+CAP = 3.0
+Lengths: TypeAlias = list[tuple[int, int]]
 
 
 def a_problem(head_dim: int, **changes: Any) -> Problem:
@@ -52,10 +55,21 @@ def kernel_of(problem: Problem, **changes: Any) -> tuple[Kernel, HopperBackwardC
     return render(FAMILY, problem, config, Specialization()), config
 
 
-def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig) -> Tensor:
+def row_places(problem: Problem, block_m: int, lengths: Lengths | None) -> tuple[Tensor, int]:
+    """Of each query, its row in the blocks of a head's sums and statistics; and the number of blocks."""
+    if lengths is None:
+        return torch.arange(problem.seqlen_q), math.ceil(problem.seqlen_q / block_m)
+    found, start = [], 0
+    for sequence, (queries, _) in enumerate(lengths):
+        found.append((start // block_m + sequence) * block_m + torch.arange(queries))
+        start += queries
+    return torch.cat(found), start // block_m + len(lengths)
+
+
+def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig, places: tuple[Tensor, int]) -> Tensor:
     """The sums of all blocks, put in order: [heads, queries, columns]."""
     width, block_m = width_of(problem), config.block_m
-    tiles = math.ceil(problem.seqlen_q / block_m)
+    tiles = places[-1]
     dq = torch.zeros(problem.heads * tiles, block_m, width, dtype=torch.float64)
     half_columns = max(64, width // 2)
     for address, additions in sums.added.items():
@@ -72,7 +86,12 @@ def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig) -> Tensor:
         else:
             dq[block, :, own] = part
     rows = dq.reshape(problem.heads, tiles * block_m, width)
-    return rows[:, : problem.seqlen_q, : problem.head_dim] * SCALE
+    return rows[:, places[0], : problem.head_dim] * SCALE
+
+
+def with_spare(tensor: Tensor, spare: int) -> Tensor:
+    """A tensor of packed rows with NaNs behind them."""
+    return torch.nn.functional.pad(tensor.detach(), (0, 0, 0, spare), value=math.nan)
 
 
 def places(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int, int]]:
@@ -91,35 +110,67 @@ def places(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int, int]]:
         yield names["TileScheduler"](*counts, interleaved, seqlen_kv, diagonal).get_tile()
 
 
-def emulated(problem: Problem, at_once: int, **changes: Any) -> Sums:
-    """Emulates a kernel and holds its gradients against those of plain attention."""
+def extra_inputs(problem: Problem, lengths: Lengths | None) -> ExtraInputs:
+    """The side inputs that a problem names."""
+    side = NO_EXTRA_INPUTS
+    if lengths is not None:
+        starts = [torch.tensor([0, *itertools.accumulate(one)]).int() for one in zip(*lengths, strict=True)]
+        side = side._replace(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
+    if problem.softcap:
+        side = side._replace(softcap=CAP)
+    if problem.sinks:
+        side = side._replace(sinks=torch.linspace(-1.0, 4.0, problem.heads))
+    return side
+
+
+def emulated(
+    problem: Problem, at_once: int, lengths: Lengths | None = None, spare: int = 0, **changes: Any
+) -> Sums:
+    """Emulates a kernel and holds its gradients against those of plain attention.
+
+    Packed sequences have these lengths of queries and keys, and `spare` rows that are not numbers follow them.
+    """
     kernel, config = kernel_of(problem, **changes)
     chance = torch.Generator().manual_seed(1)
     queries, keys = (problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv)
+    if lengths is not None:
+        queries, keys = ((side[0], sum(one)) for side, one in zip((queries, keys), zip(*lengths, strict=True)))
     q, k, v = (
         torch.randn(1, *side, problem.head_dim, generator=chance, dtype=torch.float64).requires_grad_()
         for side in (queries, keys, keys)
     )
-    out, lse = plain_attention(problem, q, k, v, NO_EXTRA_INPUTS, SCALE)
+    side = extra_inputs(problem, lengths)
+    out, lse = plain_attention(problem, q, k, v, side, SCALE)
     dout = torch.randn(out.shape, generator=chance, dtype=torch.float64)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    rows = math.ceil(problem.seqlen_q / config.block_m) * config.block_m
+    places = row_places(problem, config.block_m, lengths)
+    rows = places[1] * config.block_m
     stats = torch.zeros(problem.heads, 2, rows, dtype=torch.float64)
     stats[:, 0] = -math.inf
     seen = torch.where(lse.isinf(), math.inf, lse.detach())[0]
-    stats[:, 0, : problem.seqlen_q] = -seen / SCALE if config.init_accumulators else -seen * math.log2(math.e)
-    stats[:, 1, : problem.seqlen_q] = -(out.detach() * dout).sum(-1)[0]
+    starts_at_lse = config.init_accumulators and not problem.softcap
+    cap = CAP if problem.softcap else 0.0
+    stats[:, 0, places[0]] = -seen / SCALE if starts_at_lse else (cap - seen) * math.log2(math.e)
+    stats[:, 1, places[0]] = -(out.detach() * dout).sum(-1)[0]
     read = {"q": q, "k": k, "v": v, "dout": dout, "workspace_0": stats}
     memory = {name: one.detach().flatten().numpy() for name, one in read.items()}
-    memory |= {name: np.full(one.numel(), np.nan) for name, one in (("dk", dk), ("dv", dv))}
-    planned = q, k, v, out, dout, dq, dk, dv
+    if spare:
+        # Rows behind the last sequence have any contents.
+        padded = {name: with_spare(one, spare) for name, one in read.items() if name != "workspace_0"}
+        memory |= {name: one.flatten().numpy() for name, one in padded.items()}
+    planned = [with_spare(one, spare) for one in (q, k, v, out, dout, dq, dk, dv)]
+    memory |= {name: np.full(one.numel(), np.nan) for name, one in zip(("dk", "dv"), planned[6:], strict=True)}
     like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in planned)
     of_rows = torch.empty(problem.heads * 2, rows, device="meta")
     workspaces = 2 if problem.deterministic else 1
-    sums = emulate_backward(kernel, like, memory, of_rows, SCALE, workspaces, at_once)
-    torch.testing.assert_close(dq_of(sums, problem, config), dq[0])
-    for name, right in (("dk", dk), ("dv", dv)):
-        torch.testing.assert_close(torch.from_numpy(memory[name]).view(right.shape), right)
+    beside = tuple(one.numpy() for one in (side.cu_seqlens_q, side.cu_seqlens_kv) if one is not None)
+    numbers = (CAP,) if problem.softcap else ()
+    sums = emulate_backward(kernel, like, memory, of_rows, SCALE, workspaces, at_once, beside, numbers)
+    torch.testing.assert_close(dq_of(sums, problem, config, places), dq[0])
+    for name, right, full in (("dk", dk, planned[6]), ("dv", dv, planned[7])):
+        written = torch.from_numpy(memory[name]).view(full.shape)
+        torch.testing.assert_close(written[:, :, : right.shape[2]], right)
+        assert written[:, :, right.shape[2] :].isnan().all()
     return sums
 
 

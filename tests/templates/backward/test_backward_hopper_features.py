@@ -1,0 +1,53 @@
+"""Tests of emulated Hopper backward kernels with windows, softcap, sinks and packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashtune.core.problem import Causal
+from tests.templates.backward.test_backward_hopper_emulated import a_problem, emulated
+
+WINDOWS: tuple[tuple[Causal, dict[str, int]], ...] = (
+    (Causal.BOTTOM_RIGHT, {"window_left": 0}),
+    (Causal.BOTTOM_RIGHT, {"window_left": 100}),
+    (Causal.TOP_LEFT, {"window_left": 64}),
+    (Causal.NONE, {"window_left": 70}),
+    (Causal.NONE, {"window_right": 30}),
+    (Causal.NONE, {"window_left": 65, "window_right": 63}),
+)
+LENGTHS = ((400, 400), (150, 420), (420, 150))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("causal", "window"), WINDOWS)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_windows(head_dim: int, causal: Causal, window: dict[str, int], deterministic: bool) -> None:
+    for queries, keys in LENGTHS:
+        changes: dict[str, Any] = {"seqlen_q": queries, "seqlen_kv": keys, **window}
+        problem = a_problem(head_dim, causal=causal, deterministic=deterministic, **changes)
+        sums = emulated(problem, 3)
+        if deterministic:
+            added = sums.added.values()
+            assert all([one.program for one in order] == sorted(one.program for one in order) for order in added)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap(head_dim: int, turns: bool) -> None:
+    turns = turns and head_dim < 256
+    for changes in ({}, {"causal": Causal.BOTTOM_RIGHT}, {"causal": Causal.TOP_LEFT, "window_left": 60}):
+        problem = a_problem(head_dim, softcap=True, **changes)
+        emulated(problem, 2, alternate_dq=turns)
+        if head_dim < 256:
+            emulated(problem, 2, alternate_dq=turns, init_accumulators=False, early_dv=turns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sinks(head_dim: int) -> None:
+    for changes in ({}, {"causal": Causal.BOTTOM_RIGHT, "window_left": 30, "softcap": True}):
+        emulated(a_problem(head_dim, sinks=True, heads=4, kv_heads=2, **changes), 2)
