@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.templates.backward_hopper.space import ROWS, SWIZZLE, HopperBackwardConfig, width_of
 from flashtune.templates.common.args.arguments import pointer_type
 from flashtune.templates.common.args.backward_arguments import (
@@ -11,11 +11,14 @@ from flashtune.templates.common.args.backward_arguments import (
     seed_arguments,
     stride_arguments,
 )
-from flashtune.templates.common.args.side import side_numbers
+from flashtune.templates.common.args.side import side_numbers, side_tensors
 
 STATS, SUMS, TURNS = "workspace_0", "workspace_1", "workspace_2"
-COUNTS = ("blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal")
-ROW_COUNTS = ("heads", "seqlen_q")
+COUNTS = ("blocks", "kv_heads", "group_size")
+DENSE_COUNTS = ("seqlen_q", "seqlen_kv", "diagonal")
+# Blocks of queries of a head, of all sequences, and the numbers of sequences and of steps of a search.
+PACKED_COUNTS = ("head_blocks", "sequences", "search_steps")
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
 
 
 def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Argument, ...]:
@@ -28,15 +31,16 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Ar
         "q": config.block_m, "k": ROWS, "v": ROWS, "do": config.block_m, "stats": 0, "dk": ROWS, "dv": ROWS,
     }  # fmt: skip
     described = (
-        _tile(name, rows, width, problem.dtype) if rows else _row(name, config.block_m)
+        _tile(name, rows, width, problem) if rows else _row(name, config.block_m)
         for name, rows in boxes.items()
     )
     return (
         *described,
         *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in _added_to(problem)),
+        *_offsets(problem, OFFSETS),
         Argument("scale", "fp32"),
         *side_numbers(problem),
-        *_integers((*COUNTS, "interleaved_heads") if problem.deterministic else COUNTS),
+        *_integers(_counts(problem)),
     )
 
 
@@ -48,11 +52,12 @@ def prepare_arguments(
     tensors = ("out", "dout", "lse", *dlse, STATS, *_added_to(problem))
     return (
         *plain_arguments(problem.dtype, specialization, tensors),
+        *_offsets(problem, OFFSETS[:1]),
         *seed_arguments(problem),
         *((Argument("scale", "fp32"),) if starts_at_lse(config, problem.softcap) else ()),
         *side_numbers(problem),
         *stride_arguments(specialization, tensors),
-        *_integers(ROW_COUNTS),
+        *_integers(_row_counts(problem)),
     )
 
 
@@ -60,9 +65,10 @@ def finish_arguments(problem: Problem, specialization: Specialization) -> tuple[
     """Returns sums, dq, scale, strides, counts."""
     return (
         *plain_arguments(problem.dtype, specialization, (SUMS, "dq")),
+        *_offsets(problem, OFFSETS[:1]),
         Argument("scale", "fp32"),
         *stride_arguments(specialization, ("dq",)),
-        *_integers(ROW_COUNTS),
+        *_integers(_row_counts(problem)),
     )
 
 
@@ -71,15 +77,33 @@ def starts_at_lse(config: HopperBackwardConfig, softcap: bool) -> bool:
     return config.init_accumulators and not softcap
 
 
+def _counts(problem: Problem) -> tuple[str, ...]:
+    ranged = ("head_blocks",) if problem.sight.left is not None else ()
+    counts = (*COUNTS, *(PACKED_COUNTS if problem.total_q else (*DENSE_COUNTS, *ranged)))
+    return (*counts, "interleaved_heads") if problem.deterministic else counts
+
+
+def _row_counts(problem: Problem) -> tuple[str, ...]:
+    return ("heads", "seqlen_q", *(("sequences",) if problem.total_q else ()))
+
+
+def _offsets(problem: Problem, names: tuple[str, ...]) -> tuple[Argument, ...]:
+    """Returns pointers to the offsets of packed sequences."""
+    return tuple(one for one in side_tensors(problem) if one.name in names)
+
+
 def _added_to(problem: Problem) -> tuple[str, ...]:
     """Returns workspaces that programs share: sums of dq and, if deterministic, counters for their order."""
     return (SUMS, TURNS) if problem.deterministic else (SUMS,)
 
 
-def _tile(name: str, rows: int, width: int, dtype: Dtype) -> Argument:
+def _tile(name: str, rows: int, width: int, problem: Problem) -> Argument:
     """Returns a tile of rows of one head, in shared memory with the layout of matrix instructions."""
-    layout = f"NVMMASharedLayout({SWIZZLE}, {8 * dtype.itemsize}, 4)"
-    return Argument(f"{name}_desc", f"tensordesc<{pointer_type(dtype)[1:]}[1, 1, {rows}, {width}],{layout}>")
+    # Of packed sequences, one more dimension marks a sequence's end.
+    box = (*((1, 1, 1) if problem.total_q else (1, 1)), rows, width)
+    element, bits = pointer_type(problem.dtype)[1:], 8 * problem.dtype.itemsize
+    layout = f"NVMMASharedLayout({SWIZZLE}, {bits}, {len(box)})"
+    return Argument(f"{name}_desc", f"tensordesc<{element}{list(box)},{layout}>")
 
 
 def _row(name: str, columns: int) -> Argument:

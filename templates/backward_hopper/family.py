@@ -51,6 +51,7 @@ class HopperBackwardContext(Context, frozen=True):
         rows: Keys of a warpgroup.
         dlse: Whether the log-sum-exp has a gradient.
         softcap: Whether scores have a softcap.
+        packed: Whether the batch has packed sequences.
         window_left: Visible keys before a query's position, or -1.
         window_right: Visible keys after a query's position, or -1 if there is no bound or a causal mask.
     """
@@ -66,6 +67,7 @@ class HopperBackwardContext(Context, frozen=True):
     dlse: bool
     dropout: bool
     softcap: bool
+    packed: bool
     window_left: int
     window_right: int
     rows: int = ROWS
@@ -96,7 +98,7 @@ class HopperBackwardContext(Context, frozen=True):
     @property
     def is_ranged(self) -> bool:
         """Returns whether blocks of a head's queries may follow those that a block of keys needs."""
-        return self.has_left
+        return self.has_left or self.packed
 
     @property
     def is_bf16(self) -> bool:
@@ -161,7 +163,10 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
     name = "backward_hopper"
     config_type = HopperBackwardConfig
     features = frozenset(
-        {Feature.DETERMINISTIC, Feature.DROPOUT, Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS}
+        {
+            *(Feature.DETERMINISTIC, Feature.DROPOUT, Feature.WINDOW),
+            *(Feature.SOFTCAP, Feature.SINKS, Feature.VARLEN),
+        }
     )
     direction = Direction.BACKWARD
     interpreted = False
@@ -180,8 +185,8 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             return f"backward_hopper takes head dims of q and v above {WIDE} only where they are one"
         if max(dims) > WIDE and problem.dropout:
             return f"backward_hopper drops weights of head dims up to {WIDE}"
-        if problem.softcap and problem.dropout:
-            return "backward_hopper drops weights only where scores have no softcap"
+        if problem.dropout and (problem.softcap or problem.total_q):
+            return "backward_hopper drops weights without a softcap, of sequences that are not packed"
         return None
 
     def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
@@ -224,6 +229,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             dlse=specialization.lse,
             dropout=problem.dropout,
             softcap=problem.softcap,
+            packed=problem.total_q > 0,
             window_left=_bound(problem.sight.left),
             window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),
         )

@@ -88,7 +88,7 @@ def test_launch_grids_follow_lengths(
         ({"head_dim": 192, "value_head_dim": 128}, "head dims of q and v above 128 only where they are one"),
         ({"dtype": Dtype.FP32}, "bf16 and fp16"),
         ({"alibi": True}, "has no alibi"),
-        ({"softcap": True, "dropout": True}, "only where scores have no softcap"),
+        ({"softcap": True, "dropout": True}, "drops weights without a softcap"),
         ({"head_dim": 192, "value_head_dim": 192, "dropout": True}, "drops weights of head dims up to 128"),
         ({"direction": Direction.FORWARD}, "computes the backward pass"),
     ],

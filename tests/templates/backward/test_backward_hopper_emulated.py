@@ -55,7 +55,9 @@ def kernel_of(problem: Problem, **changes: Any) -> tuple[Kernel, HopperBackwardC
     return render(FAMILY, problem, config, Specialization()), config
 
 
-def row_places(problem: Problem, block_m: int, lengths: Lengths | None) -> tuple[Tensor, int]:
+def row_places(
+    problem: Problem, block_m: int, lengths: Lengths | None, spare: int
+) -> tuple[Tensor, int]:
     """Of each query, its row in the blocks of a head's sums and statistics; and the number of blocks."""
     if lengths is None:
         return torch.arange(problem.seqlen_q), math.ceil(problem.seqlen_q / block_m)
@@ -63,7 +65,7 @@ def row_places(problem: Problem, block_m: int, lengths: Lengths | None) -> tuple
     for sequence, (queries, _) in enumerate(lengths):
         found.append((start // block_m + sequence) * block_m + torch.arange(queries))
         start += queries
-    return torch.cat(found), start // block_m + len(lengths)
+    return torch.cat(found), (start + spare) // block_m + len(lengths)
 
 
 def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig, places: tuple[Tensor, int]) -> Tensor:
@@ -143,7 +145,7 @@ def emulated(
     out, lse = plain_attention(problem, q, k, v, side, SCALE)
     dout = torch.randn(out.shape, generator=chance, dtype=torch.float64)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    places = row_places(problem, config.block_m, lengths)
+    places = row_places(problem, config.block_m, lengths, spare)
     rows = places[1] * config.block_m
     stats = torch.zeros(problem.heads, 2, rows, dtype=torch.float64)
     stats[:, 0] = -math.inf

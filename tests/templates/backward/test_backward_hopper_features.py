@@ -51,3 +51,40 @@ def test_softcap(head_dim: int, turns: bool) -> None:
 def test_sinks(head_dim: int) -> None:
     for changes in ({}, {"causal": Causal.BOTTOM_RIGHT, "window_left": 30, "softcap": True}):
         emulated(a_problem(head_dim, sinks=True, heads=4, kv_heads=2, **changes), 2)
+
+
+EQUAL = [(64, 64), (1, 1), (0, 0), (200, 200), (129, 129), (0, 0), (97, 97)]
+MIXED = [(30, 0), (70, 300), (0, 9), (150, 40), (5, 131)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", list(Causal))
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_sequences(head_dim: int, causal: Causal, deterministic: bool) -> None:
+    for lengths in (EQUAL, MIXED, MIXED[1:2]):
+        problem = a_problem(head_dim, causal=causal, deterministic=deterministic, total_q=1)
+        sums = emulated(problem, 2, lengths, spare=100)
+        if deterministic:
+            added = sums.added.values()
+            assert all([one.program for one in order] == sorted(one.program for one in order) for order in added)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"causal": Causal.BOTTOM_RIGHT, "window_left": 70},
+        {"window_left": 20, "window_right": 100, "softcap": True},
+        {"causal": Causal.TOP_LEFT, "softcap": True, "sinks": True},
+    ],
+    ids=["window", "softcap", "sinks"],
+)
+def test_packed_sequences_with_other_features(
+    head_dim: int, deterministic: bool, changes: dict[str, Any]
+) -> None:
+    problem = a_problem(head_dim, total_q=1, heads=4, kv_heads=2, deterministic=deterministic, **changes)
+    for lengths in (EQUAL, MIXED):
+        emulated(problem, 3, lengths, spare=10)
