@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import msgspec
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_hopper.space import ROWS, WIDEST, HopperBackwardConfig, may_rotate, width_of
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE
-from flashtune.templates.common.model.traffic import cycled_queries, summed_items
+from flashtune.templates.common.model.traffic import cycled_queries, summed_items, unpacked
 from flashtune.templates.family import BytesItem, PerformanceModel
 
 BARRIER_BYTES = 8
@@ -38,6 +38,8 @@ TURN = 1.5
 PRODUCTS_SHARE = 0.62
 # The same if groups alternate, which reads less.
 TURNS_SHARE = 0.68
+# Time of a block with a softcap, whose exponentials and reciprocals do not overlap with all products.
+CAPPED = 1.4
 # Number of products for each pair of a query and a key.
 PRODUCTS = 5
 # Rate of additions in the last-level cache over that of HBM.
@@ -74,6 +76,7 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
 
     def makespan_ms(self, problem: Problem, config: HopperBackwardConfig, target: Target) -> float:
         """Returns the time of the launches by their schedule, in ms."""
+        problem = unpacked(problem)
         heads = problem.batch * problem.kv_heads
         blocks = math.ceil(problem.seqlen_kv / config.block_n)
         programs = heads * blocks
@@ -83,10 +86,16 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
         share = TURNS_SHARE if config.alternate_dq else PRODUCTS_SHARE
         rate = share * target.peak.half * 1e6 / target.sm_count
         step = PRODUCTS * 2 * config.block_m * config.block_n * width / rate
+        if problem.softcap:
+            step *= CAPPED
         # The program with the most blocks of queries; then all programs.
-        most = PROGRAM + math.ceil(problem.seqlen_q / config.block_m) * problem.group_size * step
+        left, right = problem.sight.left, problem.sight.right
+        queries = problem.seqlen_q
+        if left is not None and right is not None:
+            queries = min(queries, left + right + config.block_n + config.block_m)
+        most = PROGRAM + math.ceil(queries / config.block_m) * problem.group_size * step
         rows = cycled_queries(problem, config.block_m, config.block_n) * problem.group_size
-        if problem.causal is Causal.NONE:
+        if left is None and right is None:
             busy = math.ceil(programs / target.sm_count) * most
         else:
             busy = max(most, (programs * PROGRAM + heads * rows / config.block_m * step) / target.sm_count)
@@ -106,7 +115,7 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
     def hbm_items(
         self, problem: Problem, config: HopperBackwardConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
-        return summed_items(problem, config.block_m, config.block_n, width_of(problem), target)
+        return summed_items(unpacked(problem), config.block_m, config.block_n, width_of(problem), target)
 
 
 def _steps_us(problem: Problem, width: int, target: Target) -> float:

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from flashtune.core.mask_geometry import distinct_keys
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.family import BytesItem
 
@@ -67,14 +67,26 @@ def unpacked(problem: Problem) -> Problem:
 
 def cycled_queries(problem: Problem, block_m: int, block_n: int) -> int:
     """Returns the rows of Q that all key tiles of one head read, in a loop over queries."""
-    if problem.causal is Causal.NONE:
-        return _tiles(problem.seqlen_kv, block_n) * problem.seqlen_q
-    last_key = min(problem.seqlen_q + problem.diagonal, problem.seqlen_kv)
-    tiles = _tiles(last_key, block_n)
-    # Key tile s is visible from query s * block_n - diagonal on, rounded down to a whole tile.
-    everyone = min(tiles, max(0, problem.diagonal // block_n + 1))
-    skipped = floor_sum(tiles - everyone, block_m, block_n, everyone * block_n - problem.diagonal)
-    return tiles * problem.seqlen_q - skipped * block_m
+    left, right = problem.sight.left, problem.sight.right
+    hidden = 0 if left is None else _hidden_queries(problem, block_m, block_n, left)
+    if right is None:
+        return _tiles(problem.seqlen_kv, block_n) * problem.seqlen_q - hidden
+    shift = problem.diagonal + right
+    tiles = _tiles(min(problem.seqlen_q + shift, problem.seqlen_kv), block_n)
+    # Key tile s is visible from query s * block_n - shift on, rounded down to a whole tile.
+    everyone = min(tiles, max(0, shift // block_n + 1))
+    skipped = floor_sum(tiles - everyone, block_m, block_n, everyone * block_n - shift)
+    return max(0, tiles * problem.seqlen_q - skipped * block_m - hidden)
+
+
+def _hidden_queries(problem: Problem, block_m: int, block_n: int, left: int) -> int:
+    """Returns the queries in whole tiles whose windows begin after all keys of a tile, over all tiles of keys."""
+    # Key tile s is visible before query (s + 1) * block_n + shift, and all queries see the last tile's keys.
+    shift = left - problem.diagonal
+    first = min(_tiles(problem.seqlen_kv, block_n), max(0, -shift // block_n))
+    end = min(_tiles(problem.seqlen_kv, block_n), max(first, -((shift - problem.seqlen_q) // block_n) - 1))
+    seen = floor_sum(end - first, block_m, block_n, (first + 1) * block_n + shift + block_m - 1)
+    return max(0, end * problem.seqlen_q - seen * block_m)
 
 
 def floor_sum(count: int, divisor: int, step: int, start: int) -> int:

@@ -1,12 +1,13 @@
 """Attention backward on Hopper, in Gluon: a producer warp and two consumer warpgroups.
 
 Problem      bf16, head dim 128, value head dim 128, causal bottom_right, dropout False, deterministic True,
-             gradient of lse False, window -1:-1 (-1: none), softcap False
+             gradient of lse False, window -1:-1 (-1: none), softcap False,
+             packed False
 Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, early_dv True,
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 4
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 3853f3d3cf36
+Template     backward_hopper 0bf8d0020790
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -670,6 +671,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     lse, dlse      log-sum-exp of each row and its gradient, float32 [batch, heads, seqlen_q], contiguous
     seed           int64 [1], the forward pass's
     dropout        share of dropped weights
+    cu_seqlens_*   of packed sequences, in a batch of one: sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1],
+                   int32 [sequences + 1]
     softcap        scores s are softcap * tanh(s / softcap)
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.

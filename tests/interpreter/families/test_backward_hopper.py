@@ -174,3 +174,86 @@ def test_dq_sums_have_register_layout(head_dim: int, value_head_dim: int) -> Non
     module.finish[grid](sums, dq, SCALE, *integers)
     expected = (right.reshape(2, 3, -1, width)[:, :, :150, :head_dim] * SCALE).half()
     torch.testing.assert_close(dq, expected)
+
+
+LENGTHS = (70, 0, 130, 1, 64)
+# Rows that no sequence has, before the first one and after the last.
+BEFORE, BEHIND = 5, 30
+
+
+def packed_tensors(width: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """q, k, v, out, dout, dq, dk, dv of packed sequences, and the offsets of their rows."""
+    torch.manual_seed(0)
+    starts = torch.tensor([BEFORE, *(BEFORE + sum(LENGTHS[: end + 1]) for end in range(len(LENGTHS)))]).int()
+    rows = int(starts[-1]) + BEHIND
+    shapes = [(heads, rows, width) for heads in (3, 1, 1, 3, 3, 3, 1, 1)]
+    return tuple(torch.randn(1, *shape, dtype=torch.float16) for shape in shapes), starts
+
+
+def packed_kernel(width: int, **changes: Any) -> Kernel:
+    problem = Problem(
+        dtype=Dtype.FP16,
+        head_dim=width,
+        value_head_dim=width,
+        heads=3,
+        kv_heads=1,
+        batch=len(LENGTHS),
+        seqlen_q=130,
+        seqlen_kv=130,
+        direction=Direction.BACKWARD,
+        total_q=1,
+        **changes,
+    )
+    return render(FAMILY, problem, FAMILY.default(problem, TARGET), Specialization())
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_packed_rows_are_prepared_in_blocks_of_their_sequence(width: int, softcap: bool) -> None:
+    kernel = packed_kernel(width, softcap=softcap)
+    module = load_module(kernel)
+    tensors, starts = packed_tensors(width)
+    planned = (*tensors, starts, starts)
+    out, dout = tensors[3:5]
+    lse = torch.randn(1, 3, out.shape[2])
+    _, shapes, _ = module.launch_plan(*planned)
+    stats, sums = (torch.full(shape, math.nan) for shape in shapes)
+    grid, integers = module.prologue_plan(*planned)
+    cap = 2.5
+    given = (out, dout, lse, stats, sums, starts, cap if softcap else SCALE)
+    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*given, *integers)
+    assert torch.equal(sums, torch.zeros_like(sums))
+    block_m = 128 if width == 64 else 64
+    rows = stats.reshape(3, 2, -1)
+    expected = torch.zeros_like(rows)
+    expected[:, 0] = -math.inf
+    delta = (out.double() * dout.double()).sum(-1).float()[0]
+    for sequence, length in enumerate(LENGTHS):
+        start = int(starts[sequence])
+        first = (start // block_m + sequence) * block_m
+        own = lse[0, :, start : start + length]
+        expected[:, 0, first : first + length] = (cap - own) * math.log2(math.e) if softcap else -own / SCALE
+        expected[:, 1, first : first + length] = -delta[:, start : start + length]
+    torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_packed_dq_is_written_to_rows_of_sequences_only(width: int) -> None:
+    module = load_module(packed_kernel(width))
+    tensors, starts = packed_tensors(width)
+    planned = (*tensors, starts, starts)
+    dq = tensors[5].fill_(math.nan)
+    _, (_, shape), _ = module.launch_plan(*planned)
+    block_m = 128 if width == 64 else 64
+    # Each block has one number, so that the order of registers does not matter.
+    numbers = torch.arange(shape[0] * shape[1]).reshape(shape[0], shape[1], 1).float()
+    grid, integers = module.epilogue_plan(*planned)
+    module.finish[grid](numbers.expand(shape).contiguous(), dq, starts, 0.5, *integers)
+    expected = torch.full_like(dq, math.nan)
+    for sequence, length in enumerate(LENGTHS):
+        start = int(starts[sequence])
+        for row in range(length):
+            block = start // block_m + sequence + row // block_m
+            expected[0, :, start + row] = (numbers[:, block] * 0.5).half()
+    torch.testing.assert_close(dq, expected, equal_nan=True)

@@ -53,6 +53,26 @@ GOLDENS = {
         alternate_dq=False,
     ),
     "hopper_fp16_d256_ordered": partial(kernel_of, a_problem(256, dtype=Dtype.FP16, deterministic=True)),
+    "hopper_bf16_d128_window_softcap": partial(
+        kernel_of, a_problem(causal=Causal.BOTTOM_RIGHT, window_left=1023, softcap=True), Specialization(lse=True)
+    ),
+    "hopper_bf16_d128_packed": partial(
+        kernel_of, a_problem(causal=Causal.BOTTOM_RIGHT, total_q=1, sinks=True), Specialization(lse=True)
+    ),
+    "hopper_fp16_d96_packed_full": partial(kernel_of, a_problem(96, dtype=Dtype.FP16, total_q=1)),
+    "hopper_bf16_d64_packed_window_ordered": partial(
+        kernel_of,
+        a_problem(64, total_q=1, window_left=100, window_right=50, deterministic=True),
+        alternate_dq=False,
+    ),
+    "hopper_bf16_d256_packed_window_softcap": partial(
+        kernel_of, a_problem(256, causal=Causal.TOP_LEFT, total_q=1, window_left=512, softcap=True)
+    ),
+    "hopper_bf16_d256_packed_ordered": partial(kernel_of, a_problem(256, total_q=1, deterministic=True)),
+    "hopper_bf16_d256_packed_full": partial(kernel_of, a_problem(256, total_q=1)),
+    "hopper_bf16_d128_window_ordered": partial(
+        kernel_of, a_problem(causal=Causal.BOTTOM_RIGHT, window_left=512, deterministic=True)
+    ),
     "hopper_fp16_d192_plain": partial(kernel_of, a_problem(192, dtype=Dtype.FP16), init_accumulators=False),
 }  # fmt: skip
 
