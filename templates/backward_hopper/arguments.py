@@ -73,17 +73,19 @@ def finish_arguments(problem: Problem, specialization: Specialization) -> tuple[
 
 
 def starts_at_lse(config: HopperBackwardConfig, softcap: bool) -> bool:
-    """Returns whether the product of the scores starts at minus the log-sum-exp. A softcap needs plain scores."""
+    """Returns whether the product of the scores starts at minus the log-sum-exp: not with a softcap."""
     return config.init_accumulators and not softcap
 
 
 def _counts(problem: Problem) -> tuple[str, ...]:
+    """Returns the names of the main kernel's integers."""
     ranged = ("head_blocks",) if problem.sight.left is not None else ()
     counts = (*COUNTS, *(PACKED_COUNTS if problem.total_q else (*DENSE_COUNTS, *ranged)))
     return (*counts, "interleaved_heads") if problem.deterministic else counts
 
 
 def _row_counts(problem: Problem) -> tuple[str, ...]:
+    """Returns the names of the integers of prologue and epilogue."""
     return ("heads", "seqlen_q", *(("sequences",) if problem.total_q else ()))
 
 

@@ -119,7 +119,9 @@ def emulate_backward(
     def emulate(number: int) -> None:
         names = BackwardProgram(number, programs, module, sums).names()
         exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
-        names[kernel.entry](*descriptors, *([Base(0)] * workspaces), *map(Pointer, beside), scale, *numbers, *integers)
+        names[kernel.entry](
+            *descriptors, *([Base(0)] * workspaces), *map(Pointer, beside), scale, *numbers, *integers
+        )
 
     with small_steps(), ThreadPoolExecutor(at_once) as multiprocessors:
         for one in [multiprocessors.submit(emulate, number) for number in range(programs)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.backward_hopper import (
+    backward_hopper_features,
     backward_hopper_figures,
     backward_hopper_masks,
     backward_hopper_places,
@@ -18,6 +19,9 @@ def gluon_mutants() -> tuple[Mutant, ...]:
     return (
         *backward_hopper_masks.masks(),
         *backward_hopper_masks.forgotten(),
+        *backward_hopper_features.windows(),
+        *backward_hopper_features.caps(),
+        *backward_hopper_features.packed(),
         *backward_hopper_figures.statistics(),
         *backward_hopper_figures.products(),
         *backward_hopper_figures.dropping(),

@@ -80,7 +80,7 @@ def cycled_queries(problem: Problem, block_m: int, block_n: int) -> int:
 
 
 def _hidden_queries(problem: Problem, block_m: int, block_n: int, left: int) -> int:
-    """Returns the queries in whole tiles whose windows begin after all keys of a tile, over all tiles of keys."""
+    """Returns the queries in whole tiles whose windows begin after a tile's keys, over all tiles of keys."""
     # Key tile s is visible before query (s + 1) * block_n + shift, and all queries see the last tile's keys.
     shift = left - problem.diagonal
     first = min(_tiles(problem.seqlen_kv, block_n), max(0, -shift // block_n))

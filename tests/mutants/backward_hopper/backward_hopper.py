@@ -31,7 +31,7 @@ TAKE_DQ = "dq = issue_dq(GROUP, shared, last_state)"
 ADD_DQ = "add_dq(GROUP, shared, last_address, dq"
 
 
-def _problem(head_dim: int, causal: Causal = Causal.NONE, **changes: Any) -> Problem:
+def backward_problem(head_dim: int, causal: Causal = Causal.NONE, **changes: Any) -> Problem:
     """Fewer programs than an H200 has multiprocessors."""
     problem = Problem(
         dtype=Dtype.BF16,
@@ -48,35 +48,35 @@ def _problem(head_dim: int, causal: Causal = Causal.NONE, **changes: Any) -> Pro
     return msgspec.structs.replace(problem, **changes)
 
 
-def _subject(problem: Problem, *, dlse: bool = False, **changes: Any) -> Subject:
+def backward_subject(problem: Problem, *, dlse: bool = False, **changes: Any) -> Subject:
     """The family's default config with changes."""
     family = find_family(FAMILY)
     config = msgspec.structs.replace(family.default(problem, find_target("h200")), **changes)
     return Subject(FAMILY, problem, config, Specialization(lse=dlse))
 
 
-_CAUSAL = _problem(128, Causal.BOTTOM_RIGHT)
+_CAUSAL = backward_problem(128, Causal.BOTTOM_RIGHT)
 # Groups take turns at dq, as they do by default at up to 128 columns.
-CAUSAL = _subject(_CAUSAL)
-TOP_LEFT = _subject(_problem(128, Causal.TOP_LEFT, seqlen_kv=300))
-FULL = _subject(_problem(128))
-TOLD = _subject(_CAUSAL, dlse=True)
+CAUSAL = backward_subject(_CAUSAL)
+TOP_LEFT = backward_subject(backward_problem(128, Causal.TOP_LEFT, seqlen_kv=300))
+FULL = backward_subject(backward_problem(128))
+TOLD = backward_subject(_CAUSAL, dlse=True)
 # Columns that fill no tile.
-PADDED = _subject(_problem(96, value_head_dim=80))
+PADDED = backward_subject(backward_problem(96, value_head_dim=80))
 # Tiles of 64 columns are made transposed, of halves of queries where there are no turns.
-NARROW = _subject(_problem(64))
-NARROW_HALVES = _subject(_problem(64), alternate_dq=False)
+NARROW = backward_subject(backward_problem(64))
+NARROW_HALVES = backward_subject(backward_problem(64), alternate_dq=False)
 # Each group makes half of dq, at once or a step late.
-HALVES = _subject(
+HALVES = backward_subject(
     _CAUSAL, alternate_dq=False, defer_dq=False, early_dv=False, init_accumulators=False, early_dk=False
 )
-LATE = _subject(_problem(128), alternate_dq=False)
+LATE = backward_subject(backward_problem(128), alternate_dq=False)
 # Groups divide the products.
-WIDE = _subject(_problem(256, Causal.BOTTOM_RIGHT))
-WIDE_FULL = _subject(_problem(256))
+WIDE = backward_subject(backward_problem(256, Causal.BOTTOM_RIGHT))
+WIDE_FULL = backward_subject(backward_problem(256))
 # Sums of dq in the order of blocks of keys.
-ORDERED = _subject(_problem(128, Causal.BOTTOM_RIGHT, deterministic=True))
-ORDERED_FULL = _subject(_problem(128, deterministic=True))
-ORDERED_HALVES = _subject(_problem(64, deterministic=True), alternate_dq=False)
-ORDERED_WIDE = _subject(_problem(256, deterministic=True))
-DROPPING = _subject(_problem(128, Causal.BOTTOM_RIGHT, dropout=True))
+ORDERED = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, deterministic=True))
+ORDERED_FULL = backward_subject(backward_problem(128, deterministic=True))
+ORDERED_HALVES = backward_subject(backward_problem(64, deterministic=True), alternate_dq=False)
+ORDERED_WIDE = backward_subject(backward_problem(256, deterministic=True))
+DROPPING = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, dropout=True))

@@ -57,9 +57,7 @@ def kernel_of(problem: Problem, **changes: Any) -> tuple[Kernel, HopperBackwardC
     return render(FAMILY, problem, config, Specialization()), config
 
 
-def row_places(
-    problem: Problem, block_m: int, lengths: Lengths | None, spare: int
-) -> tuple[Tensor, int]:
+def row_places(problem: Problem, block_m: int, lengths: Lengths | None, spare: int) -> tuple[Tensor, int]:
     """Of each query, its row in the blocks of a head's sums and statistics; and the number of blocks."""
     if lengths is None:
         return torch.arange(problem.seqlen_q), math.ceil(problem.seqlen_q / block_m)
@@ -118,7 +116,10 @@ def extra_inputs(problem: Problem, lengths: Lengths | None) -> ExtraInputs:
     """The side inputs that a problem names."""
     side = NO_EXTRA_INPUTS
     if lengths is not None:
-        starts = [torch.tensor([*itertools.accumulate(one, initial=BEFORE)]).int() for one in zip(*lengths, strict=True)]
+        starts = [
+            torch.tensor([*itertools.accumulate(one, initial=BEFORE)]).int()
+            for one in zip(*lengths, strict=True)
+        ]
         side = side._replace(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
     if problem.softcap:
         side = side._replace(softcap=CAP)
@@ -132,13 +133,15 @@ def emulated(
 ) -> Sums:
     """Emulates a kernel and holds its gradients against those of plain attention.
 
-    Packed sequences have these lengths of queries and keys, and `spare` rows that are not numbers follow them.
+    Packed sequences have these lengths of queries and keys. `spare` rows of NaN follow them.
     """
     kernel, config = kernel_of(problem, **changes)
     chance = torch.Generator().manual_seed(1)
     queries, keys = (problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv)
     if lengths is not None:
-        queries, keys = ((side[0], BEFORE + sum(one)) for side, one in zip((queries, keys), zip(*lengths, strict=True)))
+        queries, keys = (
+            (side[0], BEFORE + sum(one)) for side, one in zip((queries, keys), zip(*lengths, strict=True))
+        )
     q, k, v = (
         torch.randn(1, *side, problem.head_dim, generator=chance, dtype=torch.float64).requires_grad_()
         for side in (queries, keys, keys)
@@ -164,7 +167,9 @@ def emulated(
         padded = {name: with_spare(one, spare) for name, one in read.items() if name != "workspace_0"}
         memory |= {name: one.flatten().numpy() for name, one in padded.items()}
     planned = [with_spare(one, spare) for one in (q, k, v, out, dout, dq, dk, dv)]
-    memory |= {name: np.full(one.numel(), np.nan) for name, one in zip(("dk", "dv"), planned[6:], strict=True)}
+    memory |= {
+        name: np.full(one.numel(), np.nan) for name, one in zip(("dk", "dv"), planned[6:], strict=True)
+    }
     like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in planned)
     of_rows = torch.empty(problem.heads * 2, rows, device="meta")
     workspaces = 2 if problem.deterministic else 1

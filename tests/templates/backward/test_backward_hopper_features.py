@@ -31,7 +31,9 @@ def test_windows(head_dim: int, causal: Causal, window: dict[str, int], determin
         sums = emulated(problem, 3)
         if deterministic:
             added = sums.added.values()
-            assert all([one.program for one in order] == sorted(one.program for one in order) for order in added)
+            assert all(
+                [one.program for one in order] == sorted(one.program for one in order) for order in added
+            )
 
 
 @pytest.mark.slow
@@ -67,7 +69,9 @@ def test_packed_sequences(head_dim: int, causal: Causal, deterministic: bool) ->
         sums = emulated(problem, 2, lengths, spare=100)
         if deterministic:
             added = sums.added.values()
-            assert all([one.program for one in order] == sorted(one.program for one in order) for order in added)
+            assert all(
+                [one.program for one in order] == sorted(one.program for one in order) for order in added
+            )
 
 
 @pytest.mark.slow

@@ -54,7 +54,9 @@ GOLDENS = {
     ),
     "hopper_fp16_d256_ordered": partial(kernel_of, a_problem(256, dtype=Dtype.FP16, deterministic=True)),
     "hopper_bf16_d128_window_softcap": partial(
-        kernel_of, a_problem(causal=Causal.BOTTOM_RIGHT, window_left=1023, softcap=True), Specialization(lse=True)
+        kernel_of,
+        a_problem(causal=Causal.BOTTOM_RIGHT, window_left=1023, softcap=True),
+        Specialization(lse=True),
     ),
     "hopper_bf16_d128_packed": partial(
         kernel_of, a_problem(causal=Causal.BOTTOM_RIGHT, total_q=1, sinks=True), Specialization(lse=True)
