@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flashtune.core.problem import Causal
 from tests.mutants.backward_hopper.backward_hopper import (
     CONSUMER,
@@ -25,7 +27,7 @@ WINDOW_ORDERED = backward_subject(
 CAPPED = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, softcap=True))
 CAPPED_WINDOW = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, window_left=100, softcap=True))
 CAPPED_WIDE = backward_subject(backward_problem(256, softcap=True))
-_TOKENS = {"batch": 4, "total_q": 1200}
+_TOKENS: dict[str, Any] = {"batch": 4, "total_q": 1200}
 PACKED = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, **_TOKENS))
 PACKED_FULL = backward_subject(backward_problem(64, **_TOKENS))
 PACKED_WINDOW = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, window_left=100, **_TOKENS))
@@ -164,7 +166,7 @@ def packed() -> tuple[Mutant, ...]:
              only("+ middle <= n_block", "+ middle < n_block")),
             ("packed: search without gaps", "A sequence has fewer blocks than it needs.", PACKED,
              only("// BLOCK_N + middle <=", "// BLOCK_N <=")),
-            ("packed: rows before the first sequence", "Programs of no sequence compute the first one's rows.",
+            ("packed: rows before the first sequence", "Programs of no sequence compute the first one.",
              PACKED, only(unused, "n_block = gl.maximum(n_block, 0)")),
             ("packed: first block of queries alone", "All but a sequence's first queries are left out.",
              PACKED_FULL, only("gl.maximum((seqlen_q + BLOCK_M - 1) // BLOCK_M, 1), 1)", "1, 1)")),

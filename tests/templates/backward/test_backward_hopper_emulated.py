@@ -139,9 +139,8 @@ def emulated(
     chance = torch.Generator().manual_seed(1)
     queries, keys = (problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv)
     if lengths is not None:
-        queries, keys = (
-            (side[0], BEFORE + sum(one)) for side, one in zip((queries, keys), zip(*lengths, strict=True))
-        )
+        totals = (BEFORE + sum(one) for one in zip(*lengths, strict=True))
+        queries, keys = ((side[0], total) for side, total in zip((queries, keys), totals, strict=True))
     q, k, v = (
         torch.randn(1, *side, problem.head_dim, generator=chance, dtype=torch.float64).requires_grad_()
         for side in (queries, keys, keys)
@@ -179,10 +178,10 @@ def emulated(
     torch.testing.assert_close(dq_of(sums, problem, config, places), dq[0, :, own])
     for name, right, full in (("dk", dk, planned[6]), ("dv", dv, planned[7])):
         written = torch.from_numpy(memory[name]).view(full.shape)
-        rows = slice(own.start, right.shape[2])
-        torch.testing.assert_close(written[:, :, rows], right[:, :, rows])
-        assert written[:, :, : rows.start].isnan().all()
-        assert written[:, :, rows.stop :].isnan().all()
+        before, end = own.start, right.shape[2]
+        torch.testing.assert_close(written[:, :, before:end], right[:, :, before:end])
+        assert written[:, :, :before].isnan().all()
+        assert written[:, :, end:].isnan().all()
     return sums
 
 
