@@ -262,6 +262,12 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         taken = {*self.side, *(name for step in steps if step for name in self._named(step.arguments))}
         return tuple(name for name in ExtraInputs._fields if name in taken)
 
+    def writes(self, name: str) -> bool:
+        """Returns whether the kernel or one of its steps has an argument of this name."""
+        steps = (self.prologue, self.epilogue)
+        given = (self.arguments, *(step.arguments for step in steps if step))
+        return any(argument.name == name for arguments in given for argument in arguments)
+
     @property
     def first(self) -> Kernel | None:
         """The prologue as a separate kernel for the compiler."""

@@ -51,6 +51,8 @@ class BackwardTensors(NamedTuple):
         dbias: The gradient of an additive bias in q's type, to be written:
             [batch, heads, seqlen_q, seqlen_kv].
         dslopes: The gradient of the ALiBi slopes, to be written: float32 [batch, heads].
+        dsinks: The gradient of the sinks by sequence, to be written: float32 [batch, heads]. Portable kernels
+            do not write it.
     """
 
     q: Tensor
@@ -65,6 +67,7 @@ class BackwardTensors(NamedTuple):
     dlse: Tensor | None = None
     dbias: Tensor | None = None
     dslopes: Tensor | None = None
+    dsinks: Tensor | None = None
 
     @property
     def planned(self) -> tuple[Tensor, ...]:

@@ -103,7 +103,12 @@ def with_side(
             if one is not None
         }
         if side.sinks is not None and "sinks" in wanted:
-            changes["dsinks"] = sink_gradient(layout, side.sinks, out, lse, dout, dlse, side.cu_seqlens_q)
+            if found.dsinks is None:
+                changes["dsinks"] = sink_gradient(layout, side.sinks, out, lse, dout, dlse, side.cu_seqlens_q)
+            else:
+                changes["dsinks"] = found.dsinks.sum(0)
+        elif found.dsinks is not None:
+            changes["dsinks"] = None
         return found._replace(**changes)
 
     return run

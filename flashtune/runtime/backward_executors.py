@@ -40,13 +40,13 @@ MAX_LAUNCHES = 64
 
 
 class Gradients(NamedTuple):
-    """Gradients of all inputs that may have one. Kernels write all but that of the sinks.
+    """Gradients of all inputs that may have one. Portable kernels write all but that of the sinks.
 
     Attributes:
         dq: Gradient of q, in the call's layout and q's type.
         dk: Gradient of k, likewise.
         dv: Gradient of v, likewise.
-        dsinks: Gradient of the sinks, float32 [heads], or None.
+        dsinks: Gradient of the sinks, float32 [heads], or None. Kernels write [batch, heads].
         dbias: Gradient of an additive bias, [batch, heads, seqlen_q, seqlen_kv] in its type, or None.
         dslopes: Gradient of the ALiBi slopes, float32 [batch, heads], or None.
     """
@@ -90,12 +90,13 @@ class Bound(NamedTuple):
 class BoundBackward:
     """A verified backward kernel, which is bound once to each set of strides."""
 
-    __slots__ = ("_choice", "_default_scale", "_index", "_launches", "_request")
+    __slots__ = ("_choice", "_default_scale", "_index", "_launches", "_request", "_writes_sinks")
 
     def __init__(self, choice: LoadedKernel, request: Request) -> None:
         self._choice = choice
         self._request = request
         self._default_scale = request.default_scale
+        self._writes_sinks = request.problem.sinks and choice.kernel.writes("dsinks")
         # None on a CPU, in tests.
         self._index = request.device.index
         # The key is the strides of all inputs, which hooks of saved tensors may change. The value is None if
@@ -135,8 +136,9 @@ class BoundBackward:
                 dout = dout.clone(memory_format=torch.contiguous_format)
             return self(q, k, v, out, lse, dout, dlse, scale, side)
         scale = self._default_scale if scale is None else scale
-        gradients = _allocated(self._request, q, k, v)
-        bound.launch((q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[4:]), scale, side)
+        gradients = _allocated(self._request, q, k, v, writes_sinks=self._writes_sinks)
+        tensors = q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[4:], gradients.dsinks
+        bound.launch(tensors, scale, side)
         return gradients
 
     def plainly(
@@ -200,18 +202,20 @@ def _strides(
     return (*strides, None if bias is None else bias.stride(), None if slopes is None else slopes.stride())
 
 
-def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor, *, writes_sinks: bool = False) -> Gradients:
     """Allocates all gradients that a kernel writes."""
     problem = request.problem
     # Kernels do not write rows after the last packed sequence, whose gradients are zero.
     make = torch.zeros_like if problem.total_q else torch.empty_like
     heads = problem.batch, problem.heads
-    dbias = dslopes = None
+    dbias = dslopes = dsinks = None
     if problem.bias is Bias.ADDITIVE:
         dbias = q.new_empty(*heads, problem.seqlen_q, problem.seqlen_kv)
     if problem.alibi:
         dslopes = q.new_empty(heads, dtype=torch.float32)
-    return Gradients(make(q), make(k), make(v), None, dbias, dslopes)
+    if writes_sinks:
+        dsinks = q.new_empty(heads, dtype=torch.float32)
+    return Gradients(make(q), make(k), make(v), dsinks, dbias, dslopes)
 
 
 def _covers(assumed: Specialization, needed: Specialization) -> bool:

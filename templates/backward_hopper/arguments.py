@@ -37,7 +37,7 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Ar
     return (
         *described,
         *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in _added_to(problem)),
-        *_offsets(problem, OFFSETS),
+        *_side(problem, OFFSETS),
         Argument("scale", "fp32"),
         *side_numbers(problem),
         *_integers(_counts(problem)),
@@ -49,10 +49,10 @@ def prepare_arguments(
 ) -> tuple[Argument, ...]:
     """Returns out, dout, lse, its gradient if there is one, workspaces, seed, numbers, strides, counts."""
     dlse = ("dlse",) if specialization.lse else ()
-    tensors = ("out", "dout", "lse", *dlse, STATS, *_added_to(problem))
+    tensors = ("out", "dout", "lse", *dlse, STATS, *_added_to(problem), *_sink_parts(problem))
     return (
         *plain_arguments(problem.dtype, specialization, tensors),
-        *_offsets(problem, OFFSETS[:1]),
+        *_side(problem, ("sinks", *OFFSETS[:1])),
         *seed_arguments(problem),
         *((Argument("scale", "fp32"),) if starts_at_lse(config, problem.softcap) else ()),
         *side_numbers(problem),
@@ -62,10 +62,11 @@ def prepare_arguments(
 
 
 def finish_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
-    """Returns sums, dq, scale, strides, counts."""
+    """Returns sums, dq, the parts and the gradients of sinks, scale, strides, counts."""
+    sinks = (*_sink_parts(problem), "dsinks") if problem.sinks else ()
     return (
-        *plain_arguments(problem.dtype, specialization, (SUMS, "dq")),
-        *_offsets(problem, OFFSETS[:1]),
+        *plain_arguments(problem.dtype, specialization, (SUMS, "dq", *sinks)),
+        *_side(problem, OFFSETS[:1]),
         Argument("scale", "fp32"),
         *stride_arguments(specialization, ("dq",)),
         *_integers(_row_counts(problem)),
@@ -89,14 +90,19 @@ def _row_counts(problem: Problem) -> tuple[str, ...]:
     return ("heads", "seqlen_q", *(("sequences",) if problem.total_q else ()))
 
 
-def _offsets(problem: Problem, names: tuple[str, ...]) -> tuple[Argument, ...]:
-    """Returns pointers to the offsets of packed sequences."""
+def _side(problem: Problem, names: tuple[str, ...]) -> tuple[Argument, ...]:
+    """Returns pointers to those side tensors of the problem that have these names."""
     return tuple(one for one in side_tensors(problem) if one.name in names)
 
 
 def _added_to(problem: Problem) -> tuple[str, ...]:
     """Returns workspaces that programs share: sums of dq and, if deterministic, counters for their order."""
     return (SUMS, TURNS) if problem.deterministic else (SUMS,)
+
+
+def _sink_parts(problem: Problem) -> tuple[str, ...]:
+    """Returns the workspace with the gradient of a sink of each block of queries."""
+    return (f"workspace_{1 + len(_added_to(problem))}",) if problem.sinks else ()
 
 
 def _tile(name: str, rows: int, width: int, problem: Problem) -> Argument:

@@ -51,6 +51,7 @@ class HopperBackwardContext(Context, frozen=True):
         rows: Keys of a warpgroup.
         dlse: Whether the log-sum-exp has a gradient.
         softcap: Whether scores have a softcap.
+        sinks: Whether each head has a sink.
         packed: Whether the batch has packed sequences.
         window_left: Visible keys before a query's position, or -1.
         window_right: Visible keys after a query's position, or -1 if there is no bound or a causal mask.
@@ -67,6 +68,7 @@ class HopperBackwardContext(Context, frozen=True):
     dlse: bool
     dropout: bool
     softcap: bool
+    sinks: bool
     packed: bool
     window_left: int
     window_right: int
@@ -229,6 +231,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             dlse=specialization.lse,
             dropout=problem.dropout,
             softcap=problem.softcap,
+            sinks=problem.sinks,
             packed=problem.total_q > 0,
             window_left=_bound(problem.sight.left),
             window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),

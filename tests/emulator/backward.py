@@ -104,15 +104,15 @@ def emulate_backward(
         memory: Flat arrays by name: q, k, v, dout, workspace_0, dk and dv, of which the last two are written.
         stats: workspace_0 of the launch plan.
         scale: Of the scores.
-        workspaces: Number of workspaces other than the rows.
+        workspaces: Number of workspaces of the main kernel other than the rows.
         at_once: Number of concurrent programs; they start in order of their numbers.
         beside: Side tensors as arrays.
         numbers: Scalars after the scale.
     """
     module = load_module(kernel)
     planned = (*planned, *(torch.empty(one.shape, device="meta") for one in beside))
-    (programs,), _, integers = module.launch_plan(*planned)
-    made = module.descriptors(*planned, stats, *([None] * workspaces))
+    (programs,), shapes, integers = module.launch_plan(*planned)
+    made = module.descriptors(*planned, stats, *([None] * (len(shapes) - 1)))
     descriptors = [Descriptor(one, memory[name]) for name, parts in made.items() for one in parts]
     sums = Sums()
 

@@ -22,6 +22,7 @@ def gluon_mutants() -> tuple[Mutant, ...]:
         *backward_hopper_features.windows(),
         *backward_hopper_features.caps(),
         *backward_hopper_features.packed(),
+        *backward_hopper_features.sinks(),
         *backward_hopper_figures.statistics(),
         *backward_hopper_figures.products(),
         *backward_hopper_figures.dropping(),

@@ -190,6 +190,7 @@ def gradient_tensors(problem: Problem, tensors: Tensors) -> BackwardTensors:
         dv=torch.empty_like(v),
         dbias=q.new_empty(*q.shape[:3], k.shape[2]) if problem.bias is Bias.ADDITIVE else None,
         dslopes=torch.empty(q.shape[:2], device=q.device) if problem.alibi else None,
+        dsinks=torch.empty(problem.batch, problem.heads, device=q.device) if problem.sinks else None,
     )
 
 

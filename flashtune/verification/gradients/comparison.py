@@ -51,6 +51,10 @@ def gradient_findings(
     `compiled` is None under the interpreter. Before each launch but the first, `cold` bytes of the L2 cache
     are flushed. Without `launched` there is no launch, and the findings report that nothing was written.
     """
+    if not kernel.writes("dsinks"):
+        # Portable kernels leave this gradient to torch.
+        written = {name: one for name, one in prepared.written.items() if name != "dsinks"}
+        prepared = prepared._replace(written=written)
     workspaces: list[Guarded] = []
 
     def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:
@@ -155,7 +159,7 @@ def _of_bias(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     return pairs.of_queries(problem, written, rows)[..., None]
 
 
-def _of_slopes(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+def _of_heads(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     return prepared.chosen.pairs.of_queries(problem, written)[..., None]
 
 
@@ -165,5 +169,6 @@ _PICKED: dict[str, Callable[[Problem, Prepared, Tensor], Tensor]] = {
     "dk": _of_keys,
     "dv": _of_keys,
     "dbias": _of_bias,
-    "dslopes": _of_slopes,
+    "dslopes": _of_heads,
+    "dsinks": _of_heads,
 }

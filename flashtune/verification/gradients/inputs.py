@@ -186,6 +186,8 @@ def written_to(problem: Problem, memory: Memory, frame: MemoryFrame) -> dict[str
         written["dbias"] = guarded_flat(shape, device, Role.OUTPUT, TORCH_DTYPES[problem.dtype])
     if problem.alibi:
         written["dslopes"] = guarded_flat((problem.batch, problem.heads), device, Role.OUTPUT)
+    if problem.sinks:
+        written["dsinks"] = guarded_flat((problem.batch, problem.heads), device, Role.OUTPUT)
     return written
 
 

@@ -15,7 +15,7 @@ import torch
 from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.problem import Bias
 from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
-from flashtune.verification.gradients.scores import BackwardCase, Work, largest, once, work_on
+from flashtune.verification.gradients.scores import BackwardCase, SinkRows, Work, largest, once, work_on
 from flashtune.verification.gradients.tolerance import (
     Gradient,
     RowFigures,
@@ -115,6 +115,54 @@ def slope_gradient(problem: Problem, sums: OfSlopes) -> Gradient:
     return Gradient(sums.exact[..., None], allowed_slope_error(figures, problem))
 
 
+class OfSinks(NamedTuple):
+    """Partial sums of the sinks' gradients over some rows, [pairs, group] each. `steps` is a maximum.
+
+    Attributes:
+        exact: The gradients.
+        plain: The gradients in the low-precision reference.
+        spread: Squares of typical errors.
+        terms: Number of rows.
+        steps: Largest relative error of the rows' probabilities, in float32 roundoffs.
+    """
+
+    exact: Tensor
+    plain: Tensor
+    spread: Tensor
+    terms: Tensor
+    steps: Tensor
+
+
+def sink_sums(problem: Problem, rows: SinkRows, steps: Tensor) -> OfSinks:
+    """Returns the partial sums of the sinks' gradients. `steps` are those of the rows' errors."""
+    group = problem.group_size
+
+    def of_heads(one: Tensor) -> Tensor:
+        total: Tensor = one.unflatten(1, (group, -1)).sum(-1)
+        return total
+
+    return OfSinks(
+        of_heads(rows.exact),
+        of_heads(rows.plain),
+        of_heads(squared(rows.typical)),
+        of_heads(rows.exists),
+        steps.expand(rows.exact.shape).unflatten(1, (group, -1)).amax(-1),
+    )
+
+
+def added_sinks(one: OfSinks, other: OfSinks) -> OfSinks:
+    """Returns the sum of the partial sums of two slices of rows."""
+    sums = OfSinks(*map(torch.add, one, other))
+    return sums._replace(steps=larger(one.steps, other.steps))
+
+
+def sink_gradient(problem: Problem, sums: OfSinks) -> Gradient:
+    """Returns the gradients of sinks from the sums over all rows. Each head is a row of one element."""
+    plain = (sums.plain - sums.exact).abs()
+    figures = RowFigures(plain, sums.spread.sqrt(), sums.exact.abs(), sums.terms, sums.steps)
+    return Gradient(sums.exact[..., None], allowed_slope_error(figures, problem))
+
+
 class OfKeys(NamedTuple):
     """Partial sums of the gradients of k and v over some rows, [pairs, keys, ...]. `steps` is a maximum.
 
@@ -197,7 +245,7 @@ class Expected(NamedTuple):
         lse: The log-sum-exp in float32, [pairs, group, seqlen_q].
         gradients: Gradients by their names in `BackwardTensors`: dq [pairs, group, seqlen_q, head_dim], dk
             and dv [pairs, seqlen_kv, ...], dbias [pairs, group, rows, seqlen_kv, 1] of some rows, and dslopes
-            [pairs, group, 1].
+            and dsinks [pairs, group, 1].
     """
 
     out: Tensor
@@ -230,6 +278,7 @@ def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tenso
     parts: list[OfRows] = []
     of_keys: OfKeys | None = None
     of_slopes: OfSlopes | None = None
+    of_sinks: OfSinks | None = None
     for rows in piece.rows:
         work = work_on(problem, given, piece.pairs, rows)
         parts.append(_of_rows(problem, given, work, chosen))
@@ -238,6 +287,9 @@ def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tenso
         if problem.alibi:
             slopes = slope_sums(problem, work, piece.pairs, given.lengths)
             of_slopes = slopes if of_slopes is None else added_slopes(of_slopes, slopes)
+        if work.sinks is not None:
+            sinks = sink_sums(problem, work.sinks, work.errors.steps)
+            of_sinks = sinks if of_sinks is None else added_sinks(of_sinks, sinks)
     assert of_keys is not None
     dk, dv = key_gradients(problem, given.scale, of_keys)
     gradients = {"dq": _joined([part.dq for part in parts], 2), "dk": dk, "dv": dv}
@@ -246,6 +298,8 @@ def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tenso
         gradients["dbias"] = _joined(of_bias, 2)
     if of_slopes is not None:
         gradients["dslopes"] = slope_gradient(problem, of_slopes)
+    if of_sinks is not None:
+        gradients["dsinks"] = sink_gradient(problem, of_sinks)
     return Expected(
         together([part.out for part in parts], 2), together([part.lse for part in parts], 2), gradients
     )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import changed_scores, score_derivative
 from flashtune.core.layouts import TORCH_DTYPES
-from flashtune.verification.gradients.tolerance import QueryErrors, Sizes, query_errors
+from flashtune.verification.gradients.tolerance import LSE_STEPS, QueryErrors, Sizes, query_errors
+from flashtune.verification.inputs.placement import missing
 from flashtune.verification.reference.forward import HIDDEN, softmax
 from flashtune.verification.reference.masks import Rows, factors
 from flashtune.verification.reference.scores import score_rows, seen_by, sinks_of
-from flashtune.verification.tolerance import heaviest, norm
+from flashtune.verification.tolerance import FLOAT32_ROUNDOFF, FUNCTION_STEPS, heaviest, norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,6 +164,22 @@ class Scores(NamedTuple):
     biased: Tensor
 
 
+class SinkRows(NamedTuple):
+    """The gradients of sinks of some rows, [pairs, group · rows] in float64; 0 for rows that are absent.
+
+    Attributes:
+        exact: -exp(sink - lse) · delta.
+        plain: That of the low-precision reference.
+        typical: Its typical error.
+        exists: 1 for rows of a sequence, else 0.
+    """
+
+    exact: Tensor
+    plain: Tensor
+    typical: Tensor
+    exists: Tensor
+
+
 class Work(NamedTuple):
     """Some query rows of some pairs.
 
@@ -174,6 +193,7 @@ class Work(NamedTuple):
         exact: P and dS.
         plain: P and dS of the low-precision reference, rounded to the inputs' dtype.
         errors: Errors of the quantities of each row.
+        sinks: The gradients of sinks of each row, or None without sinks.
     """
 
     rows: Tensor
@@ -185,6 +205,7 @@ class Work(NamedTuple):
     exact: Scores
     plain: Scores
     errors: QueryErrors
+    sinks: SinkRows | None
 
 
 def work_on(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -> Work:
@@ -200,7 +221,36 @@ def work_on(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -
     exact = _scores(weights.exact, products, exact_delta, weights.slope, weights.kept)
     plain = _plain(problem, weights, lse, products.float(), plain_delta)
     errors = query_errors(problem, _sizes(given, wide, weights, exact_delta), given.side.softcap or 0.0)
-    return Work(rows, wide, out, lse, weights.keys, weights.queries, exact, plain, errors)
+    sinks = None
+    if given.side.sinks is not None:
+        sinks = _sink_rows(problem, given, pairs, rows, (weights.lse, exact_delta, plain_delta), errors)
+    return Work(rows, wide, out, lse, weights.keys, weights.queries, exact, plain, errors, sinks)
+
+
+def _sink_rows(
+    problem: Problem,
+    given: BackwardCase,
+    pairs: Pairs,
+    rows: Tensor,
+    of_rows: tuple[Tensor, Tensor, Tensor],
+    errors: QueryErrors,
+) -> SinkRows:
+    """Returns the gradients of sinks. `of_rows` are the log-sum-exps and both deltas of the rows."""
+    lse, exact_delta, plain_delta = of_rows
+    heads = pairs.heads(problem)
+    assert given.side.sinks is not None
+    sink = given.side.sinks.cpu()[heads].double().repeat_interleave(len(rows), 1).to(lse.device)
+    exists = torch.ones_like(lse)
+    absent = missing(problem, given.lengths, pairs.numbers(problem).flatten(), rows)
+    if absent is not None:
+        exists = (~absent).double().view(lse.shape).to(lse.device)
+    # A sink of -inf has no weight, in rows without visible keys too.
+    weight = (sink - finite(lse)).exp() * exists
+    plain = (sink.float() - finite(lse.float())).exp().double() * exists
+    # The exponent has the errors of the sink and of the log-sum-exp.
+    steps = errors.steps + FUNCTION_STEPS + LSE_STEPS * sink.nan_to_num(neginf=0.0).abs()
+    typical = weight * (errors.delta + FLOAT32_ROUNDOFF * steps * exact_delta.abs())
+    return SinkRows(-weight * exact_delta, -plain * plain_delta.double(), typical, exists)
 
 
 def _scores(

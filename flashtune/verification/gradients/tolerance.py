@@ -37,7 +37,7 @@ The gradients are
             and half of that on average, towards zero.
 
 The gradient of a bias is dS itself, rounded once. The gradient of a slope is -Σ dS·distance in float32, and
-all pairs of a row share the error of delta.
+all pairs of a row share the error of delta. The gradient of a sink is -Σ exp(sink - lse)·delta in float32.
 
 A softcap multiplies dS by 1 - tanh². Its error is that of a hyperbolic tangent, in proportion to
 P·|dP - delta|.

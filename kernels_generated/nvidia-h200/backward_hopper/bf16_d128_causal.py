@@ -5,12 +5,13 @@
 """Attention backward on Hopper, in Gluon: a producer warp and two consumer warpgroups.
 
 Problem      bf16, head dim 128, value head dim 128, causal bottom_right, dropout False, deterministic False,
-             gradient of lse False
+             gradient of lse False, window -1:-1 (-1: none), softcap False,
+             packed False, sinks False
 Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, early_dv True,
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 08dd694dd784
+Template     backward_hopper 337184369d52
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -37,6 +38,7 @@ Notation
   *_tiles            ring of tiles in shared memory
   *_full, *_empty    its barriers: a tile has arrived, a tile may be overwritten
   *_stage, *_phase   next slot of a ring, and the parity of its barriers
+  workspace_2        with sinks, their gradient of each block of queries: float32 [batch * heads, blocks]
   d*                 gradient of *: do of the output, ds of the scores
 Tunables
   BLOCK_M            queries of a block
@@ -528,7 +530,7 @@ def finish(
     heads,
     seqlen_q,
 ):
-    # One block of sums becomes rows of dq.
+    # One block of sums becomes rows of dq. The first programs add up the gradients of the sinks of a sequence and a head.
     tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -580,7 +582,7 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv):
     blocks = triton.cdiv(seqlen_kv, 128)
     tiles = triton.cdiv(seqlen_q, 64)
     workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 8192))
-    # Keys that query 0 sees besides key 0.
+    # The last key that query 0 sees, by causality or the right window; else its position.
     diagonal = seqlen_kv - seqlen_q
     integers = (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
     return (blocks * batch * kv_heads,), workspaces, integers
@@ -601,6 +603,10 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     lse, dlse      log-sum-exp of each row and its gradient, float32 [batch, heads, seqlen_q], contiguous
     seed           int64 [1], the forward pass's
     dropout        share of dropped weights
+    cu_seqlens_*   of packed sequences, in a batch of one: sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1],
+                   int32 [sequences + 1]
+    sinks          a logit without a value, float32 [heads]; dsinks is float32 [sequences, heads]
+    softcap        scores s are softcap * tanh(s / softcap)
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     dtype = torch.bfloat16

@@ -18,7 +18,7 @@ STRIDE_LETTERS = {
     "dk": "dk",
     "dv": "dv",
 }
-ROW_NUMBERS = ("lse", "dlse", "dslopes")
+ROW_NUMBERS = ("lse", "dlse", "dslopes", "dsinks")
 WORKSPACE = "workspace_"
 # Counts for kernels that iterate over sequences.
 COUNTS = ("heads", "group_size", "seqlen_q", "seqlen_kv")

@@ -2,12 +2,12 @@
 
 Problem      bf16, head dim 128, value head dim 128, causal bottom_right, dropout False, deterministic False,
              gradient of lse True, window -1:-1 (-1: none), softcap False,
-             packed True
+             packed True, sinks True
 Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, early_dv True,
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 0bf8d0020790
+Template     backward_hopper 337184369d52
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -34,6 +34,7 @@ Notation
   *_tiles            ring of tiles in shared memory
   *_full, *_empty    its barriers: a tile has arrived, a tile may be overwritten
   *_stage, *_phase   next slot of a ring, and the parity of its barriers
+  workspace_2        with sinks, their gradient of each block of queries: float32 [batch * heads, blocks]
   d*                 gradient of *: do of the output, ds of the scores
 Tunables
   BLOCK_M            queries of a block
@@ -557,6 +558,8 @@ def prepare(
     dlse,
     workspace_0,
     workspace_1,
+    workspace_2,
+    sinks,
     cu_seqlens_q,
     scale,
     stride_ob,
@@ -587,6 +590,9 @@ def prepare(
     row_delta -= tl.load(dlse + batch_head * seqlen_q + queries, mask=query_exists, other=0.0)
     # A row without visible keys, and one beyond the end, have probabilities of zero.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    # Of these rows, the gradient of the sink, whose weight is exp(sink - lse).
+    parts = workspace_2 + batch_head * tiles + tile
+    tl.store(parts, -tl.sum(tl.exp(tl.load(sinks + head) - row_lse) * row_delta))
     stats = workspace_0 + batch_head * 2 * tiles * 64 + (tile * 64 + tl.arange(0, 64))
     tl.store(stats, -row_lse / scale)
     tl.store(stats + tiles * 64, -row_delta)
@@ -599,6 +605,8 @@ def prepare(
 def finish(
     workspace_1,
     dq,
+    workspace_2,
+    dsinks,
     cu_seqlens_q,
     scale,
     stride_dqb,
@@ -608,7 +616,7 @@ def finish(
     seqlen_q,
     sequences,
 ):
-    # One block of sums becomes rows of dq.
+    # One block of sums becomes rows of dq. The first programs add up the gradients of the sinks of a sequence and a head.
     tiles = seqlen_q // 64 + sequences
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -623,9 +631,20 @@ def finish(
     exists = query_exists[:, None]
     dq_base = dq + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
     tl.store(dq_base + queries.to(tl.int64)[:, None] * stride_dqs + columns[None, :], dq_tile, mask=exists)
+    count = sequences * heads
+    if tl.program_id(0) < count:
+        sequence = tl.program_id(0) // heads
+        first = tl.load(cu_seqlens_q + sequence) // 64 + sequence
+        end = tl.load(cu_seqlens_q + sequence + 1) // 64 + sequence + 1
+        parts = workspace_2 + tl.program_id(0) % heads * tiles
+        sink_sum = tl.zeros([128], tl.float32)
+        for start in tl.range(first, end, 128):
+            numbers = start + tl.arange(0, 128)
+            sink_sum += tl.load(parts + numbers, mask=numbers < end, other=0.0)
+        tl.store(dsinks + tl.program_id(0), tl.sum(sink_sum))
 
 
-def descriptors(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv, workspace_0, workspace_1):
+def descriptors(q, k, v, out, dout, dq, dk, dv, sinks, cu_seqlens_q, cu_seqlens_kv, workspace_0, workspace_1, workspace_2):
     """Returns the TMA descriptors of each tensor. TMA reads zeros beyond its ends, and writes nothing there."""
 
     def rows(tensor, count):
@@ -654,7 +673,7 @@ def descriptors(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv, wor
     }
 
 
-def prologue_plan(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv):
+def prologue_plan(q, k, v, out, dout, dq, dk, dv, sinks, cu_seqlens_q, cu_seqlens_kv):
     """Returns the grid of `prepare` and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
@@ -662,7 +681,7 @@ def prologue_plan(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv):
     return ((seqlen_q // 64 + sequences) * heads,), (*strides, heads, seqlen_q, sequences)
 
 
-def launch_plan(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv):
+def launch_plan(q, k, v, out, dout, dq, dk, dv, sinks, cu_seqlens_q, cu_seqlens_kv):
     """Returns the grid of the main kernel, the shapes of float32 workspaces, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
@@ -671,12 +690,13 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv):
     blocks = seqlen_kv // 128 + sequences
     tiles = seqlen_q // 64 + sequences
     workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 8192))
+    workspaces += ((batch * heads, tiles),)
     # A search halves the sequences until one is left.
     integers = (blocks, kv_heads, heads // kv_heads, tiles, sequences, (sequences - 1).bit_length())
     return (blocks * batch * kv_heads,), workspaces, integers
 
 
-def epilogue_plan(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv):
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv, sinks, cu_seqlens_q, cu_seqlens_kv):
     """Returns the grid of `finish` and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [dq.stride(axis) for axis in (0, 1, 2)]
@@ -684,8 +704,8 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv):
     return ((seqlen_q // 64 + sequences) * heads,), (*strides, heads, seqlen_q, sequences)
 
 
-def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, cu_seqlens_q, cu_seqlens_kv):
-    """Returns the gradients dq, dk and dv of attention, with the shapes of q, k and v.
+def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, sinks, cu_seqlens_q, cu_seqlens_kv):
+    """Returns the gradients dq, dk and dv of attention, with the shapes of q, k and v, and dsinks of each sequence.
 
     q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
     k, v           [batch, kv_heads, seqlen_kv, head dim]
@@ -694,6 +714,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, cu_seqlens_
     dropout        share of dropped weights
     cu_seqlens_*   of packed sequences, in a batch of one: sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1],
                    int32 [sequences + 1]
+    sinks          a logit without a value, float32 [heads]; dsinks is float32 [sequences, heads]
     softcap        scores s are softcap * tanh(s / softcap)
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
@@ -717,6 +738,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, cu_seqlens_
         ("dout", dout, dtype, (*rows, 128)),
         ("lse", lse, torch.float32, rows),
         ("dlse", dlse, torch.float32, rows),
+        ("sinks", sinks, torch.float32, (heads,)),
         ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,)),
         ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (batch + 1,)),
     ):
@@ -748,9 +770,10 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, cu_seqlens_
         q, scale = -q, -scale
     scale = max(scale, 1e-30)
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dsinks = torch.zeros(cu_seqlens_q.shape[0] - 1, q.shape[1], dtype=torch.float32, device=q.device)
     if q.numel() == 0 or k.numel() == 0:
-        return dq, dk, dv
-    planned = (q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv)
+        return dq, dk, dv, dsinks
+    planned = (q, k, v, out, dout, dq, dk, dv, sinks, cu_seqlens_q, cu_seqlens_kv)
     grid, shapes, integers = launch_plan(*planned)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     first_grid, first_integers = prologue_plan(*planned)
@@ -761,6 +784,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, cu_seqlens_
         lse,
         dlse,
         *workspaces,
+        sinks,
         cu_seqlens_q,
         scale,
         *first_integers,
@@ -769,12 +793,12 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, cu_seqlens_
     )
     backward_hopper[grid](
         *(one for parts in descriptors(*planned, *workspaces).values() for one in parts),
-        *workspaces[1:],
+        *workspaces[1:-1],
         cu_seqlens_q, cu_seqlens_kv,
         scale,
         *integers,
         num_warps=4,
         num_stages=2,
     )
-    finish[last_grid](workspaces[1], dq, cu_seqlens_q, scale, *last_integers, num_warps=4, num_stages=1)
-    return -dq if negative else dq, dk, dv
+    finish[last_grid](workspaces[1], dq, workspaces[-1], dsinks, cu_seqlens_q, scale, *last_integers, num_warps=4, num_stages=1)
+    return -dq if negative else dq, dk, dv, dsinks

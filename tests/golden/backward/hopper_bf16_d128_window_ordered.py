@@ -2,12 +2,12 @@
 
 Problem      bf16, head dim 128, value head dim 128, causal bottom_right, dropout False, deterministic True,
              gradient of lse False, window 512:-1 (-1: none), softcap False,
-             packed False
+             packed False, sinks False
 Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, early_dv True,
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 4
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 0bf8d0020790
+Template     backward_hopper 337184369d52
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -34,6 +34,7 @@ Notation
   *_tiles            ring of tiles in shared memory
   *_full, *_empty    its barriers: a tile has arrived, a tile may be overwritten
   *_stage, *_phase   next slot of a ring, and the parity of its barriers
+  workspace_3        with sinks, their gradient of each block of queries: float32 [batch * heads, blocks]
   d*                 gradient of *: do of the output, ds of the scores
 Tunables
   BLOCK_M            queries of a block
@@ -628,7 +629,7 @@ def finish(
     heads,
     seqlen_q,
 ):
-    # One block of sums becomes rows of dq.
+    # One block of sums becomes rows of dq. The first programs add up the gradients of the sinks of a sequence and a head.
     tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -705,6 +706,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     dropout        share of dropped weights
     cu_seqlens_*   of packed sequences, in a batch of one: sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1],
                    int32 [sequences + 1]
+    sinks          a logit without a value, float32 [heads]; dsinks is float32 [sequences, heads]
     softcap        scores s are softcap * tanh(s / softcap)
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -17,6 +18,8 @@ from flashtune.launch.compilation import load_module
 from flashtune.request.dropout import row_states
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from tests.mutants.backward_hopper import backward_hopper_features
+from tests.mutants.core import Mutant, broken
 
 FAMILY = find_family("backward_hopper")
 TARGET = find_target("h200")
@@ -33,6 +36,7 @@ def kernel_of(
     lse: bool = False,
     deterministic: bool = False,
     dropout: bool = False,
+    sinks: bool = False,
     **changes: Any,
 ) -> Kernel:
     problem = Problem(
@@ -47,6 +51,7 @@ def kernel_of(
         direction=Direction.BACKWARD,
         deterministic=deterministic,
         dropout=dropout,
+        sinks=sinks,
     )
     config = msgspec.structs.replace(FAMILY.default(problem, TARGET), **changes)
     return render(FAMILY, problem, config, Specialization(lse=lse))
@@ -190,7 +195,7 @@ def packed_tensors(width: int) -> tuple[tuple[Tensor, ...], Tensor]:
     return tuple(torch.randn(1, *shape, dtype=torch.float16) for shape in shapes), starts
 
 
-def packed_kernel(width: int, **changes: Any) -> Kernel:
+def packed_kernel(width: int, *, lse: bool = False, **changes: Any) -> Kernel:
     problem = Problem(
         dtype=Dtype.FP16,
         head_dim=width,
@@ -204,7 +209,7 @@ def packed_kernel(width: int, **changes: Any) -> Kernel:
         total_q=1,
         **changes,
     )
-    return render(FAMILY, problem, FAMILY.default(problem, TARGET), Specialization())
+    return render(FAMILY, problem, FAMILY.default(problem, TARGET), Specialization(lse=lse))
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -257,3 +262,49 @@ def test_packed_dq_is_written_to_rows_of_sequences_only(width: int) -> None:
             block = start // block_m + sequence + row // block_m
             expected[0, :, start + row] = (numbers[:, block] * 0.5).half()
     torch.testing.assert_close(dq, expected, equal_nan=True)
+
+
+def sink_errors(kernel: Kernel, width: int, packed: bool) -> float:
+    """The largest error of the gradients of sinks, which prologue and epilogue compute; infinite for NaN."""
+    sinks = torch.tensor([0.5, -math.inf, 2.0])
+    if packed:
+        tensors, starts = packed_tensors(width)
+        side: tuple[Tensor, ...] = (sinks, starts, starts)
+        rows = [(0, slice(int(start), int(end))) for start, end in itertools.pairwise(starts)]
+    else:
+        tensors, side = tensors_of(width, width), (sinks,)
+        rows = [(0, slice(None)), (1, slice(None))]
+    module = load_module(kernel)
+    planned = (*tensors, *side)
+    out, dout = tensors[3:5]
+    lse, dlse = torch.randn(out.shape[:3]), torch.randn(out.shape[:3])
+    lse[:, 1, 20:30] = -math.inf
+    _, shapes, _ = module.launch_plan(*planned)
+    workspaces = [torch.full(shape, math.nan) for shape in shapes]
+    grid, integers = module.prologue_plan(*planned)
+    module.prepare[grid](out, dout, lse, dlse, *workspaces, *side[:2], SCALE, *integers)
+    dsinks = torch.full((len(rows), 3), math.nan)
+    last_grid, last_integers = module.epilogue_plan(*planned)
+    given = (workspaces[1], tensors[5], workspaces[-1], dsinks, *side[1:2], SCALE, *last_integers)
+    assert len(given) == len(kernel.epilogue.arguments)  # type: ignore[union-attr]
+    module.finish[last_grid](*given)
+    delta = (out.double() * dout.double()).sum(-1) - dlse
+    taken = torch.exp(sinks[:, None] - lse.double()).masked_fill(lse.isneginf(), 0.0) * delta
+    expected = torch.stack([-taken[batch, :, own].sum(-1) for batch, own in rows])
+    return float((dsinks - expected).abs().max().nan_to_num(nan=math.inf))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_sinks_are_sums_of_their_sequence(width: int, packed: bool, deterministic: bool) -> None:
+    made: Any = packed_kernel(width, lse=True, sinks=True, deterministic=deterministic)
+    if not packed:
+        made = kernel_of(width, width, lse=True, sinks=True, deterministic=deterministic)
+    assert sink_errors(made, width, packed) < 1e-3
+
+
+@pytest.mark.parametrize("mutant", backward_hopper_features.sinks(), ids=lambda mutant: mutant.name)
+def test_wrong_gradients_of_sinks_are_found(mutant: Mutant) -> None:
+    problem = mutant.subject.problem
+    assert not sink_errors(broken(mutant), problem.head_dim, problem.total_q > 0) < 1e-3

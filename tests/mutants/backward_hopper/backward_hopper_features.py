@@ -27,10 +27,12 @@ WINDOW_ORDERED = backward_subject(
 CAPPED = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, softcap=True))
 CAPPED_WINDOW = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, window_left=100, softcap=True))
 CAPPED_WIDE = backward_subject(backward_problem(256, softcap=True))
+SUNK = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, sinks=True), dlse=True)
 _TOKENS: dict[str, Any] = {"batch": 4, "total_q": 1200}
 PACKED = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, **_TOKENS))
 PACKED_FULL = backward_subject(backward_problem(64, **_TOKENS))
 PACKED_WINDOW = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, window_left=100, **_TOKENS))
+PACKED_SUNK = backward_subject(backward_problem(64, Causal.BOTTOM_RIGHT, sinks=True, **_TOKENS), dlse=True)
 PACKED_WIDE = backward_subject(backward_problem(256, **_TOKENS))
 PACKED_ORDERED = backward_subject(backward_problem(128, deterministic=True, **_TOKENS))
 FIND = Part("def find_tile(", "def write_addition(")
@@ -128,6 +130,27 @@ def caps() -> tuple[Mutant, ...]:
          only("store(slope_p)", "store(p_low)")),
         ("cap: divided: mask of ds alone", "Padding has gradients of values.", CAPPED_WIDE,
          only("slope_p = scheduler.mask(slope_p,", "slope_p = scheduler.mask(p_low,")),
+    ))  # fmt: skip
+
+
+def sinks() -> tuple[Mutant, ...]:
+    """The gradients of sinks."""
+    share = "-tl.sum(tl.exp(tl.load(sinks + head) - row_lse) * row_delta)"
+    return mutants_of((
+        ("sinks: prepare: gradient of another sign", "Sinks grow where they should fall.", SUNK,
+         only(share, share.removeprefix("-"))),
+        ("sinks: prepare: sink of the first head", "Weights are those of another head's sink.", SUNK,
+         only("tl.load(sinks + head)", "tl.load(sinks)")),
+        ("sinks: prepare: delta of no row", "The weights of the sink are summed alone.", SUNK,
+         only(share, share.removesuffix(" * row_delta)") + ")")),
+        ("sinks: finish: first block alone", "Later queries have no part in the gradient.", SUNK,
+         only("end = tiles", "end = 1")),
+        ("sinks: finish: of the first sequence", "All sequences have the gradient of one.", SUNK,
+         only("workspace_2 + tl.program_id(0) * tiles", "workspace_2 + tl.program_id(0) % heads * tiles")),
+        ("sinks: finish: next sequence too", "The first block of the next sequence counts.", PACKED_SUNK,
+         only("// 128 + sequence + 1\n", "// 128 + sequence + 2\n")),
+        ("sinks: finish: blocks of the batch", "Sequences begin without the gaps between them.", PACKED_SUNK,
+         only("// 128 + sequence\nend", "// 128\nend")),
     ))  # fmt: skip
 
 

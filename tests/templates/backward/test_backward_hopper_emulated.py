@@ -170,6 +170,8 @@ def emulated(
         name: np.full(one.numel(), np.nan) for name, one in zip(("dk", "dv"), planned[6:], strict=True)
     }
     like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in planned)
+    if side.sinks is not None:
+        like += (side.sinks,)
     of_rows = torch.empty(problem.heads * 2, rows, device="meta")
     workspaces = 2 if problem.deterministic else 1
     beside = tuple(one.numpy() for one in (side.cu_seqlens_q, side.cu_seqlens_kv) if one is not None)

@@ -71,6 +71,9 @@ GOLDENS = {
         kernel_of, a_problem(256, causal=Causal.TOP_LEFT, total_q=1, window_left=512, softcap=True)
     ),
     "hopper_bf16_d256_packed_ordered": partial(kernel_of, a_problem(256, total_q=1, deterministic=True)),
+    "hopper_bf16_d128_sinks_ordered": partial(
+        kernel_of, a_problem(sinks=True, deterministic=True), Specialization(lse=True)
+    ),
     "hopper_bf16_d256_packed_full": partial(kernel_of, a_problem(256, total_q=1)),
     "hopper_bf16_d128_window_ordered": partial(
         kernel_of, a_problem(causal=Causal.BOTTOM_RIGHT, window_left=512, deterministic=True)

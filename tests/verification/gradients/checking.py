@@ -9,7 +9,7 @@ import torch
 
 from flashtune.core.config import Config, LaunchOptions
 from flashtune.core.features.records import ExtraInputs
-from flashtune.core.kernel import Alignment, Kernel, Specialization
+from flashtune.core.kernel import Alignment, Argument, Kernel, Specialization
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.tensors import BackwardTensors
@@ -47,7 +47,7 @@ def a_kernel(dlse: bool) -> Kernel:
         "backward_split",
         "backward_split",
         "",
-        (),
+        (Argument("dsinks", "*fp32"),),
         LaunchOptions(num_warps=4, num_stages=1),
         Specialization(alignment=Alignment.EIGHT, lse=dlse),
     )

@@ -116,6 +116,11 @@ def _one(
     if tensors.dslopes is not None:
         dslopes = -(of["dslopes"].biased * distance).sum((-1, -2))
         tensors.dslopes[sequence] = hooks.gradient("dslopes", dslopes[:, None])[:, 0]
+    if tensors.dsinks is not None:
+        assert side.sinks is not None
+        taken = torch.exp(side.sinks[:, None] - lse).masked_fill(lse.isneginf(), 0.0)
+        dsinks = -(taken * hooks.delta(delta)).sum(-1)
+        tensors.dsinks[sequence] = hooks.gradient("dsinks", dsinks[:, None])[:, 0]
 
 
 def _room(problem: Problem, tensors: BackwardTensors, side: ExtraInputs, sequence: int) -> int:

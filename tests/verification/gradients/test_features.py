@@ -115,11 +115,22 @@ def differentiated(problem: Problem, given: BackwardCase, pairs: Pairs) -> dict[
         side = side._replace(slopes=inputs["dslopes"])
     if problem.seqlens_k:
         side = side._replace(seqlens_kv=torch.tensor(given.lengths.keys, dtype=torch.int32))
+    if side.sinks is not None:
+        side = side._replace(sinks=side.sinks.double().requires_grad_())
     for one in inputs.values():
         one.requires_grad_()
     out, lse = plain_attention(problem, inputs["dq"], inputs["dk"], inputs["dv"], side, given.scale)
     assert given.dlse is not None
-    ((lse * given.dlse)[~lse.isneginf()].sum() + (out * given.dout).sum()).backward()
+    losses = [
+        (of_lse * dlse)[~of_lse.isneginf()].sum() + (of_out * dout).sum()
+        for of_lse, dlse, of_out, dout in zip(lse, given.dlse, out, given.dout, strict=True)
+    ]
+    if side.sinks is not None:
+        inputs["dsinks"] = torch.zeros(len(losses), problem.heads, dtype=torch.float64)
+        inputs["dsinks"].grad = torch.stack(
+            [torch.autograd.grad(loss, side.sinks, retain_graph=True)[0] for loss in losses]
+        )
+    torch.stack(losses).sum().backward()
     batch, heads = pairs.batch[:, None], pairs.heads(problem)
     places: dict[str, tuple[Tensor, Tensor]] = dict.fromkeys(inputs, (batch, heads))
     places |= dict.fromkeys(("dk", "dv"), pairs)
@@ -127,7 +138,9 @@ def differentiated(problem: Problem, given: BackwardCase, pairs: Pairs) -> dict[
     for name, one in inputs.items():
         assert one.grad is not None
         found[name] = one.grad[places[name]]
-    return {name: one[..., None] if name in ("dbias", "dslopes") else one for name, one in found.items()}
+    return {
+        name: one[..., None] if name in ("dbias", "dslopes", "dsinks") else one for name, one in found.items()
+    }
 
 
 def of_problem(**fields: object) -> Hooks:
@@ -177,6 +190,8 @@ MISTAKES: list[tuple[str, str, Hooks]] = [
     ("bias", "gradient not cleared", of_gradient("dbias", lambda dbias: dbias + 1e-3)),
     ("bias under a cap", "gradient capped", Hooks(scores=capped_bias)),
     ("mask", "of the next key", of_side("bias", lambda bias: bias.roll(1, 3))),
+    ("sinks", "gradient of another sign", of_gradient("dsinks", lambda dsinks: -dsinks)),
+    ("sinks", "gradient of another head", of_gradient("dsinks", lambda dsinks: dsinks.roll(1, 0))),
     ("sinks", "not in the weights", Hooks(log=lambda lse: lse + 0.03)),
     ("packed both ways", "a key too few", of_side("cu_seqlens_kv", lambda first: first - (first > 3).int())),
     ("packed", "queries shifted", of_side("cu_seqlens_q", lambda first: (first - 1).clamp_min(0))),

@@ -1,0 +1,58 @@
+"""Tests of the gradients of sinks, by kernels or by torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashtune.core.features.records import NO_EXTRA_INPUTS
+from flashtune.core.kernel import Specialization
+from flashtune.core.layouts import Layout
+from flashtune.core.problem import Direction, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.runtime.autograd import with_side
+from flashtune.runtime.backward_executors import Gradients
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+
+TENSORS = [torch.randn(2, 3, 5, 8) for _ in range(5)]
+
+
+@pytest.mark.parametrize("wanted", [(), ("sinks",)])
+@pytest.mark.parametrize("from_kernel", [False, True])
+def test_gradients_of_sinks_are_summed_over_sequences(wanted: tuple[str, ...], from_kernel: bool) -> None:
+    q, k, v, out, dout = TENSORS
+    lse, sinks = torch.randn(2, 3, 5), torch.randn(3)
+    by_sequence = -(torch.exp(sinks[:, None] - lse) * (out * dout).sum(-1)).sum(-1)
+
+    def backward(*_: Any) -> Gradients:
+        return Gradients(q, k, v, by_sequence if from_kernel else None)
+
+    run = with_side(backward, Layout.BHSD, wanted)  # type: ignore[arg-type]
+    found = run(q, k, v, out, lse, dout, None, None, NO_EXTRA_INPUTS._replace(sinks=sinks)).dsinks
+    if not wanted:
+        assert found is None
+        return
+    assert found is not None
+    torch.testing.assert_close(found, by_sequence.sum(0))
+
+
+@pytest.mark.parametrize(("family", "writes"), [("backward_hopper", True), ("backward_split", False)])
+def test_hopper_kernels_write_gradients_of_sinks(family: str, writes: bool) -> None:
+    problem = Problem(
+        dtype=Dtype.BF16,
+        head_dim=64,
+        value_head_dim=64,
+        heads=2,
+        kv_heads=1,
+        batch=1,
+        seqlen_q=8,
+        seqlen_kv=8,
+        direction=Direction.BACKWARD,
+        sinks=True,
+    )
+    found = find_family(family)
+    kernel = render(found, problem, found.default(problem, find_target("h200")), Specialization())
+    assert kernel.writes("dsinks") is writes
