@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Problem
-from flashtune.templates.backward_hopper.space import ROWS, SWIZZLE, HopperBackwardConfig, width_of
+from flashtune.templates.backward_hopper.space import (
+    ROWS,
+    SWIZZLE,
+    HopperBackwardConfig,
+    interleaves,
+    width_of,
+)
 from flashtune.templates.common.args.arguments import pointer_type
 from flashtune.templates.common.args.backward_arguments import (
     plain_arguments,
@@ -24,7 +30,8 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
 def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Argument, ...]:
     """Returns descriptors of q, k, v, dout, initial values of products, dk and dv; sums, numbers, counts.
 
-    Deterministic kernels also get counters for the order of additions, and the number of interleaved heads.
+    Deterministic kernels also get counters for the order of additions. Kernels that interleave heads also get
+    the number of these.
     """
     width = width_of(problem)
     boxes = {
@@ -40,7 +47,7 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Ar
         *_side(problem, OFFSETS),
         Argument("scale", "fp32"),
         *side_numbers(problem),
-        *_integers(_counts(problem)),
+        *_integers(_counts(problem, config)),
     )
 
 
@@ -78,11 +85,11 @@ def starts_at_lse(config: HopperBackwardConfig, softcap: bool) -> bool:
     return config.init_accumulators and not softcap
 
 
-def _counts(problem: Problem) -> tuple[str, ...]:
+def _counts(problem: Problem, config: HopperBackwardConfig) -> tuple[str, ...]:
     """Returns the names of the main kernel's integers."""
     ranged = ("head_blocks",) if problem.sight.left is not None else ()
     counts = (*COUNTS, *(PACKED_COUNTS if problem.total_q else (*DENSE_COUNTS, *ranged)))
-    return (*counts, "interleaved_heads") if problem.deterministic else counts
+    return (*counts, "interleaved_heads") if interleaves(problem, config) else counts
 
 
 def _row_counts(problem: Problem) -> tuple[str, ...]:

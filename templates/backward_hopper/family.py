@@ -24,6 +24,7 @@ from flashtune.templates.backward_hopper.space import (
     WIDEST,
     HopperBackwardConfig,
     hopper_backward_space,
+    interleaves,
     may_rotate,
     usual_config,
     width_of,
@@ -49,6 +50,7 @@ class HopperBackwardContext(Context, frozen=True):
     Attributes:
         width: Columns of a tile.
         rows: Keys of a warpgroup.
+        interleaves: Whether programs are numbered by blocks of keys first, over some heads.
         dlse: Whether the log-sum-exp has a gradient.
         softcap: Whether scores have a softcap.
         sinks: Whether each head has a sink.
@@ -65,6 +67,7 @@ class HopperBackwardContext(Context, frozen=True):
     width: int
     stagger_start: bool
     deterministic: bool
+    interleaves: bool
     dlse: bool
     dropout: bool
     softcap: bool
@@ -228,6 +231,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             width=width_of(problem),
             stagger_start=config.stagger_start and may_rotate(problem),
             deterministic=problem.deterministic,
+            interleaves=interleaves(problem, config),
             dlse=specialization.lse,
             dropout=problem.dropout,
             softcap=problem.softcap,

@@ -22,6 +22,8 @@ NARROW, WIDE, WIDEST = 64, 128, 256
 BLOCK_QUERIES = {NARROW: 128, WIDE: 64, WIDEST: 64}
 # Of an H100 or H200: in deterministic kernels, this many programs start at once.
 MULTIPROCESSORS = 132
+# Heads of which the longest programs start first.
+MOST_BESIDE = 8
 # Bytes of TMA's widest row without bank conflicts.
 SWIZZLE = 128
 
@@ -44,8 +46,9 @@ class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_o
             step, and never in tiles of 256 columns.
         stagger_start: Programs start at different blocks of queries, so that they do not add to the same one
             at once.
-        interleaved_heads: Number of interleaved heads, in multiples of those that fill the GPU. The programs
-            of a head, which add in order, then start further apart. No effect unless deterministic.
+        interleaved_heads: Number of interleaved heads. If deterministic, in multiples of those that fill the
+            GPU: the programs of a head, which add in order, then start further apart. Else the longest
+            programs of so many heads start first.
     """
 
     block_m: BlockSize
@@ -81,7 +84,7 @@ def hopper_backward_space(problem: Problem) -> Space:
     """Returns the search space."""
     begins = (
         Axis("stagger_start", (False, True) if may_rotate(problem) else (False,), False),
-        Axis("interleaved_heads", (1, 2, 4) if problem.deterministic else (1,)),
+        Axis("interleaved_heads", _beside(problem)),
     )
     width = width_of(problem)
     if width == WIDEST:
@@ -101,6 +104,18 @@ def hopper_backward_space(problem: Problem) -> Space:
         *begins,
     )
     return Space(HopperBackwardConfig, axes, _is_possible)
+
+
+def _beside(problem: Problem) -> tuple[int, ...]:
+    """Returns the numbers of interleaved heads to try: one where all programs of a head are equally long."""
+    if problem.deterministic:
+        return 1, 2, 4
+    return (1, MOST_BESIDE) if problem.causal is not Causal.NONE or problem.total_q else (1,)
+
+
+def interleaves(problem: Problem, config: HopperBackwardConfig) -> bool:
+    """Returns whether programs are numbered by blocks of keys first, over some heads."""
+    return problem.deterministic or config.interleaved_heads > 1
 
 
 def _widest_axes(problem: Problem) -> tuple[Axis, ...]:
@@ -141,10 +156,11 @@ def _is_possible(config: Config) -> bool:
 def _usual_beside(problem: Problem) -> int:
     """Returns the default number of interleaved heads.
 
-    Under a causal mask a head's programs are shorter, so more others must start between them.
+    Under a causal mask a head's programs are shorter, so more others must start between them. The lengths of
+    packed sequences differ.
     """
     if not problem.deterministic:
-        return 1
+        return MOST_BESIDE if problem.total_q else 1
     return 2 if problem.causal is Causal.NONE else 4
 
 

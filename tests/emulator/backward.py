@@ -79,6 +79,7 @@ class BackwardProgram(Program):
             "opaque": lambda value: value,
             "opaque_zeros": zeros,
             "broadcast_row": broadcast_row,
+            "reciprocals": lambda numbers: Tensor(1.0 / numbers.values),
             "atomic_add": lambda address, values: self.sums.add(self.number, address, values.values),
             "wait_counter": self.sums.wait_counter,
             "set_counter": self.sums.set_counter,

@@ -23,7 +23,6 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
     "setp.ge.u32": np.greater_equal,
     "selp.f32": lambda a, b, chosen: np.where(chosen, a, b),
     "neg.f32": np.negative,
-    "rcp.approx.ftz.f32": np.reciprocal,
 }
 
 

@@ -5,9 +5,9 @@ Problem      bf16, head dim 128, value head dim 128, causal bottom_right, dropou
              packed True, sinks True
 Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, early_dv True,
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
-             stagger_start False, interleaved_heads 1
+             stagger_start False, interleaved_heads 8
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 337184369d52
+Template     backward_hopper 95fe8a4f273a
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -163,6 +163,7 @@ class TileScheduler:
     kv_heads: gl.tensor
     group_size: gl.tensor
     seqlen_q: gl.tensor
+    interleaved_heads: gl.tensor
     seqlen_kv: gl.tensor
     diagonal: gl.tensor
     head_blocks: gl.tensor
@@ -176,8 +177,8 @@ class TileScheduler:
     @gluon.constexpr_function
     def __init__(self, *fields):
         names = (
-            "blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal", "head_blocks", "n_block",
-            "kv_head", "q_start", "kv_start", "m_start", "m_blocks",
+            "blocks", "kv_heads", "group_size", "seqlen_q", "interleaved_heads", "seqlen_kv", "diagonal",
+            "head_blocks", "n_block", "kv_head", "q_start", "kv_start", "m_start", "m_blocks",
         )
         for name, field in zip(names, fields):
             setattr(self, name, field)
@@ -226,15 +227,20 @@ class TileScheduler:
 
 
 @gluon.jit
-def find_tile(cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_blocks, sequences, search_steps):
+def find_tile(cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_blocks, sequences, search_steps, interleaved_heads):
     """Returns a scheduler with this program's block of keys and its sequence.
 
     Sequence b owns the blocks of keys from cu_seqlens_kv[b] // BLOCK_N + b on. These are enough for any start of the
     sequence. The program of an unused one gets a block after the last key, which has no effect.
     """
-    # Neighbours share a head. Under a causal mask the longest programs of a head are first.
-    n_block = gl.program_id(0) % blocks
-    head = gl.program_id(0) // blocks
+    # `interleaved_heads` heads are interleaved: the longest programs start first, and those of a head apart.
+    heads = gl.num_programs(0) // blocks
+    first = gl.program_id(0) // (interleaved_heads * blocks) * interleaved_heads
+    number = gl.program_id(0) - first * blocks
+    interleaved = gl.minimum(interleaved_heads, heads - first)
+    # This program waits for the head's earlier blocks. Their programs have lower numbers, so they have started.
+    n_block = number // interleaved
+    head = first + number % interleaved
     sequence, end = 0, sequences
     for _ in range(search_steps):
         middle = (sequence + end) // 2
@@ -253,8 +259,8 @@ def find_tile(cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_bl
     diagonal = seqlen_kv - seqlen_q
     kv_head = head % kv_heads
     return TileScheduler(
-        blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal, head_blocks, n_block, kv_head, q_start,
-        kv_start, m_start, m_blocks
+        blocks, kv_heads, group_size, seqlen_q, interleaved_heads, seqlen_kv, diagonal, head_blocks,
+        n_block, kv_head, q_start, kv_start, m_start, m_blocks
     )
 
 
@@ -477,7 +483,8 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, schedule
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "head_blocks", "sequences", "search_steps"])
+@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "head_blocks", "sequences", "search_steps",
+    "interleaved_heads"])
 def backward_hopper(
     q_desc,
     k_desc,
@@ -496,6 +503,7 @@ def backward_hopper(
     head_blocks,
     sequences,
     search_steps,
+    interleaved_heads,
 ):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 5)
     STATS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
@@ -520,7 +528,7 @@ def backward_hopper(
         do_empty, kv_full, ds_full, ds_empty
     )
     scheduler = find_tile(
-        cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_blocks, sequences, search_steps
+        cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_blocks, sequences, search_steps, interleaved_heads
     )
     gl.warp_specialize(
         [
@@ -691,8 +699,9 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv, sinks, cu_seqlens_q, cu_seqlens_
     tiles = seqlen_q // 64 + sequences
     workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 8192))
     workspaces += ((batch * heads, tiles),)
+    interleaved = 8
     # A search halves the sequences until one is left.
-    integers = (blocks, kv_heads, heads // kv_heads, tiles, sequences, (sequences - 1).bit_length())
+    integers = (blocks, kv_heads, heads // kv_heads, tiles, sequences, (sequences - 1).bit_length(), interleaved)
     return (blocks * batch * kv_heads,), workspaces, integers
 
 

@@ -7,7 +7,7 @@ Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, ea
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 4
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 337184369d52
+Template     backward_hopper 95fe8a4f273a
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -182,7 +182,7 @@ class TileScheduler:
     @gluon.jit
     def get_tile(self):
         """Returns this program's block of keys, batch and KV head."""
-        # `interleaved_heads` heads are interleaved, so that the programs of a head start apart.
+        # `interleaved_heads` heads are interleaved: the longest programs start first, and those of a head apart.
         heads = gl.num_programs(0) // self.blocks
         first = gl.program_id(0) // (self.interleaved_heads * self.blocks) * self.interleaved_heads
         number = gl.program_id(0) - first * self.blocks

@@ -7,7 +7,7 @@ Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, ea
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 337184369d52
+Template     backward_hopper 95fe8a4f273a
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -297,17 +297,34 @@ def issue_product(keys, index, queries, rows, stage):
 
 
 @gluon.jit
-def reciprocal(value):
-    """Returns 1 / value by one instruction."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], gl.float32, False, 1)
+def reciprocals(numbers):
+    """Returns the reciprocals of numbers, of four with one reciprocal of their product.
+
+    The unit for reciprocals and exponentials is the bottleneck. Products of four must not overflow.
+    """
+    asm: gl.constexpr = """{
+        .reg .f32 first, second, all;
+        mul.f32 first, $4, $5;
+        mul.f32 second, $6, $7;
+        mul.f32 all, first, second;
+        rcp.approx.ftz.f32 all, all;
+        mul.f32 second, second, all;
+        mul.f32 first, first, all;
+        mul.f32 $0, second, $5;
+        mul.f32 $1, second, $4;
+        mul.f32 $2, first, $7;
+        mul.f32 $3, first, $6;
+    }"""
+    return gl.inline_asm_elementwise(asm, "=&f,=&f,=&f,=&f,f,f,f,f", [numbers], gl.float32, True, 4)
 
 @gluon.jit
 def capped_p(s, exponent_scale, cap_log2, row):
     """Returns probabilities of capped scores, also times the derivative of the cap. `row` is softcap - lse in units of log2.
 
-    With r = 2 / (1 + exp(2x)), tanh(x) = 1 - r, and its derivative is r * (2 - r).
+    With r = 2 / (1 + exp(2x)), tanh(x) = 1 - r, and its derivative is r * (2 - r). Larger exponents than 30 make no
+    difference.
     """
-    r = reciprocal(gl.exp2(s * exponent_scale) * 0.5 + 0.5)
+    r = reciprocals(gl.exp2(gl.minimum(s * exponent_scale, 30.0)) * 0.5 + 0.5)
     p = gl.exp2(row.load(S_LAYOUT) - r * cap_log2)
     return p.to(DTYPE), (p * r * (2.0 - r)).to(DTYPE)
 

@@ -5,9 +5,9 @@ Problem      bf16, head dim 256, value head dim 256, causal top_left, dropout Fa
              packed True, sinks False
 Config       block_m 64, block_n 64, num_stages 2, do_stages 2, ds_stages 2, early_dv False,
              defer_dp_wait False, early_dk True, init_accumulators False, defer_dq True, alternate_dq False,
-             stagger_start False, interleaved_heads 1
+             stagger_start False, interleaved_heads 8
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 337184369d52
+Template     backward_hopper 95fe8a4f273a
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -171,6 +171,7 @@ class TileScheduler:
     kv_heads: gl.tensor
     group_size: gl.tensor
     seqlen_q: gl.tensor
+    interleaved_heads: gl.tensor
     seqlen_kv: gl.tensor
     diagonal: gl.tensor
     head_blocks: gl.tensor
@@ -184,8 +185,8 @@ class TileScheduler:
     @gluon.constexpr_function
     def __init__(self, *fields):
         names = (
-            "blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal", "head_blocks", "n_block",
-            "kv_head", "q_start", "kv_start", "m_start", "m_blocks",
+            "blocks", "kv_heads", "group_size", "seqlen_q", "interleaved_heads", "seqlen_kv", "diagonal",
+            "head_blocks", "n_block", "kv_head", "q_start", "kv_start", "m_start", "m_blocks",
         )
         for name, field in zip(names, fields):
             setattr(self, name, field)
@@ -250,15 +251,20 @@ class TileScheduler:
 
 
 @gluon.jit
-def find_tile(cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_blocks, sequences, search_steps):
+def find_tile(cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_blocks, sequences, search_steps, interleaved_heads):
     """Returns a scheduler with this program's block of keys and its sequence.
 
     Sequence b owns the blocks of keys from cu_seqlens_kv[b] // BLOCK_N + b on. These are enough for any start of the
     sequence. The program of an unused one gets a block after the last key, which has no effect.
     """
-    # Neighbours share a head. Under a causal mask the longest programs of a head are first.
-    n_block = gl.program_id(0) % blocks
-    head = gl.program_id(0) // blocks
+    # `interleaved_heads` heads are interleaved: the longest programs start first, and those of a head apart.
+    heads = gl.num_programs(0) // blocks
+    first = gl.program_id(0) // (interleaved_heads * blocks) * interleaved_heads
+    number = gl.program_id(0) - first * blocks
+    interleaved = gl.minimum(interleaved_heads, heads - first)
+    # This program waits for the head's earlier blocks. Their programs have lower numbers, so they have started.
+    n_block = number // interleaved
+    head = first + number % interleaved
     sequence, end = 0, sequences
     for _ in range(search_steps):
         middle = (sequence + end) // 2
@@ -277,8 +283,8 @@ def find_tile(cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_bl
     diagonal = seqlen_q * 0
     kv_head = head % kv_heads
     return TileScheduler(
-        blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal, head_blocks, n_block, kv_head, q_start,
-        kv_start, m_start, m_blocks
+        blocks, kv_heads, group_size, seqlen_q, interleaved_heads, seqlen_kv, diagonal, head_blocks,
+        n_block, kv_head, q_start, kv_start, m_start, m_blocks
     )
 
 
@@ -352,17 +358,34 @@ def issue_product(keys, index, queries, rows, stage):
 
 
 @gluon.jit
-def reciprocal(value):
-    """Returns 1 / value by one instruction."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], gl.float32, False, 1)
+def reciprocals(numbers):
+    """Returns the reciprocals of numbers, of four with one reciprocal of their product.
+
+    The unit for reciprocals and exponentials is the bottleneck. Products of four must not overflow.
+    """
+    asm: gl.constexpr = """{
+        .reg .f32 first, second, all;
+        mul.f32 first, $4, $5;
+        mul.f32 second, $6, $7;
+        mul.f32 all, first, second;
+        rcp.approx.ftz.f32 all, all;
+        mul.f32 second, second, all;
+        mul.f32 first, first, all;
+        mul.f32 $0, second, $5;
+        mul.f32 $1, second, $4;
+        mul.f32 $2, first, $7;
+        mul.f32 $3, first, $6;
+    }"""
+    return gl.inline_asm_elementwise(asm, "=&f,=&f,=&f,=&f,f,f,f,f", [numbers], gl.float32, True, 4)
 
 @gluon.jit
 def capped_p(s, exponent_scale, cap_log2, row):
     """Returns probabilities of capped scores, also times the derivative of the cap. `row` is softcap - lse in units of log2.
 
-    With r = 2 / (1 + exp(2x)), tanh(x) = 1 - r, and its derivative is r * (2 - r).
+    With r = 2 / (1 + exp(2x)), tanh(x) = 1 - r, and its derivative is r * (2 - r). Larger exponents than 30 make no
+    difference.
     """
-    r = reciprocal(gl.exp2(s * exponent_scale) * 0.5 + 0.5)
+    r = reciprocals(gl.exp2(gl.minimum(s * exponent_scale, 30.0)) * 0.5 + 0.5)
     p = gl.exp2(row.load(S_LAYOUT) - r * cap_log2)
     return p.to(DTYPE), (p * r * (2.0 - r)).to(DTYPE)
 
@@ -530,7 +553,8 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, softcap,
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "head_blocks", "sequences", "search_steps"])
+@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "head_blocks", "sequences", "search_steps",
+    "interleaved_heads"])
 def backward_hopper(
     q_desc,
     k_desc,
@@ -550,6 +574,7 @@ def backward_hopper(
     head_blocks,
     sequences,
     search_steps,
+    interleaved_heads,
 ):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 5)
     STATS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
@@ -578,7 +603,7 @@ def backward_hopper(
         q_full, q_empty, do_full, do_empty, kv_full, ds_full, ds_empty
     )
     scheduler = find_tile(
-        cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_blocks, sequences, search_steps
+        cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_blocks, sequences, search_steps, interleaved_heads
     )
     gl.warp_specialize(
         [
@@ -728,8 +753,9 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv):
     blocks = seqlen_kv // 64 + sequences
     tiles = seqlen_q // 64 + sequences
     workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 16384))
+    interleaved = 8
     # A search halves the sequences until one is left.
-    integers = (blocks, kv_heads, heads // kv_heads, tiles, sequences, (sequences - 1).bit_length())
+    integers = (blocks, kv_heads, heads // kv_heads, tiles, sequences, (sequences - 1).bit_length(), interleaved)
     return (blocks * batch * kv_heads,), workspaces, integers
 
 

@@ -7,7 +7,7 @@ Config       block_m 128, block_n 128, num_stages 2, do_stages 2, ds_stages 2, e
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq False,
              stagger_start False, interleaved_heads 2
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 337184369d52
+Template     backward_hopper 95fe8a4f273a
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -254,7 +254,7 @@ def find_tile(cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_bl
     Sequence b owns the blocks of keys from cu_seqlens_kv[b] // BLOCK_N + b on. These are enough for any start of the
     sequence. The program of an unused one gets a block after the last key, which has no effect.
     """
-    # `interleaved_heads` heads are interleaved, so that the programs of a head start apart.
+    # `interleaved_heads` heads are interleaved: the longest programs start first, and those of a head apart.
     heads = gl.num_programs(0) // blocks
     first = gl.program_id(0) // (interleaved_heads * blocks) * interleaved_heads
     number = gl.program_id(0) - first * blocks

@@ -42,7 +42,7 @@ NOT_BEFORE = "(queries & -7)[None, :] <= keys[:, None] - start - (queries & 6)[N
 LAST_QUERY = "gl.maximum(n_end + SPAN - self.diagonal, 0) + BLOCK_M - 1"
 FIRST_CUT = "gl.maximum(n_start + SPAN - self.diagonal + 1, 0) // BLOCK_M"
 GAP = "gap = scheduler.head_blocks - m_max + m_min"
-RECIPROCAL = "r = reciprocal(gl.exp2(s * exponent_scale) * 0.5 + 0.5)"
+RECIPROCAL = "r = reciprocals(gl.exp2(gl.minimum(s * exponent_scale, 30.0)) * 0.5 + 0.5)"
 SLOPE = "(p * r * (2.0 - r)).to(DTYPE)"
 
 
@@ -116,6 +116,11 @@ def caps() -> tuple[Mutant, ...]:
         ("cap: no cap", "Scores are scaled alone.", CAPPED,
          only("row.load(S_LAYOUT) - r * cap_log2",
               "row.load(S_LAYOUT) - cap_log2 + s * exponent_scale * cap_log2 * 0.34657359")),
+        ("cap: overflow of four", "A large score makes its neighbours NaN.", CAPPED,
+         only("gl.minimum(s * exponent_scale, 30.0)", "s * exponent_scale")),
+        ("cap: neighbours swapped", "The tangents of two queries are each other's.", CAPPED,
+         (*only("mul.f32 $0, second, $5;", "mul.f32 $0, second, $4;"),
+          *only("mul.f32 $1, second, $4;", "mul.f32 $1, second, $5;"))),
         ("cap: in natural units", "The cap is that of scores in units of log2.", CAPPED,
          only("cap_log2 = softcap * LOG2_E", "cap_log2 = softcap")),
         ("cap: tanh of the other sign", "Small scores have the largest weight.", CAPPED,

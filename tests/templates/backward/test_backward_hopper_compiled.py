@@ -53,7 +53,8 @@ def test_dropout_keeps_wgmma_asynchronous(head_dim: int, causal: Causal) -> None
 def test_configs_of_the_widest_tiles_do_not_spill(causal: Causal) -> None:
     problem = a_problem(256, causal=causal)
     configs = list(FAMILY.space(problem, H200).configs())
-    assert len(configs) == (4 if causal is Causal.NONE else 2)
+    # Two orders of programs under a causal mask, two starts without one.
+    assert len(configs) == 4
     for config in configs:
         main = read_parts(render(FAMILY, problem, config, PLAIN), H200)[0].resources
         assert main.spill_bytes <= 8
