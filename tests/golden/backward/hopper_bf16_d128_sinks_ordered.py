@@ -7,7 +7,7 @@ Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, ea
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 2
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 95fe8a4f273a
+Template     backward_hopper 576ece0c4288
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -623,8 +623,8 @@ def finish(
         parts = workspace_3 + tl.program_id(0) * tiles
         sink_sum = tl.zeros([128], tl.float32)
         for start in tl.range(first, end, 128):
-            numbers = start + tl.arange(0, 128)
-            sink_sum += tl.load(parts + numbers, mask=numbers < end, other=0.0)
+            blocks = start + tl.arange(0, 128)
+            sink_sum += tl.load(parts + blocks, mask=blocks < end, other=0.0)
         tl.store(dsinks + tl.program_id(0), tl.sum(sink_sum))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,34 @@ def test_dropout_keeps_wgmma_asynchronous(head_dim: int, causal: Causal) -> None
     assert not main.serialized_wgmma
     assert main.spill_bytes <= (64 if head_dim == 64 else 16)
     assert prologue.spill_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.sampled
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"causal": Causal.BOTTOM_RIGHT, "window_left": 1023},
+        {"window_left": 512, "window_right": 511, "total_q": 1},
+        {"causal": Causal.BOTTOM_RIGHT, "softcap": True},
+        {"causal": Causal.BOTTOM_RIGHT, "softcap": True, "total_q": 1, "sinks": True},
+        {"total_q": 1},
+    ],
+    ids=["window", "packed window", "softcap", "packed softcap", "packed full"],
+)
+def test_features_keep_wgmma_asynchronous(
+    head_dim: int, deterministic: bool, features: dict[str, Any]
+) -> None:
+    problem = a_problem(head_dim, deterministic=deterministic, **features)
+    parts = [part.resources for part in read_parts(kernel_of(problem), H200)]
+    model = sum(item.bytes for item in FAMILY.sram_items(problem, FAMILY.default(problem, H200), H200, PLAIN))
+    assert 0 <= parts[0].sram_bytes - model <= 1024
+    assert parts[0].sram_bytes <= H200.sram_per_block
+    assert not parts[0].serialized_wgmma
+    assert parts[0].spill_bytes <= (40 if head_dim == 256 else 32)
+    assert [part.spill_bytes for part in parts[1:]] == [0, 0]
 
 
 @pytest.mark.slow
