@@ -92,3 +92,11 @@ def test_packed_sequences_with_other_features(
     problem = a_problem(head_dim, total_q=1, heads=4, kv_heads=2, deterministic=deterministic, **changes)
     for lengths in (EQUAL, MIXED):
         emulated(problem, 3, lengths, spare=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [3, 10])
+def test_interleaved_heads_are_all_computed(kv_heads: int) -> None:
+    """Sections of eight heads, of which the last one may have fewer."""
+    problem = a_problem(128, causal=Causal.BOTTOM_RIGHT, heads=kv_heads, kv_heads=kv_heads)
+    emulated(problem, 2, interleaved_heads=8)
