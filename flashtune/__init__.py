@@ -8,6 +8,7 @@
   attention with a paged KV cache.
 - `flashtune.plan` prepares a call in advance.
 - `flashtune.explain` returns the backend of a call and the reason.
+- `flashtune.BlockMask` names the blocks of keys that each block of queries sees.
 - `flashtune.quantize` converts inputs to 8-bit floats.
 - `flashtune.PagedKVCache` stores keys and values of growing sequences.
 - `flashtune.record_calls` counts the calls of a program.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from flashtune.api.paged import attention_paged, plan_paged
     from flashtune.api.plan import Plan, plan
     from flashtune.api.varlen import attention_varlen, plan_varlen
+    from flashtune.core.block_mask import BlockMask
     from flashtune.core.notices import FlashtuneWarning
     from flashtune.dispatch.tables import table_hash
     from flashtune.kv_cache.cache import PagedKVCache
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "BlockMask",
     "CacheFullError",
     "Explanation",
     "FlashtuneError",
@@ -88,6 +91,7 @@ _MODULES = {
     "flashtune.api.paged": ("attention_paged", "plan_paged"),
     "flashtune.api.plan": ("Plan", "plan"),
     "flashtune.api.varlen": ("attention_varlen", "plan_varlen"),
+    "flashtune.core.block_mask": ("BlockMask",),
     "flashtune.core.notices": ("FlashtuneWarning",),
     "flashtune.dispatch.tables": ("table_hash",),
     "flashtune.kv_cache.cache": ("PagedKVCache",),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.features.records import DEFAULTS
+from flashtune.core.features.records import DEFAULTS, BlockLists
 from flashtune.core.features.table import FEATURES
 from flashtune.core.problem import Causal, Feature, Problem
 
@@ -33,6 +33,8 @@ def normal_form(problem: Problem) -> Problem:
         problem = replace(problem, attention_chunk=0)
     if problem.sink_tokens and problem.window_left is None and not problem.attention_chunk:
         problem = replace(problem, sink_tokens=0)
+    if problem.block_mask and problem.group_size == 1:
+        problem = replace(problem, block_lists=BlockLists.HEAD)
     if problem.deterministic and not problem.is_backward:
         # The forward pass is always deterministic.
         problem = replace(problem, deterministic=False)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.plain_problem import Causal, Direction, Dtype
-from flashtune.core.features.records import Bias, Feature, FeatureFields, KvDtype, KvScale
-from flashtune.core.features.table import FEATURES, feature_words, features_of
+from flashtune.core.features.records import Bias, BlockLists, Feature, FeatureFields, KvDtype, KvScale
+from flashtune.core.features.table import BLOCK_PART, FEATURES, feature_words, features_of
 from flashtune.core.mask_geometry import MaskInfo, distinct_keys, visible_pairs
 
 # Other packages import the types of a problem's fields from here.
 __all__ = [
     "Bias",
+    "BlockLists",
     "Causal",
     "Direction",
     "Dtype",
@@ -24,6 +27,7 @@ __all__ = [
 ]
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
+MASK_BLOCKS = (64, 128)
 MAX_HEAD_DIM = 256
 
 
@@ -45,6 +49,11 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
             raise ProblemError(f"pages of {self.page_size} keys are not supported: make them one of {sizes}")
         if self.page_size and self.seqlens_k:
             raise ProblemError("a paged cache always has lengths: leave seqlens_k out")
+        if self.block_mask and self.block_mask not in MASK_BLOCKS:
+            sizes = " or ".join(map(str, MASK_BLOCKS))
+            raise ProblemError(f"a block mask with blocks of {self.block_mask} is not supported: pass {sizes}")
+        if self.block_mask and (self.total_q or self.page_size):
+            raise ProblemError("packed sequences and pages have no block mask: leave block_mask out")
         if self.kv_dtype is not None and self.dtype.is_quantized:
             raise ProblemError(f"with keys of {self.kv_dtype} leave queries in bf16, fp16 or fp32")
 
@@ -120,8 +129,13 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
         )
 
     def visible_pairs(self) -> int:
-        """Returns the number of visible (query, key) pairs of one head."""
-        return visible_pairs(self.sight)
+        """Returns the number of visible (query, key) pairs of one head, with the lists of a usual block mask."""
+        return math.ceil(visible_pairs(self.sight) * self.block_share)
+
+    @property
+    def block_share(self) -> float:
+        """The share of visible pairs that a usual block mask leaves."""
+        return 1 / BLOCK_PART if self.block_mask else 1.0
 
     def flops(self) -> int:
         """Returns the floating-point operations of the products over the visible pairs.

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flashtune.core.arguments import read_count, shown
+from flashtune.core.block_mask import BlockMask
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.description import NumberInput
-from flashtune.core.problem import Causal
+from flashtune.core.problem import MASK_BLOCKS, Causal
 
 Bound = int | None
 Window = tuple[Bound, Bound]
@@ -102,6 +103,23 @@ def read_number(number: NumberInput, value: object) -> float | None:
     if isinstance(value, (int, float)) and (value == 0 or number.least <= value <= number.most):
         return float(value) or None
     raise ProblemError(f"{number.option} cannot be {shown(value)}: pass {number.remedy}")
+
+
+def read_block_mask(mask: object) -> BlockMask:
+    """Returns the block mask of a call.
+
+    Raises:
+        ProblemError: It is not a `BlockMask`, or its blocks have another size than kernels take.
+    """
+    if not isinstance(mask, BlockMask):
+        raise ProblemError(
+            f"block_mask cannot be {shown(mask)}: pass a flashtune.BlockMask, for example "
+            "BlockMask.from_blocks(visible)"
+        )
+    if mask.block_size not in MASK_BLOCKS:
+        sizes = " or ".join(map(str, MASK_BLOCKS))
+        raise ProblemError(f"block_mask.block_size cannot be {shown(mask.block_size)}: pass {sizes}")
+    return mask
 
 
 def read_bias(attn_bias: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.core.block_mask import BlockMask
 from flashtune.core.arguments import read_count, read_flag, shown
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureOptions
@@ -16,6 +17,7 @@ from flashtune.request.arguments import (
     Bound,
     Window,
     read_bias,
+    read_block_mask,
     read_causal,
     read_longest,
     read_number,
@@ -49,6 +51,7 @@ class Options(NamedTuple):
         max_seqlen_k: Keys of the longest varlen sequence.
         latent: Number of columns of k that are also v (MLA); 0 if v is a tensor.
         deterministic: Whether gradients must be reproducible bit for bit.
+        block_size: Queries and keys of a block of the block mask; 0 without one.
     """
 
     causal: str = "none"
@@ -64,6 +67,7 @@ class Options(NamedTuple):
     max_seqlen_k: int = 0
     latent: int = 0
     deterministic: bool = False
+    block_size: int = 0
 
     @property
     def has_mask(self) -> bool:
@@ -118,6 +122,7 @@ class DenseOptions(CommonOptions, total=False):
     layout: LayoutOption
     attn_bias: Tensor | None
     attn_mask: Tensor | None
+    block_mask: BlockMask | None
     kv_lengths: Tensor | None
     q_scale: Tensor | None
     dropout_p: float
@@ -172,6 +177,10 @@ def dense_call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **o
     inputs: dict[str, Any] = {}
     if "attn_bias" in options or "attn_mask" in options:
         inputs["bias"] = read_bias(options.get("attn_bias"), options.get("attn_mask"))
+    if options.get("block_mask") is not None:
+        mask = read_block_mask(options["block_mask"])
+        own["block_size"] = mask.block_size
+        inputs["block_counts"], inputs["block_indices"] = mask.counts, mask.indices
     if "kv_lengths" in options:
         inputs["seqlens_kv"] = options["kv_lengths"]
     return _record(q, k, v, options, DENSE_NAMES, own, inputs)

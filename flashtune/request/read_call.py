@@ -14,7 +14,7 @@ from flashtune.request.arguments import CAUSALS, read_option
 from flashtune.request.call import Call, requires_grad
 from flashtune.request.quantization import check_scales
 from flashtune.request.request import PREFERENCES, Prefer, Request
-from flashtune.request.side_inputs import check_kinds, check_shapes, scale_kind, side_views
+from flashtune.request.side_inputs import block_lists, check_kinds, check_shapes, scale_kind, side_views
 from flashtune.request.tensor_checks import check_double, check_extents, dtype_of, require_dense
 
 ORDERS = {
@@ -78,6 +78,8 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         window_right=options.window_right,
         sink_tokens=options.sink_tokens,
         attention_chunk=options.chunk,
+        block_mask=options.block_size,
+        block_lists=block_lists(side, q.shape[1], k.shape[1]),
         bias=_bias_kind(call),
         total_q=rounded_up(q.shape[2]) if packed else 0,
         page_size=page_size,

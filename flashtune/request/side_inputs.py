@@ -8,7 +8,7 @@ import torch
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.table import TENSOR_INPUTS
-from flashtune.core.problem import KvScale
+from flashtune.core.problem import BlockLists, KvScale
 from flashtune.request.tensor_checks import require_dense
 
 if TYPE_CHECKING:
@@ -96,13 +96,23 @@ def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_he
     return max(kinds, key=order.index)
 
 
+def block_lists(side: ExtraInputs, heads: int, kv_heads: int) -> BlockLists:
+    """Returns the heads that share the lists of a block mask, from the shape of their counts.
+
+    A single list for all heads counts as one for each KV head.
+    """
+    counts = side.block_counts
+    shared = counts is not None and counts.dim() == 3 and counts.shape[1] in (1, kv_heads) and kv_heads < heads
+    return BlockLists.GROUP if shared else BlockLists.HEAD
+
+
 def side_views(problem: Problem, side: ExtraInputs, places: int) -> ExtraInputs:
     """Returns the extra inputs as kernels take them. Shared dimensions are expanded with a stride of zero.
 
     `places` is the number of pages (dense cache: sequences) of the cache's scales.
 
     Raises:
-        ProblemError: The ALiBi slopes or the bias do not match the problem.
+        ProblemError: The ALiBi slopes, the bias or the block mask do not match the problem.
     """
     slopes, bias = side.slopes, side.bias
     if slopes is not None:
@@ -123,7 +133,36 @@ def side_views(problem: Problem, side: ExtraInputs, places: int) -> ExtraInputs:
         else scale
         for scale in (side.k_scale, side.v_scale)
     )
-    return side._replace(slopes=slopes, bias=bias, k_scale=k_scale, v_scale=v_scale)
+    side = side._replace(slopes=slopes, bias=bias, k_scale=k_scale, v_scale=v_scale)
+    return side if side.block_counts is None else _with_lists(problem, side, side.block_counts)
+
+
+def _with_lists(problem: Problem, side: ExtraInputs, counts: Tensor) -> ExtraInputs:
+    """Returns extra inputs with the lists of a block mask expanded to all sequences and heads."""
+    indices, size = side.block_indices, problem.block_mask
+    assert indices is not None
+    queries = -(-problem.seqlen_q // size)
+    heads = problem.heads if problem.block_lists is BlockLists.HEAD else problem.kv_heads
+    fits = (
+        counts.dim() == 3
+        and indices.dim() == 4
+        and indices.shape[:3] == counts.shape
+        and counts.shape[0] in (1, problem.batch)
+        and counts.shape[1] in (1, heads)
+        and counts.shape[2] == queries
+        and (indices.shape[3] > 0 or not problem.seqlen_kv)
+    )
+    if not fits:
+        raise ProblemError(
+            f"block_mask has counts {list(counts.shape)} and indices {list(indices.shape)}: pass counts "
+            f"[{problem.batch} or 1, {problem.heads}, {problem.kv_heads} or 1, {queries}] for "
+            f"{problem.seqlen_q} queries in blocks of {size}, and indices of this shape and at least one key "
+            "block"
+        )
+    shape = problem.batch, heads, queries
+    return side._replace(
+        block_counts=counts.expand(shape), block_indices=indices.expand(*shape, indices.shape[3])
+    )
 
 
 def _bias_view(problem: Problem, bias: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, get_type_hints
 
 import torch
@@ -30,13 +31,20 @@ OPERANDS = {
     **dict.fromkeys(TENSORS, "Tensor?"),
     **dict.fromkeys(NUMBERS, "float?"),
 }
-ALL = tuple(OPERANDS)
+# Operands that saved graphs may lack. They are last in a schema and have defaults, by name.
+LATER: dict[str, Any] = {"block_size": 0, "block_counts": None, "block_indices": None}
+ALL = (*(name for name in OPERANDS if name not in LATER), *LATER)
+DEFAULTS = tuple(LATER.values())
+# The values of a call in the order of schemas, and back.
+_in_order = itemgetter(*map(tuple(OPERANDS).index, ALL))
+_as_given = itemgetter(*map(ALL.index, OPERANDS))
 
 
-def schema(names: Sequence[str] = ALL, optional: int = 0) -> str:
+def schema(names: Sequence[str] = ALL, optional: int = len(DEFAULTS)) -> str:
     """Returns the operands of a schema as text. The last `optional` ones have defaults."""
+    values = {"bool": "=False", "SymInt": "=0"}
     defaults = [""] * (len(names) - optional) + [
-        "=False" if OPERANDS[name] == "bool" else "=None" for name in names[len(names) - optional :]
+        values.get(OPERANDS[name], "=None") for name in names[len(names) - optional :]
     ]
     return ", ".join(
         f"{OPERANDS[name]} {name}{default}" for name, default in zip(names, defaults, strict=True)
@@ -47,14 +55,17 @@ def operands(call: Call, names: Sequence[str] = ALL) -> tuple[Any, ...]:
     """Returns the operands of an operator for a call."""
     values = (call.q, call.k, None if call.options.latent else call.v, call.scale, *call.options, *call.side)
     if names is ALL:
-        return values
+        return _in_order(values)
     given = dict(zip(ALL, values, strict=True))
     return tuple([given[name] for name in names])
 
 
 def call_of(values: Sequence[Any], names: Sequence[str] = ALL, **others: object) -> Call:
     """Returns the call of an operator's operands. `others` are options that are not operands."""
-    if names is not ALL:
+    if names is ALL:
+        # Defaults at the end are not passed.
+        values = _as_given((*values, *DEFAULTS[len(DEFAULTS) - len(ALL) + len(values) :]))
+    else:
         given = dict.fromkeys(ALL) | Options._field_defaults | others | dict(zip(names, values, strict=False))
         given["kv_layout"] = given["layout"]
         values = tuple(given.values())

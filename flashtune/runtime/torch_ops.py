@@ -58,8 +58,8 @@ class Operator(NamedTuple):
     @property
     def schema(self) -> str:
         """The operator as torch's libraries declare it."""
-        optional = 0 if self.names is ALL else len(PLAIN) - REQUIRED
-        return f"{self.name}({schema(self.names, optional)}) -> {self.returns}"
+        own = schema() if self.names is ALL else schema(self.names, len(PLAIN) - REQUIRED)
+        return f"{self.name}({own}) -> {self.returns}"
 
     def call(self, values: tuple[Any, ...]) -> Call:
         """Returns the call of its operands."""

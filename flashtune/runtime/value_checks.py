@@ -33,7 +33,8 @@ def values_are_checked(device: torch.device) -> bool:
 def with_checks(executor: Executor, request: Request) -> Executor:
     """Returns an executor that checks the values of each call's lengths, or `executor` without checks."""
     problem = request.problem
-    has_values = problem.total_q or problem.page_size or problem.seqlens_k or problem.prefix
+    lengths = problem.total_q or problem.page_size or problem.seqlens_k or problem.prefix
+    has_values = lengths or problem.block_mask
     if not has_values or not values_are_checked(request.device):
         return executor
     return functools.partial(_checked, executor, request)
@@ -88,6 +89,8 @@ def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> N
             _check_lengths("kv_lengths", side.seqlens_kv, "k", problem.seqlen_kv)
         else:
             check_pages(problem, side.block_table, side.seqlens_kv, k.shape[0])
+    if side.block_counts is not None and side.block_indices is not None:
+        _check_lists(problem, side.block_counts, side.block_indices)
     place = None if side.prefix is None else _first(side.prefix < 0)
     if side.prefix is not None and place is not None:
         raise ProblemError(
@@ -115,6 +118,29 @@ def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) ->
         raise ProblemError(
             f"block_table[{row}, {column}] is {_at(table, place)} and the cache has {pages} pages: pass the "
             f"pages of sequence {row}"
+        )
+
+
+def _check_lists(problem: Problem, counts: Tensor, indices: Tensor) -> None:
+    """Checks the lists of a block mask.
+
+    Raises:
+        ProblemError: A list is longer than its row, names a block that does not exist, or is not ascending.
+    """
+    width, blocks = indices.shape[-1], -(-problem.seqlen_kv // problem.block_mask)
+    place = _first((counts < 0) | (counts > width))
+    if place is not None:
+        raise ProblemError(
+            f"block_mask.counts{list(place)} is {_at(counts, place)} and a list has {width} elements: pass "
+            f"counts from 0 to {width}"
+        )
+    own = torch.arange(width, device=counts.device) < counts[..., None]
+    before = torch.nn.functional.pad(indices[..., :-1], (1, 0), value=-1)
+    place = _first(own & ((indices <= before) | (indices >= blocks)))
+    if place is not None:
+        raise ProblemError(
+            f"block_mask.indices{list(place)} is {_at(indices, place)}: pass numbers from 0 to {blocks - 1} "
+            "in ascending order"
         )
 
 

@@ -36,7 +36,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
 
     name = "forward_masked"
     config_type = MaskedConfig
-    features = FEATURES
+    features = FEATURES | {Feature.BLOCK_MASK}
     direction = Direction.FORWARD
     interpreted = True
 
@@ -73,7 +73,8 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
             return MaskedConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, lpt=lpt)
         small = target.sram_per_block < SMALL_SRAM
         wide = problem.dtype is Dtype.FP32
-        rows = 64 if wide or width > 256 or problem.seqlen_q <= SHORT else 128
+        short = problem.seqlen_q <= SHORT or problem.block_mask == SHORT
+        rows = 64 if wide or width > 256 or short else 128
         hopper = target.capability == HOPPER and not wide
         # A bias is a tile of its own, in registers in addition to the scores.
         narrow = wide or (small and width > 128) or problem.bias is not Bias.NONE

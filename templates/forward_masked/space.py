@@ -49,9 +49,13 @@ def masked_space(problem: Problem, target: Target) -> Space:
     wide = problem.dtype is Dtype.FP32
     few = problem.seqlen_q < FEW_QUERIES or wide
     splits = _may_split(problem)
+    block_m = (16, 32, 64, 128) if few else (64, 128)
+    block_n = (16, 32, 64) if wide else (16, 32, 64, 128)
+    # A tile lies within one block of a block mask.
+    largest = problem.block_mask or max(block_m)
     axes = (
-        Axis("block_m", (16, 32, 64, 128) if few else (64, 128)),
-        Axis("block_n", (16, 32, 64) if wide else (16, 32, 64, 128)),
+        Axis("block_m", tuple(rows for rows in block_m if rows <= largest)),
+        Axis("block_n", tuple(keys for keys in block_n if keys <= largest)),
         Axis("num_warps", (4, 8)),
         Axis("num_stages", (1, 2, 3) if wide else (1, 2, 3, 4)),
         Axis("split_masked_loop", (True, False), False),

@@ -83,6 +83,24 @@ def visible(problem: Problem, queries: int, keys: int, prefix: int = 0) -> Tenso
     return seen & (near | (key < problem.sink_tokens)) | (key < prefix)
 
 
+def listed(
+    problem: Problem, side: ExtraInputs, sequence: int, heads: int, queries: int, keys: int
+) -> Tensor:
+    """The keys in the blocks of a block mask's lists: bool [heads, queries, keys]."""
+    assert side.block_counts is not None
+    assert side.block_indices is not None
+    size = problem.block_mask
+    seen = torch.zeros(heads, queries, keys, dtype=torch.bool)
+    for head in range(heads):
+        row = head * side.block_counts.shape[1] // heads
+        for block in range(-(-queries // size)):
+            count = int(side.block_counts[sequence, row, block])
+            for number in side.block_indices[sequence, row, block, :count].tolist():
+                rows = slice(block * size, (block + 1) * size)
+                seen[head, rows, number * size : (number + 1) * size] = True
+    return seen
+
+
 def sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Iterator[Sequence]:
     """The sequences of a call, each cut out of its tensors."""
     for index in range(_count(q, side)):
@@ -148,6 +166,8 @@ def _attend(problem: Problem, one: Sequence, side: ExtraInputs, scale: float) ->
             seen = seen & laid
         else:
             scores = scores + laid.double()
+    if problem.block_mask:
+        seen = seen & listed(problem, side, one.number, heads, queries, keys)
     scores = scores.masked_fill(~seen, -torch.inf)
     sinks = torch.full((heads,), -torch.inf) if side.sinks is None else side.sinks
     sink = sinks.double()[:, None, None].expand(heads, queries, 1)

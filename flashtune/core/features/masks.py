@@ -41,3 +41,18 @@ def seen_keys(fields: FeatureFields, positions: Tensor, keys: Tensor, prefix: Te
 def both(one: Tensor, other: Tensor) -> Tensor:
     """Returns the broadcast `and` of two masks, by bytes. Booleans take the CPU thirty times as long."""
     return (one.view(torch.uint8) & other.view(torch.uint8)).view(torch.bool)
+
+
+def seen_blocks(counts: Tensor, indices: Tensor, key_blocks: int) -> Tensor:
+    """Returns whether blocks of queries see blocks of keys, bool [..., query blocks, key_blocks].
+
+    Args:
+        counts: Lengths of the lists, [..., query blocks].
+        indices: The lists, [..., query blocks, blocks of the longest]. Elements after a list's end are ignored.
+        key_blocks: Number of blocks of keys.
+    """
+    own = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    # Elements after the end go to an additional block.
+    places = indices.long().masked_fill(~own, key_blocks)
+    seen = torch.zeros(*indices.shape[:-1], key_blocks + 1, dtype=torch.bool, device=indices.device)
+    return seen.scatter_(-1, places, True)[..., :key_blocks]

@@ -27,6 +27,7 @@ class Feature(enum.StrEnum):
     SINK_TOKENS = "sink_tokens"
     PREFIX = "prefix"
     ATTENTION_CHUNK = "attention_chunk"
+    BLOCK_MASK = "block_mask"
     VARLEN = "varlen"
     SEQLENS_K = "seqlens_k"
     PAGES = "pages"
@@ -47,6 +48,17 @@ class Bias(enum.StrEnum):
     NONE = "none"
     ADDITIVE = "additive"
     BOOLEAN = "boolean"
+
+
+class BlockLists(enum.StrEnum):
+    """The heads that share the lists of a block mask.
+
+    head   Each query head has its own lists.
+    group  The query heads of one KV head share lists.
+    """
+
+    HEAD = "head"
+    GROUP = "group"
 
 
 class KvDtype(enum.StrEnum):
@@ -73,6 +85,8 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
         sink_tokens: Keys at the start that stay visible at any distance (Xiao et al., 2023).
         attention_chunk: A query sees only keys of its own chunk of this size; 0 means no chunks (Llama 4).
         prefix: Whether each sequence has a prefix that all its queries see.
+        block_mask: Queries and keys of a block of the block mask; 0 means no block mask.
+        block_lists: The heads that share its lists.
         softcap: Whether scores s become cap · tanh(s / cap).
         alibi: Whether slope · distance is subtracted from the scores (Press et al., 2022).
         bias: The kind of the attention bias.
@@ -94,6 +108,8 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
     sink_tokens: Extent = 0
     attention_chunk: Extent = 0
     prefix: bool = False
+    block_mask: Extent = 0
+    block_lists: BlockLists = BlockLists.HEAD
     softcap: bool = False
     alibi: bool = False
     bias: Bias = Bias.NONE
@@ -125,6 +141,10 @@ class ExtraInputs(NamedTuple):
         cu_seqlens_kv: Likewise of varlen keys that are not in pages.
         seqlens_kv: Number of keys of each sequence: int32 [batch].
         block_table: The pages of each sequence, in order: int32 [batch, pages of the longest].
+        block_counts: Number of visible key blocks of each query block: int32 [batch, heads or kv_heads,
+            query blocks].
+        block_indices: These key blocks in ascending order: int32 [batch, heads or kv_heads, query blocks,
+            blocks of the longest list]. Elements after a list's count are ignored.
         seed: The seed of dropout: int64 [1].
         softcap: Scores s become softcap · tanh(s / softcap).
         dropout: The fraction of probabilities that are dropped.
@@ -141,6 +161,8 @@ class ExtraInputs(NamedTuple):
     cu_seqlens_kv: Tensor | None = None
     seqlens_kv: Tensor | None = None
     block_table: Tensor | None = None
+    block_counts: Tensor | None = None
+    block_indices: Tensor | None = None
     seed: Tensor | None = None
     softcap: float | None = None
     dropout: float | None = None

@@ -22,12 +22,14 @@ from flashtune.core.features.description import (
     TensorInput,
     UsualCall,
 )
+from flashtune.core.features.plain_problem import Causal
 from flashtune.core.features.records import (
     DEFAULTS,
     FIELDS,
     NO_EXTRA_INPUTS,
     TYPES,
     Bias,
+    BlockLists,
     ExtraInputs,
     Feature,
     FeatureFields,
@@ -51,6 +53,8 @@ MAX_BIAS = 2**30
 VISIBLE_SHARE = 0.7
 # A typical prefix is a quarter of the keys.
 PREFIX_PART = 4
+# In a typical block mask, a query block sees one in so many of the key blocks that other masks leave visible.
+BLOCK_PART = 4
 
 
 def _capped(scores: Tensor, rows: Rows) -> Changed:
@@ -115,6 +119,33 @@ def _usual_prefix(call: Call) -> dict[str, Any]:
     return {"prefix": torch.tensor(lengths, dtype=torch.int32, device=call.device)}
 
 
+def _usual_blocks(call: Call) -> dict[str, Any]:
+    """Returns lists of random key blocks, of which causality hides none completely. Sequences share them."""
+    import torch
+
+    fields = call.fields
+    size = fields.block_mask
+    queries, keys = -(-fields.seqlen_q // size), -(-fields.seqlen_kv // size)
+    lists = fields.heads if fields.block_lists is BlockLists.HEAD else fields.kv_heads
+    visible = torch.full((queries,), keys)
+    if fields.causal is not Causal.NONE:
+        diagonal = 0 if fields.causal is Causal.TOP_LEFT else fields.seqlen_kv - fields.seqlen_q
+        last = (torch.arange(1, queries + 1) * size).clamp(max=fields.seqlen_q) - 1 + diagonal
+        visible = (last // size + 1).clamp(0, keys)
+    counts = -(-visible // BLOCK_PART)
+    order = torch.rand(lists, queries, keys, device=call.device)
+    order.masked_fill_(torch.arange(keys, device=call.device) >= visible[:, None].to(call.device), 2.0)
+    width = max(1, -(-keys // BLOCK_PART))
+    indices = order.argsort(-1)[..., :width]
+    beyond = torch.arange(width, device=call.device) >= counts[:, None].to(call.device)
+    indices = indices.masked_fill(beyond, keys).sort(-1).values.clamp_(max=max(keys - 1, 0)).int()
+    counts = counts.int().to(call.device)
+    return {
+        "block_counts": counts.expand(fields.batch, lists, -1),
+        "block_indices": indices.expand(fields.batch, -1, -1, -1),
+    }
+
+
 def _usual_dropout(call: Call) -> dict[str, Any]:
     """Returns a usual rate and a seed. A kernel's time does not depend on the rate."""
     import torch
@@ -157,6 +188,21 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         is_mask=True,
         is_positional=True,
         usual=_usual_prefix,
+    ),
+    Feature.BLOCK_MASK: Description(
+        title="Block masks (`block_mask`)",
+        example="block_mask=128",
+        word="blocks{block_mask}-{block_lists}",
+        fields=("block_mask",),
+        details=("block_lists",),
+        help="block_mask=64|128 (queries and keys of a block), block_lists=head|group",
+        tensors=(
+            TensorInput("block_counts", "block_mask.counts", "int32"),
+            TensorInput("block_indices", "block_mask.indices", "int32"),
+        ),
+        is_mask=True,
+        is_sparse=True,
+        usual=_usual_blocks,
     ),
     Feature.SOFTCAP: Description(
         title="Softcap on the scores",

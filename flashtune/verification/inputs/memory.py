@@ -217,6 +217,12 @@ def _place_extra_inputs(
         given["seqlens_kv"] = integers(used, problem.seqlen_kv + OVER)
     if table is not None:
         given["block_table"] = integers(table.entries, -1)
+    if side.block_counts is not None and side.block_indices is not None:
+        for name, lists, hostile in (
+            ("block_counts", side.block_counts, side.block_indices.shape[-1] + OVER),
+            ("block_indices", side.block_indices, -1),
+        ):
+            given[name] = integers(lists.flatten(0, -2), hostile).unflatten(0, lists.shape[:-1])
     if side.seed is not None:
         given["seed"] = keep(guarded_flat((1,), device, Role.INPUT, torch.int64), side.seed)
     others = {

@@ -14,7 +14,7 @@ import torch
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import usual_inputs
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
-from flashtune.core.problem import Bias, Feature, KvDtype, KvScale, Problem
+from flashtune.core.problem import Bias, BlockLists, Feature, KvDtype, KvScale, Problem
 from flashtune.verification.inputs.placement import aside
 from flashtune.verification.probes import DEPTH, Probe
 
@@ -32,6 +32,8 @@ HIGH_SINK, LOW_SINK = 11.0, -1e4
 # Shares of keys, of blocks with a few rows, and of rows that a bias hides.
 HIDDEN_KEYS, HIDDEN_BLOCKS, HIDDEN_ROWS = 0.2, 0.3, 0.08
 ROWS_OF_A_BLOCK = 16
+# Share of visible blocks of a block mask, and shares of its lists without any block and with all blocks.
+VISIBLE_BLOCKS, EMPTY_LISTS, FULL_LISTS = 0.5, 0.1, 0.2
 # Largest bias in elements. Beyond, sequences share one bias, and then heads do.
 MAX_BIAS = 2**28
 # Scales of pages, or heads, differ by up to this power of two.
@@ -163,11 +165,32 @@ def _prefixes(draw: Draw) -> dict[str, Tensor]:
     return {"prefix": torch.tensor(prefixes, dtype=torch.int32).to(draw.generator.device)}
 
 
+def _lists(draw: Draw) -> dict[str, Tensor]:
+    """Returns random lists of visible blocks, which differ between heads. Some are empty, some are full.
+
+    Hidden blocks follow after the end of each list, so that a kernel that reads further gives a wrong result.
+    """
+    problem, generator = draw.problem, aside(draw.generator, 6)
+    size, heads = problem.block_mask, problem.heads
+    if problem.block_lists is BlockLists.GROUP:
+        heads = problem.kv_heads
+    shape = (problem.batch, heads, -(-problem.seqlen_q // size), -(-problem.seqlen_kv // size))
+    row = torch.rand(*shape[:3], 1, generator=generator)
+    seen = torch.rand(shape, generator=generator) < VISIBLE_BLOCKS
+    seen = (seen | (row < FULL_LISTS)) & (row < 1.0 - EMPTY_LISTS)
+    made = {
+        "block_counts": seen.sum(-1, dtype=torch.int32),
+        "block_indices": (~seen).view(torch.uint8).argsort(dim=-1, stable=True).int(),
+    }
+    return {name: tensor.to(draw.generator.device) for name, tensor in made.items()}
+
+
 MAKERS: Mapping[Feature, Callable[[Draw], dict[str, Any]]] = {
     Feature.ALIBI: _slopes,
     Feature.BIAS: _bias,
     Feature.SINKS: _sinks,
     Feature.PREFIX: _prefixes,
+    Feature.BLOCK_MASK: _lists,
     Feature.DROPOUT: _dropout,
     Feature.SOFTCAP: _cap,
 }

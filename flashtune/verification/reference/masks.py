@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashtune.core.features.masks import both, seen_keys
-from flashtune.core.problem import Bias, Causal, Problem
+from flashtune.core.features.masks import both, seen_blocks, seen_keys
+from flashtune.core.problem import Bias, BlockLists, Causal, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.verification.inputs.placement import is_all
 from flashtune.verification.lengths import Lengths
@@ -69,8 +69,8 @@ class Masks(NamedTuple):
 
 
 def distinct_masks(lengths: Lengths, side: ExtraInputs, some: Rows) -> Masks:
-    """Returns the masks of some heads: one for all, one per sequence, or, with a bias, one per head."""
-    if side.bias is not None:
+    """Returns the masks of some heads: one for all or a sequence; with a bias or block mask one per head."""
+    if side.bias is not None or side.block_counts is not None:
         return Masks(some, torch.arange(len(some.batch)))
     if not _differ(lengths) and side.prefix is None:
         return Masks(Rows(some.batch[:1], some.head[:1], some.rows), torch.zeros_like(some.batch))
@@ -115,13 +115,32 @@ def counted(seen: Tensor) -> Tensor:
 def unhidden_keys(
     problem: Problem, lengths: Lengths, side: ExtraInputs, some: Rows, device: torch.device
 ) -> Tensor:
-    """Returns the result of `visible_keys` without keys that a bias hides: [heads | 1, rows, keys]."""
+    """Returns the result of `visible_keys` without keys that a bias or block mask hides.
+
+    Returns:
+        [heads | 1, rows, keys].
+    """
     seen = visible_keys(problem, lengths, some.batch, some.rows, side, device)
+    if side.block_counts is not None:
+        seen = both(seen, _block_keys(problem, side, some).to(device))
     if side.bias is None:
         return seen
     picked = bias_of(problem, side.bias, some).to(device)
     # Minus infinity times zero is NaN, which converts to True. A comparison would load another CUDA kernel.
     return seen & (picked if problem.bias is Bias.BOOLEAN else ~(picked * 0).bool())
+
+
+def _block_keys(problem: Problem, side: ExtraInputs, some: Rows) -> Tensor:
+    """Returns the keys that a block mask leaves visible, [heads, rows, keys], on the CPU."""
+    assert side.block_counts is not None
+    assert side.block_indices is not None
+    size = problem.block_mask
+    # Indexing on the CPU loads no CUDA kernels.
+    counts, indices = side.block_counts.cpu(), side.block_indices.cpu()
+    of_list = some.head if problem.block_lists is BlockLists.HEAD else some.head // problem.group_size
+    place = some.batch[:, None], of_list[:, None], (some.rows // size)[None, :]
+    blocks = seen_blocks(counts[place], indices[place], -(-problem.seqlen_kv // size))
+    return blocks.repeat_interleave(size, -1)[..., : problem.seqlen_kv]
 
 
 def bias_of(problem: Problem, bias: Tensor, some: Rows) -> Tensor:

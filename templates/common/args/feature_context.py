@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from flashtune.core.kernel import Argument, Specialization
-from flashtune.core.problem import Bias, Causal, Feature, KvDtype, KvScale, Problem
+from flashtune.core.problem import Bias, BlockLists, Causal, Feature, KvDtype, KvScale, Problem
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.family import Context
@@ -37,6 +37,8 @@ class FeatureContext(Context, frozen=True, kw_only=True):
         first_tokens: Keys at the start that are visible despite window and chunk.
         chunk: Keys of a chunk, or 0.
         prefix: Whether each sequence has a prefix that all its queries see.
+        block_mask: Queries and keys of a block of the block mask, or 0.
+        block_groups: Whether the query heads of one KV head share the lists of the block mask.
         softcap: Whether scores have a softcap.
         alibi: Whether ALiBi is subtracted from the scores.
         bias: Kind of bias or mask tensor.
@@ -57,6 +59,8 @@ class FeatureContext(Context, frozen=True, kw_only=True):
     first_tokens: int
     chunk: int
     prefix: bool
+    block_mask: int
+    block_groups: bool
     softcap: bool
     alibi: bool
     bias: Bias
@@ -127,6 +131,11 @@ class FeatureContext(Context, frozen=True, kw_only=True):
         return self.prefix and self.is_bounded
 
     @property
+    def has_block_mask(self) -> bool:
+        """Whether lists name the visible blocks of keys."""
+        return self.block_mask > 0
+
+    @property
     def has_bias(self) -> bool:
         """Whether there is an additive bias."""
         return self.bias is Bias.ADDITIVE
@@ -175,6 +184,8 @@ def feature_context(problem: Problem, block_n: int = 0) -> FeatureContext:
         first_tokens=min(problem.sink_tokens, FARTHEST),
         chunk=min(problem.attention_chunk, FARTHEST),
         prefix=problem.prefix,
+        block_mask=problem.block_mask,
+        block_groups=problem.block_mask > 0 and problem.block_lists is BlockLists.GROUP,
         softcap=problem.softcap,
         alibi=problem.alibi,
         bias=problem.bias,

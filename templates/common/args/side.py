@@ -15,9 +15,14 @@ SIDE_STRIDES = {
     "slopes": ("stride_slopes_b",),
     "bias": ("stride_bias_b", "stride_bias_h", "stride_bias_s"),
     "block_table": ("stride_table",),
+    "block_counts": ("stride_counts_b", "stride_counts_h"),
+    "block_indices": ("stride_indices_b", "stride_indices_h", "stride_indices_q"),
     "k_scale": ("stride_k_scale_p", "stride_k_scale_h"),
     "v_scale": ("stride_v_scale_p", "stride_v_scale_h"),
 }
+
+# Tensors that may exceed 2^31 elements where q, k, v and out do not.
+WIDE = ("bias", "block_indices")
 
 
 def side_tensors(problem: Problem) -> tuple[Argument, ...]:
@@ -40,11 +45,11 @@ def side_numbers(problem: Problem) -> tuple[Argument, ...]:
 def side_strides(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
     """Returns strides of the side tensors, in their order, without assumed divisors.
 
-    A bias always has 64-bit strides: it holds a number for each pair.
+    Biases and lists of blocks always have 64-bit strides: they hold a number for each pair.
     """
     narrow = f"i{specialization.index_bits}"
     return tuple(
-        Argument(name, "i64" if tensor.name == "bias" else narrow)
+        Argument(name, "i64" if tensor.name in WIDE else narrow)
         for tensor in side_tensors(problem)
         for name in SIDE_STRIDES.get(tensor.name, ())
     )

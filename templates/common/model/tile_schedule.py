@@ -92,7 +92,7 @@ def blocks(tiling: Tiling, tiles: NDArray[np.int64] | None = None) -> NDArray[np
         start = np.maximum(start, first // chunk * chunk) if chunk else start
         hidden = start // tiling.columns
         counted -= np.minimum(hidden, counted - 1.0)
-    return counted
+    return np.maximum(counted * problem.block_share, 1.0)
 
 
 def have_equal_length(problem: Problem) -> bool:
@@ -112,7 +112,9 @@ class Extremes(msgspec.Struct, frozen=True):
 def extremes(tiling: Tiling) -> Extremes:
     """Returns the extremes of a head's tiles."""
     if have_equal_length(tiling.problem):
-        every = float(max(1, math.ceil(tiling.problem.seqlen_kv / tiling.columns)))
+        every = max(
+            1.0, math.ceil(tiling.problem.seqlen_kv / tiling.columns) * tiling.problem.block_share
+        )
         return Extremes(every, every, every)
     import numpy as np
 

@@ -212,7 +212,7 @@ def streamed_item(
     both = (problem.head_dim + problem.value_head_dim) * problem.kv_itemsize
     all_heads = problem.batch * problem.heads
     share = missed(at_once.heads * keys_at_once(problem, block_m) * both, target)
-    streamed: float = all_heads * streamed_keys(problem, block_m, block_n) * both
+    streamed: float = all_heads * streamed_keys(problem, block_m, block_n) * problem.block_share * both
     once = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
     if target is not None:
         streamed = max(once, streamed / at_once.readers)

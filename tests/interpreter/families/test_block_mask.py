@@ -1,0 +1,145 @@
+"""Tests of block masks in the masked family in the interpreter, against float64."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.core.block_mask import BlockMask
+from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Problem
+from flashtune.templates.forward_masked.space import MaskedConfig
+from tests.interpreter.families.masked_calls import Call, make_call
+from tests.interpreter.families.test_forward_masked import CAUSAL, check
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "window": {"window_left": 70},
+    "two_sided": {"window_left": 90, "window_right": 20},
+    "first_tokens": {"window_left": 40, "sink_tokens": 70},
+    "chunk": {"attention_chunk": 100},
+    "prefix": {"window_left": 40, "prefix": True},
+    "softcap": {"softcap": True},
+    "alibi": {"alibi": True},
+    "additive": {"bias": Bias.ADDITIVE},
+    "boolean": {"bias": Bias.BOOLEAN},
+    "sinks": {"sinks": True},
+    "lengths": {"seqlens_k": True},
+    "dropout": {"dropout": True},
+}
+
+
+def a_problem(**changes: Any) -> Problem:
+    problem = Problem(
+        dtype=Dtype.FP32,
+        head_dim=16,
+        value_head_dim=16,
+        heads=4,
+        kv_heads=2,
+        batch=2,
+        seqlen_q=150,
+        seqlen_kv=330,
+        block_mask=64,
+    )
+    return msgspec.structs.replace(problem, **changes)
+
+
+def a_config(seed: str, **changes: Any) -> MaskedConfig:
+    pick = random.Random(seed)
+    config = MaskedConfig(
+        block_m=pick.choice((32, 64)),
+        block_n=pick.choice((32, 64)),
+        num_warps=4,
+        num_stages=1,
+        split_masked_loop=pick.choice((False, True)),
+        lpt=pick.choice((False, True)),
+        heads_innermost=pick.choice((False, True)),
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+def visible_blocks(problem: Problem, share: float = 0.5) -> Tensor:
+    """Random blocks of each head or group, with an empty and a full row."""
+    heads = problem.kv_heads if problem.block_lists is BlockLists.GROUP else problem.heads
+    size = problem.block_mask
+    shape = (problem.batch, heads, -(-problem.seqlen_q // size), -(-problem.seqlen_kv // size))
+    visible = torch.rand(shape) < share
+    visible[0, 0, 0] = False
+    visible[-1, -1, -1] = True
+    return visible
+
+
+def a_call(problem: Problem, visible: Tensor) -> Call:
+    """A call with these blocks. Elements after the end of a list are those of hidden blocks."""
+    call = make_call(msgspec.structs.replace(problem, block_mask=0))
+    counts = visible.sum(-1, dtype=torch.int32)
+    indices = (~visible).byte().argsort(dim=-1, stable=True).int()
+    # Rows of tensors are longer than lists.
+    wide = torch.full((*indices.shape[:3], indices.shape[3] + 3), 2**30, dtype=torch.int32)
+    wide[..., : indices.shape[3]] = indices
+    side = call.side._replace(block_counts=counts, block_indices=wide[..., : indices.shape[3]])
+    return call._replace(side=side)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("lists", list(BlockLists))
+@pytest.mark.parametrize("size", [64, 128])
+@CAUSAL
+def test_random_blocks(causal: Causal, size: int, lists: BlockLists) -> None:
+    torch.manual_seed(0)
+    problem = a_problem(causal=causal, block_mask=size, block_lists=lists)
+    for split in (False, True):
+        config = a_config(f"{causal} {size} {lists}", split_masked_loop=split)
+        check(problem, a_call(problem, visible_blocks(problem)), config)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", OTHERS)
+@CAUSAL
+def test_with_another_feature(name: str, causal: Causal) -> None:
+    torch.manual_seed(0)
+    problem = a_problem(causal=causal, **OTHERS[name])
+    for split in (False, True):
+        config = a_config(f"{name} {causal}", split_masked_loop=split)
+        check(problem, a_call(problem, visible_blocks(problem)), config, 64)
+
+
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
+def test_more_queries_than_keys(causal: Causal) -> None:
+    torch.manual_seed(0)
+    problem = a_problem(causal=causal, seqlen_q=290, seqlen_kv=140)
+    check(problem, a_call(problem, visible_blocks(problem)), a_config("queries", split_masked_loop=True))
+
+
+def test_lists_longer_than_one_search_step() -> None:
+    """The list has more blocks than one step of the search in it."""
+    torch.manual_seed(0)
+    problem = a_problem(
+        batch=1, heads=1, kv_heads=1, seqlen_q=64, seqlen_kv=300 * 64 + 5, causal=Causal.BOTTOM_RIGHT
+    )
+    visible = torch.rand(1, 1, 1, 301) < 0.7
+    config = a_config("long", block_m=64, block_n=64, split_masked_loop=True)
+    assert visible.sum() > 128
+    check(problem, a_call(problem, visible), config)
+
+
+def test_no_visible_block_at_all() -> None:
+    problem = a_problem()
+    visible = torch.zeros_like(visible_blocks(problem))
+    check(problem, a_call(problem, visible), a_config("nothing", split_masked_loop=True))
+
+
+def test_narrow_lists_shared_by_sequences_and_heads() -> None:
+    """Lists with room for two blocks only, with strides of zero."""
+    torch.manual_seed(0)
+    problem = a_problem(block_lists=BlockLists.GROUP)
+    mask = BlockMask.from_scores(torch.randn(3, 6), 2, 64)
+    assert mask.indices.shape == (1, 1, 3, 2)
+    call = make_call(msgspec.structs.replace(problem, block_mask=0))
+    side = call.side._replace(
+        block_counts=mask.counts.expand(2, 2, -1), block_indices=mask.indices.expand(2, 2, -1, -1)
+    )
+    check(problem, call._replace(side=side), a_config("narrow", split_masked_loop=True))
