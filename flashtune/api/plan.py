@@ -12,6 +12,7 @@ from flashtune.api.merge_states import attend_shared, shared_calls
 from flashtune.core.arguments import checked
 from flashtune.core.canonical import shape_text
 from flashtune.core.errors import ProblemError
+from flashtune.core.block_mask import BlockMask
 from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.request.call import Call, DenseOptions, dense_call, seeded
 from flashtune.request.read_call import read_call
@@ -81,12 +82,12 @@ class Plan(Generic[Planned_co]):
         """Returns the planned shape, in the syntax of `--shape`, and the options."""
         return self._text
 
-    def __call__(self, *tensors: Tensor | None, **named: Tensor | None) -> Planned_co:
+    def __call__(self, *tensors: Tensor | None, **named: Tensor | BlockMask | None) -> Planned_co:
         """Returns the output, and the log-sum-exp if it was planned.
 
         Args:
             *tensors: The planned function's parameters that are tensors.
-            **named: Tensors that were passed as options to the planned function.
+            **named: Tensors and block masks that were passed as options to the planned function.
 
         Raises:
             ProblemError: The tensors differ from the planned ones in more than their values.
@@ -124,7 +125,7 @@ def plan(
         **options: Options of `attention`. Tensors are examples, as q is. Numbers become part of the plan.
 
     Returns:
-        A callable with the parameters (q, k, v). Tensors that were passed as options are passed by name.
+        A callable with the parameters (q, k, v). Tensors and block masks of the options are passed by name.
 
     Raises:
         ProblemError: As `attention`.
@@ -148,11 +149,11 @@ def planned(
         name: The name of the function that makes the plan.
         make: Returns a call.
         tensors: Arguments of `make` that later calls pass too.
-        options: Keyword arguments of `make`. Later calls pass those that are tensors.
+        options: Keyword arguments of `make`. Later calls pass those that are tensors or block masks.
         shared_prefix: Number of first tokens that all sequences share.
         **numbers: Other keyword arguments of `make`.
     """
-    kept = {key: value for key, value in options.items() if not isinstance(value, Tensor)}
+    kept = {key: value for key, value in options.items() if not isinstance(value, (Tensor, BlockMask))}
     make = functools.partial(make, **kept, **numbers)
     if shared_prefix:
         make = functools.partial(_shared, make, shared_prefix)
@@ -166,7 +167,7 @@ def planned(
     return Plan(make, call, prepared, f"flashtune.{name}({_words(request, call.scale)}{words})")
 
 
-def _shared(make: Callable[..., Call], tokens: int, *tensors: Tensor, **named: Tensor | None) -> Call:
+def _shared(make: Callable[..., Call], tokens: int, *tensors: Tensor, **named: Tensor | BlockMask | None) -> Call:
     return make(*tensors, **named)._replace(shared_prefix=tokens)
 
 

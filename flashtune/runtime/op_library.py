@@ -56,7 +56,7 @@ def operands(call: Call, names: Sequence[str] = ALL) -> tuple[Any, ...]:
     values = (call.q, call.k, None if call.options.latent else call.v, call.scale, *call.options, *call.side)
     if names is ALL:
         return _in_order(values)
-    given = dict(zip(ALL, values, strict=True))
+    given = dict(zip(OPERANDS, values, strict=True))
     return tuple([given[name] for name in names])
 
 
@@ -66,7 +66,7 @@ def call_of(values: Sequence[Any], names: Sequence[str] = ALL, **others: object)
         # Defaults at the end are not passed.
         values = _as_given((*values, *DEFAULTS[len(DEFAULTS) - len(ALL) + len(values) :]))
     else:
-        given = dict.fromkeys(ALL) | Options._field_defaults | others | dict(zip(names, values, strict=False))
+        given = dict.fromkeys(OPERANDS) | Options._field_defaults | others | dict(zip(names, values, strict=False))
         given["kv_layout"] = given["layout"]
         values = tuple(given.values())
     q, k, v, scale, *rest = values
