@@ -29,8 +29,8 @@ BATCHES = (1, 2, 2, 1, 3)
 FEW_HEADS = ((4, 2), (3, 1), (2, 2), (1, 1), (2, 1))
 FEW_DECODE_HEADS = ((8, 2), (2, 2), (16, 1), (4, 2), (8, 1), (7, 1))
 FEW_BATCHES = (1, 1, 2, 1, 2)
-# Elements of a list of blocks that kernels compare at once. Lists of random masks have half of all blocks.
-LONG_LIST = 256
+# Blocks of keys of a problem whose lists are longer than a step of a kernel's search in them, 128 elements.
+LONG_LIST = 300
 # Rows of a decoding tile: queries times heads that share a KV head.
 DECODE_ROWS, LATENT_ROWS = 64, 128
 # Group size of the problem that fills three tiles of rows, and the most splits that have three blocks in it.
@@ -157,8 +157,8 @@ def border_shapes(
         yield Shape(Probe.EDGE, size + queries, 3 * size + 1)
         yield Shape(Probe.RANDOM, 2 * size + 1, 5 * size - 1)
         if not quick:
-            # A list longer than one step of a search in it.
-            yield Shape(Probe.RANDOM, queries, (LONG_LIST + 2) * size)
+            if not reduced:
+                yield Shape(Probe.RANDOM, queries, LONG_LIST * size)
             yield Shape(Probe.FAR_BELOW, size - 1, 4 * size)
             yield Shape(Probe.NEEDLE, size + 1, 6 * size)
     if problem.sinks:

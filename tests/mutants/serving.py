@@ -8,6 +8,7 @@ from tests.mutants.portable import (
     decode_scores,
     decode_splits,
     masked_borders,
+    masked_lists,
     masked_places,
     masked_scores,
 )
@@ -18,6 +19,7 @@ def serving_mutants(size: Size) -> tuple[Mutant, ...]:
     """Those that change results anywhere, at a size."""
     return (
         *masked_borders.borders(size),
+        *masked_lists.lists(size),
         *masked_scores.scores(size),
         *masked_places.places(size),
         *decode_splits.parts(size),
@@ -27,5 +29,5 @@ def serving_mutants(size: Size) -> tuple[Mutant, ...]:
 
 
 def serving_mutants_of_a_gpu(size: Size) -> tuple[Mutant, ...]:
-    """Those of instructions that only a GPU has, and of a race."""
-    return (*decode_scores.bytes_of(size), *decode_scores.early(size))
+    """Those of instructions that only a GPU has, of a race, and of long lists."""
+    return (*decode_scores.bytes_of(size), *decode_scores.early(size), *masked_lists.long_lists(size))
