@@ -18,6 +18,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import (
     PAGE_SIZES,
     Bias,
+    BlockLists,
     Causal,
     Direction,
     Dtype,
@@ -70,6 +71,11 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
     ),
     Feature.ATTENTION_CHUNK: ({"attention_chunk": 50}, {"attention_chunk": 256}),
     Feature.PREFIX: ({"prefix": True},),
+    Feature.BLOCK_MASK: (
+        {"block_mask": 64},
+        {"block_mask": 128},
+        {"block_mask": 64, "block_lists": BlockLists.GROUP},
+    ),
     Feature.SOFTCAP: ({"softcap": True},),
     Feature.ALIBI: ({"alibi": True},),
     Feature.BIAS: ({"bias": Bias.ADDITIVE}, {"bias": Bias.BOOLEAN}),

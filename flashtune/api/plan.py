@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flashtune.api.merge_states import attend_shared, shared_calls
 from flashtune.core.arguments import checked
+from flashtune.core.block_mask import BlockMask
 from flashtune.core.canonical import shape_text
 from flashtune.core.errors import ProblemError
-from flashtune.core.block_mask import BlockMask
 from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.request.call import Call, DenseOptions, dense_call, seeded
 from flashtune.request.read_call import read_call
@@ -167,7 +167,9 @@ def planned(
     return Plan(make, call, prepared, f"flashtune.{name}({_words(request, call.scale)}{words})")
 
 
-def _shared(make: Callable[..., Call], tokens: int, *tensors: Tensor, **named: Tensor | BlockMask | None) -> Call:
+def _shared(
+    make: Callable[..., Call], tokens: int, *tensors: Tensor, **named: Tensor | BlockMask | None
+) -> Call:
     return make(*tensors, **named)._replace(shared_prefix=tokens)
 
 

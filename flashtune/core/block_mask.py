@@ -66,12 +66,14 @@ class BlockMask(NamedTuple):
         return BlockMask.from_blocks(tiles.any(-1).any(-2), block_size)
 
     @staticmethod
-    def from_csr(offsets: Tensor, columns: Tensor, key_blocks: int, block_size: int = BLOCK_SIZE) -> BlockMask:
+    def from_csr(
+        offsets: Tensor, columns: Tensor, key_blocks: int, block_size: int = BLOCK_SIZE
+    ) -> BlockMask:
         """Returns the mask of lists in compressed sparse rows.
 
         Args:
-            offsets: Where the list of each query block begins in `columns`, and where the last one ends: int32
-                [..., query blocks + 1] of up to three dimensions.
+            offsets: Where the list of each query block begins in `columns`, and where the last one ends:
+                int32 [..., query blocks + 1] of up to three dimensions.
             columns: The key blocks of all lists, each list in ascending order: int32 [visible blocks].
             key_blocks: Number of key blocks.
             block_size: Queries and keys of a block, 64 or 128.
@@ -127,7 +129,7 @@ class BlockMask(NamedTuple):
         Args:
             documents_q: The document of each query, integers that do not decrease along a sequence:
                 [seqlen_q] or [batch, seqlen_q].
-            documents_k: Those of the keys, [seqlen_kv] or [batch, seqlen_kv]; by default those of the queries.
+            documents_k: Those of the keys, [seqlen_kv] or [batch, seqlen_kv]; by default those of queries.
             block_size: Queries and keys of a block, 64 or 128.
 
         The mask is exact if documents begin at blocks. Otherwise blocks at their borders show both documents.
@@ -169,8 +171,8 @@ class BlockMask(NamedTuple):
         """Returns the key blocks with the largest scores of each query block.
 
         Args:
-            scores: Scores of blocks, [..., query blocks, key blocks] of up to four dimensions. A score of -inf
-                hides a block.
+            scores: Scores of blocks, [..., query blocks, key blocks] of up to four dimensions. A score of
+                -inf hides a block.
             top_k: Number of blocks that each query block sees, at most.
             block_size: Queries and keys of a block, 64 or 128.
 

@@ -33,7 +33,7 @@ def normal_form(problem: Problem) -> Problem:
         problem = replace(problem, attention_chunk=0)
     if problem.sink_tokens and problem.window_left is None and not problem.attention_chunk:
         problem = replace(problem, sink_tokens=0)
-    if problem.block_mask and problem.group_size == 1:
+    if problem.block_lists is BlockLists.GROUP and (not problem.block_mask or problem.group_size == 1):
         problem = replace(problem, block_lists=BlockLists.HEAD)
     if problem.deterministic and not problem.is_backward:
         # The forward pass is always deterministic.

@@ -51,9 +51,9 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
             raise ProblemError("a paged cache always has lengths: leave seqlens_k out")
         if self.block_mask and self.block_mask not in MASK_BLOCKS:
             sizes = " or ".join(map(str, MASK_BLOCKS))
-            raise ProblemError(f"a block mask with blocks of {self.block_mask} is not supported: pass {sizes}")
-        if self.block_mask and (self.total_q or self.page_size):
-            raise ProblemError("packed sequences and pages have no block mask: leave block_mask out")
+            raise ProblemError(
+                f"a block mask with blocks of {self.block_mask} is not supported: pass {sizes}"
+            )
         if self.kv_dtype is not None and self.dtype.is_quantized:
             raise ProblemError(f"with keys of {self.kv_dtype} leave queries in bf16, fp16 or fp32")
 
@@ -129,7 +129,7 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
         )
 
     def visible_pairs(self) -> int:
-        """Returns the number of visible (query, key) pairs of one head, with the lists of a usual block mask."""
+        """Returns the number of visible (query, key) pairs of one head, with usual lists of a block mask."""
         return math.ceil(visible_pairs(self.sight) * self.block_share)
 
     @property

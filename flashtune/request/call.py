@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.block_mask import BlockMask
 from flashtune.core.arguments import read_count, read_flag, shown
+from flashtune.core.block_mask import BlockMask
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureOptions
 from flashtune.core.features.table import NUMBER_INPUTS, TENSOR_INPUTS

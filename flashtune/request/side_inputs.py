@@ -102,7 +102,9 @@ def block_lists(side: ExtraInputs, heads: int, kv_heads: int) -> BlockLists:
     A single list for all heads counts as one for each KV head.
     """
     counts = side.block_counts
-    shared = counts is not None and counts.dim() == 3 and counts.shape[1] in (1, kv_heads) and kv_heads < heads
+    shared = (
+        counts is not None and counts.dim() == 3 and counts.shape[1] in (1, kv_heads) and kv_heads < heads
+    )
     return BlockLists.GROUP if shared else BlockLists.HEAD
 
 

@@ -66,7 +66,12 @@ def call_of(values: Sequence[Any], names: Sequence[str] = ALL, **others: object)
         # Defaults at the end are not passed.
         values = _as_given((*values, *DEFAULTS[len(DEFAULTS) - len(ALL) + len(values) :]))
     else:
-        given = dict.fromkeys(OPERANDS) | Options._field_defaults | others | dict(zip(names, values, strict=False))
+        given = (
+            dict.fromkeys(OPERANDS)
+            | Options._field_defaults
+            | others
+            | dict(zip(names, values, strict=False))
+        )
         given["kv_layout"] = given["layout"]
         values = tuple(given.values())
     q, k, v, scale, *rest = values

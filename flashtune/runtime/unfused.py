@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.features.description import ScoreRows
-from flashtune.core.features.masks import seen_blocks, seen_keys
+from flashtune.core.features.masks import seen_keys, seen_pairs
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import TENSOR_INPUTS, changed_scores
 from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Dtype, Problem
@@ -297,12 +297,8 @@ def _hidden(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Tensor
     seen = seen.unsqueeze(1)
     if side.bias is not None and problem.bias is Bias.BOOLEAN:
         seen = seen & side.bias
-    if side.block_counts is not None and side.block_indices is not None:
-        size, heads = problem.block_mask, q.shape[1]
-        blocks = seen_blocks(side.block_counts, side.block_indices, -(-k.shape[2] // size))
-        blocks = blocks.repeat_interleave(heads // blocks.shape[1], 1)
-        rows = torch.arange(q.shape[2], device=q.device) // size
-        seen = seen & blocks[:, :, rows][..., keys // size]
+    if problem.block_mask:
+        seen = seen & seen_pairs(problem, side, torch.arange(q.shape[2], device=q.device), k.shape[2])
     return ~seen
 
 

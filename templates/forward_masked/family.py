@@ -49,6 +49,8 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
             return f"forward_masked takes no queries of {problem.dtype}"
         if {Feature.VARLEN, Feature.BIAS} <= problem.features:
             return "forward_masked takes no bias over packed sequences"
+        if problem.block_mask and problem.features & {Feature.VARLEN, Feature.PAGES}:
+            return "forward_masked takes no block mask over packed sequences or pages"
         return self._why_not_stored(problem, target)
 
     def _why_not_stored(self, problem: Problem, target: Target) -> str | None:

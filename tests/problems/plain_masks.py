@@ -83,9 +83,7 @@ def visible(problem: Problem, queries: int, keys: int, prefix: int = 0) -> Tenso
     return seen & (near | (key < problem.sink_tokens)) | (key < prefix)
 
 
-def listed(
-    problem: Problem, side: ExtraInputs, sequence: int, heads: int, queries: int, keys: int
-) -> Tensor:
+def listed(problem: Problem, side: ExtraInputs, sequence: int, heads: int, queries: int, keys: int) -> Tensor:
     """The keys in the blocks of a block mask's lists: bool [heads, queries, keys]."""
     assert side.block_counts is not None
     assert side.block_indices is not None

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from flashtune.core.kernel import Alignment, Kernel, Specialization
-from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 
@@ -128,6 +128,7 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "masked_bf16_d128_window": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
     "masked_bf16_d128_softcap_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
     "masked_bf16_d64_boolean": (MASKED, "bf16", (64, 64), "none", WIDE, PLAIN),
+    "masked_bf16_d128_blocks": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
     "backward_split_bf16_d64_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, PLAIN),
     "backward_fused_bf16_d64_dropout": (FUSED, "bf16", (64, 64), "none", SHARED, PLAIN),
     "decode_bf16_d128": (
@@ -207,6 +208,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "masked_bf16_d128_window": {"window_left": 1024},
     "masked_bf16_d128_softcap_dropout": {"window_left": 1024, "softcap": True, "dropout": True},
     "masked_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
+    "masked_bf16_d128_blocks": {"block_mask": 128, "block_lists": BlockLists.GROUP},
     "backward_split_bf16_d64_dropout": {"dropout": True, "alibi": True},
     "backward_fused_bf16_d64_dropout": {"dropout": True},
     "decode_bf16_d64_packed_pages": {

@@ -12,7 +12,7 @@ import torch
 
 from flashtune.core.features.records import NUMBERS
 from flashtune.core.kernel import Alignment, Kernel, Specialization
-from flashtune.core.problem import Bias, Causal, Dtype, Feature, KvDtype, KvScale, Problem
+from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.templates.common.args.feature_context import FARTHEST, feature_context
@@ -33,6 +33,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": True},
     "additive": {"bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN},
+    "blocks": {"block_mask": 64},
+    "block_groups": {"block_mask": 128, "block_lists": BlockLists.GROUP},
     "sinks": {"sinks": True},
     "dropout": {"dropout": True},
     "packed": {"total_q": 1024},
@@ -81,6 +83,7 @@ def test_all_features_but_latent_and_deterministic_are_supported() -> None:
         ({"sinks": True, "value_head_dim": 512}, "head dims up to 256"),
         ({"window_left": 1, "dtype": Dtype.E4M3}, "no queries of e4m3"),
         ({"total_q": 9, "bias": Bias.BOOLEAN}, "no bias over packed sequences"),
+        ({"block_mask": 64, "total_q": 9}, "no block mask over packed sequences or pages"),
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "scales of pages for keys in pages alone"),
     ],
 )

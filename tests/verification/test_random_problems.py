@@ -23,9 +23,10 @@ SUBJECTS = list(subjects(1, H200))
 def test_all_supported_features_and_pairs_are_drawn() -> None:
     drawn = {subject.problem.features for subject in SUBJECTS}
     absent = {asked for asked in feature_sets() if asked not in drawn}
-    # Pages bring their lengths along, no family lays a bias over packed sequences, and none drops weights of
-    # latent keys.
+    # Pages bring their lengths along, no family lays a bias or a block mask over packed sequences, and none
+    # drops weights of latent keys.
     pairs = {("seqlens_k", "pages"), ("bias", "varlen"), ("mla", "dropout")}
+    pairs |= {("block_mask", other) for other in ("varlen", "pages", "mla")}
     assert absent == set(map(frozenset, pairs))
     assert {subject.family for subject in SUBJECTS} >= {"forward_masked", "decode_split_kv", "forward_hopper"}
 

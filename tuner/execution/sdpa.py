@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashtune.core.features.masks import seen_pairs
 from flashtune.core.problem import Bias, Causal, Feature, Problem
 from flashtune.dispatch.masked_sdpa import is_masked, masked_attention
 from flashtune.tuner.execution.inputs import Tensors
@@ -29,7 +30,7 @@ OTHER_LAYOUTS = frozenset({Feature.VARLEN, Feature.PAGES, Feature.QUANTIZED_KV, 
 MASKED = frozenset(
     {
         *(Feature.WINDOW, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.ALIBI),
-        *(Feature.BIAS, Feature.SEQLENS_K, Feature.DROPOUT, Feature.DETERMINISTIC),
+        *(Feature.BIAS, Feature.BLOCK_MASK, Feature.SEQLENS_K, Feature.DROPOUT, Feature.DETERMINISTIC),
     }
 )
 
@@ -81,7 +82,8 @@ def sdpa_call(problem: Problem, tensors: Tensors) -> Callable[[], Tensor] | None
 
 def _mask_elements(problem: Problem) -> int:
     """Returns the number of elements of SDPA's mask."""
-    heads = problem.heads if problem.features & {Feature.ALIBI, Feature.BIAS} else 1
+    own = {Feature.ALIBI, Feature.BIAS, Feature.BLOCK_MASK}
+    heads = problem.heads if problem.features & own else 1
     batch = (
         problem.batch
         if problem.features - {Feature.WINDOW, Feature.ATTENTION_CHUNK, Feature.SINK_TOKENS}
@@ -99,6 +101,8 @@ def _mask(problem: Problem, tensors: Tensors) -> Tensor:
     if problem.bias is Bias.BOOLEAN:
         assert side.bias is not None
         seen = seen & side.bias
+    if problem.block_mask:
+        seen = seen & seen_pairs(problem, side, rows.to(device), problem.seqlen_kv)
     if not problem.alibi and problem.bias is not Bias.ADDITIVE:
         return seen
     added = (

@@ -34,6 +34,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"alibi": True},
     {"bias": Bias.ADDITIVE},
     {"bias": Bias.BOOLEAN},
+    {"block_mask": 128},
     {"total_q": 4096},
     {"seqlens_k": True},
     {"page_size": 16},

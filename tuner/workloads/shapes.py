@@ -78,6 +78,8 @@ def _build(given: dict[str, Value]) -> Problem:
         raise UsageError("seqlen, seqlen_q and seqlen_kv exclude each other: leave one of the three out")
     if "kv_scale" in given and "kv_dtype" not in given:
         raise UsageError("kv_scale says what shares a scale in a quantised cache: add kv_dtype=e4m3 or int8")
+    if "block_lists" in given and not given.get("block_mask"):
+        raise UsageError("block_lists says which heads share a block mask's lists: add block_mask=64 or 128")
     window = _window(given)
     features: dict[str, Any] = {name: given[name] for name in DEFAULTS if name in given}
     features |= {"window_left": window.left, "window_right": window.right}

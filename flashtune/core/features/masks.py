@@ -11,7 +11,7 @@ from flashtune.core.features.plain_problem import Causal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashtune.core.features.records import FeatureFields
+    from flashtune.core.features.records import ExtraInputs, FeatureFields
 
 
 def seen_keys(fields: FeatureFields, positions: Tensor, keys: Tensor, prefix: Tensor | None) -> Tensor:
@@ -43,12 +43,29 @@ def both(one: Tensor, other: Tensor) -> Tensor:
     return (one.view(torch.uint8) & other.view(torch.uint8)).view(torch.bool)
 
 
+def seen_pairs(fields: FeatureFields, inputs: ExtraInputs, rows: Tensor, keys: int) -> Tensor:
+    """Returns whether a block mask leaves pairs visible, bool [batch, heads, rows, keys].
+
+    Args:
+        fields: The problem.
+        inputs: The extra inputs, with the lists of all sequences.
+        rows: Numbers of the queries, [rows].
+        keys: Number of keys.
+    """
+    counts, indices, size = inputs.block_counts, inputs.block_indices, fields.block_mask
+    assert counts is not None
+    assert indices is not None
+    blocks = seen_blocks(counts, indices, -(-keys // size))
+    blocks = blocks.repeat_interleave(fields.heads // counts.shape[1], 1)
+    return blocks[:, :, rows // size].repeat_interleave(size, -1)[..., :keys]
+
+
 def seen_blocks(counts: Tensor, indices: Tensor, key_blocks: int) -> Tensor:
     """Returns whether blocks of queries see blocks of keys, bool [..., query blocks, key_blocks].
 
     Args:
         counts: Lengths of the lists, [..., query blocks].
-        indices: The lists, [..., query blocks, blocks of the longest]. Elements after a list's end are ignored.
+        indices: The lists, [..., query blocks, blocks of the longest]. Elements after the end are ignored.
         key_blocks: Number of blocks of keys.
     """
     own = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]

@@ -112,9 +112,7 @@ class Extremes(msgspec.Struct, frozen=True):
 def extremes(tiling: Tiling) -> Extremes:
     """Returns the extremes of a head's tiles."""
     if have_equal_length(tiling.problem):
-        every = max(
-            1.0, math.ceil(tiling.problem.seqlen_kv / tiling.columns) * tiling.problem.block_share
-        )
+        every = max(1.0, math.ceil(tiling.problem.seqlen_kv / tiling.columns) * tiling.problem.block_share)
         return Extremes(every, every, every)
     import numpy as np
 

@@ -66,7 +66,8 @@ def _lengths(chance: random.Random, problem: Problem, config: Config, batch: int
     def queries() -> int:
         if splits_of(config):
             return chance.choice(DECODED)
-        return _length(chance, [tile_of(config)[0] // int(getattr(config, "pack_gqa", 1)) or 1])
+        tile = tile_of(config)[0] // int(getattr(config, "pack_gqa", 1)) or 1
+        return _length(chance, [tile, *((problem.block_mask,) if problem.block_mask else ())])
 
     def keys() -> int:
         return _length(chance, _borders(problem, config))
@@ -89,8 +90,8 @@ def _borders(problem: Problem, config: Config) -> list[int]:
     """Block sizes at whose multiples a bound is."""
     block = tile_of(config)[1]
     sides = [block, block, block * max(1, splits_of(config))]
-    sides += [one for one in (problem.window_left, problem.attention_chunk, problem.page_size) if one]
-    return sides
+    masks = problem.window_left, problem.attention_chunk, problem.page_size, problem.block_mask
+    return [*sides, *(one for one in masks if one)]
 
 
 def _length(chance: random.Random, sides: list[int]) -> int:

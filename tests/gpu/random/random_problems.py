@@ -24,8 +24,10 @@ from flashtune.core.config import Config
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import (
+    MASK_BLOCKS,
     PAGE_SIZES,
     Bias,
+    BlockLists,
     Causal,
     Direction,
     Dtype,
@@ -175,6 +177,10 @@ DRAWN: dict[Feature, Draw] = {
         "attention_chunk": chance.choice((16, 50, 64, 128, 200, 256))
     },
     Feature.PREFIX: lambda *_: {"prefix": True},
+    Feature.BLOCK_MASK: lambda chance, _: {
+        "block_mask": chance.choice(MASK_BLOCKS),
+        "block_lists": chance.choice(tuple(BlockLists)),
+    },
     Feature.SOFTCAP: lambda *_: {"softcap": True},
     Feature.ALIBI: lambda *_: {"alibi": True},
     Feature.BIAS: lambda chance, _: {"bias": chance.choice((Bias.ADDITIVE, Bias.BOOLEAN))},

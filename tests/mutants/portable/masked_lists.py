@@ -6,12 +6,9 @@ from flashtune.core.problem import BlockLists, Causal
 from tests.mutants.core import Mutant
 from tests.mutants.serving_size import FIRST_TOKENS, Size, change, mutants_of
 
-MASK_BLOCK = 64
 QUERY_BLOCK = "query_block = first_query // MASK_BLOCK"
-COUNT = (
-    "tl.load(block_counts + sequence * stride_counts_b + list_head * stride_counts_h + query_block)"
-)
-PLACE = "block_indices + sequence * stride_indices_b + list_head * stride_indices_h + query_block * stride_indices_q"
+COUNT = "tl.load(block_counts + sequence * stride_counts_b + list_head * stride_counts_h + query_block)"
+PLACE = "block_indices + sequence * stride_indices_b + list_head * stride_indices_h"
 IN_BLOCK = " + start - start // MASK_BLOCK * MASK_BLOCK"
 LAST = "listed_keys(tl.cdiv(n_max, MASK_BLOCK)"
 FULL = "listed_keys(n_full_max // MASK_BLOCK"
@@ -22,7 +19,7 @@ LIFTED = "listed_keys(tl.cdiv(n_lifted, MASK_BLOCK)"
 
 def lists(size: Size) -> tuple[Mutant, ...]:
     """Causal, with lists of each head: those of a tile, and the blocks in them."""
-    subject = size.masked(block_mask=MASK_BLOCK)
+    subject = size.masked(block_mask=_mask_block(size))
     changes = (
         change("list of the query block before", "Queries see the blocks of the block before theirs.",
                QUERY_BLOCK, "query_block = tl.maximum(first_query // MASK_BLOCK - 1, 0)"),
@@ -38,12 +35,14 @@ def lists(size: Size) -> tuple[Mutant, ...]:
                COUNT, "tl.cdiv(seqlen_kv, MASK_BLOCK)"),
         change("last block of a list skipped", "The last element of a list is left out.",
                COUNT, f"tl.maximum({COUNT} - 1, 0)"),
-        change("first block of a list skipped", "Lists begin at their second element.", PLACE, f"{PLACE} + 1"),
+        change("first block of a list skipped", "Lists begin at their second element.",
+               PLACE, f"{PLACE} + 1"),
         change("no mask on the diagonal block", "Blocks that the diagonal cuts are taken without a mask.",
                FULL, FULL.replace("n_full_max // MASK_BLOCK", "tl.cdiv(n_full_max, MASK_BLOCK)")),
-        change("diagonal block left out", "Blocks that the diagonal or the end of the keys cuts are left out.",
+        change("diagonal block left out", "Blocks that the diagonal or the last key cuts are left out.",
                LAST, LAST.replace("tl.cdiv(n_max, MASK_BLOCK)", "n_max // MASK_BLOCK")),
-        change("block stays", "All blocks of a list are its first one.", "block = next_block", "pass", times=2),
+        change("block stays", "All blocks of a list are its first one.",
+               "block = next_block", "pass", times=2),
         change("block one step late", "The first part of a block is that of the block before.",
                "tl.minimum(start + BLOCK_N, n_max - 1)", "tl.minimum(start, n_max - 1)", times=2),
         change("first keys of a block", "All parts of a block are its first part.", IN_BLOCK, "", times=2),
@@ -55,9 +54,12 @@ def lists(size: Size) -> tuple[Mutant, ...]:
 
 def _others(size: Size) -> tuple[Mutant, ...]:
     """Lists of groups without a causal mask, and windows."""
-    groups = size.masked(block_mask=MASK_BLOCK, block_lists=BlockLists.GROUP, causal=Causal.NONE)
-    window = size.masked(block_mask=MASK_BLOCK, window_left=3 * size.block_n + 4)
-    first = size.masked(block_mask=MASK_BLOCK, window_left=3 * size.block_n + 4, sink_tokens=FIRST_TOKENS)
+    near = 3 * size.block_n + 4
+    groups = size.masked(block_mask=_mask_block(size), block_lists=BlockLists.GROUP, causal=Causal.NONE)
+    window = size.masked(block_mask=_mask_block(size), window_left=near)
+    first = size.masked(
+        block_mask=_mask_block(size), window_left=3 * size.block_n + 4, sink_tokens=FIRST_TOKENS
+    )
     return (
         *mutants_of(groups, (
             change("lists of the first group", "All groups see the blocks of the first.",
@@ -66,10 +68,12 @@ def _others(size: Size) -> tuple[Mutant, ...]:
                    FULL, FULL.replace("n_full_max // MASK_BLOCK", "tl.cdiv(n_full_max, MASK_BLOCK)")),
         )),
         *mutants_of(window, (
-            change("first block of a window's list skipped", "Blocks that the start of a window cuts are left out.",
+            change("first block of a window's list skipped",
+                   "Blocks that a window's start cuts are left out.",
                    FIRST, FIRST.replace("n_min // MASK_BLOCK", "tl.cdiv(n_min, MASK_BLOCK)")),
-            change("no mask on the first block of a window", "Blocks that the start of a window cuts have no mask.",
-                   FULL_FIRST, FULL_FIRST.replace("tl.cdiv(n_full_min, MASK_BLOCK)", "n_full_min // MASK_BLOCK")),
+            change("no mask on the first block of a window",
+                   "Blocks that a window's start cuts have no mask.",
+                   FULL_FIRST, "listed_keys(n_full_min // MASK_BLOCK"),
         )),
         *mutants_of(first, (
             change("listed first tokens skipped", "First tokens that fill no block of the mask are left out.",
@@ -81,10 +85,15 @@ def _others(size: Size) -> tuple[Mutant, ...]:
     )  # fmt: skip
 
 
+def _mask_block(size: Size) -> int:
+    """Queries and keys of a block of the mask, more than those of a tile."""
+    return 64 if size.block_m < 64 else 128
+
+
 def long_lists(size: Size) -> tuple[Mutant, ...]:
     """Lists that are longer than a step of the search, which take too long under the interpreter."""
     changes = (
         change("search ends after one step", "Blocks after the first 128 of a list count as hidden.",
                "tl.range(0, block_count, LISTED)", "tl.range(0, tl.minimum(block_count, LISTED), LISTED)"),
     )  # fmt: skip
-    return mutants_of(size.masked(block_mask=MASK_BLOCK), changes)
+    return mutants_of(size.masked(block_mask=_mask_block(size)), changes)

@@ -1,4 +1,4 @@
-"""Tests of calls with block masks in the interpreter: forms of the mask, compilers, saved operators, errors."""
+"""Tests of calls with block masks in the interpreter: forms of masks, compilers, operators and errors."""
 
 from __future__ import annotations
 
@@ -162,7 +162,10 @@ def wrong(**changes: Any) -> BlockMask:
         (wrong(indices=a_mask().indices[..., :0]), "at least one key block"),
         (wrong(indices=a_mask().indices[:1]), "block_mask has counts"),
         (wrong(indices=a_mask().indices.mT.contiguous().mT), "last dimension has stride"),
-        (wrong(indices=torch.full_like(a_mask().indices, 5)), r"indices\[.*\] is 5: pass numbers from 0 to 4"),
+        (
+            wrong(indices=torch.full_like(a_mask().indices, 5)),
+            r"indices\[.*\] is 5: pass numbers from 0 to 4",
+        ),
         (wrong(indices=torch.zeros_like(a_mask().indices)), "in ascending order"),
         (wrong(counts=a_mask().counts + 9), "a list has 5 elements: pass counts from 0 to 5"),
     ],
