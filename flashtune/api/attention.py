@@ -67,6 +67,8 @@ def attention(
         attn_mask: Boolean mask of such a shape, True where a query sees a key. It is combined with the other
             masks. Keys and values that it hides must be finite: with prefer="fastest", NaN or infinity
             there may give NaN.
+        block_mask: A `flashtune.BlockMask`: the blocks of keys that each block of queries sees. Hidden blocks
+            are not read.
         sinks: Logit of each head that has a share of the softmax but no value (gpt-oss): float32 [heads].
         sink_tokens: Number of first keys that are exempt from window and chunk.
         prefix_lengths: Number of first keys of each sequence that all its queries see: int32 [batch].
