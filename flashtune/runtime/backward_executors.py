@@ -198,8 +198,8 @@ def _strides(
     strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
     if side is NO_EXTRA_INPUTS:
         return strides
-    bias, slopes = side.bias, side.slopes
-    return (*strides, None if bias is None else bias.stride(), None if slopes is None else slopes.stride())
+    own = side.bias, side.slopes, side.block_counts, side.block_indices
+    return (*strides, *(None if tensor is None else tensor.stride() for tensor in own))
 
 
 def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor, *, writes_sinks: bool = False) -> Gradients:

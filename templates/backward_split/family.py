@@ -26,6 +26,9 @@ from flashtune.templates.family import Context, FamilyOf
 
 # Features that hide keys from only some queries of a block.
 MASKS = frozenset({Feature.WINDOW, Feature.ATTENTION_CHUNK})
+# The largest side of a tile, and the warps of a tile that a block mask makes smaller.
+MAX_SIDE = 128
+SMALL_WARPS = 4
 
 
 class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
@@ -33,11 +36,18 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
 
     name = "backward_split"
     config_type = SplitConfig
-    features = (FEATURES - {Feature.PAGES, Feature.QUANTIZED_KV}) | {Feature.DETERMINISTIC}
+    features = (FEATURES - {Feature.PAGES, Feature.QUANTIZED_KV}) | {
+        Feature.BLOCK_MASK,
+        Feature.DETERMINISTIC,
+    }
     direction = Direction.BACKWARD
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
+        if problem.block_mask and (problem.alibi or problem.bias is Bias.ADDITIVE):
+            return "backward_split takes no ALiBi and no additive bias with a block mask"
+        if problem.block_mask and problem.total_q:
+            return "backward_split takes no block mask over packed sequences"
         return refusal(self.name, problem)
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -49,14 +59,16 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
         masked = bool(problem.features & MASKS) or problem.causal is not Causal.NONE
         tiles = usual_tiles(width, problem, target)
         block_m, block_n, num_warps, num_stages, dq_block_m, dq_block_n, dq_warps, dq_stages = tiles
+        # A tile lies within one block of a block mask.
+        largest = problem.block_mask or MAX_SIDE
         return SplitConfig(
-            block_m=block_m,
-            block_n=block_n,
-            num_warps=num_warps,
+            block_m=min(block_m, largest),
+            block_n=min(block_n, largest),
+            num_warps=num_warps if block_n <= largest else SMALL_WARPS,
             num_stages=num_stages,
-            dq_block_m=dq_block_m,
-            dq_block_n=dq_block_n,
-            dq_warps=dq_warps,
+            dq_block_m=min(dq_block_m, largest),
+            dq_block_n=min(dq_block_n, largest),
+            dq_warps=dq_warps if dq_block_m <= largest else SMALL_WARPS,
             dq_stages=dq_stages,
             # If only the last block is masked, one loop is as fast and needs fewer registers.
             split_masked_loop=masked and width <= 256,

@@ -66,6 +66,9 @@ def split_space(problem: Problem, target: Target) -> Space:
     widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
     held = (16, 32, 64, 128) if short else (32, 64, 128) if widest >= WIDE_HEAD else (64, 128)
     walked = (16, 32, 64) if wide else (32, 64, 128)
+    # A tile lies within one block of a block mask.
+    largest = problem.block_mask or max(held + walked)
+    held, walked = (tuple(side for side in sides if side <= largest) for sides in (held, walked))
     axes = (
         Axis("block_m", walked),
         Axis("block_n", held),

@@ -19,6 +19,7 @@ from flashtune.launch.binding import bind
 from flashtune.launch.tensors import BackwardTensors
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.rendering import render
+from tests.problems.block_lists import visible_blocks, with_lists
 from tests.problems.plain_masks import plain_attention
 
 TARGET = find_target("h200")
@@ -101,6 +102,8 @@ def make_call(problem: Problem, *, with_dlse: bool = False) -> Call:
         sinks=torch.randn(problem.heads) * 3 if problem.sinks else None,
         prefix=prefix if problem.prefix else None,
     )
+    if problem.block_mask:
+        side = with_lists(side, visible_blocks(problem))
     q = torch.randn(batch, queries, problem.heads, problem.head_dim).transpose(1, 2)
     k = torch.randn(batch, keys, problem.kv_heads, problem.head_dim).transpose(1, 2)
     v = torch.randn(batch, keys, problem.kv_heads, problem.value_head_dim).transpose(1, 2)

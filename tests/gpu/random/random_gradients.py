@@ -35,7 +35,7 @@ from tests.gpu.random.random_problems import DRAWN, Subject, Trial, draw_subject
 # Kernels of each family at other widths, types and configs, without any feature.
 PLAIN_KERNELS = 24
 # What no family computes gradients of.
-FORWARD_ALONE = {Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA, Feature.BLOCK_MASK}
+FORWARD_ALONE = {Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA}
 PROBES = (Probe.RANDOM, Probe.RANDOM, Probe.FAR_BELOW, Probe.NEEDLE, Probe.LAST, Probe.RISING)
 
 

@@ -1,4 +1,4 @@
-"""Tests of block masks in the masked family in the interpreter, against float64."""
+"""Tests of block masks in the masked and the split backward family in the interpreter, against float64."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from flashtune.core.block_mask import BlockMask
-from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Problem
+from flashtune.core.problem import Bias, BlockLists, Causal, Direction, Dtype, Problem
+from flashtune.templates.backward_split.space import SplitConfig
 from flashtune.templates.forward_masked.space import MaskedConfig
+from flashtune.templates.registry import find_family
 from tests.interpreter.families.masked_calls import Call, make_call
 from tests.interpreter.families.test_forward_masked import CAUSAL, check
+from tests.problems import backward_calls
+from tests.problems.block_lists import visible_blocks, with_lists
 
 OTHERS: dict[str, dict[str, Any]] = {
     "window": {"window_left": 70},
@@ -30,6 +34,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "lengths": {"seqlens_k": True},
     "dropout": {"dropout": True},
 }
+
+
+GRADIENTS = find_family("backward_split")
 
 
 def a_problem(**changes: Any) -> Problem:
@@ -61,27 +68,10 @@ def a_config(seed: str, **changes: Any) -> MaskedConfig:
     return msgspec.structs.replace(config, **changes)
 
 
-def visible_blocks(problem: Problem, share: float = 0.5) -> Tensor:
-    """Random blocks of each head or group, with an empty and a full row."""
-    heads = problem.kv_heads if problem.block_lists is BlockLists.GROUP else problem.heads
-    size = problem.block_mask
-    shape = (problem.batch, heads, -(-problem.seqlen_q // size), -(-problem.seqlen_kv // size))
-    visible = torch.rand(shape) < share
-    visible[0, 0, 0] = False
-    visible[-1, -1, -1] = True
-    return visible
-
-
 def a_call(problem: Problem, visible: Tensor) -> Call:
-    """A call with these blocks. Elements after the end of a list are those of hidden blocks."""
+    """A call with these blocks."""
     call = make_call(msgspec.structs.replace(problem, block_mask=0))
-    counts = visible.sum(-1, dtype=torch.int32)
-    indices = (~visible).byte().argsort(dim=-1, stable=True).int()
-    # Rows of tensors are longer than lists.
-    wide = torch.full((*indices.shape[:3], indices.shape[3] + 3), 2**30, dtype=torch.int32)
-    wide[..., : indices.shape[3]] = indices
-    side = call.side._replace(block_counts=counts, block_indices=wide[..., : indices.shape[3]])
-    return call._replace(side=side)
+    return call._replace(side=with_lists(call.side, visible))
 
 
 @pytest.mark.sampled
@@ -143,3 +133,47 @@ def test_narrow_lists_shared_by_sequences_and_heads() -> None:
         block_counts=mask.counts.expand(2, 2, -1), block_indices=mask.indices.expand(2, 2, -1, -1)
     )
     check(problem, call._replace(side=side), a_config("narrow", split_masked_loop=True))
+
+
+def check_gradients(problem: Problem, seed: str, *, with_dlse: bool = False) -> None:
+    problem = msgspec.structs.replace(problem, direction=Direction.BACKWARD, seqlen_q=150, seqlen_kv=200)
+    for split in (False, True):
+        pick = random.Random(seed)
+        config = SplitConfig(
+            block_m=pick.choice((32, 64)),
+            block_n=pick.choice((32, 64)),
+            num_warps=4,
+            num_stages=1,
+            dq_block_m=pick.choice((32, 64)),
+            dq_block_n=pick.choice((32, 64)),
+            dq_warps=4,
+            dq_stages=1,
+            split_masked_loop=split,
+            lpt=pick.choice((False, True)),
+            heads_innermost=pick.choice((False, True)),
+        )
+        call = backward_calls.make_call(problem, with_dlse=with_dlse)
+        backward_calls.check_gradients(GRADIENTS, problem, config, call)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("lists", list(BlockLists))
+@pytest.mark.parametrize("size", [64, 128])
+@CAUSAL
+def test_gradients(causal: Causal, size: int, lists: BlockLists) -> None:
+    problem = a_problem(causal=causal, block_mask=size, block_lists=lists)
+    check_gradients(problem, f"{causal} {size} {lists}", with_dlse=size == 128)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in ("alibi", "additive")])
+@CAUSAL
+def test_gradients_with_another_feature(name: str, causal: Causal) -> None:
+    check_gradients(a_problem(causal=causal, **OTHERS[name]), f"{name} {causal}")
+
+
+def test_gradients_of_biases_are_refused() -> None:
+    for name in ("alibi", "additive"):
+        problem = a_problem(direction=Direction.BACKWARD, **OTHERS[name])
+        reason = GRADIENTS.supports(problem, backward_calls.TARGET)
+        assert reason == "backward_split takes no ALiBi and no additive bias with a block mask"

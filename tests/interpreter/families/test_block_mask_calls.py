@@ -144,6 +144,34 @@ def test_plan_and_explain() -> None:
     assert "block_mask=64" in str(flashtune.explain(*tensors(), block_mask=a_mask()))
 
 
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+@pytest.mark.parametrize("heads", [KV_HEADS, HEADS])
+def test_gradients(way: str, heads: int) -> None:
+    torch._dynamo.reset()
+    mask = a_mask(heads=heads)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = flashtune.attention(q, k, v, causal=True, block_mask=mask, return_lse=True)
+        return out.square().sum() + lse.nan_to_num(neginf=0.0).sum()
+
+    found = [one.requires_grad_() for one in tensors()]
+    (loss if way == "eager" else torch.compile(loss, backend=way))(*found).backward()
+    right = [one.double().requires_grad_() for one in tensors()]
+    loss(*right).backward()
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_with_alibi_are_unfused() -> None:
+    q, k, v = (one.requires_grad_() for one in tensors())
+    slopes = torch.rand(HEADS)
+    with pytest.warns(flashtune.FlashtuneWarning, match="no ALiBi and no additive bias with a block mask"):
+        flashtune.attention(q, k, v, block_mask=a_mask(), alibi_slopes=slopes).sum().backward()
+    assert q.grad is not None
+    with pytest.raises(ProblemError, match="no ALiBi and no additive bias with a block mask"):
+        flashtune.attention(q, k, v, block_mask=a_mask(), alibi_slopes=slopes, prefer="generated")
+
+
 def wrong(**changes: Any) -> BlockMask:
     return a_mask()._replace(**changes)
 
