@@ -26,8 +26,9 @@ from flashtune.templates.family import Context, FamilyOf
 
 # Features that hide keys from only some queries of a block.
 MASKS = frozenset({Feature.WINDOW, Feature.ATTENTION_CHUNK})
-# The largest side of a tile, and the warps of a tile that a block mask makes smaller.
+# The largest side of a tile, and the sides and warps of tiles that a block mask makes smaller.
 MAX_SIDE = 128
+SMALL_SIDE = 32
 SMALL_WARPS = 4
 
 
@@ -59,10 +60,10 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
         masked = bool(problem.features & MASKS) or problem.causal is not Causal.NONE
         tiles = usual_tiles(width, problem, target)
         block_m, block_n, num_warps, num_stages, dq_block_m, dq_block_n, dq_warps, dq_stages = tiles
-        # A tile lies within one block of a block mask.
+        # A tile lies within one block of a block mask. A loop with a branch needs more registers.
         largest = problem.block_mask or MAX_SIDE
         return SplitConfig(
-            block_m=min(block_m, largest),
+            block_m=min(block_m, SMALL_SIDE) if problem.block_mask else block_m,
             block_n=min(block_n, largest),
             num_warps=num_warps if block_n <= largest else SMALL_WARPS,
             num_stages=num_stages,

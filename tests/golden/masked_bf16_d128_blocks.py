@@ -6,7 +6,7 @@ With         block_mask
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked d07ac9fec69d
+Template     forward_masked 60550adfa1af
 
 Algorithm of a program, for a tile of queries
   n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
@@ -162,9 +162,8 @@ def forward_masked(
     query_block = first_query // MASK_BLOCK
     list_head = kv_head
     block_count = tl.load(block_counts + sequence * stride_counts_b + list_head * stride_counts_h + query_block)
-    block_list = (
-        block_indices + sequence * stride_indices_b + list_head * stride_indices_h + query_block * stride_indices_q
-    )
+    head_lists = block_indices + sequence * stride_indices_b + list_head * stride_indices_h
+    block_list = head_lists + query_block * stride_indices_q
     n_max = listed_keys(tl.cdiv(n_max, MASK_BLOCK), block_list, block_count)
     n_full_max = listed_keys(n_full_max // MASK_BLOCK, block_list, block_count)
 

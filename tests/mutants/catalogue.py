@@ -18,7 +18,7 @@ from tests.mutants.forward_hopper import (
     hopper_waits,
 )
 from tests.mutants.gluon import gluon_mutants
-from tests.mutants.portable import backward_figures, backward_pairs, dropping, fused
+from tests.mutants.portable import backward_figures, backward_pairs, block_lists, dropping, fused
 from tests.mutants.portable import backward_size as backward
 from tests.mutants.portable.portable import INTERPRETED, USUAL
 from tests.mutants.portable.portable_orders import portable_mutants
@@ -71,6 +71,7 @@ def backward_mutants(size: backward.Size) -> tuple[Mutant, ...]:
         *backward_pairs.masks(size),
         *backward_pairs.blocks(size),
         *backward_pairs.forgotten(size),
+        *block_lists.gradient_lists(size),
         *backward_figures.figures(size),
         *backward_figures.roundings(size),
         *backward_figures.places(size),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.core import Mutant
 from tests.mutants.portable import (
+    block_lists,
     decode_caches,
     decode_scores,
     decode_splits,
     masked_borders,
-    masked_lists,
     masked_places,
     masked_scores,
 )
@@ -19,7 +19,7 @@ def serving_mutants(size: Size) -> tuple[Mutant, ...]:
     """Those that change results anywhere, at a size."""
     return (
         *masked_borders.borders(size),
-        *masked_lists.lists(size),
+        *block_lists.lists(size),
         *masked_scores.scores(size),
         *masked_places.places(size),
         *decode_splits.parts(size),
@@ -30,4 +30,4 @@ def serving_mutants(size: Size) -> tuple[Mutant, ...]:
 
 def serving_mutants_of_a_gpu(size: Size) -> tuple[Mutant, ...]:
     """Those of instructions that only a GPU has, of a race, and of long lists."""
-    return (*decode_scores.bytes_of(size), *decode_scores.early(size), *masked_lists.long_lists(size))
+    return (*decode_scores.bytes_of(size), *decode_scores.early(size), *block_lists.long_lists(size))

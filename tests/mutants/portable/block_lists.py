@@ -1,14 +1,19 @@
-"""Mutants of the masked family: lists of a block mask."""
+"""Mutants of lists of a block mask, in the masked and the split backward family."""
 
 from __future__ import annotations
 
+import msgspec
+
 from flashtune.core.problem import BlockLists, Causal
-from tests.mutants.core import Mutant
+from tests.mutants.core import Mutant, Patch, Subject
+from tests.mutants.portable import backward_size as backward
 from tests.mutants.serving_size import FIRST_TOKENS, Size, change, mutants_of
 
 QUERY_BLOCK = "query_block = first_query // MASK_BLOCK"
 COUNT = "tl.load(block_counts + sequence * stride_counts_b + list_head * stride_counts_h + query_block)"
 PLACE = "block_indices + sequence * stride_indices_b + list_head * stride_indices_h"
+TEST = "is_listed(key_begin // MASK_BLOCK, block_list, block_count)"
+LIST_OF_QUERIES = "query_block = start // MASK_BLOCK"
 IN_BLOCK = " + start - start // MASK_BLOCK * MASK_BLOCK"
 LAST = "listed_keys(tl.cdiv(n_max, MASK_BLOCK)"
 FULL = "listed_keys(n_full_max // MASK_BLOCK"
@@ -97,3 +102,36 @@ def long_lists(size: Size) -> tuple[Mutant, ...]:
                "tl.range(0, block_count, LISTED)", "tl.range(0, tl.minimum(block_count, LISTED), LISTED)"),
     )  # fmt: skip
     return mutants_of(size.masked(block_mask=_mask_block(size)), changes)
+
+
+def gradient_lists(size: backward.Size) -> tuple[Mutant, ...]:
+    """In gradients: causal, with lists of each head."""
+    plain = size.subject()
+    subject = plain._replace(problem=msgspec.structs.replace(plain.problem, block_mask=128))
+    return (
+        _mutant(subject, "keys: lists unread", "dk and dv are those without a block mask.",
+                Patch(TEST, "block_count >= 0", backward.KEYS, backward.LOOPS)),
+        _mutant(subject, "keys: block of the tile's number", "Tiles of keys count as blocks.",
+                Patch(TEST, TEST.replace("key_begin // MASK_BLOCK", "tile"), backward.KEYS, backward.LOOPS)),
+        _mutant(subject, "keys: list of the first queries", "All queries see the blocks of the first.",
+                Patch(LIST_OF_QUERIES, "query_block = start * 0", backward.KEYS, backward.LOOPS)),
+        _mutant(subject, "keys: count ignored", "Elements after the end of a list are blocks too.",
+                Patch(COUNT, "tl.cdiv(seqlen_kv, MASK_BLOCK)", backward.KEYS, backward.LOOPS)),
+        _mutant(subject, "keys: lists of the group's first head", "Heads of a group share lists.",
+                Patch("list_head = head", "list_head = kv_head * group_size", backward.KEYS, backward.LOOPS)),
+        _mutant(subject, "keys: lists of the first sequence", "All sequences see the blocks of the first.",
+                Patch(PLACE, PLACE.replace("sequence *", "0 *"), backward.KEYS, backward.LOOPS)),
+        _mutant(subject, "queries: count ignored", "Elements after the end of a list are blocks too.",
+                Patch(COUNT, "tl.cdiv(seqlen_kv, MASK_BLOCK)", backward.QUERIES)),
+        _mutant(subject, "queries: lists of the next head", "Every head sees the blocks of another head.",
+                Patch("list_head = head", "list_head = (head + 1) % heads", backward.QUERIES)),
+        _mutant(subject, "queries: first keys of a block", "All parts of a block are its first part.",
+                Patch(" + start - start // MASK_BLOCK * MASK_BLOCK", "", backward.QUERIES, backward.LOOPS)),
+        _mutant(subject, "queries: no mask on the diagonal block", "The diagonal's blocks have no mask.",
+                Patch("listed_keys(n_full_max // MASK_BLOCK", "listed_keys(tl.cdiv(n_full_max, MASK_BLOCK)",
+                      backward.QUERIES)),
+    )  # fmt: skip
+
+
+def _mutant(subject: Subject, name: str, breaks: str, patch: Patch) -> Mutant:
+    return Mutant(name, breaks, subject, (patch,))
