@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, get_type_hints
 
@@ -36,8 +36,8 @@ LATER: dict[str, Any] = {"block_size": 0, "block_counts": None, "block_indices":
 ALL = (*(name for name in OPERANDS if name not in LATER), *LATER)
 DEFAULTS = tuple(LATER.values())
 # The values of a call in the order of schemas, and back.
-_in_order = itemgetter(*map(tuple(OPERANDS).index, ALL))
-_as_given = itemgetter(*map(ALL.index, OPERANDS))
+_in_order: Callable[[Sequence[Any]], tuple[Any, ...]] = itemgetter(*map(tuple(OPERANDS).index, ALL))
+_as_given: Callable[[Sequence[Any]], tuple[Any, ...]] = itemgetter(*map(ALL.index, OPERANDS))
 
 
 def schema(names: Sequence[str] = ALL, optional: int = len(DEFAULTS)) -> str:

@@ -68,14 +68,13 @@ def split_space(problem: Problem, target: Target) -> Space:
     walked = (16, 32, 64) if wide else (32, 64, 128)
     # A tile lies within one block of a block mask.
     largest = problem.block_mask or max(held + walked)
-    held, walked = (tuple(side for side in sides if side <= largest) for sides in (held, walked))
     axes = (
-        Axis("block_m", walked),
-        Axis("block_n", held),
+        Axis("block_m", _up_to(largest, walked)),
+        Axis("block_n", _up_to(largest, held)),
         Axis("num_warps", (4, 8)),
         Axis("num_stages", (1, 2, 3)),
-        Axis("dq_block_m", held),
-        Axis("dq_block_n", walked),
+        Axis("dq_block_m", _up_to(largest, held)),
+        Axis("dq_block_n", _up_to(largest, walked)),
         Axis("dq_warps", (4, 8)),
         Axis("dq_stages", (1, 2, 3) if wide or target.sram_per_block < SMALL_SRAM else (2, 3)),
         Axis("split_masked_loop", (True, False), False),
@@ -85,6 +84,10 @@ def split_space(problem: Problem, target: Target) -> Space:
         precision_axis(problem, target),
     )
     return Space(SplitConfig, axes, lambda config: fits_registers(problem, config, target))
+
+
+def _up_to(largest: int, sides: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(side for side in sides if side <= largest)
 
 
 def chunks_of(problem: Problem, config: SplitConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:

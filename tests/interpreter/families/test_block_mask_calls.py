@@ -159,6 +159,7 @@ def test_gradients(way: str, heads: int) -> None:
     right = [one.double().requires_grad_() for one in tensors()]
     loss(*right).backward()
     for one, other in zip(found, right, strict=True):
+        assert one.grad is not None
         torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
 
 
@@ -206,5 +207,6 @@ def test_wrong_masks(mask: Any, message: str) -> None:
 def test_packed_sequences_have_no_block_mask() -> None:
     q, k, v = (tensor[0].transpose(0, 1) for tensor in tensors())
     starts = torch.tensor([0, QUERIES], dtype=torch.int32)
+    options: dict[str, Any] = {"block_mask": a_mask()}
     with pytest.raises(TypeError, match="block_mask"):
-        flashtune.attention_varlen(q, k, v, starts, starts, QUERIES, QUERIES, block_mask=a_mask())  # type: ignore[call-arg]
+        flashtune.attention_varlen(q, k, v, starts, starts, QUERIES, QUERIES, **options)
