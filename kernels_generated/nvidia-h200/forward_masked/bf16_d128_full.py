@@ -10,10 +10,10 @@ With         bias
 Config       block_m 64, block_n 128, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked f30ece185791
+Template     forward_masked 60550adfa1af
 
 Algorithm of a program, for a tile of queries
-  n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile)
+  n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
   running_max, running_sum, accumulator = -inf, 0, 0
   for each full block of keys, then for each partial block:
       s = q_tile k_tile^T, changed by softcap, ALiBi and bias
