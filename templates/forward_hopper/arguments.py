@@ -31,7 +31,7 @@ def hopper_arguments(
     queries = 1, 1, config.pack_gqa, config.rows_per_group // config.pack_gqa
     rows = copied_keys(problem, config)
     keys = *outer, rows
-    counts = PACKED_COUNTS if problem.total_q else (*COUNTS, "heads_per_swizzle")
+    counts: tuple[str, ...] = PACKED_COUNTS if problem.total_q else (*COUNTS, "heads_per_swizzle")
     if problem.page_size and problem.total_q:
         counts += ("seqlen_kv",)
     steps = STEPS if problem.seqlens_k and not problem.total_q else ()

@@ -9,7 +9,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt True, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 1ae959ffb856
+Template     forward_hopper b0a2fc3c6db0
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -767,10 +767,10 @@ def launch_plan(q, k, v, out, cu_seqlens_q, seqlens_kv, block_table):
     grid = (min(tiles, multiprocessors),)
     heads_per_swizzle = packs
     workspaces = ()
-    of_pages = *page_steps(k)[1:], *page_steps(v)[1:]
+    of_pages = block_table.shape[1] * 16, block_table.stride(0), *page_steps(k)[1:], *page_steps(v)[1:]
     # Steps of a search that halves the sequences until one is left.
     steps = (sequences - 1).bit_length()
-    return grid, workspaces, (heads, heads // kv_heads, tokens, heads_per_swizzle, sequences, steps, block_table.shape[1] * 16, block_table.stride(0), *of_pages)
+    return grid, workspaces, (heads, heads // kv_heads, tokens, heads_per_swizzle, sequences, steps, *of_pages)
 
 
 def attention(q, k, v, cu_seqlens_q, scale=None, *, seqlens_kv, block_table):

@@ -9,7 +9,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim True, pack_gqa 2, head_swizzle 0,
              lpt False, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 1ae959ffb856
+Template     forward_hopper b0a2fc3c6db0
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -738,8 +738,8 @@ def launch_plan(q, k, v, out, seqlens_kv, block_table):
     grid = (min(tiles, multiprocessors),)
     heads_per_swizzle = packs
     workspaces = ()
-    of_pages = *page_steps(k)[1:], *page_steps(v)[1:]
-    return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, heads_per_swizzle, block_table.stride(0), *of_pages)
+    of_pages = block_table.stride(0), *page_steps(k)[1:], *page_steps(v)[1:]
+    return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, heads_per_swizzle, *of_pages)
 
 
 def attention(q, k, v, scale=None, *, seqlens_kv, block_table):

@@ -100,7 +100,8 @@ def worst_error(
     out = torch.full((*shape[:3], problem.value_head_dim), UNTOUCHED, dtype=torch.float64)
     lse = np.full(shape[:3], UNTOUCHED)
     scale = problem.head_dim**-0.5
-    expected = plain_attention(problem, q, *pools.views, side, scale)
+    k, v = pools.views
+    expected = plain_attention(problem, q, k, v, side, scale)
     if passed:
         side = side._replace(seqlens_kv=torch.tensor(passed, dtype=torch.int32))
     like = tuple(
