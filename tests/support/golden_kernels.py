@@ -112,6 +112,13 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         HOPPER, "fp16", (96, 80), "bottom_right",
         {**GROUPS, "split_head_dim": True, "conditional_rescale": False}, ROW_SUMS,
     ),
+    "hopper_bf16_d128_scores": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
+    ),
+    "hopper_bf16_d64_masks": (
+        HOPPER, "bf16", (64, 64), "none", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, ROW_SUMS,
+    ),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
     "hopper_e4m3_d128_shared": (
         HOPPER, "e4m3", (128, 128), "bottom_right",
@@ -200,6 +207,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hopper_fp16_d96_v80_pages": {"page_size": 256},
     "hopper_bf16_d128_dropout": {"dropout": True},
     "hopper_fp16_d96_v80_window_dropout": {"window_left": 1024, "dropout": True},
+    "hopper_bf16_d128_scores": {"softcap": True, "alibi": True, "sinks": True, "attention_chunk": 2048},
+    "hopper_bf16_d64_masks": {"window_left": 512, "sink_tokens": 4, "prefix": True, "seqlens_k": True},
     "masked_bf16_d64_window_sinks": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
     "masked_fp16_d128_packed_pages": {
         "total_q": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,

@@ -46,7 +46,7 @@ def features() -> tuple[Mutant, ...]:
 def _caps() -> tuple[Change, ...]:
     factor = "-2.0 * LOG2_E * scale_log2"
     return (
-        ("softcap: constant in lse", "lse has the cap.", SOFTCAP, only("row_max -= cap_log2", "pass")),
+        ("softcap: constant in lse", "The log-sum-exp has the cap.", SOFTCAP, only("row_max -= cap_log2", "pass")),
         ("softcap: not in first blocks", "Some scores have no cap.", SOFTCAP, only(CAP, "pass", FIRST_BLOCK)),
         (
             "softcap: not in later blocks",
@@ -55,7 +55,7 @@ def _caps() -> tuple[Change, ...]:
             only(CAP, "pass", LATER_BLOCKS),
         ),
         ("softcap: half", "Scores are halved.", SOFTCAP, only("= 2.0 * cap_log2", "= cap_log2")),
-        ("softcap: flat", "tanh(x / 2) for tanh(x).", SOFTCAP, only(factor, "-LOG2_E * scale_log2")),
+        ("softcap: flat", "Scores have tanh(x / 2) for tanh(x).", SOFTCAP, only(factor, "-LOG2_E * scale_log2")),
     )
 
 
@@ -67,7 +67,7 @@ def _slopes() -> tuple[Change, ...]:
         ("alibi: first head's slope", "All heads have one slope.", ALIBI, only(own, "values")),
         ("alibi: first sequence", "As in sequence 0.", ALIBI, only("this.batch * stride_slopes_b", "0")),
         ("alibi: packed: first sequence", "As in sequence 0.", ALIBI_PACKED, only(sequence, "0")),
-        ("alibi: row term in lse", "lse has a row's term.", ALIBI, only(ROW_TERM, "pass")),
+        ("alibi: row term in lse", "The log-sum-exp has a term of the row.", ALIBI, only(ROW_TERM, "pass")),
         ("alibi: sign of distances", "Later keys gain.", ALIBI_FULL, only("gl.abs(limits", "(limits")),
         (
             "alibi: positions of the last block",
@@ -90,7 +90,7 @@ def _sinks() -> tuple[Change, ...]:
             SINKS,
             only("= kept / ", "= 1.0 / "),
         ),
-        ("sinks: lse of the old maximum", "lse is too small.", SINKS, only("row_max = largest", "pass")),
+        ("sinks: lse of the old maximum", "The log-sum-exp is too small.", SINKS, only("row_max = largest", "pass")),
         ("sinks: natural units", "Sinks are too small.", SINKS, only(loaded, loaded[: -len(" * LOG2_E")])),
         (
             "sinks: one head for a pack",
@@ -179,16 +179,16 @@ def _lifted() -> tuple[Change, ...]:
 def _lengths() -> tuple[Change, ...]:
     first = "gl.load(self.seqlens_kv + batch)"
     head = "this.kv_head * scheduler.v_head_step"
-    near = f"this.seqlen_kv, this.batch * scheduler.v_batch_step + {head}, FAR - this.seqlen_kv + key"
-    far = near.replace("seqlen_kv,", "seqlen_kv + 64,").replace("seqlen_kv + key", "seqlen_kv - 64 + key")
+    near = "this.seqlen_kv, v_head, FAR - this.seqlen_kv + key"
+    far = "this.seqlen_kv + 64, v_head, FAR - this.seqlen_kv - 64 + key"
     return (
         ("lengths: first sequence", "As in sequence 0.", LENGTHS, only(first, "gl.load(self.seqlens_kv)")),
-        ("lengths: values behind the end", "NaN behind the last key.", LENGTHS, only(near, far)),
+        ("lengths: values behind the end", "Values behind the last key are NaN.", LENGTHS, only(near, far)),
         (
             "lengths: values of the first head",
             "All heads have the values of the first.",
             LENGTHS,
-            only("this.kv_head * scheduler.v_head_step", "0"),
+            only(head, "0"),
         ),
         (
             "lengths: tail not masked",
