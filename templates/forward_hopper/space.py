@@ -219,8 +219,9 @@ def usual_config(problem: Problem) -> HopperConfig:
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     # 8-bit probabilities of three groups do not fit registers, but fit shared memory.
     shared = problem.dtype.is_quantized and 64 < width <= 128 and problem.seqlen_q >= MANY_QUERIES
-    # Three groups do not have the registers for dropout of this many keys at a time.
-    groups = 3 if shared or (narrow and not problem.dropout) else 2
+    # Three groups do not have the registers for dropout or softcap of this many keys at a time.
+    crowded = problem.dropout or problem.softcap
+    groups = 3 if shared or (narrow and not crowded) else 2
     pack = max(pack for pack in _packs(problem) if pack == 1 or _is_full(problem, pack, groups))
     # Few keys are seen of a tile, so that its fixed cost matters: it has more rows.
     tall = _is_narrow(problem) and narrow and pack > 1 and not problem.dropout

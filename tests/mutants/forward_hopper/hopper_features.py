@@ -46,7 +46,12 @@ def features() -> tuple[Mutant, ...]:
 def _caps() -> tuple[Change, ...]:
     factor = "-2.0 * LOG2_E * scale_log2"
     return (
-        ("softcap: constant in lse", "The log-sum-exp has the cap.", SOFTCAP, only("row_max -= cap_log2", "pass")),
+        (
+            "softcap: constant in lse",
+            "The log-sum-exp has the cap.",
+            SOFTCAP,
+            only("row_max -= cap_log2", "pass"),
+        ),
         ("softcap: not in first blocks", "Some scores have no cap.", SOFTCAP, only(CAP, "pass", FIRST_BLOCK)),
         (
             "softcap: not in later blocks",
@@ -55,7 +60,12 @@ def _caps() -> tuple[Change, ...]:
             only(CAP, "pass", LATER_BLOCKS),
         ),
         ("softcap: half", "Scores are halved.", SOFTCAP, only("= 2.0 * cap_log2", "= cap_log2")),
-        ("softcap: flat", "Scores have tanh(x / 2) for tanh(x).", SOFTCAP, only(factor, "-LOG2_E * scale_log2")),
+        (
+            "softcap: flat",
+            "Scores have tanh(x / 2) for tanh(x).",
+            SOFTCAP,
+            only(factor, "-LOG2_E * scale_log2"),
+        ),
     )
 
 
@@ -75,7 +85,12 @@ def _slopes() -> tuple[Change, ...]:
             ALIBI,
             only("origin, n_block, n_offsets", "origin, n_last, n_offsets", LATER_BLOCKS),
         ),
-        ("alibi: odd columns", "Two keys have one position.", ALIBI, only(steps, "steps = ((n_offsets & -8)")),
+        (
+            "alibi: odd columns",
+            "Two keys have one position.",
+            ALIBI,
+            only(steps, "steps = ((n_offsets & -8)"),
+        ),
     )
 
 
@@ -90,7 +105,12 @@ def _sinks() -> tuple[Change, ...]:
             SINKS,
             only("= kept / ", "= 1.0 / "),
         ),
-        ("sinks: lse of the old maximum", "The log-sum-exp is too small.", SINKS, only("row_max = largest", "pass")),
+        (
+            "sinks: lse of the old maximum",
+            "The log-sum-exp is too small.",
+            SINKS,
+            only("row_max = largest", "pass"),
+        ),
         ("sinks: natural units", "Sinks are too small.", SINKS, only(loaded, loaded[: -len(" * LOG2_E")])),
         (
             "sinks: one head for a pack",

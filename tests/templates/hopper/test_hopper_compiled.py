@@ -44,6 +44,26 @@ COMPILED = {
     ),
     "d128, dropout": (a_problem(128, causal=Causal.BOTTOM_RIGHT, dropout=True), {}, True),
     "d64, dropout and window": (a_problem(64, window_left=256, dropout=True), {}, True),
+    "d128, softcap": (a_problem(128, causal=Causal.BOTTOM_RIGHT, softcap=True), {}, True),
+    "d64, softcap": (a_problem(64, softcap=True), {}, False),
+    "d128, alibi": (a_problem(128, causal=Causal.BOTTOM_RIGHT, alibi=True), {}, True),
+    "d64, alibi on both sides": (a_problem(64, alibi=True), {}, False),
+    "d64, sinks and a short window": (
+        a_problem(64, kv_heads=2, causal=Causal.BOTTOM_RIGHT, sinks=True, window_left=127),
+        {"rows_per_group": 64},
+        True,
+    ),
+    "d128, chunks": (a_problem(128, causal=Causal.BOTTOM_RIGHT, attention_chunk=2048), {}, True),
+    "d128, lengths and prefix": (
+        a_problem(128, causal=Causal.BOTTOM_RIGHT, seqlens_k=True, prefix=True, window_left=500),
+        {},
+        True,
+    ),
+    "d256, all scores, packed": (
+        a_problem(256, causal=Causal.BOTTOM_RIGHT, softcap=True, alibi=True, sinks=True, total_q=1),
+        {},
+        True,
+    ),
     "e4m3, weights in shared memory": (
         a_problem(128, dtype=Dtype.E4M3, causal=Causal.BOTTOM_RIGHT),
         {"num_consumer_groups": 3, "p_stages": 1},
