@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.common.model.sram import Chunk, head_chunks
@@ -15,6 +15,10 @@ WIDEST_SWIZZLE = 128
 STEPS = ("k_batch_step", "k_head_step", "v_batch_step", "v_head_step")
 # Likewise from page to page.
 PAGE_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
+# The lists of blocks by a mask or bias, and the words of partial blocks of a mask.
+LISTS = ("lists", "words")
+MASK_COUNTS = ("mask_batches", "mask_heads")
+LISTED_COUNTS = ("mask_heads", "seqlen_q", "seqlen_kv")
 PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps")
 
 
@@ -45,15 +49,47 @@ def hopper_arguments(
             _descriptor("o", chunk, v_chunks, dtype.out, (*queries, chunk.width // parts))
             for chunk in v_chunks
         ),
+        *_bias_descriptor(problem, config),
         Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
         *(Argument(name, "*fp32") for name in (SCALES if dtype.is_quantized else ())),
-        *side_tensors(problem),
+        *(one for one in side_tensors(problem) if one.name != "bias"),
+        *_lists(problem),
         Argument("scale", "fp32"),
         *side_numbers(problem),
-        *(Argument(name, "i32") for name in counts),
-        *(() if dtype.is_quantized else side_strides(problem, specialization)),
+        *(Argument(name, "i32") for name in (*counts, *(MASK_COUNTS if problem.bias is not Bias.NONE else ()))),
+        *(() if dtype.is_quantized else _strides(problem, specialization, of_bias=False)),
         *(Argument(name, "i32") for name in steps),
         *(Argument(name, "i32") for name in (PAGE_STEPS if problem.page_size else ())),
+    )
+
+
+def listing_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+    """Returns the bias or mask, lists, words, strides of the bias, counts, for a prologue that lists blocks."""
+    return (
+        *(one for one in side_tensors(problem) if one.name == "bias"),
+        *_lists(problem),
+        *_strides(problem, specialization, of_bias=True),
+        *(Argument(name, "i32") for name in LISTED_COUNTS),
+    )
+
+
+def _lists(problem: Problem) -> tuple[Argument, ...]:
+    counts = {Bias.NONE: 0, Bias.ADDITIVE: 1, Bias.BOOLEAN: 2}
+    return tuple(Argument(name, "*i32", POINTER_ALIGNMENT) for name in LISTS[: counts[problem.bias]])
+
+
+def _strides(problem: Problem, specialization: Specialization, *, of_bias: bool) -> tuple[Argument, ...]:
+    """Returns the strides of the bias, or those of all other extra inputs."""
+    strides = side_strides(problem, specialization)
+    return tuple(one for one in strides if one.name.startswith("stride_bias") is of_bias)
+
+
+def _bias_descriptor(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:
+    if problem.bias is not Bias.ADDITIVE:
+        return ()
+    chunk = Chunk(0, 0, config.block_n, padded=False)
+    return (
+        _descriptor("bias", chunk, (chunk,), problem.dtype, (1, 1, config.rows_per_group, config.block_n)),
     )
 
 

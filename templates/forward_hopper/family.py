@@ -5,12 +5,12 @@ from __future__ import annotations
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Argument, Specialization, Step
-from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.problem import MAX_HEAD_DIM, Bias, Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
 from flashtune.templates.family import Context, FamilyOf
-from flashtune.templates.forward_hopper.arguments import hopper_arguments
+from flashtune.templates.forward_hopper.arguments import hopper_arguments, listing_arguments
 from flashtune.templates.forward_hopper.perf_model import HopperModel
 from flashtune.templates.forward_hopper.space import (
     GROUP_WARPS,
@@ -30,6 +30,9 @@ DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
 # TMA copies rows of a multiple of 16 bytes.
 ROW_BYTES = 16
 WORKSPACE = "transposed"
+# Warps of the program that lists the blocks of a tile.
+LISTING_WARPS = 16
+UNLISTED = {Feature.VARLEN, Feature.PAGES, Feature.SEQLENS_K, Feature.PREFIX}
 NO_BOUND = -1
 # Wider than any sequence, and positions beyond it still fit 32 bits.
 WIDEST_WINDOW = 2**30 - 1
@@ -72,6 +75,26 @@ class HopperContext(Context, frozen=True):
     first_tokens: int
     prefix: bool
     lengths: bool
+    bias: Bias
+    listed_left: int
+    listed_right: int
+    listed_chunk: int
+    listed_first: int
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is an additive bias, which tiles in shared memory hold."""
+        return self.bias is Bias.ADDITIVE
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether there is a mask tensor. Its blocks and words include the masks by position."""
+        return self.bias is Bias.BOOLEAN
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether a prologue lists the blocks of each tile."""
+        return self.bias is not Bias.NONE
 
     @property
     def is_quantized(self) -> bool:
@@ -110,7 +133,7 @@ class HopperContext(Context, frozen=True):
 
     @property
     def has_right(self) -> bool:
-        return self.is_causal or self.window_right >= 0
+        return (self.is_causal and not self.has_mask) or self.window_right >= 0
 
     @property
     def is_bounded(self) -> bool:
@@ -159,7 +182,7 @@ class HopperContext(Context, frozen=True):
     @property
     def is_masked(self) -> bool:
         """Whether a block may hold no key that a row sees."""
-        return self.has_border or self.ends_early
+        return self.has_border or self.ends_early or self.has_lists
 
     @property
     def has_packs(self) -> bool:
@@ -205,6 +228,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         {
             *(Feature.WINDOW, Feature.VARLEN, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
             *(Feature.SINKS, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SEQLENS_K),
+            Feature.BIAS,
         }
     )
     direction = Direction.FORWARD
@@ -223,6 +247,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return (
                 "forward_hopper drops weights in bf16 and fp16, of sequences that are not packed or in pages"
             )
+        if problem.bias is not Bias.NONE and problem.features & UNLISTED:
+            return "forward_hopper takes a bias or mask without packed sequences, pages, lengths and prefixes"
         dims = problem.head_dim, problem.value_head_dim
         if max(dims) > MAX_HEAD_DIM:
             return f"forward_hopper takes head dims up to {MAX_HEAD_DIM}"
@@ -252,7 +278,10 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return hopper_arguments(problem, config, specialization)
 
     def prologue(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Step | None:
-        """Returns the prologue of 8-bit kernels, which transposes V: TMA cannot."""
+        """Returns the prologue that transposes V of 8 bits, which TMA cannot, or lists blocks by a mask or bias."""
+        if problem.bias is not Bias.NONE:
+            options = LaunchOptions(LISTING_WARPS, 1)
+            return Step("list_blocks", listing_arguments(problem, specialization), options)
         if not problem.dtype.is_quantized:
             return None
         arguments = transpose_arguments(problem.dtype, specialization, WORKSPACE)
@@ -264,6 +293,10 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
         v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
         consumer_registers, producer_registers = role_registers(problem, config)
+        left = _bound(problem.sight.left)
+        right = _bound(None if problem.causal is not Causal.NONE else problem.window_right)
+        chunk, first = (min(size, WIDEST_WINDOW) for size in (problem.attention_chunk, problem.sink_tokens))
+        masked = problem.bias is Bias.BOOLEAN
         return HopperContext(
             dtype=problem.dtype,
             causal=problem.causal,
@@ -283,8 +316,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             v_columns=columns(v_chunks),
             padded_values=power_of_two(problem.value_head_dim),
             lse=specialization.lse,
-            window_left=_bound(problem.sight.left),
-            window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),
+            window_left=NO_BOUND if masked else left,
+            window_right=NO_BOUND if masked else right,
             packed=problem.total_q > 0,
             page_size=problem.page_size,
             copied_keys=copied_keys(problem, config),
@@ -293,10 +326,15 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             softcap=problem.softcap,
             alibi=problem.alibi,
             sinks=problem.sinks,
-            chunk=min(problem.attention_chunk, WIDEST_WINDOW),
-            first_tokens=min(problem.sink_tokens, WIDEST_WINDOW),
+            chunk=0 if masked else chunk,
+            first_tokens=0 if masked else first,
             prefix=problem.prefix,
             lengths=problem.seqlens_k,
+            bias=problem.bias,
+            listed_left=left,
+            listed_right=_bound(problem.sight.right),
+            listed_chunk=chunk,
+            listed_first=first,
         )
 
 

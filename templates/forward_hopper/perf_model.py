@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.cost import CostParams, block_us, tile_us, together_us, traffic_us
 from flashtune.templates.common.model.sram import columns, head_chunks
@@ -61,7 +61,9 @@ class HopperModel(PerformanceModel[HopperConfig]):
         q_slots = config.q_stages * config.num_consumer_groups
         staged = values // 2 if config.split_epilogue else values
         block = config.num_stages * config.block_n
-        barriers = SIDES * (q_slots + 2 * config.num_stages) * BARRIER_BYTES
+        slots = q_slots + 2 * config.num_stages
+        slots += config.num_consumer_groups * (problem.bias is Bias.ADDITIVE)
+        barriers = SIDES * slots * BARRIER_BYTES
         items = (
             BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries),
             BytesItem(f"k, {config.num_stages} in flight", block * queries),
@@ -70,6 +72,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
                 f"weights, {config.p_stages} in flight",
                 config.p_stages * config.block_m * config.block_n * size,
             ),
+            BytesItem("bias", config.block_m * config.block_n * size * (problem.bias is Bias.ADDITIVE)),
             BytesItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
             BytesItem("barriers", barriers),
         )

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from flashtune.core.config import Axis, AxisValue, BlockSize, Config, Space
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.templates.common.model.sram import columns, head_chunks, is_exact
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
@@ -25,6 +25,8 @@ PRODUCER_REGISTERS = 24
 # The same if a block is more than this many copies of pages, whose numbers the producer keeps.
 FEW_COPIES = 2
 REGISTERS_OF_SMALL_PAGES = {1: (240, 56), 2: (232, 40), 3: (160, 32)}
+# Those of a producer that reads lists of blocks, of which two groups give some.
+LISTED_REGISTERS = 40
 # Registers of the loop without tiles: addresses, sums, maxima, and scheduling by the compiler.
 SPARE_REGISTERS = 24
 # Additional registers for dropout: random words of rows, and products of twice their width.
@@ -162,7 +164,7 @@ def _packs(problem: Problem) -> tuple[int, ...]:
     Quantised heads have their own scales, and descriptors of varlen batches have no dimension left.
     """
     many = problem.seqlen_q >= FEW_QUERIES and not _is_narrow(problem)
-    if problem.total_q or many or problem.dtype.is_quantized:
+    if problem.total_q or many or problem.dtype.is_quantized or problem.bias is not Bias.NONE:
         return (1,)
     return tuple(pack for pack in PACKS if pack < 2 * problem.group_size)
 
@@ -195,6 +197,9 @@ def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
     weights = 0 if config.p_stages else scores * problem.dtype.itemsize // 4
     width = columns(head_chunks(problem.value_head_dim, config.split_head_dim))
     accumulators = config.rows_per_group * width // GROUP_THREADS
+    if problem.bias is Bias.ADDITIVE:
+        # The bias in registers, before it is added.
+        weights += scores * problem.dtype.itemsize // 4
     spare = SPARE_REGISTERS + (DROPPING_REGISTERS if problem.dropout else 0)
     return scores + weights + accumulators + spare <= role_registers(problem, config)[0]
 
@@ -252,9 +257,13 @@ def copied_keys(problem: Problem, config: HopperConfig) -> int:
 
 def role_registers(problem: Problem, config: HopperConfig) -> tuple[int, int]:
     """Returns registers of a thread of a consumer group, and of the producer."""
+    groups = config.num_consumer_groups
+    if problem.bias is not Bias.NONE:
+        given = (LISTED_REGISTERS - PRODUCER_REGISTERS) // groups
+        return CONSUMER_REGISTERS[groups] - (given + 7) // 8 * 8 * (groups > 1), LISTED_REGISTERS
     if config.block_n > FEW_COPIES * copied_keys(problem, config):
-        return REGISTERS_OF_SMALL_PAGES[config.num_consumer_groups]
-    return CONSUMER_REGISTERS[config.num_consumer_groups], PRODUCER_REGISTERS
+        return REGISTERS_OF_SMALL_PAGES[groups]
+    return CONSUMER_REGISTERS[groups], PRODUCER_REGISTERS
 
 
 def padded(problem: Problem, config: HopperConfig) -> HopperConfig:

@@ -37,6 +37,10 @@ from tests.emulator.hardware import (
 from tests.emulator.inline_ptx import emulate_ptx
 
 
+# Batch, head, query and key.
+BIAS_DIMS = 4
+
+
 def identity(function: Any = None, **_: object) -> Any:
     """Replaces decorators with and without options."""
     return function or identity
@@ -183,7 +187,9 @@ class Program:
             # Addresses that are hidden may lie anywhere.
             loaded = pointer.memory[np.where(mask.values, pointer.offset, 0)]
             return Tensor(np.where(mask.values, loaded, other))
-        return pointer.memory[pointer.offset].item() if mask else other
+        if mask:
+            return pointer.read()
+        return Tensor(np.full(np.shape(pointer.offset), other)) if np.ndim(pointer.offset) else other
 
     def init_barrier(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = int(plain(count))
@@ -241,7 +247,8 @@ def emulate(
     Args:
         kernel: A Hopper kernel.
         tensors: q, k, v and out of the descriptors; only shapes and strides are used.
-        memory: Flat arrays with the elements of `tensors`; the last is written.
+        memory: Flat arrays with the elements of `tensors`, of which the last is written, and of a bias that is
+            described.
         beside: Extra inputs as arrays.
         lse: Flat; written.
         scale: Of the scores.
@@ -250,19 +257,28 @@ def emulate(
         numbers: Scalars after the scale.
     """
     module = load_module(kernel)
-    made = module.descriptors(*tensors)
+    # A bias or mask is no argument of the kernel: it is described, or listed by the prologue.
+    described = [one for one in beside if one.ndim == BIAS_DIMS and len(memory) > len(tensors)]
+    beside_it = [one for one in beside if one.ndim != BIAS_DIMS]
+    made = module.descriptors(*tensors, *(_like(one) for one in described))
     descriptors = [Descriptor(one, flat) for parts, flat in zip(made, memory, strict=True) for one in parts]
     # Scales are no arguments of the launch plan.
     planned = () if tensors[0].dtype is E4M3 else beside
-    starts = [torch.empty(one.shape, device="meta") for one in planned]
+    starts = [_like(one) for one in planned]
     integers = module.launch_plan(*tensors, *starts)[2]
     with small_steps():
         for number in range(programs):
             program = Program(number, programs, module)
             names = program.names()
             exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
-            pointers = [Pointer(one.reshape(-1)) for one in (*beside, *workspaces)]
+            pointers = [Pointer(one.reshape(-1)) for one in (*beside_it, *workspaces)]
             names[kernel.entry](*descriptors, Pointer(lse), *pointers, scale, *numbers, *integers)
+
+
+def _like(array: Array) -> torch.Tensor:
+    """A tensor without memory that has the shape and strides of an array."""
+    strides = [step // array.itemsize for step in array.strides]
+    return torch.empty_strided(array.shape, strides, dtype=torch.bfloat16, device="meta")
 
 
 def _is_run(node: ast.stmt, emulated: Collection[str]) -> bool:

@@ -14,10 +14,12 @@ import torch
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Bias, Causal, Problem
+from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.rendering import render
 from tests.emulator import hardware
-from tests.emulator.hardware import BarrierError
+from tests.emulator.block_lists import block_lists
+from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
 from tests.problems.hopper import FAMILY, a_config, a_problem
 from tests.problems.plain_masks import plain_attention
@@ -52,8 +54,12 @@ def worst_error(
     programs: int,
     lengths: list[tuple[int, int]] | None = None,
     spare: int = 0,
+    config: HopperConfig | None = None,
 ) -> float:
-    """Between what a kernel makes of random tensors and plain attention, of outputs and log-sum-exps."""
+    """Between what a kernel makes of random tensors and plain attention, of outputs and log-sum-exps.
+
+    A mask or bias needs the kernel's config for its lists of blocks.
+    """
     chance = torch.Generator().manual_seed(1)
     side = score_inputs(problem, lengths)
     batch, rows, keys = problem.batch, problem.seqlen_q, problem.seqlen_kv
@@ -88,7 +94,15 @@ def worst_error(
     flat = tuple(one.flatten().numpy() for one in (q, k, v)), out.view(-1).numpy()
     beside = tuple(one.numpy() for one in side.tensors)
     numbers = tuple(one for one in side.numbers if one is not None)
-    emulate(kernel, like, (*flat[0], flat[1]), beside, lse, scale, programs, numbers=numbers)
+    workspaces: tuple[Array, ...] = ()
+    memory = (*flat[0], flat[1])
+    if side.bias is not None:
+        own = tuple(slice(0, 1 if side.bias.stride(axis) == 0 else None) for axis in (0, 1))
+        assert config is not None
+        workspaces = block_lists(problem, config, side.bias[own]).workspaces
+        if problem.bias is Bias.ADDITIVE:
+            memory = *memory, side.bias[own]._base.view(-1).numpy()
+    emulate(kernel, like, memory, beside, lse, scale, programs, workspaces, numbers)
     worst = 0.0
     for got, meant in ((out, expected[0]), (torch.from_numpy(lse).view(q.shape[:3]), expected[1])):
         # Rows that no sequence has are as they were.
@@ -116,7 +130,30 @@ def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> Ext
         side = side._replace(slopes=slopes.view(batch, problem.heads))
     if problem.sinks:
         side = side._replace(sinks=torch.linspace(-1.0, 3.0, problem.heads, dtype=torch.float64))
+    if problem.bias is not Bias.NONE:
+        side = side._replace(bias=a_bias(problem))
     return side
+
+
+def a_bias(problem: Problem) -> torch.Tensor:
+    """A mask or bias with hidden, whole and partial blocks, of which some heads or batches share one."""
+    batch, heads, queries, keys = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv
+    chance = torch.Generator().manual_seed(queries + 2 * keys)
+    own = (1 if keys % 3 else batch), (1 if keys % 2 else heads)
+    kinds = torch.randint(4, (*own, queries // 64 + 1, keys // 64 + 1), generator=chance)
+    kinds = kinds.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :queries, :keys]
+    some = torch.rand(kinds.shape, generator=chance) < 0.4
+    visible = (kinds == 1) | (kinds == 2) & some
+    # A group of rows without visible keys, and one that sees the first keys alone.
+    visible[:, :, 64:128] = False
+    visible[:, :, 130:190, 64:] = False
+    if problem.bias is Bias.BOOLEAN:
+        return visible.expand(batch, heads, -1, -1)
+    # Rows that start at a multiple of 16 bytes.
+    rows = torch.full((*own, queries, -(-keys // 8) * 8), math.nan, dtype=torch.float64)
+    numbers = torch.randn(kinds.shape, generator=chance, dtype=torch.float64)
+    rows[..., :keys] = torch.where(visible | (kinds == 3), torch.where(kinds == 1, 0.0, numbers), -math.inf)
+    return rows[..., :keys].expand(batch, heads, -1, -1)
 
 
 def a_small(causal: Causal = Causal.NONE, **changes: int) -> Problem:

@@ -1,0 +1,85 @@
+"""Lists of the key blocks of tiles, and the words of masks, as the prologue of `forward_hopper` writes them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from flashtune.core.problem import Bias, Problem
+from flashtune.templates.forward_hopper.space import HopperConfig
+from tests.emulator.hardware import Array
+from tests.problems.plain_masks import visible
+
+HIDDEN, WHOLE, PARTIAL = range(3)
+
+
+class Lists(NamedTuple):
+    """The workspaces of the kernel. Words are missing for an additive bias."""
+
+    lists: Array
+    words: Array
+
+    @property
+    def workspaces(self) -> tuple[Array, ...]:
+        """The flat workspaces that the kernel takes."""
+        return tuple(one.reshape(-1) for one in self if one.size)
+
+
+def block_lists(problem: Problem, config: HopperConfig, bias: Tensor) -> Lists:
+    """Lists for a mask or bias, [batches, heads, seqlen_q, seqlen_kv], of which dimensions of one are shared."""
+    queries, keys = problem.seqlen_q, problem.seqlen_kv
+    groups, rows, width = config.num_consumer_groups, config.rows_per_group, config.block_n
+    tiles, blocks = -(-queries // (groups * rows)), -(-keys // width)
+    tables = bias.shape[0] * bias.shape[1] * tiles
+    by_position = visible(problem, queries, keys).numpy()
+    lists = np.full((tables, groups + 1, blocks + 3), -1, np.int32)
+    is_mask = problem.bias is Bias.BOOLEAN
+    words = np.full((tables, groups, blocks, rows, width // 32) if is_mask else 0, -1, np.int32)
+    for table in range(tables):
+        one = bias.reshape(-1, *bias.shape[2:])[table // tiles].expand(queries, keys).numpy()
+        seen = by_position & (one if is_mask else one != -np.inf)
+        bare = seen if is_mask else ~by_position | (one == 0)
+        kinds = np.zeros((groups, blocks), int)
+        for group in range(groups):
+            first = (table % tiles * groups + group) * rows
+            for block in range(blocks):
+                place = slice(first, first + rows), slice(block * width, (block + 1) * width)
+                short = block * width + width > keys and is_mask
+                whole = bare[place].all() and not short
+                kinds[group, block] = (WHOLE if whole else PARTIAL) if seen[place].any() else HIDDEN
+                if is_mask and kinds[group, block] != WHOLE:
+                    words[table, group, block] = packed(seen[place], rows, width)
+        _write(lists[table], kinds, config.num_stages - 1)
+    return Lists(lists, words)
+
+
+def packed(seen: Array, rows: int, width: int) -> Array:
+    """A bit for each pair, the first key of a row in the lowest bit."""
+    full = np.zeros((rows, width), np.int64)
+    full[: seen.shape[0], : seen.shape[1]] = seen
+    return (full.reshape(rows, -1, 32) << np.arange(32)).sum(2).astype(np.uint32).view(np.int32)
+
+
+def _write(lists: Array, kinds: Array, most: int) -> None:
+    """Writes the lists of one tile."""
+    listed = [block for block in reversed(range(kinds.shape[1])) if kinds[:, block].any()] or [0]
+    flags = dict.fromkeys(listed, 0)
+    for group, of_group in enumerate(kinds):
+        taken, passed, lead = [], 0, 0
+        for block in listed:
+            if of_group[block] == HIDDEN and (not taken or passed < most):
+                passed += 1
+                continue
+            lead = lead if taken else passed
+            partial = int(of_group[block] != WHOLE)
+            taken.append(block * 16 + (2 * passed if taken else 0) + partial)
+            flags[block] |= partial << group
+            passed = 0
+        if not taken:
+            taken, lead, passed = [listed[-1] * 16 + 1], len(listed) - 1, 0
+            flags[listed[-1]] |= 1 << group
+        lists[group + 1, : 3 + len(taken)] = [len(taken), lead, passed, *taken]
+    lists[0, 0] = len(listed)
+    lists[0, 3 : 3 + len(listed)] = [block * 16 + flags[block] for block in listed]
