@@ -180,11 +180,14 @@ class Specialization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         index_bits: Width of strides and offsets; 64 where an offset exceeds 2^31 - 1 elements.
         lse: Whether the log-sum-exp of each row is written. In a backward pass, whether there is a gradient
             of the log-sum-exp.
+        copies_bias: False if TMA cannot copy the additive bias, otherwise unset.
     """
 
     alignment: Alignment = Alignment.SIXTEEN
     index_bits: Annotated[int, msgspec.Meta(ge=32, le=64, multiple_of=32)] = 32
     lse: bool = False
+    # Unset in stored kernels, so that their digests do not change.
+    copies_bias: bool | msgspec.UnsetType = msgspec.UNSET
 
     def takes_descriptors(self, dtype: Dtype) -> bool:
         """Returns whether TMA can address the tensors: strides must be multiples of 16 bytes."""
@@ -249,6 +252,11 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     def takes_descriptors(self) -> bool:
         """Whether tensors are passed as descriptors, which the module's `descriptors` creates."""
         return any(argument.type.startswith("tensordesc") for argument in self.arguments)
+
+    @property
+    def describes_bias(self) -> bool:
+        """Whether the bias is passed as a descriptor."""
+        return any(argument.name == "bias_desc" for argument in self.arguments)
 
     @property
     def side(self) -> tuple[str, ...]:
@@ -334,4 +342,14 @@ def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | Non
         alignment = Alignment.EIGHT
     else:
         alignment = Alignment.ANY
-    return Specialization(alignment, 64 if extent > MAX_INT32 else 32, lse)
+    copies_bias = msgspec.UNSET if bias is None or _is_copied(bias) else False
+    return Specialization(alignment, 64 if extent > MAX_INT32 else 32, lse, copies_bias)
+
+
+def _is_copied(bias: Tensor) -> bool:
+    """Returns whether TMA can copy tiles of a bias. Masks need no copies."""
+    size = bias.element_size()
+    steps = [step for step, extent in zip(bias.stride()[:3], bias.shape, strict=False) if extent > 1]
+    repeats = bias.shape[2] > 1 and bias.stride(2) == 0
+    unaligned = bias.data_ptr() % POINTER_ALIGNMENT or any(step * size % POINTER_ALIGNMENT for step in steps)
+    return size == 1 or not (repeats or unaligned)

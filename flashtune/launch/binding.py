@@ -148,7 +148,12 @@ def _descriptors(
         return found
     q, k, v, out = lasting[:4]
     source = "v"
-    if kernel.prologue is not None:
+    if kernel.prologue is not None and tensors.q.dtype is E4M3:
         # The kernel reads the values from the workspace that the prologue fills.
         source, v = next(iter(workspaces)), typed(scratch[0], tensors.v)
-    return dict(zip(("q", "k", source, "out"), module.descriptors(q, k, v, out), strict=True))
+    names = ("q", "k", source, "out")
+    if kernel.describes_bias:
+        side = [name for name in kernel.all_side if name not in NUMBERS]
+        bias = lasting[len(names) + side.index("bias")]
+        return dict(zip((*names, "bias"), module.descriptors(q, k, v, out, bias), strict=True))
+    return dict(zip(names, module.descriptors(q, k, v, out), strict=True))

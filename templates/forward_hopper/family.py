@@ -259,7 +259,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return None
 
     def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
-        return specialization.takes_descriptors(dtype)
+        return specialization.takes_descriptors(dtype) and specialization.copies_bias is not False
 
     def space(self, problem: Problem, target: Target) -> Space:
         return hopper_space(problem)

@@ -24,6 +24,7 @@ from flashtune.core.file_lock import read_bounded
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.launch.tma_descriptors import typed
 from flashtune.launch.workspaces import allocate_workspace
+from flashtune.request.quantization import E4M3
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.tuner.execution.inputs import make_inputs
@@ -261,7 +262,7 @@ def _planned(kernel: Kernel, problem: Problem, layout: Layout) -> list[Tensor]:
     tensors = [q, k, v, out]
     if problem.is_backward:
         tensors += [torch.empty_like(tensor) for tensor in (out, q, k, v)]
-    names = kernel.all_side if problem.is_backward else kernel.side
+    names = kernel.all_side
     # The scales of quantised queries are contiguous, so the launch code does not need them.
     if not problem.dtype.is_quantized:
         tensors += [getattr(inputs.side, name) for name in names if name not in NUMBERS]
@@ -292,7 +293,9 @@ def _described(
     else:
         q, k, v, out = tensors[:4]
         # With a prologue, the kernel reads the values that the prologue writes.
-        passed = [q, k, typed(scratch[0], v) if kernel.prologue else v, out]
+        passed = [q, k, typed(scratch[0], v) if kernel.prologue and v.dtype is E4M3 else v, out]
+        if kernel.describes_bias:
+            passed.append(next(tensor for tensor in tensors[4:] if tensor.dim() == q.dim()))
         made = [*enumerate(module["descriptors"](*passed))]
     places = [tensor.untyped_storage()._cdata for tensor in passed]
     return [(key, [_comparable(one, places) for one in descriptors]) for key, descriptors in made]
