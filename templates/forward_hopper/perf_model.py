@@ -44,6 +44,10 @@ SINGLE_Q_STAGE_US = 0.43
 # Further exponentials of a score. A softcap takes one, and a quarter of a reciprocal.
 SOFTCAP_EXPONENTIALS = 1.25
 ALIBI_EXPONENTIALS = 0.2
+BIAS_EXPONENTIALS = 0.5
+# Time of the prologue that lists blocks, in µs: its launch, and that of a block of one tile.
+LISTING_US = 5.0
+LISTED_BLOCK_US = 0.8
 # Fraction of time lost if programs of a group of heads change heads in each round.
 DRIFT_PENALTY = 0.05
 
@@ -102,7 +106,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
             neighbours=min(head_swizzle, tiling.packs),
         )
         lost = DRIFT_PENALTY if _programs_drift(tiling, num_programs, head_swizzle, target) else 0.0
-        return (1 + lost) * (pace.launch + together_us(busy, moving)) / 1e3
+        return ((1 + lost) * (pace.launch + together_us(busy, moving)) + _listing(problem, config)) / 1e3
 
     def schedule_variants(
         self, problem: Problem, config: HopperConfig, target: Target
@@ -157,7 +161,15 @@ def running_programs(problem: Problem, config: HopperConfig, target: Target | No
 
 def _exponentials(problem: Problem) -> float:
     """Returns the exponentials of a score, or as much time of the FMA units."""
-    return 1.0 + SOFTCAP_EXPONENTIALS * problem.softcap + ALIBI_EXPONENTIALS * problem.alibi
+    bias = BIAS_EXPONENTIALS * (problem.bias is Bias.ADDITIVE)
+    return 1.0 + SOFTCAP_EXPONENTIALS * problem.softcap + ALIBI_EXPONENTIALS * problem.alibi + bias
+
+
+def _listing(problem: Problem, config: HopperConfig) -> float:
+    """Returns the time of the prologue that lists blocks, if there is one, in µs."""
+    if problem.bias is Bias.NONE:
+        return 0.0
+    return LISTING_US + LISTED_BLOCK_US * problem.seqlen_kv / config.block_n
 
 
 def _between(config: HopperConfig) -> float:

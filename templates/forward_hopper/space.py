@@ -135,8 +135,8 @@ def _is_crowded(chosen: dict[str, AxisValue]) -> bool:
 
 
 def tiles_differ(problem: Problem) -> bool:
-    """Returns whether tiles of a head see different numbers of keys, so that their order matters."""
-    return problem.sight.right is not None
+    """Returns whether tiles of a head may see different numbers of keys, so that their order matters."""
+    return problem.sight.right is not None or problem.bias is not Bias.NONE
 
 
 def _is_local(problem: Problem) -> bool:
@@ -153,7 +153,7 @@ def _is_narrow(problem: Problem) -> bool:
 def _sections(problem: Problem) -> tuple[int, ...]:
     if problem.total_q:
         return (0, 4)
-    if _is_local(problem):
+    if _is_local(problem) or problem.bias is not Bias.NONE:
         return (0, 1, 2, 4, 8)
     return (0, 4, 8) if tiles_differ(problem) else (1, 4)
 
@@ -200,6 +200,9 @@ def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
     if problem.bias is Bias.ADDITIVE:
         # The bias in registers, before it is added.
         weights += scores * problem.dtype.itemsize // 4
+    elif problem.bias is Bias.BOOLEAN:
+        # A thread loads the words of its rows, of which it needs every fourth pair of bits.
+        weights += scores // 8
     spare = SPARE_REGISTERS + (DROPPING_REGISTERS if problem.dropout else 0)
     return scores + weights + accumulators + spare <= role_registers(problem, config)[0]
 
@@ -216,7 +219,9 @@ def usual_config(problem: Problem) -> HopperConfig:
     width = columns(head_chunks(max(problem.head_dim, problem.value_head_dim), True))
     differ = tiles_differ(problem)
     # In one order of all heads, tiles of varlen batches that end in the same round differ least.
+    listed, additive = problem.bias is not Bias.NONE, problem.bias is Bias.ADDITIVE
     in_one = bool(problem.total_q) or (differ and (problem.seqlen_kv > LONG or _is_local(problem)))
+    in_one = in_one and not listed
     windowed = problem.window_left is not None
     order = Order.LPT if problem.total_q or windowed else Order.SERPENTINE
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
@@ -231,15 +236,20 @@ def usual_config(problem: Problem) -> HopperConfig:
     # Few keys are seen of a tile, so that its fixed cost matters: it has more rows.
     tall = _is_narrow(problem) and narrow and pack > 1 and not problem.dropout
     groups = 2 if tall else groups
+    if additive:
+        # Tiles of the bias take registers, and the shared memory of a group or of queries.
+        groups = 1 if wide else 2
+    elif listed:
+        groups = 2
     return HopperConfig(
         num_warps=GROUP_WARPS,
         num_stages=2,
         num_consumer_groups=groups,
         rows_per_group=2 * GROUP_ROWS if tall else GROUP_ROWS,
         block_n=64 if wide or _is_narrow(problem) else 128,
-        q_stages=1 if wide else 2,
+        q_stages=1 if wide or (additive and not narrow) else 2,
         split_epilogue=wide and _can_be_halved(problem, True),
-        ping_pong=not wide,
+        ping_pong=not wide and groups > 1,
         defer_pv_wait=not narrow and not (shared and not differ),
         p_stages=(1 if differ else 2) if shared else 0,
         split_head_dim=odd_width and _products_fit(problem, True),
