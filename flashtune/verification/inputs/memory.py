@@ -9,7 +9,7 @@ import torch
 from flashtune.core.features.records import TENSORS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES
-from flashtune.core.problem import KvScale
+from flashtune.core.problem import Bias, KvScale
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Layout,
@@ -137,7 +137,7 @@ def placed(
         _fill(one.view, values, places, whole=one.view.shape == values.shape and problem.page_size == 0)
     lse = guarded_flat(rows, dense.q.device, Role.OUTPUT).without(behind)
     extra_inputs, side = _place_extra_inputs(
-        problem, dense.side, lengths, table, frame.layout, dense.q.device
+        problem, dense.side, lengths, table, frame, dense.q.device
     )
     return Memory(q, k, v, out, lse, extra_inputs, side)
 
@@ -170,7 +170,7 @@ def _place_extra_inputs(
     side: ExtraInputs,
     lengths: Lengths,
     table: Table | None,
-    layout: Layout,
+    frame: MemoryFrame,
     device: torch.device,
 ) -> tuple[tuple[Guarded, ...], ExtraInputs]:
     kept: list[Guarded] = []
@@ -203,7 +203,10 @@ def _place_extra_inputs(
     if side.bias is not None:
         # Broadcast dimensions of sequences or heads stay broadcast.
         own = side.bias[: 1 if side.bias.stride(0) == 0 else None, : 1 if side.bias.stride(1) == 0 else None]
-        one = guarded(tuple(own.shape), own.dtype, Alignment.ANY, layout, device, Role.INPUT, spare=1)
+        # Families with descriptors need aligned biases next to aligned tensors. Masks are never aligned.
+        aligned = problem.bias is Bias.ADDITIVE and frame.alignment is not Alignment.ANY
+        alignment = Alignment.EIGHT if aligned else Alignment.ANY
+        one = guarded(tuple(own.shape), own.dtype, alignment, frame.layout, device, Role.INPUT, spare=1)
         given["bias"] = keep(one, own).expand(side.bias.shape)
     if side.prefix is not None:
         given["prefix"] = integers(side.prefix, problem.seqlen_kv + OVER)
