@@ -56,7 +56,10 @@ def hopper_arguments(
         *_lists(problem),
         Argument("scale", "fp32"),
         *side_numbers(problem),
-        *(Argument(name, "i32") for name in (*counts, *(MASK_COUNTS if problem.bias is not Bias.NONE else ()))),
+        *(
+            Argument(name, "i32")
+            for name in (*counts, *(MASK_COUNTS if problem.bias is not Bias.NONE else ()))
+        ),
         *(() if dtype.is_quantized else _strides(problem, specialization, of_bias=False)),
         *(Argument(name, "i32") for name in steps),
         *(Argument(name, "i32") for name in (PAGE_STEPS if problem.page_size else ())),

@@ -36,7 +36,6 @@ from tests.emulator.hardware import (
 )
 from tests.emulator.inline_ptx import emulate_ptx
 
-
 # Batch, head, query and key.
 BIAS_DIMS = 4
 

@@ -9,7 +9,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt True, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 5dfd512c3469
+Template     forward_hopper 29bf2a02ade2
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -678,6 +678,7 @@ def forward_hopper(
         total, m_blocks, heads_per_swizzle, all_packs, packs, packs_per_kv, kv_heads, group_size,
         cu_seqlens_q, seqlens_kv, block_table, seqlen_kv, stride_table, sequences, steps, tokens
     )
+    k_steps, v_steps = (k_page_step, k_head_step), (v_page_step, v_head_step)
     q_descs, k_descs = (q_desc,), (k_desc,)
     v_descs, o_descs = (v_desc,), (o_desc,)
     outputs = (o_tiles,), o_descs, lse
@@ -685,7 +686,7 @@ def forward_hopper(
         [
             (consume, (0, q, k, v, outputs, scale_log2, scheduler)),
             (consume, (1, q, k, v, outputs, scale_log2, scheduler)),
-            (produce, (q_descs, k_descs, v_descs, q, k, v, scheduler, (k_page_step, k_head_step), (v_page_step, v_head_step))),
+            (produce, (q_descs, k_descs, v_descs, q, k, v, scheduler, k_steps, v_steps)),
         ],
         [4, 1],
         [232, 40],

@@ -8,7 +8,7 @@ Config       num_consumer_groups 3, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt False, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 5dfd512c3469
+Template     forward_hopper 29bf2a02ade2
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -496,12 +496,12 @@ def consume(GROUP: gl.constexpr, q, k, v, outputs, scale_log2, scheduler):
         # Query i sees keys from n_start[i] on. All rows see the start of blocks from full_min on.
         n_start = positions + diagonal - LEFT
         full_min = (gl.maximum(m_start + GROUP_POSITIONS - 1 + diagonal - LEFT, 0) + BLOCK_N - 1) // BLOCK_N
+        n_lifted_end = lifted_stop(this, positions + diagonal)
         tile_m_start = this.m_block * TILE_POSITIONS
         tile_n_block_max = get_n_block_max(this, tile_m_start, TILE_POSITIONS)
         # All groups see the blocks at the start of the sequence, and none skips blocks before them.
         n_block_min = get_n_block_min(this, tile_m_start, tile_n_block_max)
         n_lifted = get_n_lifted(this, n_block_min)
-        n_lifted_end = lifted_stop(this, positions + diagonal)
         passed = 0
 
         # The first block has its own code: its scores were issued before the previous tile was stored.

@@ -9,7 +9,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim True, pack_gqa 2, head_swizzle 0,
              lpt False, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 5dfd512c3469
+Template     forward_hopper 29bf2a02ade2
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -639,6 +639,7 @@ def forward_hopper(
         total, m_blocks, heads_per_swizzle, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q,
         seqlens_kv, block_table, seqlen_kv, stride_table
     )
+    k_steps, v_steps = (k_page_step, k_head_step), (v_page_step, v_head_step)
     q_descs, k_descs = (q_desc_0, q_desc_1,), (k_desc_0, k_desc_1,)
     v_descs, o_descs = (v_desc_0, v_desc_1,), (o_desc_0, o_desc_1,)
     outputs = (o_tiles_0, o_tiles_1,), o_descs, lse
@@ -646,7 +647,7 @@ def forward_hopper(
         [
             (consume, (0, q, k, v, outputs, scale_log2, scheduler)),
             (consume, (1, q, k, v, outputs, scale_log2, scheduler)),
-            (produce, (q_descs, k_descs, v_descs, q, k, v, scheduler, (k_page_step, k_head_step), (v_page_step, v_head_step))),
+            (produce, (q_descs, k_descs, v_descs, q, k, v, scheduler, k_steps, v_steps)),
         ],
         [4, 1],
         [240, 24],

@@ -136,9 +136,7 @@ def placed(
     for one, values, places in ((q, dense.q, there), (k, dense.k, found), (v, dense.v, found)):
         _fill(one.view, values, places, whole=one.view.shape == values.shape and problem.page_size == 0)
     lse = guarded_flat(rows, dense.q.device, Role.OUTPUT).without(behind)
-    extra_inputs, side = _place_extra_inputs(
-        problem, dense.side, lengths, table, frame, dense.q.device
-    )
+    extra_inputs, side = _place_extra_inputs(problem, dense.side, lengths, table, frame, dense.q.device)
     return Memory(q, k, v, out, lse, extra_inputs, side)
 
 
