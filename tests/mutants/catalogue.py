@@ -12,6 +12,7 @@ from tests.mutants.forward_hopper import (
     hopper_features,
     hopper_masks,
     hopper_pages,
+    hopper_pairs,
     hopper_places,
     hopper_rings,
     hopper_softmax,
@@ -101,5 +102,7 @@ def hopper_mutants() -> tuple[Mutant, ...]:
         *hopper_rings.rings(),
         *hopper_features.features(),
         *hopper_pages.pages(),
+        *hopper_pairs.pairs(),
+        *hopper_pairs.listings(),
         *(mutant._replace(name=f"e4m3: {mutant.name}") for mutant in eight_bits),
     )

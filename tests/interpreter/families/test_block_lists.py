@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
 import torch
 
-from flashtune.core.problem import Bias, Causal
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.launch.compilation import load_module
+from flashtune.templates.forward_hopper.space import HopperConfig
 from tests.emulator.block_lists import block_lists
+from tests.mutants.core import broken, rendered
+from tests.mutants.forward_hopper.hopper_pairs import listings
 from tests.problems.hopper import a_config
 from tests.templates.hopper.test_hopper_emulated import CONFIGS, a_bias, a_small, kernel_of
 
@@ -32,17 +36,41 @@ def test_lists_and_words(config: dict[str, Any], bias: Bias, name: str) -> None:
     causal, positions = POSITIONS[name]
     for queries, keys in ((200, 300), (420, 150), (20, 602)):
         problem = a_small(causal, seqlen_q=queries, seqlen_kv=keys, batch=2, bias=bias, **positions)
-        given = a_bias(problem)
-        module = load_module(kernel_of(problem, **config))
-        q, k = (torch.empty(2, heads, length, 16) for heads, length in ((2, queries), (1, keys)))
-        shapes = module.launch_plan(q, k, k, q, given)[1]
-        made = [torch.full(shape, -1, dtype=torch.int32) for shape in shapes]
-        grid, integers = module.prologue_plan(q, k, k, q, given)
-        module.list_blocks[grid](given, *made, *integers)
-        own = tuple(slice(0, 1 if given.stride(axis) == 0 else None) for axis in (0, 1))
-        meant = block_lists(problem, a_config(problem, **config), given[own])
-        for found, right in zip(made, (one for one in meant if one.size), strict=True):
-            written = right.reshape(-1) != -1
-            got = found.numpy().reshape(-1)
-            assert (got == right.reshape(-1))[written].all(), (queries, keys)
-            assert np.count_nonzero(written)
+        assert are_right(kernel_of(problem, **config), problem, a_config(problem, **config)), (queries, keys)
+
+
+def are_right(kernel: Kernel, problem: Problem, config: HopperConfig) -> bool:
+    """Whether the lists and words of a random mask or bias are right."""
+    given = a_bias(problem)
+    module = load_module(kernel)
+    queries, keys = problem.seqlen_q, problem.seqlen_kv
+    lengths = ((problem.heads, queries), (problem.kv_heads, keys))
+    q, k = (torch.empty(problem.batch, heads, length, 16) for heads, length in lengths)
+    shapes = module.launch_plan(q, k, k, q, given)[1]
+    made = [torch.full(shape, -1, dtype=torch.int32) for shape in shapes]
+    grid, integers = module.prologue_plan(q, k, k, q, given)
+    module.list_blocks[grid](given, *made, *integers)
+    own = tuple(slice(0, 1 if given.stride(axis) == 0 else None) for axis in (0, 1))
+    right = True
+    for found, meant in zip(made, block_lists(problem, config, given[own]).workspaces, strict=True):
+        written = meant != -1
+        right &= bool((found.numpy().reshape(-1) == meant)[written].all())
+    return right
+
+
+MUTANTS = {mutant.name: mutant for mutant in listings()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_write_other_lists(name: str) -> None:
+    mutant = MUTANTS[name]
+    shapes = ((290, 330), (100, 700))
+    problems = [
+        msgspec.structs.replace(mutant.subject.problem, heads=2, kv_heads=1, seqlen_q=queries, seqlen_kv=keys)
+        for queries, keys in shapes
+    ]
+    config = mutant.subject.config
+    assert isinstance(config, HopperConfig)
+    assert all(are_right(rendered(mutant.subject), problem, config) for problem in problems)
+    assert not all(are_right(broken(mutant), problem, config) for problem in problems)
