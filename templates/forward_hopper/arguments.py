@@ -67,7 +67,7 @@ def hopper_arguments(
 
 
 def listing_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
-    """Returns the bias or mask, lists, words, strides of the bias, counts, for a prologue that lists blocks."""
+    """Returns the bias or mask, lists, words, strides, counts, for a prologue that lists blocks."""
     return (
         *(one for one in side_tensors(problem) if one.name == "bias"),
         *_lists(problem),

@@ -278,7 +278,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return hopper_arguments(problem, config, specialization)
 
     def prologue(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Step | None:
-        """Returns the prologue that transposes V of 8 bits, which TMA cannot, or lists blocks by a mask or bias."""
+        """Returns the prologue that transposes V of 8 bits, which TMA cannot, or lists blocks by a bias."""
         if problem.bias is not Bias.NONE:
             options = LaunchOptions(LISTING_WARPS, 1)
             return Step("list_blocks", listing_arguments(problem, specialization), options)

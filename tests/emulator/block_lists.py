@@ -1,4 +1,4 @@
-"""Lists of the key blocks of tiles, and the words of masks, as the prologue of `forward_hopper` writes them."""
+"""Lists of the key blocks of tiles, and words of masks, as the prologue of `forward_hopper` writes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Lists(NamedTuple):
 
 
 def block_lists(problem: Problem, config: HopperConfig, bias: Tensor) -> Lists:
-    """Lists for a mask or bias, [batches, heads, seqlen_q, seqlen_kv], of which dimensions of one are shared."""
+    """Lists for a mask or bias, [batches, heads, seqlen_q, seqlen_kv]. Dimensions of one are shared."""
     queries, keys = problem.seqlen_q, problem.seqlen_kv
     groups, rows, width = config.num_consumer_groups, config.rows_per_group, config.block_n
     tiles, blocks = -(-queries // (groups * rows)), -(-keys // width)

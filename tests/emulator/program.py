@@ -246,8 +246,8 @@ def emulate(
     Args:
         kernel: A Hopper kernel.
         tensors: q, k, v and out of the descriptors; only shapes and strides are used.
-        memory: Flat arrays with the elements of `tensors`, of which the last is written, and of a bias that is
-            described.
+        memory: Flat arrays with the elements of `tensors`, of which the last is written, and those of a bias
+            that is described.
         beside: Extra inputs as arrays.
         lse: Flat; written.
         scale: Of the scores.

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from flashtune.core.errors import KernelError
-from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.kernel import Alignment, Specialization, specialization_of
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.family import unsupported_reason
@@ -64,10 +65,29 @@ def test_supported_features_are_those_of_masks_scores_and_pages() -> None:
         for changes in ({}, {"seqlens_k": True}, {"prefix": True}, {"page_size": 16}):
             given = msgspec.structs.replace(problem, **changes)
             assert unsupported_reason(FAMILY, given, H200, PLAIN) is None
-    assert (
-        unsupported_reason(FAMILY, msgspec.structs.replace(window, bias=Bias.ADDITIVE), H200, PLAIN)
-        == "forward_hopper has no bias"
-    )
+    for bias in (Bias.ADDITIVE, Bias.BOOLEAN):
+        given = msgspec.structs.replace(window, bias=bias)
+        assert unsupported_reason(FAMILY, given, H200, PLAIN) is None
+        for changes in ({"seqlens_k": True}, {"prefix": True}, {"total_q": 1}):
+            refused = msgspec.structs.replace(given, **changes)
+            assert "takes a bias or mask without" in str(unsupported_reason(FAMILY, refused, H200, PLAIN))
+
+
+def test_biases_that_tma_cannot_copy_are_refused() -> None:
+    q = torch.empty(2, 4, 32, 64, dtype=torch.bfloat16)
+    rows = torch.empty(2, 4, 32, 48, dtype=torch.bfloat16)
+    column = torch.empty(2, 1, 1, 40, dtype=torch.bfloat16).expand(2, 4, 32, 40)
+    for bias, copied in (
+        (rows, True),
+        (rows[:1, :1].expand(2, 4, 32, 48), True),
+        (rows[..., :43], True),
+        (torch.empty(2, 4, 32, 43, dtype=torch.bfloat16), False),
+        (rows[..., 1:], False),
+        (column, False),
+        (torch.empty(2, 4, 32, 43, dtype=torch.bool), True),
+    ):
+        specialization = specialization_of((q, q, q, q), lse=False, bias=bias)
+        assert FAMILY.can_address(Dtype.BF16, specialization) is copied
 
 
 def test_supported_tensors_can_be_addressed_by_tma() -> None:
