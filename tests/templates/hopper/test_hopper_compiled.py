@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype
+from flashtune.core.problem import Bias, Causal, Dtype
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
@@ -74,6 +74,8 @@ COMPILED = {
         {"num_consumer_groups": 3, "p_stages": 2, "defer_pv_wait": False},
         True,
     ),
+    "d128, bias": (a_problem(128, bias=Bias.ADDITIVE), {}, True),
+    "d64, bias and causal": (a_problem(64, causal=Causal.BOTTOM_RIGHT, bias=Bias.ADDITIVE), {}, True),
     "e4m3, blocks of 64": (a_problem(64, dtype=Dtype.E4M3), {"block_n": 64, "num_stages": 4}, False),
 }
 
