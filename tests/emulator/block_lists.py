@@ -59,7 +59,8 @@ def packed(seen: Array, rows: int, width: int) -> Array:
     """A bit for each pair, the first key of a row in the lowest bit."""
     full = np.zeros((rows, width), np.int64)
     full[: seen.shape[0], : seen.shape[1]] = seen
-    return (full.reshape(rows, -1, 32) << np.arange(32)).sum(2).astype(np.uint32).view(np.int32)
+    words: Array = (full.reshape(rows, -1, 32) << np.arange(32)).sum(2).astype(np.uint32).view(np.int32)
+    return words
 
 
 def _write(lists: Array, kinds: Array, most: int) -> None:
@@ -67,7 +68,8 @@ def _write(lists: Array, kinds: Array, most: int) -> None:
     listed = [block for block in reversed(range(kinds.shape[1])) if kinds[:, block].any()] or [0]
     flags = dict.fromkeys(listed, 0)
     for group, of_group in enumerate(kinds):
-        taken, passed, lead = [], 0, 0
+        taken: list[int] = []
+        passed, lead = 0, 0
         for block in listed:
             if of_group[block] == HIDDEN and (not taken or passed < most):
                 passed += 1
