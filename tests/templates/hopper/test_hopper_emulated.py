@@ -35,6 +35,7 @@ SMALL = {
     "num_stages": 2,
     "q_stages": 1,
     "ping_pong": True,
+    "pack_gqa": 1,
 }
 THREE = {**SMALL, "num_consumer_groups": 3, "q_stages": 2, "conditional_rescale": False}
 ALONE = {**SMALL, "num_consumer_groups": 1, "rows_per_group": 128, "ping_pong": False, "num_stages": 3}
@@ -211,7 +212,7 @@ def test_dropout(config: dict[str, Any], causal: Causal) -> None:
 
 def test_dropout_with_packed_heads() -> None:
     problem = a_small(heads=8, kv_heads=2, seqlen_q=20, dropout=True, batch=2)
-    assert worst_error(kernel_of(problem, **SMALL, pack_gqa=2), problem, 2) < 1e-12
+    assert worst_error(kernel_of(problem, **{**SMALL, "pack_gqa": 2}), problem, 2) < 1e-12
 
 
 @pytest.mark.slow
