@@ -24,7 +24,7 @@ def a_problem(
     value_head_dim: int = 0,
     dtype: Dtype = Dtype.BF16,
     causal: Causal = Causal.NONE,
-    **changes: int,
+    **changes: Any,
 ) -> Problem:
     """8 heads of 1024 queries and keys, twice."""
     problem = Problem(

@@ -6,12 +6,13 @@
 
 Computes     bf16, head dim 128, value head dim 128, causal: none, varlen: False, dropout: False
 Window       -1 keys to the left, -1 to the right; -1 is no bound
+Features     softcap: False, ALiBi: False, sinks: False, lengths: False, prefix: False, chunk: 0, first tokens: 0
 Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2, q_stages 1,
              split_epilogue True, ping_pong True, defer_pv_wait False, conditional_rescale False,
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 1,
              lpt False, serpentine False, balanced_grid True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper a7235644a8c5
+Template     forward_hopper 29bf2a02ade2
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored

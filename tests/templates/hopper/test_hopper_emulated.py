@@ -102,7 +102,9 @@ def worst_error(
         assert config is not None
         workspaces = block_lists(problem, config, side.bias[own]).workspaces
         if problem.bias is Bias.ADDITIVE:
-            memory = *memory, side.bias[own]._base.view(-1).numpy()
+            base = side.bias[own]._base
+            assert base is not None
+            memory = *memory, base.view(-1).numpy()
     emulate(kernel, like, memory, beside, lse, scale, programs, workspaces, numbers)
     worst = 0.0
     for got, meant in ((out, expected[0]), (torch.from_numpy(lse).view(q.shape[:3]), expected[1])):
@@ -157,7 +159,7 @@ def a_bias(problem: Problem) -> torch.Tensor:
     return rows[..., :keys].expand(batch, heads, -1, -1)
 
 
-def a_small(causal: Causal = Causal.NONE, **changes: int) -> Problem:
+def a_small(causal: Causal = Causal.NONE, **changes: Any) -> Problem:
     shape = {"heads": 2, "kv_heads": 1, "batch": 1, "seqlen_q": 300, "seqlen_kv": 300, **changes}
     return msgspec.structs.replace(a_problem(16, causal=causal), **shape)
 

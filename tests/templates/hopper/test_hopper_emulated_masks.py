@@ -10,6 +10,7 @@ import pytest
 
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Bias, Causal
+from flashtune.templates.forward_hopper.space import HopperConfig
 from tests.emulator.hardware import BarrierError
 from tests.mutants.core import Subject, broken, rendered
 from tests.mutants.forward_hopper.hopper_pairs import pairs
@@ -47,6 +48,7 @@ MUTANTS = {mutant.name: mutant for mutant in pairs()}
 
 def emulated_error(kernel: Kernel, subject: Subject) -> float:
     shape = {"heads": 4, "kv_heads": 2, "seqlen_q": 290, "seqlen_kv": 330}
+    assert isinstance(subject.config, HopperConfig)
     return worst_error(kernel, msgspec.structs.replace(subject.problem, **shape), 3, config=subject.config)
 
 
