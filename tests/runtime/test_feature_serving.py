@@ -160,7 +160,7 @@ def test_decoding_kernels_serve_few_queries_only(machine: Machine) -> None:
         assert told.selection is not None
         return told.selection.record.family
 
-    assert [family(queries) for queries in (1, 16, 17)] == ["decode_split_kv"] * 2 + ["forward_masked"]
+    assert [family(queries) for queries in (1, 16, 17)] == ["decode_split_kv"] * 2 + ["forward_hopper"]
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")

@@ -172,7 +172,7 @@ def test_lengths_out_of_bounds_are_clamped(causal: Causal, packed: bool, page_si
 
 def test_packed_heads_and_one_query() -> None:
     problem = a_paged(16, packed=False, heads=12)
-    kernel = kernel_of(problem, **SMALL, pack_gqa=4)
+    kernel = kernel_of(problem, **{**SMALL, "pack_gqa": 4})
     assert worst_error(kernel, problem, [(1, keys) for keys in (320, 0, 63, 257, 64)]) < 1e-12
 
 
