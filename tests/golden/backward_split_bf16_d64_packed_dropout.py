@@ -109,7 +109,7 @@ def key_stop(position, seqlen_kv):
 
 @triton.jit
 def key_bounds(first_position, last_position, seqlen_kv):
-    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+    """Returns ranges of keys for queries at first_position .. last_position. All bounds grow with the position.
 
     Blocks in n_min .. n_max have a key that some query sees.
     Blocks in n_full_min .. n_full_max have no key that some query does not see.

@@ -65,7 +65,7 @@ def key_start(position):
 
 @triton.jit
 def key_bounds(first_position, last_position, seqlen_kv, prefix_end):
-    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+    """Returns ranges of keys for queries at first_position .. last_position. All bounds grow with the position.
 
     Blocks in n_min .. n_max have a key that some query sees.
     Blocks in n_full_min .. n_full_max have no key that some query does not see.
@@ -96,7 +96,7 @@ def cap_scores(s, score_factor, cap_log2):
 
 @triton.jit
 def softmax_step(s, running_max, running_sum):
-    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    """Returns p of a block of scores, the factor of earlier sums and outputs, the new row maxima and row sums."""
     new_max = tl.maximum(running_max, tl.max(s, 1))
     # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -45,7 +45,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def softmax_step(s, running_max, running_sum, scale_log2):
-    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    """Returns p of a block of scores, the factor of earlier sums and outputs, the new row maxima and row sums."""
     new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
     shift = new_max
     p = tl.exp2(s * scale_log2 - shift[:, None])

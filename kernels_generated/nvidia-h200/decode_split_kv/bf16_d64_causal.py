@@ -62,7 +62,7 @@ def key_stop(position, seqlen_kv):
 
 @triton.jit
 def key_bounds(last_position, seqlen_kv):
-    """Returns ranges of keys for a tile of queries at first_position .. last_position. All bounds grow with the position.
+    """Returns ranges of keys for queries at first_position .. last_position. All bounds grow with the position.
 
     Blocks in n_min .. n_max have a key that some query sees.
     Blocks in n_full_min .. n_full_max have no key that some query does not see.
@@ -75,7 +75,7 @@ def key_bounds(last_position, seqlen_kv):
 
 @triton.jit
 def softmax_step(s, running_max, running_sum, scale_log2):
-    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    """Returns p of a block of scores, the factor of earlier sums and outputs, the new row maxima and row sums."""
     new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
     # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -53,7 +53,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL: tl.constexpr):
-    """Returns p of a block of scores, the factor of earlier sums and outputs, and the new maximum and sum of each row."""
+    """Returns p of a block of scores, the factor of earlier sums and outputs, the new row maxima and row sums."""
     new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
     if IS_PARTIAL:
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
