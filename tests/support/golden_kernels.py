@@ -119,6 +119,14 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "hopper_bf16_d64_masks": (
         HOPPER, "bf16", (64, 64), "none", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, ROW_SUMS,
     ),
+    "hopper_bf16_d64_sinks": (
+        HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, PLAIN,
+    ),
+    "hopper_bf16_d64_window_sinks": (
+        HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "block_n": 64, "pack_gqa": 2}, PLAIN,
+    ),
+    "hopper_bf16_d128_softcap": (HOPPER, "bf16", (128, 128), "bottom_right", GROUPS, PLAIN),
+    "hopper_bf16_d128_bias": (HOPPER, "bf16", (128, 128), "none", {**GROUPS, "ping_pong": True}, PLAIN),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
     "hopper_e4m3_d128_shared": (
         HOPPER, "e4m3", (128, 128), "bottom_right",
@@ -208,6 +216,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d128_dropout": {"dropout": True},
     "hopper_fp16_d96_v80_window_dropout": {"window_left": 1024, "dropout": True},
     "hopper_bf16_d128_scores": {"softcap": True, "alibi": True, "sinks": True, "attention_chunk": 2048},
+    "hopper_bf16_d64_sinks": {"sinks": True},
+    "hopper_bf16_d128_softcap": {"softcap": True},
+    "hopper_bf16_d128_bias": {"bias": Bias.ADDITIVE},
+    "hopper_bf16_d64_window_sinks": {"sinks": True, "window_left": 127},
     "hopper_bf16_d64_masks": {"window_left": 512, "sink_tokens": 4, "prefix": True, "seqlens_k": True},
     "masked_bf16_d64_window_sinks": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
     "masked_fp16_d128_packed_pages": {

@@ -217,7 +217,7 @@ def packed() -> tuple[Mutant, ...]:
              only(" & (queries < tl.load(cu_seqlens_q + sequence + 1))", "", ROWS_OF_TILE)),
             ("packed: prepare: places of the batch", "Statistics are not in their sequence's blocks.", PACKED,
              only("+ (tile * 64 + tl.arange(0, 64))", "+ queries", PREPARE)),
-            ("packed: finish: rows behind a sequence", "dq of the next sequence's rows is overwritten.",
+            ("packed: finish: rows behind a sequence", "Rows of dq of the next sequence are overwritten.",
              PACKED,
              only("exists = query_exists[:, None]", "exists = (queries < seqlen_q)[:, None]", FINISH)),
         )),

@@ -43,7 +43,7 @@ def pages() -> tuple[Mutant, ...]:
              + only(row, "FAR - PAGE", COPY_V)),
             ("keys of a block over the first", "All pages of a block are copied to one place.", SMALL_PAGES,
              only(".slice(copy * COPIED, COPIED, 3)", ".slice(0, COPIED, 3)", COPY_K)),
-            ("values of the first KV head", "All query heads meet the values of one KV head.", SPLIT_PAGES,
+            ("pages: values of one KV head", "All query heads meet the values of one KV head.", SPLIT_PAGES,
              only(" + tile.kv_head * head_step", "", COPY_V, times=1)),
             ("pages a head apart", "Pages of keys overlap.", SPLIT_PAGES,
              only("page * page_step", "page * head_step", COPY_K)),

@@ -109,7 +109,7 @@ def gradient_lists(size: backward.Size) -> tuple[Mutant, ...]:
     plain = size.subject()
     subject = plain._replace(problem=msgspec.structs.replace(plain.problem, block_mask=128))
     return (
-        _mutant(subject, "keys: lists unread", "dk and dv are those without a block mask.",
+        _mutant(subject, "keys: lists unread", "Gradients dk and dv are those without a block mask.",
                 Patch(TEST, "block_count >= 0", backward.KEYS, backward.LOOPS)),
         _mutant(subject, "keys: block of the tile's number", "Tiles of keys count as blocks.",
                 Patch(TEST, TEST.replace("key_begin // MASK_BLOCK", "tile"), backward.KEYS, backward.LOOPS)),
