@@ -38,7 +38,7 @@ TURN = 1.5
 PRODUCTS_SHARE = 0.62
 # The same if groups alternate, which reads less.
 TURNS_SHARE = 0.68
-# Time of a block with a softcap, whose exponentials and reciprocals do not overlap with all products.
+# Time of a block with a softcap. Its exponentials and reciprocals do not overlap with all products.
 CAPPED = 1.4
 # Number of products for each pair of a query and a key.
 PRODUCTS = 5

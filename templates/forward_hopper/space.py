@@ -22,7 +22,7 @@ GROUP_ROWS = 64
 # Registers of a thread: those of the SM, shared by the groups and the producer's four warps.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = 24
-# The same if a block is more than this many copies of pages, whose numbers the producer keeps.
+# The same if a block has more than FEW_COPIES copies of pages. The producer keeps the numbers of the pages.
 FEW_COPIES = 2
 REGISTERS_OF_SMALL_PAGES = {1: (240, 56), 2: (232, 40), 3: (160, 32)}
 # Those of a producer that reads lists of blocks, of which two groups give some.

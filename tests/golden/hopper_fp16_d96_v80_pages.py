@@ -670,10 +670,10 @@ def descriptors(q, k, v, out):
     def by_pages(tensor):
         """Shape and strides under which the rows of any page end where the sequence does.
 
-        Row r of a page, from whose first row on the sequence has n keys, has the coordinates (FAR, n, place,
-        FAR - n + r), so that from r = n on it lies outside. FAR steps of the first stride and of that of rows are
-        a multiple of 2^64 together: addresses wrap around, and what is left is r steps of a row. No dimension is
-        left for heads: `place` counts the steps of `page_steps`.
+        The sequence has n keys from the first row of the page on. Row r of the page has the coordinates (FAR, n,
+        place, FAR - n + r). It is outside the tensor if r >= n. FAR steps of the first stride and FAR steps of a
+        row add up to a multiple of 2^64. Addresses wrap around, so that the offset is r steps of a row. No
+        dimension is left for heads: `place` counts the steps of `page_steps`.
         """
         pages, heads, _, width = tensor.shape
         of_row, beyond = tensor.stride(2), 2**31 - 2**16

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from flashtune.verification.lengths import Lengths
 
 
-class OfSlopes(NamedTuple):
-    """Partial sums of the slopes' gradients over some rows, [pairs, group] each. `steps` is a maximum.
+class OfHeads(NamedTuple):
+    """Partial sums of the gradients of slopes or sinks over some rows, [pairs, group]. `steps` is a maximum.
 
     Attributes:
         exact: The gradients.
         plain: The gradients in the low-precision reference.
         spread: Squares of typical errors.
-        terms: Number of pairs of a query and a visible key.
+        terms: Number of the terms of a sum.
         steps: Largest relative error of the rows' probabilities, in float32 roundoffs.
     """
 
@@ -77,7 +77,7 @@ def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
     return Gradient(exact[..., None], allowed_query_error(figures, problem))
 
 
-def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> OfSlopes:
+def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> OfHeads:
     """Returns the partial sums of the slopes' gradients over some rows."""
     group = problem.group_size
     some = Rows(pairs.batch.repeat_interleave(group), pairs.heads(problem).flatten(), work.rows)
@@ -93,7 +93,7 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
         total: Tensor = rows.unflatten(1, (group, -1)).sum(-1)
         return total
 
-    return OfSlopes(
+    return OfHeads(
         exact=-of_heads((biased * distance).sum(-1)),
         plain=-of_heads((work.plain.biased * distance).sum(-1)),
         spread=of_heads(spread),
@@ -102,38 +102,20 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
     )
 
 
-def added_slopes(one: OfSlopes, other: OfSlopes) -> OfSlopes:
+def added_heads(one: OfHeads, other: OfHeads) -> OfHeads:
     """Returns the sum of the partial sums of two slices of rows."""
-    sums = OfSlopes(*map(torch.add, one, other))
+    sums = OfHeads(*map(torch.add, one, other))
     return sums._replace(steps=larger(one.steps, other.steps))
 
 
-def slope_gradient(problem: Problem, sums: OfSlopes) -> Gradient:
-    """Returns the gradients of slopes from the sums over all rows. Each head is a row of one element."""
+def head_gradient(problem: Problem, sums: OfHeads) -> Gradient:
+    """Returns the gradients of slopes or sinks from sums over all rows. A head is a row of one element."""
     plain = (sums.plain - sums.exact).abs()
     figures = RowFigures(plain, sums.spread.sqrt(), sums.exact.abs(), sums.terms, sums.steps)
     return Gradient(sums.exact[..., None], allowed_slope_error(figures, problem))
 
 
-class OfSinks(NamedTuple):
-    """Partial sums of the sinks' gradients over some rows, [pairs, group] each. `steps` is a maximum.
-
-    Attributes:
-        exact: The gradients.
-        plain: The gradients in the low-precision reference.
-        spread: Squares of typical errors.
-        terms: Number of rows.
-        steps: Largest relative error of the rows' probabilities, in float32 roundoffs.
-    """
-
-    exact: Tensor
-    plain: Tensor
-    spread: Tensor
-    terms: Tensor
-    steps: Tensor
-
-
-def sink_sums(problem: Problem, rows: SinkRows, steps: Tensor) -> OfSinks:
+def sink_sums(problem: Problem, rows: SinkRows, steps: Tensor) -> OfHeads:
     """Returns the partial sums of the sinks' gradients. `steps` are those of the rows' errors."""
     group = problem.group_size
 
@@ -141,26 +123,13 @@ def sink_sums(problem: Problem, rows: SinkRows, steps: Tensor) -> OfSinks:
         total: Tensor = one.unflatten(1, (group, -1)).sum(-1)
         return total
 
-    return OfSinks(
+    return OfHeads(
         of_heads(rows.exact),
         of_heads(rows.plain),
         of_heads(squared(rows.typical)),
         of_heads(rows.exists),
         steps.expand(rows.exact.shape).unflatten(1, (group, -1)).amax(-1),
     )
-
-
-def added_sinks(one: OfSinks, other: OfSinks) -> OfSinks:
-    """Returns the sum of the partial sums of two slices of rows."""
-    sums = OfSinks(*map(torch.add, one, other))
-    return sums._replace(steps=larger(one.steps, other.steps))
-
-
-def sink_gradient(problem: Problem, sums: OfSinks) -> Gradient:
-    """Returns the gradients of sinks from the sums over all rows. Each head is a row of one element."""
-    plain = (sums.plain - sums.exact).abs()
-    figures = RowFigures(plain, sums.spread.sqrt(), sums.exact.abs(), sums.terms, sums.steps)
-    return Gradient(sums.exact[..., None], allowed_slope_error(figures, problem))
 
 
 class OfKeys(NamedTuple):
@@ -277,8 +246,8 @@ def _joined(parts: list[Gradient], axis: int) -> Gradient:
 def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tensor) -> Expected:
     parts: list[OfRows] = []
     of_keys: OfKeys | None = None
-    of_slopes: OfSlopes | None = None
-    of_sinks: OfSinks | None = None
+    of_slopes: OfHeads | None = None
+    of_sinks: OfHeads | None = None
     for rows in piece.rows:
         work = work_on(problem, given, piece.pairs, rows)
         parts.append(_of_rows(problem, given, work, chosen))
@@ -286,10 +255,10 @@ def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tenso
         of_keys = sums if of_keys is None else added(of_keys, sums)
         if problem.alibi:
             slopes = slope_sums(problem, work, piece.pairs, given.lengths)
-            of_slopes = slopes if of_slopes is None else added_slopes(of_slopes, slopes)
+            of_slopes = slopes if of_slopes is None else added_heads(of_slopes, slopes)
         if work.sinks is not None:
             sinks = sink_sums(problem, work.sinks, work.errors.steps)
-            of_sinks = sinks if of_sinks is None else added_sinks(of_sinks, sinks)
+            of_sinks = sinks if of_sinks is None else added_heads(of_sinks, sinks)
     assert of_keys is not None
     dk, dv = key_gradients(problem, given.scale, of_keys)
     gradients = {"dq": _joined([part.dq for part in parts], 2), "dk": dk, "dv": dv}
@@ -297,9 +266,9 @@ def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tenso
     if of_bias:
         gradients["dbias"] = _joined(of_bias, 2)
     if of_slopes is not None:
-        gradients["dslopes"] = slope_gradient(problem, of_slopes)
+        gradients["dslopes"] = head_gradient(problem, of_slopes)
     if of_sinks is not None:
-        gradients["dsinks"] = sink_gradient(problem, of_sinks)
+        gradients["dsinks"] = head_gradient(problem, of_sinks)
     return Expected(
         together([part.out for part in parts], 2), together([part.lse for part in parts], 2), gradients
     )

@@ -192,7 +192,7 @@ def decode_split_kv(
     # The combine kernel may start while the last programs of this one run.
     tl.extra.cuda.gdc_launch_dependents()
     # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
-    # The sink comes last: probabilities beside a large one would lie below the range of low precision.
+    # The sink is added last: next to a large sink, probabilities would underflow in low precision.
     largest = tl.maximum(running_max, sink_log2)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     kept = tl.exp2(running_max - shift)

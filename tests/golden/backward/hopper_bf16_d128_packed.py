@@ -598,7 +598,7 @@ def prepare(
     row_delta -= tl.load(dlse + batch_head * seqlen_q + queries, mask=query_exists, other=0.0)
     # A row without visible keys, and one beyond the end, have probabilities of zero.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    # Of these rows, the gradient of the sink, whose weight is exp(sink - lse).
+    # The gradient of the sink over these rows. The probability of the sink is exp(sink - lse).
     parts = workspace_2 + batch_head * tiles + tile
     tl.store(parts, -tl.sum(tl.exp(tl.load(sinks + head) - row_lse) * row_delta))
     stats = workspace_0 + batch_head * 2 * tiles * 64 + (tile * 64 + tl.arange(0, 64))

@@ -1,4 +1,4 @@
-"""Tests of the vLLM backend next to vLLM's own Triton kernel, whose files the tester provides."""
+"""Tests of the vLLM backend against vLLM's own Triton kernel. The tester provides its files."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def unknown_callers() -> None:
 
 
 def captured(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls that a module makes from now on by a function, whose last argument they are."""
+    """The calls that a module passes to a function, as the last argument, from now on."""
     calls: list[Call] = []
     original = getattr(module, name)
 

@@ -38,7 +38,7 @@ def pages() -> tuple[Mutant, ...]:
              SMALL_PAGES, only("keys < tile.seqlen_kv", "keys + COPIED <= tile.seqlen_kv")),
             ("first page for all copies", "A block's keys are those of its first page.", SPLIT_PAGES,
              only("gl.arange(0, 32, LANES) == copy", "gl.arange(0, 32, LANES) == 0", COPY_K)),
-            ("rows of values beyond the last key", "What lies behind a sequence's values is copied too.",
+            ("rows of values beyond the last key", "Rows behind a sequence's values are copied too.",
              SMALL_PAGES, only(used, "used = PAGE + first % PAGE", COPY_V)
              + only(row, "FAR - PAGE", COPY_V)),
             ("keys of a block over the first", "All pages of a block are copied to one place.", SMALL_PAGES,

@@ -83,7 +83,7 @@ def worst_error(
     lse = np.full(batch * problem.heads * rows, UNTOUCHED)
     scale = problem.head_dim**-0.5
     expected = plain_attention(problem, q, k, v, side, scale)
-    # What lies behind the last key of a sequence must not matter.
+    # Values behind the last key of a sequence must not matter.
     for tensor in (k, v):
         if spare:
             tensor[:, :, keys - spare :] = math.nan
