@@ -65,8 +65,8 @@ LEFT_OUT = {
 OUTCOMES = ("passed", "refused", "failed", "skipped")
 # Cases to draw for each that must run, because the files skip many.
 DRAWN_PER_CASE = 3
-# Seconds for which a case waits for the memory of other processes.
-MEMORY_WAIT = 120.0
+# Seconds for which a case waits for the memory of other processes, and for other waiting cases.
+MEMORY_WAIT, TURN_WAIT = 120.0, 600.0
 LOCK = "flash_attn_suite.lock"
 
 
@@ -144,7 +144,7 @@ class Sample:
         test = pyfuncitem.obj
         values = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
         if not had_memory(test, values, math.inf):
-            with alone_with(Path(tempfile.gettempdir()) / LOCK, MEMORY_WAIT):
+            with alone_with(Path(tempfile.gettempdir()) / LOCK, TURN_WAIT):
                 end = time.monotonic() + MEMORY_WAIT
                 while not had_memory(test, values, end):
                     time.sleep(0.5)

@@ -140,12 +140,12 @@ def main() -> None:
             text = "{:<28}{:<16}{:9.2f} ms{:9.2f} ms{:9.3f}\n"
             sys.stdout.write(text.format(row.workload, row.usual, *medians, row.speedup))
             sys.stdout.flush()
+            if options.save:
+                options.save.parent.mkdir(parents=True, exist_ok=True)
+                save(options.save, rows)
         del model, run
         gc.collect()
         torch.cuda.empty_cache()
-    if options.save:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        save(options.save, rows)
 
 
 def model_of(transformers: Any, name: str) -> Any:

@@ -50,6 +50,10 @@ class Worker:
         with self._changed:
             if len(self._jobs) >= limit:
                 return False
+            if self._interval is None:
+                # Set by this thread: it may wait for Python's lock before the worker thread runs at all.
+                self._interval = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._interval, SWITCH_SECONDS))
             self._jobs.append(job)
             if self._thread is None:
                 self._start()
@@ -67,6 +71,8 @@ class Worker:
         self._jobs: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._is_running = self._is_ending = False
+        # The switch interval to restore after the present jobs.
+        self._interval: float | None = None
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -75,8 +81,7 @@ class Worker:
     def _run(self) -> None:
         try:
             while (job := self._next()) is not None:
-                with _others_first():
-                    job()
+                job()
                 # A job may hold tables and sources.
                 del job
         except BaseException:
@@ -88,6 +93,9 @@ class Worker:
         """Returns the next job, or None at the end of the thread."""
         with self._changed:
             self._is_running = False
+            if not self._jobs and self._interval is not None:
+                sys.setswitchinterval(self._interval)
+                self._interval = None
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._jobs or self._is_ending, LINGER_SECONDS)
             if self._jobs and not self._is_ending:
@@ -108,17 +116,6 @@ class Worker:
         if thread is not None:
             self._at_exit()
             thread.join()
-
-
-@contextlib.contextmanager
-def _others_first() -> Iterator[None]:
-    """Lets other threads take Python's lock from this one sooner."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(min(interval, SWITCH_SECONDS))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -382,6 +383,20 @@ def test_a_worker_goes_on_after_an_error(recwarn: Any) -> None:
     finally:
         threading.excepthook = hook
     assert len(raised) == 1
+
+
+def test_threads_switch_sooner_while_a_worker_has_jobs() -> None:
+    before = sys.getswitchinterval()
+    worker, release = Worker("test-worker"), threading.Event()
+
+    def job() -> None:
+        release.wait(10)
+
+    worker.put(job, 8)
+    assert sys.getswitchinterval() == pytest.approx(background.SWITCH_SECONDS)
+    release.set()
+    assert worker.wait(10)
+    assert sys.getswitchinterval() == before
 
 
 def test_an_idle_worker_ends(monkeypatch: Any) -> None:
