@@ -164,6 +164,7 @@ def unsupported_reason(
     if unknown:
         return f"{family.name} has no {', '.join(sorted(unknown))}"
     reason = family.supports(problem, target)
-    if reason is None and not family.can_address(problem.dtype, specialization):
+    narrowest = Dtype.E4M3 if problem.kv_dtype else problem.dtype
+    if reason is None and not family.can_address(narrowest, specialization):
         return f"{family.name} cannot address tensors with such strides or addresses"
     return reason

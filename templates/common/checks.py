@@ -61,7 +61,7 @@ def checks_of(family: Family, problem: Problem, specialization: Specialization) 
         alignment = int(specialization.alignment)
     else:
         # Gluon kernels use TMA descriptors, whose strides are multiples of 16 bytes.
-        alignment = POINTER_ALIGNMENT // problem.dtype.itemsize
+        alignment = POINTER_ALIGNMENT // problem.kv_itemsize
     return CheckContext(
         dtype=problem.dtype,
         kv_dtype=problem.kv_dtype or problem.dtype,

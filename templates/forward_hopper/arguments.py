@@ -7,7 +7,7 @@ from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.common.model.sram import Chunk, head_chunks
-from flashtune.templates.forward_hopper.space import HopperConfig, copied_keys
+from flashtune.templates.forward_hopper.space import HopperConfig, copied_keys, stored_dtype
 
 # TMA's widest row without bank conflicts.
 WIDEST_SWIZZLE = 128
@@ -20,6 +20,7 @@ LISTS = ("lists", "words")
 MASK_COUNTS = ("mask_batches", "mask_heads")
 LISTED_COUNTS = ("mask_heads", "seqlen_q", "seqlen_kv")
 PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps")
+TABLE = "stride_table"
 
 
 def hopper_arguments(
@@ -27,6 +28,7 @@ def hopper_arguments(
 ) -> tuple[Argument, ...]:
     """Returns descriptors of q, k, v and out, tile by tile; lse, scales of inputs, scale, counts."""
     dtype = problem.dtype
+    stored = stored_dtype(problem)
     qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
     v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
     # If sequences end before their tensor, more dimensions mark their ends.
@@ -43,8 +45,11 @@ def hopper_arguments(
     parts = 2 if config.split_epilogue else 1
     return (
         *(_descriptor("q", chunk, qk_chunks, dtype, (*queries, chunk.width)) for chunk in qk_chunks),
-        *(_descriptor("k", chunk, qk_chunks, dtype, (*keys, chunk.width)) for chunk in qk_chunks),
-        *(_descriptor("v", chunk, v_chunks, dtype, _values(chunk, rows, dtype, outer)) for chunk in v_chunks),
+        *(_descriptor("k", chunk, qk_chunks, stored, (*keys, chunk.width)) for chunk in qk_chunks),
+        *(
+            _descriptor("v", chunk, v_chunks, stored, _values(chunk, rows, dtype, outer))
+            for chunk in v_chunks
+        ),
         *(
             _descriptor("o", chunk, v_chunks, dtype.out, (*queries, chunk.width // parts))
             for chunk in v_chunks

@@ -5,7 +5,17 @@ from __future__ import annotations
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Argument, Specialization, Step
-from flashtune.core.problem import MAX_HEAD_DIM, Bias, Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.problem import (
+    MAX_HEAD_DIM,
+    Bias,
+    Causal,
+    Direction,
+    Dtype,
+    Feature,
+    KvDtype,
+    KvScale,
+    Problem,
+)
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
@@ -13,6 +23,8 @@ from flashtune.templates.family import Context, FamilyOf
 from flashtune.templates.forward_hopper.arguments import hopper_arguments, listing_arguments
 from flashtune.templates.forward_hopper.perf_model import HopperModel
 from flashtune.templates.forward_hopper.space import (
+    CONVERTED_HEAD_DIMS,
+    CONVERTER_REGISTERS,
     GROUP_WARPS,
     QUANTIZED_DEPTH,
     HopperConfig,
@@ -20,6 +32,7 @@ from flashtune.templates.forward_hopper.space import (
     copied_keys,
     hopper_space,
     padded,
+    raw_stages,
     role_registers,
     usual_config,
 )
@@ -66,6 +79,9 @@ class HopperContext(Context, frozen=True):
     packed: bool
     page_size: int
     copied_keys: int
+    is_converted: bool
+    converter_registers: int
+    raw_stages: int
     dropout: bool
     p_stages: int
     softcap: bool
@@ -108,6 +124,11 @@ class HopperContext(Context, frozen=True):
     def bits(self) -> int:
         """Bits of an element of q, k and v."""
         return 8 * self.dtype.itemsize
+
+    @property
+    def kv_bits(self) -> int:
+        """Bits of an element of keys and values in memory."""
+        return 8 if self.is_converted else self.bits
 
     @property
     def is_causal(self) -> bool:
@@ -228,7 +249,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         {
             *(Feature.WINDOW, Feature.VARLEN, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
             *(Feature.SINKS, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SEQLENS_K),
-            Feature.BIAS,
+            *(Feature.BIAS, Feature.QUANTIZED_KV),
         }
     )
     direction = Direction.FORWARD
@@ -249,7 +270,13 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             )
         if problem.bias is not Bias.NONE and problem.features & UNLISTED:
             return "forward_hopper takes a bias or mask without packed sequences, pages, lengths and prefixes"
+        if problem.kv_dtype and (
+            problem.kv_dtype is not KvDtype.E4M3 or not problem.page_size or problem.kv_scale is KvScale.PAGE
+        ):
+            return "forward_hopper takes 8-bit keys in e4m3, in pages without scales of their own"
         dims = problem.head_dim, problem.value_head_dim
+        if problem.kv_dtype and (dims[0] != dims[1] or dims[0] not in CONVERTED_HEAD_DIMS):
+            return "forward_hopper takes 8-bit keys of head dims 64 and 128, as wide as their values"
         if max(dims) > MAX_HEAD_DIM:
             return f"forward_hopper takes head dims up to {MAX_HEAD_DIM}"
         step = ROW_BYTES // problem.dtype.itemsize
@@ -321,6 +348,9 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             packed=problem.total_q > 0,
             page_size=problem.page_size,
             copied_keys=copied_keys(problem, config),
+            is_converted=problem.kv_dtype is not None,
+            converter_registers=CONVERTER_REGISTERS,
+            raw_stages=raw_stages(config),
             dropout=problem.dropout,
             p_stages=config.p_stages,
             softcap=problem.softcap,

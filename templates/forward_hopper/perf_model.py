@@ -22,7 +22,7 @@ from flashtune.templates.common.model.tile_schedule import (
 )
 from flashtune.templates.common.model.traffic import AtOnce, streamed_items, unpacked
 from flashtune.templates.family import BytesItem, PerformanceModel
-from flashtune.templates.forward_hopper.space import HopperConfig, Order, hopper_space
+from flashtune.templates.forward_hopper.space import HopperConfig, Order, hopper_space, raw_stages
 
 BARRIER_BYTES = 8
 # Each ring has barriers for full and for empty tiles.
@@ -67,6 +67,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
         block = config.num_stages * config.block_n
         slots = q_slots + 2 * config.num_stages
         slots += config.num_consumer_groups * (problem.bias is Bias.ADDITIVE)
+        slots += raw_stages(config) if problem.kv_dtype else 0
         barriers = SIDES * slots * BARRIER_BYTES
         items = (
             BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries),
@@ -77,6 +78,10 @@ class HopperModel(PerformanceModel[HopperConfig]):
                 config.p_stages * config.block_m * config.block_n * size,
             ),
             BytesItem("bias", config.block_m * config.block_n * size * (problem.bias is Bias.ADDITIVE)),
+            BytesItem(
+                f"k and v in 8 bits, {raw_stages(config)} in flight",
+                raw_stages(config) * config.block_n * values if problem.kv_dtype else 0,
+            ),
             BytesItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
             BytesItem("barriers", barriers),
         )

@@ -27,6 +27,11 @@ FEW_COPIES = 2
 REGISTERS_OF_SMALL_PAGES = {1: (240, 56), 2: (232, 40), 3: (160, 32)}
 # Those of a producer that reads lists of blocks, of which two groups give some.
 LISTED_REGISTERS = 40
+# The same if another group converts keys and values in 8 bits, and the registers of that group. Three groups
+# have too few.
+REGISTERS_WITH_CONVERTER = {1: (240, 40), 2: (208, 40)}
+CONVERTER_REGISTERS = 56
+CONVERTED_HEAD_DIMS = (64, 128)
 # Registers of the loop without tiles: addresses, sums, maxima, and scheduling by the compiler.
 SPARE_REGISTERS = 24
 # Additional registers for dropout: random words of rows, and products of twice their width.
@@ -106,7 +111,7 @@ def hopper_space(problem: Problem) -> Space:
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
-        Axis("num_consumer_groups", (1, 2, 3)),
+        Axis("num_consumer_groups", tuple(REGISTERS_WITH_CONVERTER) if problem.kv_dtype else (1, 2, 3)),
         Axis("rows_per_group", (64, 128)),
         Axis("block_n", (64, 128)),
         Axis("num_stages", (2, 3, 4)),
@@ -229,8 +234,8 @@ def usual_config(problem: Problem) -> HopperConfig:
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     # 8-bit probabilities of three groups do not fit registers, but fit shared memory.
     shared = problem.dtype.is_quantized and 64 < width <= 128 and problem.seqlen_q >= MANY_QUERIES
-    # Three groups do not have the registers for dropout or softcap of this many keys at a time.
-    crowded = problem.dropout or problem.softcap
+    # Three groups do not have the registers for dropout, softcap or a converter with so many keys at a time.
+    crowded = problem.dropout or problem.softcap or problem.kv_dtype
     groups = 3 if shared or (narrow and not crowded) else 2
     pack = max(pack for pack in _packs(problem) if pack == 1 or _is_full(problem, pack, groups))
     # Few keys are seen of a tile, so that its fixed cost matters: it has more rows.
@@ -247,7 +252,7 @@ def usual_config(problem: Problem) -> HopperConfig:
         num_consumer_groups=groups,
         rows_per_group=2 * GROUP_ROWS if tall else GROUP_ROWS,
         block_n=64 if wide or _is_narrow(problem) else 128,
-        q_stages=1 if wide or (additive and not narrow) else 2,
+        q_stages=1 if wide or problem.kv_dtype or (additive and not narrow) else 2,
         split_epilogue=wide and _can_be_halved(problem, True),
         ping_pong=not wide and groups > 1,
         defer_pv_wait=not narrow and not (shared and not differ),
@@ -265,9 +270,21 @@ def copied_keys(problem: Problem, config: HopperConfig) -> int:
     return min(problem.page_size or config.block_n, config.block_n)
 
 
+def raw_stages(config: HopperConfig) -> int:
+    """Returns the tiles of keys and values in 8 bits in flight: one more if outputs are stored in halves."""
+    return 3 if config.split_epilogue else 2
+
+
+def stored_dtype(problem: Problem) -> Dtype:
+    """Returns the type of keys and values in memory."""
+    return Dtype.E4M3 if problem.kv_dtype else problem.dtype
+
+
 def role_registers(problem: Problem, config: HopperConfig) -> tuple[int, int]:
     """Returns registers of a thread of a consumer group, and of the producer."""
     groups = config.num_consumer_groups
+    if problem.kv_dtype:
+        return REGISTERS_WITH_CONVERTER[groups]
     if problem.bias is not Bias.NONE:
         given = (LISTED_REGISTERS - PRODUCER_REGISTERS) // groups
         return CONSUMER_REGISTERS[groups] - (given + 7) // 8 * 8 * (groups > 1), LISTED_REGISTERS

@@ -104,5 +104,7 @@ def hopper_mutants() -> tuple[Mutant, ...]:
         *hopper_pages.pages(),
         *hopper_pairs.pairs(),
         *hopper_pairs.listings(),
+        *hopper_pages.conversion(),
+        *hopper_pages.conversion_waits(),
         *(mutant._replace(name=f"e4m3: {mutant.name}") for mutant in eight_bits),
     )

@@ -104,6 +104,13 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "hopper_fp16_d96_v80_pages": (
         HOPPER, "fp16", (96, 80), "none", {**GROUPS, "split_head_dim": True, "pack_gqa": 2}, PLAIN,
     ),
+    "hopper_bf16_d128_packed_sequences_eight_bit_pages": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
+    ),
+    "hopper_fp16_d64_eight_bit_pages": (
+        HOPPER, "fp16", (64, 64), "none", {**GROUPS, "q_stages": 2, "ping_pong": True}, PLAIN,
+    ),
     "hopper_bf16_d128_dropout": (
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True}, ROW_SUMS,
@@ -213,6 +220,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hopper_fp16_d64_packed_sequences": {"total_q": 1},
     "hopper_bf16_d128_packed_sequences_pages": {"total_q": 1, "page_size": 16},
     "hopper_fp16_d96_v80_pages": {"page_size": 256},
+    "hopper_bf16_d128_packed_sequences_eight_bit_pages": {
+        "total_q": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.TENSOR,
+        "window_left": 1024,
+    },
+    "hopper_fp16_d64_eight_bit_pages": {
+        "page_size": 64, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD,
+    },
     "hopper_bf16_d128_dropout": {"dropout": True},
     "hopper_fp16_d96_v80_window_dropout": {"window_left": 1024, "dropout": True},
     "hopper_bf16_d128_scores": {"softcap": True, "alibi": True, "sinks": True, "attention_chunk": 2048},

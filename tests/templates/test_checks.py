@@ -160,7 +160,9 @@ def test_other_last_size_is_refused(name: str, tensor: str) -> None:
             name, put(tensor, lambda one: one[:1]), rf"^{tensor} has shape \(1, .*\), expected \(2, .*\)$"
         )
     elif tensor == "cu_seqlens_q":
-        refused(name, put(tensor, wider), r"^(slopes|cu_seqlens_kv|seqlens_kv|cu_seqlens_q) has shape")
+        refused(
+            name, put(tensor, wider), r"^(k_scale|slopes|cu_seqlens_kv|seqlens_kv|cu_seqlens_q) has shape"
+        )
     else:
         refused(name, put(tensor, wider), rf"^{tensor} has shape \(.*\), expected \(.*\)$")
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from flashtune.core.problem import Causal
+from flashtune.core.problem import Causal, KvDtype, KvScale
 from tests.mutants.core import Mutant, Part, mutants_of
 from tests.mutants.forward_hopper.hopper import a_small_problem, only, subject
 
 SMALL_PAGES = subject(a_small_problem(64, Causal.BOTTOM_RIGHT, page_size=16, total_q=1), lse=True)
 LARGE_PAGES = subject(a_small_problem(64, page_size=256, seqlen_q=200), lse=True, block_n=64)
 SPLIT_PAGES = subject(a_small_problem(96, Causal.BOTTOM_RIGHT, page_size=64), lse=True, block_n=128)
+EIGHT_BITS = subject(
+    a_small_problem(
+        64,
+        Causal.BOTTOM_RIGHT,
+        page_size=16,
+        total_q=1,
+        kv_dtype=KvDtype.E4M3,
+        kv_scale=KvScale.HEAD,
+    ),
+    lse=True,
+)
 COPY_K = Part("def copy_k(", "def copy_v(")
 COPY_V = Part("def copy_v(", "def produce(")
 PRODUCER = Part("def produce(", "def start_tile(")
@@ -57,3 +68,40 @@ def pages() -> tuple[Mutant, ...]:
              only("gl.minimum(gl.load(self.seqlens_kv + batch), self.seqlen_kv)", "self.seqlen_kv")),
         )
     )  # fmt: skip
+
+
+def conversion() -> tuple[Mutant, ...]:
+    """Conversion of keys and values in 8 bits, and their scales."""
+    return mutants_of(
+        (
+            ("8-bit: scale of keys of the first head", "All KV heads have one scale.", EIGHT_BITS,
+             only("gl.load(k_scale + this.batch * k_strides[0] + this.kv_head * k_strides[1])",
+                  "gl.load(k_scale + this.batch * k_strides[0])")),
+            ("8-bit: scale of keys for values", "Values have the scale of keys.", EIGHT_BITS,
+             only("o_scale = gl.load(v_scale +", "o_scale = gl.load(k_scale +")),
+            ("8-bit: scale of values left out", "Outputs are of the stored values.", EIGHT_BITS,
+             only("factor = o_scale / ", "factor = 1.0 / ")),
+            ("8-bit: parts over the first", "All parts of a block are converted to one place.", EIGHT_BITS,
+             only("target.slice(part * CONVERTED,", "target.slice(0,")),
+            ("8-bit: first part for all", "A block's parts are its first.", EIGHT_BITS,
+             only("source.slice(part * CONVERTED,", "source.slice(0,")),
+            ("8-bit: converted to the tile before", "A block is converted to another tile.", EIGHT_BITS,
+             only("target = ring.tiles[0].index(state.stage)",
+                  "target = ring.tiles[0].index(1 - state.stage)")),
+        )
+    )  # fmt: skip
+
+
+def conversion_waits() -> tuple[Mutant, ...]:
+    """A block is converted too early, or read before it is converted."""
+    changes = (
+        ("8-bit: block not waited for", "What is converted may not have arrived.", EIGHT_BITS,
+         only("raw.wait_full(raw_state)", "pass")),
+        ("8-bit: room not waited for", "Keys that are still read are overwritten.", EIGHT_BITS,
+         only("ring.wait_empty(state)", "pass")),
+        ("8-bit: fence left out", "Products may read what was there before the conversion.", EIGHT_BITS,
+         only("fence_async_shared()\n    mbarrier.arrive(ring.full", "mbarrier.arrive(ring.full")),
+    )  # fmt: skip
+    endless = ("8-bit: raw block never given back", "The producer waits forever.", EIGHT_BITS,
+               only("return raw.release(raw_state),", "return raw.advance(raw_state),"))  # fmt: skip
+    return *mutants_of(changes, racy=True), *mutants_of((endless,), hangs=True)

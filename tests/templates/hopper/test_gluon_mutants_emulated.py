@@ -117,7 +117,11 @@ def test_outputs_of_mutants_are_wrong(name: str) -> None:
         assert not worst_of_latent(broken(mutant), mutant.subject) < 1e-6
 
 
-PAGES = {mutant.name: mutant for mutant in hopper_pages.pages()}
+PAGES = {
+    mutant.name: mutant
+    for mutant in (*hopper_pages.pages(), *hopper_pages.conversion(), *hopper_pages.conversion_waits())
+    if not mutant.racy
+}
 
 
 def worst_of_pages(kernel: Kernel, subject: Subject) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Alignment, Specialization, specialization_of
-from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.rendering import render
@@ -43,6 +43,14 @@ def test_only_hopper_is_supported() -> None:
         (a_problem(dtype=Dtype.E4M3, softcap=True), "takes e4m3 with windows alone"),
         (a_problem(page_size=16, dropout=True), "of sequences that are not packed or in pages"),
         (a_problem(page_size=16, dtype=Dtype.E4M3), "takes e4m3 with windows alone"),
+        (a_problem(kv_dtype=KvDtype.E4M3), "takes 8-bit keys in e4m3, in pages"),
+        (a_problem(page_size=16, kv_dtype=KvDtype.INT8), "takes 8-bit keys in e4m3, in pages"),
+        (
+            a_problem(page_size=16, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE),
+            "in pages without scales of their own",
+        ),
+        (a_problem(256, page_size=16, kv_dtype=KvDtype.E4M3), "8-bit keys of head dims 64 and 128"),
+        (a_problem(128, 64, page_size=16, kv_dtype=KvDtype.E4M3), "as wide as their values"),
     ],
 )
 def test_unsupported_problems_have_reasons(problem: Problem, reason: str) -> None:
@@ -98,6 +106,9 @@ def test_supported_tensors_can_be_addressed_by_tma() -> None:
                 assert FAMILY.can_address(dtype, specialization) is (alignment >= least)
     problem = a_problem()
     assert unsupported_reason(FAMILY, problem, H200, Specialization(Alignment.EIGHT, 64)) is None
+    stored = a_problem(page_size=16, kv_dtype=KvDtype.E4M3)
+    assert unsupported_reason(FAMILY, stored, H200, PLAIN) is None
+    assert "cannot address" in str(unsupported_reason(FAMILY, stored, H200, Specialization(Alignment.EIGHT)))
     assert "cannot address" in str(unsupported_reason(FAMILY, problem, H200, Specialization(Alignment.ANY)))
 
 

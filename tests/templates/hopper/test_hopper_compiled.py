@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Causal, Dtype
+from flashtune.core.problem import Bias, Causal, Dtype, KvDtype
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
@@ -42,6 +42,12 @@ COMPILED = {
         {"num_consumer_groups": 1, "ping_pong": False, "pack_gqa": 4},
         True,
     ),
+    "d128, pages of 16 in e4m3": (
+        a_problem(128, causal=Causal.BOTTOM_RIGHT, total_q=1, page_size=16, kv_dtype=KvDtype.E4M3),
+        {},
+        True,
+    ),
+    "d64, pages of 64 in e4m3": (a_problem(64, page_size=64, kv_dtype=KvDtype.E4M3), {}, False),
     "d128, dropout": (a_problem(128, causal=Causal.BOTTOM_RIGHT, dropout=True), {}, True),
     "d64, dropout and window": (a_problem(64, window_left=256, dropout=True), {}, True),
     "d128, softcap": (a_problem(128, causal=Causal.BOTTOM_RIGHT, softcap=True), {}, True),
@@ -92,7 +98,7 @@ def test_sram_model_is_a_lower_bound_of_compiled_sram(name: str) -> None:
     assert 0 <= resources.sram_bytes - sram_bytes(problem, config) <= 1024
     assert resources.sram_bytes <= H200.sram_per_block
     # Groups of four warps; the producer's warp is rounded up to four as well.
-    assert resources.warps == 4 * (config.num_consumer_groups + 1)
+    assert resources.warps == 4 * (config.num_consumer_groups + 1 + (problem.kv_dtype is not None))
     # Products are never serialised, nor are tiles spilled; an address or two may be, and some more where
     # three groups need their registers for tiles: numbers that the loop over keys does not ask for.
     assert not resources.serialized_wgmma

@@ -13,7 +13,7 @@ from triton.runtime.jit import mangle_type
 
 from flashtune.core.kernel import Kernel
 from flashtune.core.layouts import TORCH_DTYPES
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal, Dtype, KvDtype, Problem
 from flashtune.launch.compilation import load_module
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.rendering import render
@@ -35,6 +35,7 @@ DESCRIBED = [
     a_problem(256, batch=1, total_q=1),
     a_problem(128, batch=1, kv_heads=2, total_q=1, page_size=16),
     a_problem(96, 80, kv_heads=4, page_size=128, causal=Causal.BOTTOM_RIGHT),
+    a_problem(128, kv_heads=4, page_size=16, kv_dtype=KvDtype.E4M3),
 ]
 
 PACKED = a_problem(64, batch=1, total_q=1)
@@ -56,10 +57,11 @@ def like(problem: Problem, layout: str = "bhsd") -> tuple[torch.Tensor, ...]:
         return tensor if layout == "bhsd" else tensor.transpose(1, 2)
 
     dtype, keys, values = problem.dtype, problem.seqlen_kv, problem.value_head_dim
+    stored = Dtype.E4M3 if problem.kv_dtype else dtype
     return (
         empty(problem.heads, problem.seqlen_q, problem.head_dim, dtype),
-        empty(problem.kv_heads, keys, problem.head_dim, dtype),
-        empty(problem.kv_heads, *((values, keys) if dtype.is_quantized else (keys, values)), dtype),
+        empty(problem.kv_heads, keys, problem.head_dim, stored),
+        empty(problem.kv_heads, *((values, keys) if dtype.is_quantized else (keys, values)), stored),
         empty(problem.heads, problem.seqlen_q, problem.value_head_dim, dtype.out),
     )
 

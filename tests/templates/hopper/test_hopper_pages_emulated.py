@@ -14,7 +14,7 @@ import torch
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Causal, KvDtype, KvScale, Problem
 from tests.emulator import hardware
 from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
@@ -90,6 +90,9 @@ def worst_error(
     queries, keys = ([one[axis] for one in lengths] for axis in (0, 1))
     pools = Pools(problem, keys, layout)
     side = ExtraInputs(seqlens_kv=torch.tensor(keys, dtype=torch.int32), block_table=pools.table)
+    if problem.kv_dtype:
+        scales = [torch.rand(1, problem.kv_heads, generator=chance).add(0.5) for _ in range(2)]
+        side = side._replace(k_scale=scales[0].expand(len(keys), -1), v_scale=scales[1].expand(len(keys), -1))
     batch, rows = len(lengths), queries[0]
     if problem.total_q:
         starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
@@ -104,9 +107,12 @@ def worst_error(
     expected = plain_attention(problem, q, k, v, side, scale)
     if passed:
         side = side._replace(seqlens_kv=torch.tensor(passed, dtype=torch.int32))
+    stored = torch.float8_e4m3fn if problem.kv_dtype else torch.bfloat16
     like = tuple(
-        torch.empty_strided(one.shape, one.stride(), dtype=torch.bfloat16, device="meta")
-        for one in (q, *pools.views, out)
+        torch.empty_strided(one.shape, one.stride(), dtype=dtype, device="meta")
+        for one, dtype in zip(
+            (q, *pools.views, out), (torch.bfloat16, stored, stored, torch.bfloat16), strict=True
+        )
     )
     memory: tuple[Array, ...] = (q.flatten().numpy(), *pools.memory, out.view(-1).numpy())
     beside = tuple(one.numpy() for one in side.tensors)
@@ -168,6 +174,27 @@ def test_lengths_out_of_bounds_are_clamped(causal: Causal, packed: bool, page_si
     lengths = [(50, 192), (50, 192), (50, 0), (50, 70)]
     kernel = kernel_of(problem, **SMALL)
     assert worst_error(kernel, problem, lengths, passed=[193, 2**31 - 1, -(2**31), 70]) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("scale", [KvScale.TENSOR, KvScale.HEAD])
+@pytest.mark.parametrize("window", [{}, {"window_left": 70}], ids=["all", "window"])
+def test_eight_bit_caches(packed: bool, scale: KvScale, window: dict[str, Any]) -> None:
+    for page_size, columns, config in (
+        (16, 64, {**SMALL, "block_n": 128}),
+        (64, 128, SMALL),
+        (256, 64, ALONE),
+    ):
+        widths: dict[str, Any] = {
+            "head_dim": columns,
+            "value_head_dim": columns,
+            "kv_dtype": KvDtype.E4M3,
+            "kv_scale": scale,
+        }
+        problem = a_paged(page_size, packed=packed, **widths, **window)
+        lengths = MIXED if packed else EQUAL
+        assert worst_error(kernel_of(problem, **{**config, "num_stages": 2}), problem, lengths, 5) < 1e-12
 
 
 def test_packed_heads_and_one_query() -> None:
