@@ -132,20 +132,20 @@ def default_selections(
     problem: Problem, target: Target, specialization: Specialization
 ) -> Iterator[Selection]:
     """Yields the default configs of families that compute a problem for such tensors, the preferred first."""
-    for family in sorted(families(), key=lambda family: _default_rank(family, problem, target)):
-        if _why_not(family, problem, target, specialization) is None:
-            record = Record(
-                problem=problem,
-                target=target.name,
-                family=family.name,
-                config=family.default(problem, target),
-                specialization=Specialization(),
-                kernel=None,
-                outcome=Outcome.OK,
-                provenance=Provenance.PREDICTED,
-                versions=current_versions(family.name),
-            )
-            yield Selection(record=record, standing=VerificationStatus.UNPROVEN, source="default")
+    able = (family for family in families() if _why_not(family, problem, target, specialization) is None)
+    for family in sorted(able, key=lambda family: _default_rank(family, problem, target)):
+        record = Record(
+            problem=problem,
+            target=target.name,
+            family=family.name,
+            config=family.default(problem, target),
+            specialization=Specialization(),
+            kernel=None,
+            outcome=Outcome.OK,
+            provenance=Provenance.PREDICTED,
+            versions=current_versions(family.name),
+        )
+        yield Selection(record=record, standing=VerificationStatus.UNPROVEN, source="default")
 
 
 def _advice(problem: Problem, target: Target, specialization: Specialization) -> str:
@@ -159,7 +159,10 @@ def _advice(problem: Problem, target: Target, specialization: Specialization) ->
     return "no part of it is computed here either"
 
 
-def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[bool, int, str]:
+def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[bool, float, str]:
+    if problem.block_mask:
+        # Small blocks with lists of each head are slower in tiles of several groups.
+        return False, family.makespan_ms(problem, family.default(problem, target), target), family.name
     if family.name == LATENT_FAMILY:
         rows = problem.group_size * problem.seqlen_q
         tiles = problem.batch * math.ceil(rows / LATENT_ROWS)

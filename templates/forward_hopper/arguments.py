@@ -19,6 +19,11 @@ PAGE_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
 LISTS = ("lists", "words")
 MASK_COUNTS = ("mask_batches", "mask_heads")
 LISTED_COUNTS = ("mask_heads", "seqlen_q", "seqlen_kv")
+# The most blocks of a list by a block mask.
+LIST_WIDTH = "list_width"
+# The inputs that the prologue reads, and the kernel does not.
+LISTED_INPUTS = ("bias", "block_counts", "block_indices")
+LISTED_STRIDES = ("stride_bias", "stride_counts", "stride_indices")
 PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps")
 TABLE = "stride_table"
 
@@ -57,39 +62,48 @@ def hopper_arguments(
         *_bias_descriptor(problem, config),
         Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
         *(Argument(name, "*fp32") for name in (SCALES if dtype.is_quantized else ())),
-        *(one for one in side_tensors(problem) if one.name != "bias"),
-        *_lists(problem),
+        *(one for one in side_tensors(problem) if one.name not in LISTED_INPUTS),
+        *_lists(problem, config),
         Argument("scale", "fp32"),
         *side_numbers(problem),
-        *(
-            Argument(name, "i32")
-            for name in (*counts, *(MASK_COUNTS if problem.bias is not Bias.NONE else ()))
-        ),
-        *(() if dtype.is_quantized else _strides(problem, specialization, of_bias=False)),
+        *(Argument(name, "i32") for name in (*counts, *_list_counts(problem))),
+        *(() if dtype.is_quantized else _strides(problem, specialization, of_lists=False)),
         *(Argument(name, "i32") for name in steps),
         *(Argument(name, "i32") for name in (PAGE_STEPS if problem.page_size else ())),
     )
 
 
-def listing_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
-    """Returns the bias or mask, lists, words, strides, counts, for a prologue that lists blocks."""
+def listing_arguments(
+    problem: Problem, config: HopperConfig, specialization: Specialization
+) -> tuple[Argument, ...]:
+    """Returns the arguments of a prologue that lists blocks: mask or bias, lists, words, strides, counts."""
+    read = (*LISTED_INPUTS, *(("seqlens_kv",) if problem.block_mask else ()))
     return (
-        *(one for one in side_tensors(problem) if one.name == "bias"),
-        *_lists(problem),
-        *_strides(problem, specialization, of_bias=True),
+        *(one for one in side_tensors(problem) if one.name in read),
+        *_lists(problem, config),
+        *_strides(problem, specialization, of_lists=True),
         *(Argument(name, "i32") for name in LISTED_COUNTS),
+        *((Argument(LIST_WIDTH, "i32"),) if problem.block_mask else ()),
     )
 
 
-def _lists(problem: Problem) -> tuple[Argument, ...]:
+def _lists(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:
     counts = {Bias.NONE: 0, Bias.ADDITIVE: 1, Bias.BOOLEAN: 2}
-    return tuple(Argument(name, "*i32", POINTER_ALIGNMENT) for name in LISTS[: counts[problem.bias]])
+    names = ("lists",) if problem.block_mask else LISTS[: counts[problem.bias]]
+    names += ("counter",) if config.dynamic_schedule else ()
+    return tuple(Argument(name, "*i32", POINTER_ALIGNMENT) for name in names)
 
 
-def _strides(problem: Problem, specialization: Specialization, *, of_bias: bool) -> tuple[Argument, ...]:
-    """Returns the strides of the bias, or those of all other extra inputs."""
+def _list_counts(problem: Problem) -> tuple[str, ...]:
+    if problem.block_mask:
+        return (*MASK_COUNTS, LIST_WIDTH)
+    return MASK_COUNTS if problem.bias is not Bias.NONE else ()
+
+
+def _strides(problem: Problem, specialization: Specialization, *, of_lists: bool) -> tuple[Argument, ...]:
+    """Returns the strides of the inputs that the prologue lists, or those of all other extra inputs."""
     strides = side_strides(problem, specialization)
-    return tuple(one for one in strides if one.name.startswith("stride_bias") is of_bias)
+    return tuple(one for one in strides if one.name.startswith(LISTED_STRIDES) is of_lists)
 
 
 def _bias_descriptor(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:

@@ -8,6 +8,7 @@ from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import (
     MAX_HEAD_DIM,
     Bias,
+    BlockLists,
     Causal,
     Direction,
     Dtype,
@@ -30,6 +31,7 @@ from flashtune.templates.forward_hopper.space import (
     HopperConfig,
     Order,
     copied_keys,
+    has_one_list,
     hopper_space,
     padded,
     raw_stages,
@@ -45,7 +47,10 @@ ROW_BYTES = 16
 WORKSPACE = "transposed"
 # Warps of the program that lists the blocks of a tile.
 LISTING_WARPS = 16
+# A program that lists the blocks of a block mask reads few numbers.
+BLOCK_LISTING_WARPS = 1
 UNLISTED = {Feature.VARLEN, Feature.PAGES, Feature.SEQLENS_K, Feature.PREFIX}
+UNLISTED_BLOCKS = {Feature.VARLEN, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
 NO_BOUND = -1
 # Wider than any sequence, and positions beyond it still fit 32 bits.
 WIDEST_WINDOW = 2**30 - 1
@@ -92,6 +97,9 @@ class HopperContext(Context, frozen=True):
     prefix: bool
     lengths: bool
     bias: Bias
+    block_mask: int
+    block_groups: bool
+    one_list: bool
     listed_left: int
     listed_right: int
     listed_chunk: int
@@ -110,7 +118,28 @@ class HopperContext(Context, frozen=True):
     @property
     def has_lists(self) -> bool:
         """Whether a prologue lists the blocks of each tile."""
+        return self.has_pairs or self.has_block_mask
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a bias or mask tensor has an element for each pair of a query and a key."""
         return self.bias is not Bias.NONE
+
+    @property
+    def has_block_mask(self) -> bool:
+        """Whether lists name the visible blocks of keys of a block of queries."""
+        return self.block_mask > 0
+
+    @property
+    def has_group_lists(self) -> bool:
+        """Whether each group of a tile has its own list of blocks."""
+        return self.has_lists and not self.one_list
+
+    @property
+    def reads_entries(self) -> bool:
+        """Whether a group needs the numbers of the blocks of its list."""
+        needs_places = self.has_border or self.dropout or self.alibi
+        return self.has_group_lists or (self.one_list and needs_places)
 
     @property
     def is_quantized(self) -> bool:
@@ -249,7 +278,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         {
             *(Feature.WINDOW, Feature.VARLEN, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
             *(Feature.SINKS, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SEQLENS_K),
-            *(Feature.BIAS, Feature.QUANTIZED_KV),
+            *(Feature.BIAS, Feature.QUANTIZED_KV, Feature.BLOCK_MASK),
         }
     )
     direction = Direction.FORWARD
@@ -274,6 +303,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             problem.kv_dtype is not KvDtype.E4M3 or not problem.page_size or problem.kv_scale is KvScale.PAGE
         ):
             return "forward_hopper takes 8-bit keys in e4m3, in pages without scales of their own"
+        if problem.block_mask and problem.features & UNLISTED_BLOCKS:
+            return "forward_hopper takes a block mask without packed sequences, pages, prefixes and biases"
         dims = problem.head_dim, problem.value_head_dim
         if problem.kv_dtype and (dims[0] != dims[1] or dims[0] not in CONVERTED_HEAD_DIMS):
             return "forward_hopper takes 8-bit keys of head dims 64 and 128, as wide as their values"
@@ -305,10 +336,10 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return hopper_arguments(problem, config, specialization)
 
     def prologue(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Step | None:
-        """Returns the prologue that transposes V of 8 bits, which TMA cannot, or lists blocks by a bias."""
-        if problem.bias is not Bias.NONE:
-            options = LaunchOptions(LISTING_WARPS, 1)
-            return Step("list_blocks", listing_arguments(problem, specialization), options)
+        """Returns the prologue that transposes V of 8 bits, which TMA cannot, or lists blocks."""
+        if problem.bias is not Bias.NONE or problem.block_mask:
+            options = LaunchOptions(BLOCK_LISTING_WARPS if problem.block_mask else LISTING_WARPS, 1)
+            return Step("list_blocks", listing_arguments(problem, config, specialization), options)
         if not problem.dtype.is_quantized:
             return None
         arguments = transpose_arguments(problem.dtype, specialization, WORKSPACE)
@@ -361,6 +392,9 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             prefix=problem.prefix,
             lengths=problem.seqlens_k,
             bias=problem.bias,
+            block_mask=problem.block_mask,
+            block_groups=problem.block_mask > 0 and problem.block_lists is BlockLists.GROUP,
+            one_list=has_one_list(problem, config),
             listed_left=left,
             listed_right=_bound(problem.sight.right),
             listed_chunk=chunk,

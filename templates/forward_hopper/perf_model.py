@@ -22,11 +22,20 @@ from flashtune.templates.common.model.tile_schedule import (
 )
 from flashtune.templates.common.model.traffic import AtOnce, streamed_items, unpacked
 from flashtune.templates.family import BytesItem, PerformanceModel
-from flashtune.templates.forward_hopper.space import HopperConfig, Order, hopper_space, raw_stages
+from flashtune.templates.forward_hopper.space import (
+    HopperConfig,
+    Order,
+    has_one_list,
+    hopper_space,
+    raw_stages,
+)
 
 BARRIER_BYTES = 8
+INDEX_BYTES = 4
 # Each ring has barriers for full and for empty tiles.
 SIDES = 2
+# Indices of tiles from the producer to the groups.
+QUEUE_SLOTS = 2
 # By consumer groups: more groups overlap more of the softmax with the others' products.
 PACES = {
     1: CostParams(launch=9.9, block=0.173, tile=0.663, hidden=-0.1, exposed=0.5),
@@ -45,9 +54,11 @@ SINGLE_Q_STAGE_US = 0.43
 SOFTCAP_EXPONENTIALS = 1.25
 ALIBI_EXPONENTIALS = 0.2
 BIAS_EXPONENTIALS = 0.5
-# Time of the prologue that lists blocks, in µs: its launch, and that of a block of one tile.
+# Time of the prologue that lists blocks, in µs: its launch, and that of a block of one tile. By a block mask,
+# all of it.
 LISTING_US = 5.0
 LISTED_BLOCK_US = 0.8
+BLOCK_LISTING_US = 3.0
 # Fraction of time lost if programs of a group of heads change heads in each round.
 DRIFT_PENALTY = 0.05
 
@@ -68,6 +79,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
         slots = q_slots + 2 * config.num_stages
         slots += config.num_consumer_groups * (problem.bias is Bias.ADDITIVE)
         slots += raw_stages(config) if problem.kv_dtype else 0
+        slots += QUEUE_SLOTS * config.dynamic_schedule
         barriers = SIDES * slots * BARRIER_BYTES
         items = (
             BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries),
@@ -84,6 +96,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
             ),
             BytesItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
             BytesItem("barriers", barriers),
+            BytesItem("indices of tiles", QUEUE_SLOTS * INDEX_BYTES * config.dynamic_schedule),
         )
         return tuple(item for item in items if item.bytes)
 
@@ -95,7 +108,8 @@ class HopperModel(PerformanceModel[HopperConfig]):
         if not tiling.total or not problem.seqlen_kv:
             return pace.launch / 1e3
         cost = TileCost(
-            block_us(problem, config.block_m * config.block_n, pace, target, _exponentials(problem)),
+            block_us(problem, config.block_m * config.block_n, pace, target, _exponentials(problem))
+            * _passing(problem, config),
             tile_us(problem, config.block_m, pace, target) + _between(config),
         )
         num_programs = persistent_programs(tiling.total, config.balanced_grid, target.sm_count)
@@ -170,8 +184,18 @@ def _exponentials(problem: Problem) -> float:
     return 1.0 + SOFTCAP_EXPONENTIALS * problem.softcap + ALIBI_EXPONENTIALS * problem.alibi + bias
 
 
+def _passing(problem: Problem, config: HopperConfig) -> float:
+    """Returns the blocks that a tile copies over those of one group, which waits for those of the others."""
+    if not problem.block_mask or has_one_list(problem, config):
+        return 1.0
+    share = problem.block_share
+    return float(1 - (1 - share) ** config.num_consumer_groups) / share
+
+
 def _listing(problem: Problem, config: HopperConfig) -> float:
     """Returns the time of the prologue that lists blocks, if there is one, in µs."""
+    if problem.block_mask:
+        return BLOCK_LISTING_US
     if problem.bias is Bias.NONE:
         return 0.0
     return LISTING_US + LISTED_BLOCK_US * problem.seqlen_kv / config.block_n

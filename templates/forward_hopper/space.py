@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from flashtune.core.config import Axis, AxisValue, BlockSize, Config, Space
-from flashtune.core.problem import Bias, Dtype, Problem
+from flashtune.core.problem import Bias, BlockLists, Dtype, Problem
 from flashtune.templates.common.model.sram import columns, head_chunks, is_exact
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
@@ -37,6 +37,8 @@ SPARE_REGISTERS = 24
 # Additional registers for dropout: random words of rows, and products of twice their width.
 DROPPING_REGISTERS = 16
 MAX_ROWS = 256
+# Values of more columns leave few registers.
+WIDE = 128
 # Outputs this wide have halves as wide as TMA's widest rows.
 MIN_HALVED = 128
 # Columns that one product of 8-bit tiles sums over.
@@ -82,6 +84,8 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         head_swizzle: Heads (packs of heads) that are processed together; 0 for all.
         order: Order of tiles.
         balanced_grid: The fewest programs with the same number of rounds, not one for each SM.
+        dynamic_schedule: A program takes the next tile when it has copied the keys of the last one. Tiles of
+            block masks have different lengths that only the device knows.
     """
 
     num_consumer_groups: Count
@@ -98,6 +102,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     head_swizzle: Section = 0
     order: Order = Order.LINEAR
     balanced_grid: bool = False
+    dynamic_schedule: bool = False
 
     @property
     def block_m(self) -> int:
@@ -126,6 +131,7 @@ def hopper_space(problem: Problem) -> Space:
         Axis("head_swizzle", _sections(problem), False),
         Axis("order", tuple(Order) if differ else (Order.LINEAR,), False),
         Axis("balanced_grid", (False, True)),
+        Axis("dynamic_schedule", (False, True) if problem.block_mask else (False,), False),
     )
     return Space(HopperConfig, axes, lambda config: _is_possible(problem, config))
 
@@ -141,7 +147,12 @@ def _is_crowded(chosen: dict[str, AxisValue]) -> bool:
 
 def tiles_differ(problem: Problem) -> bool:
     """Returns whether tiles of a head may see different numbers of keys, so that their order matters."""
-    return problem.sight.right is not None or problem.bias is not Bias.NONE
+    return problem.sight.right is not None or has_lists(problem)
+
+
+def has_lists(problem: Problem) -> bool:
+    """Returns whether a prologue lists the blocks of each tile."""
+    return problem.bias is not Bias.NONE or problem.block_mask > 0
 
 
 def _is_local(problem: Problem) -> bool:
@@ -158,7 +169,7 @@ def _is_narrow(problem: Problem) -> bool:
 def _sections(problem: Problem) -> tuple[int, ...]:
     if problem.total_q:
         return (0, 4)
-    if _is_local(problem) or problem.bias is not Bias.NONE:
+    if _is_local(problem) or has_lists(problem):
         return (0, 1, 2, 4, 8)
     return (0, 4, 8) if tiles_differ(problem) else (1, 4)
 
@@ -168,6 +179,10 @@ def _packs(problem: Problem) -> tuple[int, ...]:
 
     Quantised heads have their own scales, and descriptors of varlen batches have no dimension left.
     """
+    if problem.block_mask:
+        # Heads with the same lists share tiles, which then have queries of one block of the mask.
+        shared = problem.block_lists is BlockLists.GROUP
+        return tuple(pack for pack in PACKS if pack < 2 * problem.group_size) if shared else (1,)
     many = problem.seqlen_q >= FEW_QUERIES and not _is_narrow(problem)
     if problem.total_q or many or problem.dtype.is_quantized or problem.bias is not Bias.NONE:
         return (1,)
@@ -182,7 +197,24 @@ def _is_possible(problem: Problem, config: Config) -> bool:
         and _products_fit(problem, config.split_head_dim)
         and (not config.split_epilogue or _can_be_halved(problem, config.split_head_dim))
         and _registers_fit(problem, config)
+        and (not problem.block_mask or _blocks_divide(problem, config))
     )
+
+
+def _blocks_divide(problem: Problem, config: HopperConfig) -> bool:
+    """Returns whether a group's queries are in one block of a block mask, and a block of keys is in one.
+
+    Groups with lists of their own finish a tile at different times, and would wait for the next tile's index.
+    """
+    size, rows = problem.block_mask, config.rows_per_group // config.pack_gqa
+    is_static = not config.dynamic_schedule
+    dynamic = has_one_list(problem, config) and config.order is not Order.SERPENTINE
+    return size % config.block_n == 0 and size % rows == 0 and (is_static or dynamic)
+
+
+def has_one_list(problem: Problem, config: HopperConfig) -> bool:
+    """Returns whether all queries of a tile are in one block of a block mask, so that groups share a list."""
+    return problem.block_mask > 0 and problem.block_mask % (config.block_m // config.pack_gqa) == 0
 
 
 def _products_fit(problem: Problem, split_head_dim: bool) -> bool:
@@ -224,7 +256,7 @@ def usual_config(problem: Problem) -> HopperConfig:
     width = columns(head_chunks(max(problem.head_dim, problem.value_head_dim), True))
     differ = tiles_differ(problem)
     # In one order of all heads, tiles of varlen batches that end in the same round differ least.
-    listed, additive = problem.bias is not Bias.NONE, problem.bias is Bias.ADDITIVE
+    listed, additive = has_lists(problem), problem.bias is Bias.ADDITIVE
     in_one = bool(problem.total_q) or (differ and (problem.seqlen_kv > LONG or _is_local(problem)))
     in_one = in_one and not listed
     windowed = problem.window_left is not None
@@ -238,6 +270,10 @@ def usual_config(problem: Problem) -> HopperConfig:
     crowded = problem.dropout or problem.softcap or problem.kv_dtype
     groups = 3 if shared or (narrow and not crowded) else 2
     pack = max(pack for pack in _packs(problem) if pack == 1 or _is_full(problem, pack, groups))
+    # With two heads in a tile, or one group, all its queries are in one block of 64.
+    small_blocks = 0 < problem.block_mask < 2 * GROUP_ROWS
+    if problem.block_mask:
+        pack = 2 if small_blocks and problem.group_size % 2 == 0 and len(_packs(problem)) > 1 else 1
     # Few keys are seen of a tile, so that its fixed cost matters: it has more rows.
     tall = _is_narrow(problem) and narrow and pack > 1 and not problem.dropout
     groups = 2 if tall else groups
@@ -245,24 +281,38 @@ def usual_config(problem: Problem) -> HopperConfig:
         # Tiles of the bias take registers, and the shared memory of a group or of queries.
         groups = 1 if wide else 2
     elif listed:
-        groups = 2
+        groups = 1 if small_blocks and pack == 1 else 2
     return HopperConfig(
         num_warps=GROUP_WARPS,
-        num_stages=2,
+        num_stages=4 if small_blocks and groups == 1 and not wide else 2,
         num_consumer_groups=groups,
         rows_per_group=2 * GROUP_ROWS if tall else GROUP_ROWS,
-        block_n=64 if wide or _is_narrow(problem) else 128,
+        block_n=64 if wide or _is_narrow(problem) or problem.block_mask == 64 else 128,
         q_stages=1 if wide or problem.kv_dtype or (additive and not narrow) else 2,
         split_epilogue=wide and _can_be_halved(problem, True),
         ping_pong=not wide and groups > 1,
-        defer_pv_wait=not narrow and not (shared and not differ),
+        defer_pv_wait=(not narrow or problem.block_mask > 0) and not (shared and not differ),
         p_stages=(1 if differ else 2) if shared else 0,
         split_head_dim=odd_width and _products_fit(problem, True),
         pack_gqa=pack,
-        head_swizzle=0 if in_one else 4,
-        order=order if differ else Order.LINEAR,
-        balanced_grid=not in_one,
+        head_swizzle=0 if in_one else _usual_swizzle(problem),
+        order=_usual_order(problem, order) if differ else Order.LINEAR,
+        balanced_grid=not in_one and not problem.block_mask,
+        dynamic_schedule=problem.block_mask > 0 and problem.block_mask % (groups * GROUP_ROWS // pack) == 0,
     )
+
+
+def _usual_swizzle(problem: Problem) -> int:
+    """Returns the heads in work at a time: few under block masks, whose tiles share few keys."""
+    if not problem.block_mask or problem.group_size > 1 or problem.sight.right is not None:
+        return 4
+    return 1 if problem.seqlen_kv > LONG else 2
+
+
+def _usual_order(problem: Problem, order: Order) -> Order:
+    if not problem.block_mask:
+        return order
+    return Order.LPT if problem.sight.right is not None else Order.LINEAR
 
 
 def copied_keys(problem: Problem, config: HopperConfig) -> int:
@@ -285,7 +335,12 @@ def role_registers(problem: Problem, config: HopperConfig) -> tuple[int, int]:
     groups = config.num_consumer_groups
     if problem.kv_dtype:
         return REGISTERS_WITH_CONVERTER[groups]
-    if problem.bias is not Bias.NONE:
+    if problem.block_mask:
+        # The producer spills a few addresses, so that wide groups need not.
+        wide = columns(head_chunks(problem.value_head_dim, config.split_head_dim)) > WIDE
+        usual = CONSUMER_REGISTERS[groups], PRODUCER_REGISTERS
+        return usual if wide else REGISTERS_OF_SMALL_PAGES[groups]
+    if has_lists(problem):
         given = (LISTED_REGISTERS - PRODUCER_REGISTERS) // groups
         return CONSUMER_REGISTERS[groups] - (given + 7) // 8 * 8 * (groups > 1), LISTED_REGISTERS
     if config.block_n > FEW_COPIES * copied_keys(problem, config):

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, Problem
 from flashtune.templates.forward_hopper.space import HopperConfig
 from tests.emulator.hardware import Array
 from tests.problems.plain_masks import visible
 
-HIDDEN, WHOLE, PARTIAL = range(3)
+HIDDEN, WHOLE, PARTIAL = 0, 1, 2
 
 
 class Lists(NamedTuple):
@@ -53,6 +54,45 @@ def block_lists(problem: Problem, config: HopperConfig, bias: Tensor) -> Lists:
                     words[table, group, block] = packed(seen[place], rows, width)
         _write(lists[table], kinds, config.num_stages - 1)
     return Lists(lists, words)
+
+
+def lists_of_blocks(problem: Problem, config: HopperConfig, side: ExtraInputs) -> tuple[Array, ...]:
+    """The workspaces of the kernel for a block mask: its lists, and the counter of tiles if there is one."""
+    assert side.block_counts is not None
+    assert side.block_indices is not None
+    counts, indices = side.block_counts, side.block_indices
+    groups = config.num_consumer_groups
+    rows, width, size = config.rows_per_group // config.pack_gqa, config.block_n, problem.block_mask
+    one_list = size % (groups * rows) == 0
+    parts = 1 if one_list else groups
+    queries, keys = problem.seqlen_q, problem.seqlen_kv
+    batches, heads = (1 if not counts.stride(axis) else counts.shape[axis] for axis in (0, 1))
+    batches = problem.batch if problem.seqlens_k else batches
+    tiles, blocks = -(-queries // (groups * rows)), -(-keys // width)
+    longest = min(blocks, parts * size // width * indices.shape[3])
+    lists = np.full((batches, heads, tiles, 1 if one_list else groups + 1, longest + 3), -1, np.int32)
+    for batch, head, tile in np.ndindex(batches, heads, tiles):
+        own_keys = keys if side.seqlens_kv is None else int(side.seqlens_kv[batch])
+        near = visible(problem, queries, own_keys).numpy()
+        kinds = np.zeros((parts, blocks), int)
+        for group in range(parts):
+            first = (tile * groups + group) * rows
+            place = first // size
+            count = int(counts[batch, head, place]) if first < queries else 0
+            for block in (int(one) for one in indices[batch, head, min(place, counts.shape[2] - 1), :count]):
+                for start in range(block * size, min((block + 1) * size, own_keys), width):
+                    rows_of = slice(first, first + (groups * rows if one_list else rows))
+                    kinds[group, start // width] = WHOLE * near[rows_of, start : start + width].any()
+        if one_list:
+            listed = [block for block in reversed(range(blocks)) if kinds[0, block]]
+            entries = [block * 16 for block in listed] or [1]
+            lists[batch, head, tile, 0, [0, *range(3, 3 + len(entries))]] = [len(entries), *entries]
+        else:
+            _write(lists[batch, head, tile], kinds, config.num_stages - 1)
+            of_producer = lists[batch, head, tile, 0, 3:]
+            of_producer[of_producer >= 0] &= -16
+    counter = (np.zeros(1, np.int32),) if config.dynamic_schedule else ()
+    return lists.reshape(-1), *counter
 
 
 def packed(seen: Array, rows: int, width: int) -> Array:

@@ -38,6 +38,8 @@ from tests.emulator.inline_ptx import emulate_ptx
 
 # Batch, head, query and key.
 BIAS_DIMS = 4
+# The fewest dimensions of inputs that the prologue lists: batch, head and block of queries.
+LISTED_DIMS = 3
 
 
 def identity(function: Any = None, **_: object) -> Any:
@@ -99,6 +101,8 @@ class Program:
             "declare_growth": lambda _: None,
             "note_growth": lambda grows, group: self.grown.update({group: bool(grows.values.any())}),
             "as_word": as_word,
+            "take_ticket": self.take_ticket,
+            "read_ticket": lambda ticket: ticket,
             "has_grown": lambda group: self.grown[group],
             "declare_weights": lambda _: None,
             "keep_weights": lambda weights, group: self.kept.update({group: weights}),
@@ -135,6 +139,11 @@ class Program:
 
             return apply
 
+        def scalar(value: Tensor) -> Any:
+            """A number if it is an integer without dimensions: conditions of Python depend on it."""
+            is_number = value.values.ndim == 0 and value.values.dtype.kind == "i"
+            return value.values.item() if is_number else value
+
         return SimpleNamespace(
             constexpr=lambda value: value,
             tensor=object,
@@ -155,7 +164,7 @@ class Program:
             where=where,
             minimum=of_two(np.minimum),
             maximum=of_two(np.maximum),
-            max=of_one(np.max),
+            max=lambda value, axis: scalar(of_one(np.max)(value, axis)),
             sum=of_one(np.sum),
             exp2=of_one(np.exp2),
             abs=of_one(np.abs),
@@ -167,6 +176,7 @@ class Program:
             inline_asm_elementwise=lambda asm, operands, given, *_: emulate_ptx(asm, operands, given),
             convert_layout=lambda value, _: value,
             BlockedLayout=lambda *_: None,
+            SwizzledSharedLayout=lambda *_: None,
             SliceLayout=lambda *_: None,
             NVMMADistributedLayout=lambda *_: None,
             NVMMASharedLayout=lambda *_: None,
@@ -179,7 +189,13 @@ class Program:
         if dtype == "i64":
             barriers = [Barrier(self.clock) for _ in range(sides[0])]
             return SimpleNamespace(index=lambda slot: barriers[int(slot)])
-        return Shared(np.full(sides, np.nan))
+        return Shared(np.zeros(sides, np.int64) if dtype == "i32" else np.full(sides, np.nan))
+
+    def take_ticket(self, counter: Pointer) -> int:
+        """Returns the counter of tiles, and increments it."""
+        taken = int(counter.read())
+        counter.memory[counter.offset] = taken + 1
+        return taken
 
     def load(self, pointer: Pointer, mask: Any = True, other: float = 0) -> Any:
         if isinstance(mask, Tensor):
@@ -256,9 +272,9 @@ def emulate(
         numbers: Scalars after the scale.
     """
     module = load_module(kernel)
-    # A bias or mask is no argument of the kernel: it is described, or listed by the prologue.
+    # A bias, mask or block mask is no argument of the kernel: it is described, or listed by the prologue.
     described = [one for one in beside if one.ndim == BIAS_DIMS and len(memory) > len(tensors)]
-    beside_it = [one for one in beside if one.ndim != BIAS_DIMS]
+    beside_it = [one for one in beside if one.ndim < LISTED_DIMS]
     made = module.descriptors(*tensors, *(_like(one) for one in described))
     descriptors = [Descriptor(one, flat) for parts, flat in zip(made, memory, strict=True) for one in parts]
     # Scales are no arguments of the launch plan.

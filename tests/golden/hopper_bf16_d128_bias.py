@@ -8,7 +8,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt False, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper c351b567b6b9
+Template     forward_hopper e8da3d7026d9
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -74,10 +74,11 @@ GROUP_POSITIONS = gl.constexpr(64)
 TILE_POSITIONS = gl.constexpr(128)
 HEAD_DIM = gl.constexpr(128)
 VALUE_HEAD_DIM = gl.constexpr(128)
-# Numbers before the entries of a list, bits of an entry below its block, and the most blocks that a group skips
-# between two blocks. The ring has tiles for no more, while the values of the block before wait for their product.
+# Numbers before the entries of a list, and bits of an entry below its block.
 LIST_HEADER = gl.constexpr(3)
 ENTRY_BITS = gl.constexpr(4)
+# The most blocks that a group skips between two blocks. The ring has tiles for no more, while the values of the
+# block before wait for their product.
 MAX_SKIPPED = gl.constexpr(1)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -296,14 +297,17 @@ def mask_from(s, n_end, n_block, n_offsets):
 
 @gluon.jit
 def get_table(block_lists, tile, scheduler):
-    """Returns the batch and head of the mask or bias tensor, and the number of the tile among its tiles."""
+    """Returns the batch and head of the mask or bias tensor or lists, and the number of the tile among its tiles."""
     batch = gl.minimum(tile.batch, block_lists[1] - 1)
     head = gl.minimum(tile.kv_head * scheduler.group_size + tile.head, block_lists[2] - 1)
     return batch, head, (batch * block_lists[2] + head) * scheduler.m_blocks + tile.m_block
 
 @gluon.jit
 def get_list(block_lists, tile, scheduler, place):
-    """Returns the address of a list of the tile: the producer's at place 0, that of group g at g + 1."""
+    """Returns the address of a list of the tile: the producer's at place 0, that of group g at g + 1.
+
+    With one list for all, the place does not matter.
+    """
     _, _, table = get_table(block_lists, tile, scheduler)
     n_blocks = (scheduler.seqlen_kv + BLOCK_N - 1) // BLOCK_N
     return block_lists[0] + (table * (GROUPS + 1) + place).to(gl.int64) * (n_blocks + LIST_HEADER)
@@ -688,6 +692,7 @@ def is_visible(queries, keys, seqlen_q, seqlen_kv):
     positions = queries + seqlen_kv - seqlen_q
     return visible
 
+
 @triton.jit
 def append(entries, n_block, kind, is_listed, n_entries, n_passed):
     """Appends a block of a kind to a group's list, or passes it; returns the entries and the passed blocks since.
@@ -801,7 +806,6 @@ def prologue_plan(q, k, v, out, bias):
 def distinct(bias):
     """Returns the numbers of batches and heads with values of their own."""
     return tuple(1 if bias.stride(axis) == 0 else bias.shape[axis] for axis in (0, 1))
-
 
 def descriptors(q, k, v, out, bias):
     """Returns the TMA descriptors of each tensor. Reads past its ends give zeros; writes there do nothing."""

@@ -1,4 +1,4 @@
-"""Tests of the prologue of `forward_hopper` that lists blocks by a mask or bias, in the interpreter."""
+"""Tests of the prologues of `forward_hopper` that list blocks, in the interpreter."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import msgspec
 import pytest
 import torch
 
+from flashtune.core.features.records import NUMBERS
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.launch.compilation import load_module
 from flashtune.templates.forward_hopper.space import HopperConfig
-from tests.emulator.block_lists import block_lists
+from tests.emulator.block_lists import block_lists, lists_of_blocks
 from tests.mutants.core import broken, rendered
 from tests.mutants.forward_hopper.hopper_pairs import listings
 from tests.problems.hopper import a_config
-from tests.templates.hopper.test_hopper_emulated import CONFIGS, a_bias, a_small, kernel_of
+from tests.templates.hopper.test_hopper_emulated import CONFIGS, a_bias, a_small, kernel_of, score_inputs
+from tests.templates.hopper.test_hopper_emulated_blocks import BLOCK_CONFIGS, OTHERS, a_block_mask
 
 POSITIONS: dict[str, tuple[Causal, dict[str, int]]] = {
     "all": (Causal.NONE, {}),
@@ -53,6 +55,36 @@ def are_right(kernel: Kernel, problem: Problem, config: HopperConfig) -> bool:
     own = tuple(slice(0, 1 if given.stride(axis) == 0 else None) for axis in (0, 1))
     right = True
     for found, meant in zip(made, block_lists(problem, config, given[own]).workspaces, strict=True):
+        written = meant != -1
+        right &= bool((found.numpy().reshape(-1) == meant)[written].all())
+    return right
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("layout", BLOCK_CONFIGS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_lists_of_block_masks(layout: str, name: str) -> None:
+    for queries, keys in ((200, 300), (420, 150), (20, 602), (150, 420)):
+        problem = a_block_mask(layout, name, queries, keys)
+        config = a_config(problem, **BLOCK_CONFIGS[layout][1])
+        assert lists_blocks(kernel_of(problem, **BLOCK_CONFIGS[layout][1]), problem, config), (queries, keys)
+
+
+def lists_blocks(kernel: Kernel, problem: Problem, config: HopperConfig) -> bool:
+    """Whether the lists of random block masks are right."""
+    side = score_inputs(problem, None)
+    assert side.block_counts is not None
+    module = load_module(kernel)
+    lengths = ((problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv))
+    q, k = (torch.empty(problem.batch, heads, length, 16) for heads, length in lengths)
+    planned = q, k, k, q, *(getattr(side, name) for name in kernel.all_side if name not in NUMBERS)
+    made = [torch.full(shape, -1, dtype=torch.int32) for shape in module.launch_plan(*planned)[1]]
+    grid, integers = module.prologue_plan(*planned)
+    lengths_too = () if side.seqlens_kv is None else (side.seqlens_kv,)
+    module.list_blocks[grid](*lengths_too, side.block_counts, side.block_indices, *made, *integers)
+    right = True
+    for found, meant in zip(made, lists_of_blocks(problem, config, side), strict=True):
         written = meant != -1
         right &= bool((found.numpy().reshape(-1) == meant)[written].all())
     return right

@@ -82,6 +82,9 @@ COMPILED = {
     ),
     "d128, bias": (a_problem(128, bias=Bias.ADDITIVE), {}, True),
     "d64, bias and causal": (a_problem(64, causal=Causal.BOTTOM_RIGHT, bias=Bias.ADDITIVE), {}, True),
+    "d128, block mask": (a_problem(128, block_mask=128), {}, True),
+    "d64, block mask and causal": (a_problem(64, causal=Causal.BOTTOM_RIGHT, block_mask=128), {}, True),
+    "d128, small blocks": (a_problem(128, block_mask=64), {}, True),
     "e4m3, blocks of 64": (a_problem(64, dtype=Dtype.E4M3), {"block_n": 64, "num_stages": 4}, False),
 }
 

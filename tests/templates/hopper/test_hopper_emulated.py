@@ -18,9 +18,10 @@ from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.rendering import render
 from tests.emulator import hardware
-from tests.emulator.block_lists import block_lists
+from tests.emulator.block_lists import block_lists, lists_of_blocks
 from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
+from tests.problems.block_lists import visible_blocks, with_lists
 from tests.problems.hopper import FAMILY, a_config, a_problem
 from tests.problems.plain_masks import plain_attention
 
@@ -105,6 +106,9 @@ def worst_error(
             base = side.bias[own]._base
             assert base is not None
             memory = *memory, base.view(-1).numpy()
+    if problem.block_mask:
+        assert config is not None
+        workspaces = lists_of_blocks(problem, config, side)
     emulate(kernel, like, memory, beside, lse, scale, programs, workspaces, numbers)
     worst = 0.0
     for got, meant in ((out, expected[0]), (torch.from_numpy(lse).view(q.shape[:3]), expected[1])):
@@ -135,7 +139,16 @@ def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> Ext
         side = side._replace(sinks=torch.linspace(-1.0, 3.0, problem.heads, dtype=torch.float64))
     if problem.bias is not Bias.NONE:
         side = side._replace(bias=a_bias(problem))
-    return side
+    return with_lists(side, listed_blocks(problem)) if problem.block_mask else side
+
+
+def listed_blocks(problem: Problem) -> torch.Tensor:
+    """Visible blocks of a block mask, which batches or heads share for some lengths."""
+    torch.manual_seed(problem.seqlen_q + 2 * problem.seqlen_kv)
+    blocks = visible_blocks(problem)
+    heads = blocks.shape[1]
+    own = blocks[: 1 if problem.seqlen_kv % 3 else None, : 1 if problem.seqlen_q % 3 else None]
+    return own.expand(problem.batch, heads, -1, -1)
 
 
 def a_bias(problem: Problem) -> torch.Tensor:
