@@ -59,6 +59,8 @@ BIAS_EXPONENTIALS = 0.5
 LISTING_US = 5.0
 LISTED_BLOCK_US = 0.8
 BLOCK_LISTING_US = 3.0
+# Elements of keys and values that a program converts per clock, beyond what overlaps with its products.
+CONVERTED_PER_CLOCK = 40.0
 # Fraction of time lost if programs of a group of heads change heads in each round.
 DRIFT_PENALTY = 0.05
 
@@ -109,7 +111,8 @@ class HopperModel(PerformanceModel[HopperConfig]):
             return pace.launch / 1e3
         cost = TileCost(
             block_us(problem, config.block_m * config.block_n, pace, target, _exponentials(problem))
-            * _passing(problem, config),
+            * _passing(problem, config)
+            + _conversion(problem, config, target),
             tile_us(problem, config.block_m, pace, target) + _between(config),
         )
         num_programs = persistent_programs(tiling.total, config.balanced_grid, target.sm_count)
@@ -190,6 +193,14 @@ def _passing(problem: Problem, config: HopperConfig) -> float:
         return 1.0
     share = problem.block_share
     return float(1 - (1 - share) ** config.num_consumer_groups) / share
+
+
+def _conversion(problem: Problem, config: HopperConfig, target: Target) -> float:
+    """Returns the time by which the conversion of keys and values in 8 bits delays a block, in µs."""
+    if problem.kv_dtype is None:
+        return 0.0
+    elements = config.block_n * (problem.head_dim + problem.value_head_dim)
+    return elements / (CONVERTED_PER_CLOCK * target.clock_mhz)
 
 
 def _listing(problem: Problem, config: HopperConfig) -> float:

@@ -261,6 +261,9 @@ def usual_config(problem: Problem) -> HopperConfig:
     in_one = in_one and not listed
     windowed = problem.window_left is not None
     order = Order.LPT if problem.total_q or windowed else Order.SERPENTINE
+    if problem.kv_dtype and problem.page_size < GROUP_ROWS and problem.seqlen_kv >= 4 * problem.seqlen_q:
+        # Tiles of a chunk of a prompt differ little.
+        order = Order.LINEAR
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
     wide = width > 128
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
@@ -289,7 +292,7 @@ def usual_config(problem: Problem) -> HopperConfig:
         rows_per_group=2 * GROUP_ROWS if tall else GROUP_ROWS,
         block_n=64 if wide or _is_narrow(problem) or problem.block_mask == 64 else 128,
         q_stages=1 if wide or problem.kv_dtype or (additive and not narrow) else 2,
-        split_epilogue=wide and _can_be_halved(problem, True),
+        split_epilogue=(wide or problem.kv_dtype is not None) and _can_be_halved(problem, True),
         ping_pong=not wide and groups > 1,
         defer_pv_wait=(not narrow or problem.block_mask > 0) and not (shared and not differ),
         p_stages=(1 if differ else 2) if shared else 0,

@@ -14,7 +14,7 @@ import flashtune
 from benchmarks.dispatch_regret.analysis import _tables, draw_problems
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.core.problem import Dtype
+from flashtune.core.problem import Dtype, KvDtype, KvScale, Problem
 from flashtune.core.record import Provenance, Record, VerificationStatus
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
@@ -255,3 +255,45 @@ def test_family_that_was_not_tuned_with_features_is_considered(records: tuple[Re
     assert found(100.0).family == "forward_hopper"
     assert found(100.0).verdict is None
     assert found(0.001).family == "forward_masked"
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(
+    "caches", [{}, {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD}], ids=["bf16", "e4m3"]
+)
+def test_untuned_chunks_of_prompts_in_pages_use_hopper(
+    records: tuple[Record, ...], page_size: int, caches: dict[str, object]
+) -> None:
+    def chunk(seqlen_kv: int) -> Problem:
+        return shape(
+            heads=32,
+            kv_heads=8,
+            batch=16,
+            seqlen_q=512,
+            seqlen_kv=seqlen_kv,
+            total_q=8192,
+            page_size=page_size,
+            **caches,
+        )
+
+    def family(*more: Record) -> str:
+        tables = Tables(by_problem((*records, *more)), {})
+        return select(chunk(4608), TARGET, tables, Specialization(), generated=True).record.family
+
+    masked = find_family("forward_masked")
+    like = next(record for record in records if record.family == "forward_hopper")
+
+    def portable(ms: float) -> Record:
+        assert like.measurement is not None
+        return msgspec.structs.replace(
+            like,
+            problem=chunk(5120),
+            family=masked.name,
+            config=masked.default(chunk(5120), TARGET),
+            measurement=msgspec.structs.replace(like.measurement, ms=ms, p20=ms, p80=ms, peers=()),
+        )
+
+    assert family() == "forward_hopper"
+    # More than twice the time that forward_hopper takes there on an H200, and less than a fifth of it.
+    assert family(portable(2.6)) == "forward_hopper"
+    assert family(portable(0.13)) == "forward_masked"

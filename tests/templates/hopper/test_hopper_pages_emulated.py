@@ -93,6 +93,13 @@ def worst_error(
     if problem.kv_dtype:
         scales = [torch.rand(1, problem.kv_heads, generator=chance).add(0.5) for _ in range(2)]
         side = side._replace(k_scale=scales[0].expand(len(keys), -1), v_scale=scales[1].expand(len(keys), -1))
+    if problem.prefix:
+        prefixes = [count * (number % 4) // 5 for number, count in enumerate(keys, 1)]
+        side = side._replace(prefix=torch.tensor(prefixes, dtype=torch.int32))
+    if problem.softcap:
+        side = side._replace(softcap=1.5)
+    if problem.sinks:
+        side = side._replace(sinks=torch.linspace(-1.0, 3.0, problem.heads, dtype=torch.float64))
     batch, rows = len(lengths), queries[0]
     if problem.total_q:
         starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
@@ -116,7 +123,8 @@ def worst_error(
     )
     memory: tuple[Array, ...] = (q.flatten().numpy(), *pools.memory, out.view(-1).numpy())
     beside = tuple(one.numpy() for one in side.tensors)
-    emulate(kernel, like, memory, beside, lse.reshape(-1), scale, programs)
+    numbers = (1.5,) if problem.softcap else ()
+    emulate(kernel, like, memory, beside, lse.reshape(-1), scale, programs, numbers=numbers)
     worst = 0.0
     for got, meant in ((out, expected[0]), (torch.from_numpy(lse), expected[1])):
         # Rows that no sequence has are as they were.
@@ -195,6 +203,34 @@ def test_eight_bit_caches(packed: bool, scale: KvScale, window: dict[str, Any]) 
         problem = a_paged(page_size, packed=packed, **widths, **window)
         lengths = MIXED if packed else EQUAL
         assert worst_error(kernel_of(problem, **{**config, "num_stages": 2}), problem, lengths, 5) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"softcap": True},
+        {"sinks": True},
+        {"softcap": True, "sinks": True, "window_left": 70},
+        {"prefix": True},
+        {"prefix": True, "window_left": 50, "sink_tokens": 3},
+    ],
+    ids=str,
+)
+def test_features_of_eight_bit_caches(packed: bool, features: dict[str, Any]) -> None:
+    stored: dict[str, Any] = {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD}
+    problem = a_paged(16, packed=packed, head_dim=64, value_head_dim=64, **stored, **features)
+    kernel = kernel_of(problem, **SMALL)
+    assert worst_error(kernel, problem, MIXED if packed else EQUAL, 5) < 1e-12
+
+
+@pytest.mark.slow
+def test_eight_bit_caches_with_outputs_in_halves() -> None:
+    stored: dict[str, Any] = {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.TENSOR}
+    problem = a_paged(16, packed=True, head_dim=128, value_head_dim=128, **stored)
+    kernel = kernel_of(problem, **SMALL, split_epilogue=True)
+    assert worst_error(kernel, problem, MIXED, 5) < 1e-12
 
 
 def test_packed_heads_and_one_query() -> None:
