@@ -26,6 +26,9 @@ RELAXED = 2
 class Worker:
     """A queue of jobs and the thread that runs them, one after another."""
 
+    # The switch interval to restore after the present jobs.
+    _interval: float | None
+
     def __init__(
         self,
         name: str,
@@ -71,8 +74,7 @@ class Worker:
         self._jobs: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._is_running = self._is_ending = False
-        # The switch interval to restore after the present jobs.
-        self._interval: float | None = None
+        self._interval = None
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
