@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from flashtune.core.config import Space
+from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import MAX_HEAD_DIM, Bias, Direction, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import Target
@@ -142,6 +142,10 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         if config.num_splits == 1:
             return feature_arguments(problem, specialization, ())
         return (*feature_arguments(problem, specialization, PARTIALS), Argument("splits", "i32"))
+
+    def options(self, config: DecodeConfig) -> LaunchOptions:
+        early = config.early_start
+        return LaunchOptions(config.num_warps, config.num_stages, early=True if early else msgspec.UNSET)
 
     def epilogue(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Step | None:
         if config.num_splits == 1:

@@ -25,8 +25,9 @@ from flashtune.templates.decode_split_kv.space import (
 )
 from flashtune.templates.family import BytesItem, PerformanceModel
 
-# In µs: an empty launch, and a program before and after its keys.
+# In µs: an empty launch, its part that overlaps the preceding kernel, and a program's time without its keys.
 LAUNCH = 3.7
+EARLY_START = 1.3
 PROGRAM = 1.2
 # An SM's maximum bandwidth over its equal share.
 GREED = 1.1
@@ -97,7 +98,8 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         if problem.kv_dtype is not None:
             busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_EIGHT_BITS + PROGRAM))
         moved = problem.minimal_bytes() / bandwidth + PROGRAM
-        return (LAUNCH + max(busy, moved) + combining_us(problem, config.num_splits, target)) / 1e3
+        launch = LAUNCH - EARLY_START if config.early_start else LAUNCH
+        return (launch + max(busy, moved) + combining_us(problem, config.num_splits, target)) / 1e3
 
     def schedule_variants(
         self, problem: Problem, config: DecodeConfig, target: Target

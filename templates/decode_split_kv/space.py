@@ -26,6 +26,8 @@ class DecodeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         num_splits: Parts of the keys of a sequence, one for each program.
         split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
         early_combine: Launch the combine kernel before the last splits end (sm_90 and later).
+        early_start: Launch the kernel before the preceding kernel of the stream ends (sm_90 and later). Needs
+            `early_combine` if there are several splits.
     """
 
     block_m: BlockSize
@@ -33,6 +35,7 @@ class DecodeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     num_splits: Splits = 1
     split_head_dim: bool = False
     early_combine: bool = False
+    early_start: bool = False
 
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -77,6 +80,11 @@ def decode_space(problem: Problem, target: Target) -> Space:
             "early_combine",
             (False, True) if early else (False,),
             only_if=lambda chosen: chosen["num_splits"] != 1,
+        ),
+        Axis(
+            "early_start",
+            (False, True) if early else (False,),
+            only_if=lambda chosen: chosen["num_splits"] == 1 or chosen["early_combine"] is True,
         ),
     )
     return Space(DecodeConfig, axes, lambda config: _is_possible(problem, config, target))

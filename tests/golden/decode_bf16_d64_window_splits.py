@@ -2,9 +2,10 @@
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
              and pages, softcap, window
-Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits, split_head_dim False, early_combine True
+Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits,
+             split_head_dim False, early_combine True, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv bbe723c76393
+Template     decode_split_kv 25aaf031599c
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -32,6 +33,7 @@ Tunables
   num_splits                        parts of the keys of a sequence
   split_head_dim                    a head dim as several tiles instead of one padded tile
   early_combine                     combine kernel launched before the splits end
+  early_start                       kernel launched before the preceding kernel of the stream ends
 """
 
 import torch
@@ -203,7 +205,7 @@ def decode_split_kv(
         accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
         page = next_page
 
-    # The combine kernel may start while the last programs of this one run.
+    # The next kernel may start while the last programs of this one run.
     tl.extra.cuda.gdc_launch_dependents()
     # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)

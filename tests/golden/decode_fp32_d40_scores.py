@@ -2,9 +2,10 @@
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
              and alibi, attention_chunk, bias, prefix, sinks, softcap
-Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits, split_head_dim False, early_combine False
+Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits,
+             split_head_dim False, early_combine False, early_start False
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     decode_split_kv bbe723c76393
+Template     decode_split_kv 25aaf031599c
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -32,6 +33,7 @@ Tunables
   num_splits                        parts of the keys of a sequence
   split_head_dim                    a head dim as several tiles instead of one padded tile
   early_combine                     combine kernel launched before the splits end
+  early_start                       kernel launched before the preceding kernel of the stream ends
 """
 
 import torch

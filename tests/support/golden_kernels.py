@@ -156,6 +156,10 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "decode_bf16_d128": (
         DECODE, "bf16", (128, 128), "bottom_right", {**PARTS, "early_combine": True}, ROW_SUMS,
     ),
+    "decode_bf16_d128_early": (
+        DECODE, "bf16", (128, 128), "bottom_right",
+        {**PARTS, "early_combine": True, "early_start": True}, PLAIN,
+    ),
     "decode_bf16_d64_packed_pages": (
         DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5}, ROW_SUMS,
     ),

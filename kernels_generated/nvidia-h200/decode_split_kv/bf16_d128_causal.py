@@ -6,9 +6,10 @@
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
              and pages
-Config       block_m 16, block_n 128, 4 warps, 3 stages, 1 splits, split_head_dim False, early_combine False
+Config       block_m 16, block_n 128, 4 warps, 3 stages, 1 splits,
+             split_head_dim False, early_combine False, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv bbe723c76393
+Template     decode_split_kv 25aaf031599c
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -36,6 +37,7 @@ Tunables
   num_splits                        parts of the keys of a sequence
   split_head_dim                    a head dim as several tiles instead of one padded tile
   early_combine                     combine kernel launched before the splits end
+  early_start                       kernel launched before the preceding kernel of the stream ends
 """
 
 import torch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale
-from tests.mutants.core import Mutant
-from tests.mutants.serving_size import FIRST_TOKENS, SMALL_PAGE, Size, change, mutants_of
+from tests.mutants.core import Mutant, Patch
+from tests.mutants.serving_size import FIRST_TOKENS, SMALL_PAGE, Change, Size, change, mutants_of
 
 START = "row_start = key_start(positions)"
 LIFTED = "tl.minimum(stop, FIRST_TOKENS)"
@@ -12,6 +12,7 @@ LIFTED_STOP = "n_lifted = tl.minimum(tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N, n_
 STEP = "start = tl.where(step < n_lifted, step, step + skipped)"
 SLOPE = "tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E"
 BIAS_ROWS = "sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + queries * stride_bias_s"
+WAIT, FIRST_KEY = "tl.extra.cuda.gdc_wait()", "first = split * blocks // splits * BLOCK_N"
 SINK = "tl.load(sinks + head) * LOG2_E"
 # Wide enough that stored bytes are loaded in pairs, and what is not.
 PAIRED, SINGLE = 64, 32
@@ -180,10 +181,22 @@ def bytes_of(size: Size) -> tuple[Mutant, ...]:
 
 
 def early(size: Size) -> tuple[Mutant, ...]:
-    """Parts that are combined by a kernel that comes while they are written."""
-    changes = (
+    """Kernels that are launched before the preceding kernel ends, and read or write without a wait."""
+    combining = (
         change("parts not waited for", "Parts are combined before they are written.",
                "tl.extra.cuda.gdc_wait()", "pass"),
     )  # fmt: skip
-    mutants = mutants_of(size.decoding({"early_combine": True}), changes)
+    starting = (
+        change("preceding kernel not waited for", "Inputs are read, and parts written, before it ends.",
+               f"{WAIT}\n# The tile of rows", "# The tile of rows"),
+        Change("queries not waited for", "Queries are read before the preceding kernel has written them.",
+               (Patch(f"{WAIT}\n# The tile of rows", "# The tile of rows"),
+                Patch(FIRST_KEY, f"{WAIT}\n{FIRST_KEY}"))),
+        change("outputs combined without a wait", "Parts are combined before they are written.",
+               f"{WAIT}\n# [SPLIT_TILE]", "# [SPLIT_TILE]"),
+    )  # fmt: skip
+    mutants = (
+        *mutants_of(size.decoding({"early_combine": True}), combining),
+        *mutants_of(size.decoding({"early_combine": True, "early_start": True}), starting),
+    )
     return tuple(mutant._replace(racy=True) for mutant in mutants)

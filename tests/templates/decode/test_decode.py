@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -16,6 +17,9 @@ from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.templates.decode_split_kv.space import DecodeConfig, group_rows
 from flashtune.templates.rendering import render
+from tests.mutants.core import Mutant, broken, rendered
+from tests.mutants.portable import decode_scores
+from tests.mutants.serving_size import USUAL
 from tests.problems.decode import A100, FAMILY, H200, LATENT, a_config, a_problem, meta
 
 KNOWN = "decode_split_kv takes"
@@ -151,6 +155,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 HOPPER_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "early": ({}, {"early_combine": True}),
+    "early start": ({}, {"early_combine": True, "early_start": True}),
+    "early start, one part": ({"page_size": 16}, {"num_splits": 1, "early_start": True}),
+    "early start, packed": (
+        {"page_size": 64, "total_q": 9, "sinks": True},
+        {"early_combine": True, "early_start": True},
+    ),
     "e4m3": ({"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD}, {}),
     "e4m3 pages": ({"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE, "page_size": 128}, {}),
     "latent e4m3": ({**LATENT, "kv_dtype": KvDtype.E4M3}, {"block_m": 64, "num_warps": 8, "num_stages": 2}),
@@ -165,6 +175,22 @@ def test_kernels_without_wait_are_not_launched_early() -> None:
         waits = "gdc_wait" in kernel.source
         assert waits is (dtype is Dtype.BF16)
         assert waits is (kernel.last.options.early is True)
+
+
+def is_ordered(ptx: str) -> bool:
+    """Returns whether a kernel that starts early waits once, before it reads or writes device memory."""
+    waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", ptx)]
+    first = re.search(r"\b(ld\.global|st\.global|cp\.async\.c|red\.|atom\.)", ptx)
+    return first is not None and len(waits) == 1 and waits[0] < first.start()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", decode_scores.early(USUAL), ids=lambda mutant: mutant.name)
+def test_mutants_that_do_not_wait_are_found_in_ptx(mutant: Mutant) -> None:
+    for kernel, ordered in ((rendered(mutant.subject), True), (broken(mutant), False)):
+        assert kernel.last is not None
+        steps = (kernel, kernel.last) if kernel.options.early is True else (kernel.last,)
+        assert all(is_ordered(compile_kernel(step, H200).asm["ptx"]) for step in steps) is ordered
 
 
 # Of these, kernels that may assume nothing of their tensors too.
@@ -186,8 +212,13 @@ def test_kernels_compile(name: str, gpu: str) -> None:
         binary = compile_kernel(kernel, target)
         items = FAMILY.sram_items(problem, config, target, specialization)
         assert sum(item.bytes for item in items) <= binary.metadata.shared
-        assert kernel.last is not None
+        assert binary.metadata.launch_pdl is config.early_start
+        assert not config.early_start or is_ordered(binary.asm["ptx"])
+        if kernel.last is None:
+            assert config.num_splits == 1
+            continue
         combining = compile_kernel(kernel.last, target)
+        assert not config.early_combine or is_ordered(combining.asm["ptx"])
         assert combining.metadata.launch_pdl is config.early_combine
         assert ("griddepcontrol.wait" in combining.asm["ptx"]) is config.early_combine
 
