@@ -102,7 +102,7 @@ class Program:
             "note_growth": lambda grows, group: self.grown.update({group: bool(grows.values.any())}),
             "as_word": as_word,
             "take_ticket": self.take_ticket,
-            "read_ticket": lambda ticket: ticket,
+            "read_ticket": self.read_ticket,
             "has_grown": lambda group: self.grown[group],
             "declare_weights": lambda _: None,
             "keep_weights": lambda weights, group: self.kept.update({group: weights}),
@@ -196,6 +196,10 @@ class Program:
         taken = int(counter.read())
         counter.memory[counter.offset] = taken + 1
         return taken
+
+    def read_ticket(self, ticket: int) -> int:
+        """Returns the ticket. Tests replace this to delay the producer."""
+        return ticket
 
     def load(self, pointer: Pointer, mask: Any = True, other: float = 0) -> Any:
         if isinstance(mask, Tensor):

@@ -8,6 +8,7 @@ from tests.mutants import serving_size as serving
 from tests.mutants import third_tiles
 from tests.mutants.core import Mutant
 from tests.mutants.forward_hopper import (
+    hopper_blocks,
     hopper_eight_bits,
     hopper_features,
     hopper_masks,
@@ -104,6 +105,9 @@ def hopper_mutants() -> tuple[Mutant, ...]:
         *hopper_pages.pages(),
         *hopper_pairs.pairs(),
         *hopper_pairs.listings(),
+        *hopper_blocks.blocks(),
+        *hopper_blocks.early(),
+        *hopper_blocks.block_listings(),
         *hopper_pages.conversion(),
         *hopper_pages.conversion_waits(),
         *(mutant._replace(name=f"e4m3: {mutant.name}") for mutant in eight_bits),

@@ -134,6 +134,11 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     ),
     "hopper_bf16_d128_softcap": (HOPPER, "bf16", (128, 128), "bottom_right", GROUPS, PLAIN),
     "hopper_bf16_d128_bias": (HOPPER, "bf16", (128, 128), "none", {**GROUPS, "ping_pong": True}, PLAIN),
+    "hopper_bf16_d128_blocks": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "ping_pong": True, "dynamic_schedule": True}, PLAIN,
+    ),
+    "hopper_bf16_d64_small_blocks": (HOPPER, "bf16", (64, 64), "none", {**GROUPS, "block_n": 64}, PLAIN),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
     "hopper_e4m3_d128_shared": (
         HOPPER, "e4m3", (128, 128), "bottom_right",
@@ -237,6 +242,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d64_sinks": {"sinks": True},
     "hopper_bf16_d128_softcap": {"softcap": True},
     "hopper_bf16_d128_bias": {"bias": Bias.ADDITIVE},
+    "hopper_bf16_d128_blocks": {"block_mask": 128, "block_lists": BlockLists.GROUP},
+    "hopper_bf16_d64_small_blocks": {"block_mask": 64},
     "hopper_bf16_d64_window_sinks": {"sinks": True, "window_left": 127},
     "hopper_bf16_d64_masks": {"window_left": 512, "sink_tokens": 4, "prefix": True, "seqlens_k": True},
     "masked_bf16_d64_window_sinks": {"window_left": 1024, "sink_tokens": 4, "sinks": True},

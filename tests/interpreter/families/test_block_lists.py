@@ -15,6 +15,7 @@ from flashtune.launch.compilation import load_module
 from flashtune.templates.forward_hopper.space import HopperConfig
 from tests.emulator.block_lists import block_lists, lists_of_blocks
 from tests.mutants.core import broken, rendered
+from tests.mutants.forward_hopper.hopper_blocks import block_listings
 from tests.mutants.forward_hopper.hopper_pairs import listings
 from tests.problems.hopper import a_config
 from tests.templates.hopper.test_hopper_emulated import CONFIGS, a_bias, a_small, kernel_of, score_inputs
@@ -106,3 +107,20 @@ def test_mutants_write_other_lists(name: str) -> None:
     assert isinstance(config, HopperConfig)
     assert all(are_right(rendered(mutant.subject), problem, config) for problem in problems)
     assert not all(are_right(broken(mutant), problem, config) for problem in problems)
+
+
+BLOCK_MUTANTS = {mutant.name: mutant for mutant in block_listings()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLOCK_MUTANTS)
+def test_mutants_write_other_lists_of_blocks(name: str) -> None:
+    mutant = BLOCK_MUTANTS[name]
+    config = mutant.subject.config
+    assert isinstance(config, HopperConfig)
+    problems = [
+        msgspec.structs.replace(mutant.subject.problem, heads=2, kv_heads=1, seqlen_q=290, seqlen_kv=keys)
+        for keys in (331, 700)
+    ]
+    assert all(lists_blocks(rendered(mutant.subject), problem, config) for problem in problems)
+    assert not all(lists_blocks(broken(mutant), problem, config) for problem in problems)

@@ -14,12 +14,12 @@ import flashtune
 from benchmarks.dispatch_regret.analysis import _tables, draw_problems
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.core.problem import Dtype, KvDtype, KvScale, Problem
+from flashtune.core.problem import BlockLists, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.record import Provenance, Record, VerificationStatus
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.forecast import forecast
-from flashtune.dispatch.lookup import DECODING_FAMILY, nearest_selection, select
+from flashtune.dispatch.lookup import DECODING_FAMILY, default_selection, nearest_selection, select
 from flashtune.dispatch.nearest import FEW_QUERIES, distance, nearest_record, tuned_alike
 from flashtune.dispatch.tables import Tables
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
@@ -297,3 +297,24 @@ def test_untuned_chunks_of_prompts_in_pages_use_hopper(
     # More than twice the time that forward_hopper takes there on an H200, and less than a fifth of it.
     assert family(portable(2.6)) == "forward_hopper"
     assert family(portable(0.13)) == "forward_masked"
+
+
+def test_block_masks_have_the_family_of_the_shortest_schedule() -> None:
+    # Measured on an H200: Hopper tiles of one list were faster than portable kernels, with blocks of 64 and
+    # lists of each head they were slower.
+    def family(size: int, kv_heads: int, lists: BlockLists) -> str:
+        length = 16384 if size == 128 else 65536
+        problem = shape(
+            heads=16,
+            kv_heads=kv_heads,
+            batch=1,
+            seqlen_q=length,
+            seqlen_kv=length,
+            block_mask=size,
+            block_lists=lists,
+        )
+        return default_selection(problem, TARGET, Specialization()).record.family
+
+    assert family(128, 16, BlockLists.HEAD) == family(128, 2, BlockLists.GROUP) == "forward_hopper"
+    assert family(64, 2, BlockLists.GROUP) == "forward_hopper"
+    assert family(64, 16, BlockLists.HEAD) == "forward_masked"
