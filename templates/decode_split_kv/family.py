@@ -186,6 +186,10 @@ def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
             block_m=16 if small else block_m, block_n=32 if small else 64, num_warps=8, num_stages=2
         )
     config = DecodeConfig(block_m=block_m, block_n=128, num_warps=4, num_stages=3)
+    if problem.page_size and problem.kv_dtype is None and problem.head_dim == 128 and block_m < 64:
+        # A block in one page needs fewer warps to compute addresses.
+        warps, stages = (4, 4) if problem.page_size >= 64 else (8, 3)
+        config = msgspec.structs.replace(config, block_n=64, num_warps=warps, num_stages=stages)
     while config.block_n > 32 and 3 * block_bytes(problem, config) > target.sram_per_block:
         config = msgspec.structs.replace(config, block_n=config.block_n // 2)
     return config

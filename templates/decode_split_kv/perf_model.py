@@ -35,8 +35,9 @@ GREED = 1.1
 WARPGROUP_RATE = 0.5
 WARP_RATE = 0.3
 # Bytes of 8-bit keys that one program processes in a µs, since conversion follows the wait. Measured before
-# loads in pairs. Several programs of an SM do so concurrently, up to this many.
-LONE_EIGHT_BITS = 22e3
+# loads in pairs. Blocks of keys in pages are as slow. Several programs of an SM do so concurrently, up to
+# this many.
+LONE_PROGRAM = 22e3
 SIDE_BY_SIDE = 3
 
 
@@ -95,8 +96,8 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         peak = target.peak.fp32 if problem.dtype is Dtype.FP32 else target.peak.half
         rate = peak * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
         busy = rounds * (max(part / share, products / rate) + PROGRAM)
-        if problem.kv_dtype is not None:
-            busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_EIGHT_BITS + PROGRAM))
+        if problem.kv_dtype is not None or problem.page_size:
+            busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_PROGRAM + PROGRAM))
         moved = problem.minimal_bytes() / bandwidth + PROGRAM
         launch = LAUNCH - EARLY_START if config.early_start else LAUNCH
         return (launch + max(busy, moved) + combining_us(problem, config.num_splits, target)) / 1e3

@@ -79,6 +79,21 @@ def test_defaults_fill_the_gpu_once(changes: dict[str, Any], splits: int) -> Non
     assert FAMILY.space(problem, H200).contains(config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "tile"),
+    [
+        ({"seqlen_kv": 65536, "page_size": 16}, (64, 8, 3, 32)),
+        ({"batch": 16, "page_size": 16}, (64, 8, 3, 2)),
+        ({"batch": 64, "seqlen_kv": 4096, "page_size": 64}, (64, 4, 4, 1)),
+        ({"batch": 64, "seqlen_kv": 4096}, (128, 4, 3, 1)),
+    ],
+)
+def test_defaults_of_pages(changes: dict[str, Any], tile: tuple[int, int, int, int]) -> None:
+    config = FAMILY.default(a_problem(**changes), H200)
+    assert isinstance(config, DecodeConfig)
+    assert (config.block_n, config.num_warps, config.num_stages, config.num_splits) == tile
+
+
 @pytest.mark.parametrize("target", ["h200", "a100", "l40s", "b200", "mi300x"])
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (96, 80), (256, 256), (576, 512)])
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
