@@ -53,8 +53,7 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
 
 def _parameters(kernel: Kernel) -> dict[str, list[str]]:
     """Returns the parameters of the kernel and its steps, by the names of their functions."""
-    steps = (step for step in (kernel.prologue, kernel.epilogue) if step)
-    arguments = {kernel.entry: kernel.arguments} | {step.entry: step.arguments for step in steps}
+    arguments = {kernel.entry: kernel.arguments} | {step.entry: step.arguments for step in kernel.steps}
     return {entry: [one.name for one in given] for entry, given in arguments.items()}
 
 

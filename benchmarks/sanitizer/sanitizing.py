@@ -80,8 +80,7 @@ class Subject(msgspec.Struct, frozen=True):
     @property
     def files(self) -> tuple[str, ...]:
         """Digests in the names of the files that it and its steps are compiled from."""
-        kernel = self.kernel
-        return tuple(step.digest for step in (kernel, kernel.first, kernel.last) if step is not None)
+        return tuple(part.digest for part in self.kernel.parts)
 
     @property
     def label(self) -> str:

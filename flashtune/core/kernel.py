@@ -202,7 +202,7 @@ class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     divisibility: int = 1
 
 
-class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Another kernel of the same source, launched before (prologue) or after (epilogue) the main kernel.
 
     A prologue fills the workspace. Its grid and integers come from the module's `prologue_plan`. An epilogue
@@ -214,11 +214,13 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         arguments: Run-time arguments in order. For a prologue: v, workspace, integers. For an epilogue: out,
             lse, workspaces, integers.
         options: Launch options of the compiler.
+        before: The step before a prologue, if any. Its plan is the module's `first_plan`.
     """
 
     entry: str
     arguments: tuple[Argument, ...]
     options: LaunchOptions
+    before: Step | None = None
 
 
 # `omit_defaults` keeps digests unchanged when an optional field is added; `dict` holds the cached digest.
@@ -266,33 +268,40 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     @property
     def all_side(self) -> tuple[str, ...]:
         """Names of the extra inputs that the kernel or its steps take, in the order of `ExtraInputs`."""
-        steps = (self.prologue, self.epilogue)
-        taken = {*self.side, *(name for step in steps if step for name in self._named(step.arguments))}
+        taken = {*self.side, *(name for step in self.steps for name in self._named(step.arguments))}
         return tuple(name for name in ExtraInputs._fields if name in taken)
 
     def writes(self, name: str) -> bool:
         """Returns whether the kernel or one of its steps has an argument of this name."""
-        steps = (self.prologue, self.epilogue)
-        given = (self.arguments, *(step.arguments for step in steps if step))
+        given = (self.arguments, *(step.arguments for step in self.steps))
         return any(argument.name == name for arguments in given for argument in arguments)
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps before the kernel, in order, and then the one after it."""
+        first = self.prologue and self.prologue.before
+        return tuple(step for step in (first, self.prologue, self.epilogue) if step is not None)
+
+    @property
+    def parts(self) -> tuple[Kernel, ...]:
+        """The kernel, and then its steps as separate kernels for the compiler."""
+        return self, *(self._alone(step) for step in self.steps)
+
+    @property
     def first(self) -> Kernel | None:
-        """The prologue as a separate kernel for the compiler."""
-        return self._alone(self.prologue)
+        """The prologue as a separate kernel."""
+        return None if self.prologue is None else self._alone(self.prologue)
 
     @property
     def last(self) -> Kernel | None:
         """The epilogue as a separate kernel."""
-        return self._alone(self.epilogue)
+        return None if self.epilogue is None else self._alone(self.epilogue)
 
     @staticmethod
     def _named(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
         return tuple(argument.name for argument in arguments if argument.name in ExtraInputs._fields)
 
-    def _alone(self, step: Step | None) -> Kernel | None:
-        if step is None:
-            return None
+    def _alone(self, step: Step) -> Kernel:
         return Kernel(self.family, step.entry, self.source, step.arguments, step.options, self.specialization)
 
     @functools.cached_property

@@ -36,11 +36,12 @@ Tensors = ForwardTensors | BackwardTensors
 
 
 class Binary(NamedTuple):
-    """The binaries of a kernel and of its prologue and epilogue, if any."""
+    """The binaries of a kernel, its prologue, its epilogue, and the step before the prologue, if any."""
 
     kernel: CompiledKernel
     prologue: CompiledKernel | None = None
     epilogue: CompiledKernel | None = None
+    before: CompiledKernel | None = None
 
 
 def compile_binary(kernel: Kernel, target: Target) -> Binary:
@@ -49,8 +50,12 @@ def compile_binary(kernel: Kernel, target: Target) -> Binary:
     Raises:
         KernelError: The compiler failed.
     """
-    first, last = (step and compile_kernel(step, target) for step in (kernel.first, kernel.last))
-    return Binary(compile_kernel(kernel, target), first, last)
+    before = kernel.prologue and kernel.prologue.before
+    steps = dict(zip(kernel.steps, kernel.parts[1:], strict=True))
+    wanted = (kernel.prologue, kernel.epilogue, before)
+    return Binary(
+        compile_kernel(kernel, target), *(step and compile_kernel(steps[step], target) for step in wanted)
+    )
 
 
 def bind(
@@ -79,6 +84,9 @@ def bind(
     plans = [(kernel.entry, kernel.arguments, grid, integers)]
     if kernel.prologue is not None:
         plans.insert(0, (kernel.prologue.entry, kernel.prologue.arguments, *module.prologue_plan(*planned)))
+        before = kernel.prologue.before
+        if before is not None:
+            plans.insert(0, (before.entry, before.arguments, *module.first_plan(*planned)))
     if kernel.epilogue is not None:
         plans.append((kernel.epilogue.entry, kernel.epilogue.arguments, *module.epilogue_plan(*planned)))
     names = [_names(kernel, tensors, arguments, ints) for _, arguments, _, ints in plans]
@@ -89,7 +97,8 @@ def bind(
         stages = tuple(zip(queues, names, strict=True))
         return interpreted_launch_of(stages, fields, workspaces, allocate)
     binary = compiled or compile_binary(kernel, target)
-    binaries = [one for one in (binary.prologue, binary.kernel, binary.epilogue) if one is not None]
+    in_order = (binary.before, binary.prologue, binary.kernel, binary.epilogue)
+    binaries = [one for one in in_order if one is not None]
     device = tensors.q.device
     patterns: dict[str, Sequence[Any]] = {}
     arguments = None

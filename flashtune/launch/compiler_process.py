@@ -63,8 +63,7 @@ class CompilerProcess:
             KernelError: A signal ended the process. The compiler could end this process too.
         """
         kernel = known_kernel(record, specialization)
-        steps = () if kernel is None else (kernel.first, kernel, kernel.last)
-        if kernel is not None and all(is_compiled(one, target) for one in steps if one is not None):
+        if kernel is not None and all(is_compiled(one, target) for one in kernel.parts):
             return
         config = msgspec.Raw(msgspec.json.encode(record.config))
         work = Work(record.family, record.problem, config, specialization, target)

@@ -15,8 +15,9 @@ WIDEST_SWIZZLE = 128
 STEPS = ("k_batch_step", "k_head_step", "v_batch_step", "v_head_step")
 # Likewise from page to page.
 PAGE_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
-# The lists of blocks by a mask or bias, and the words of partial blocks of a mask.
-LISTS = ("lists", "words")
+# The words of partial blocks of a mask, and the lists of blocks by a mask or bias.
+LISTS = ("words", "lists")
+KINDS = Argument("kinds", "*i32", POINTER_ALIGNMENT)
 MASK_COUNTS = ("mask_batches", "mask_heads")
 LISTED_COUNTS = ("mask_heads", "seqlen_q", "seqlen_kv")
 # The most blocks of a list by a block mask.
@@ -73,24 +74,45 @@ def hopper_arguments(
     )
 
 
-def listing_arguments(
-    problem: Problem, config: HopperConfig, specialization: Specialization
-) -> tuple[Argument, ...]:
-    """Returns the arguments of a prologue that lists blocks: mask or bias, lists, words, strides, counts."""
-    read = (*LISTED_INPUTS, *(("seqlens_kv",) if problem.block_mask else ()))
+def classifying_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+    """Returns the bias or mask, kinds, words, strides, counts, for the prologue that classifies blocks."""
     return (
-        *(one for one in side_tensors(problem) if one.name in read),
-        *_lists(problem, config),
+        *(one for one in side_tensors(problem) if one.name == "bias"),
+        KINDS,
+        *_of_pairs(problem)[:-1],
         *_strides(problem, specialization, of_lists=True),
         *(Argument(name, "i32") for name in LISTED_COUNTS),
-        *((Argument(LIST_WIDTH, "i32"),) if problem.block_mask else ()),
     )
 
 
-def _lists(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:
+def listing_arguments(
+    problem: Problem, config: HopperConfig, specialization: Specialization
+) -> tuple[Argument, ...]:
+    """Returns the arguments of the prologue that lists blocks.
+
+    They are kinds, lists and the number of keys. For a block mask: its tensors, lists, strides, counts.
+    """
+    if not problem.block_mask:
+        return KINDS, *_of_pairs(problem)[-1:], Argument("seqlen_kv", "i32")
+    return (
+        *(one for one in side_tensors(problem) if one.name in (*LISTED_INPUTS, "seqlens_kv")),
+        *_lists(problem, config),
+        *_strides(problem, specialization, of_lists=True),
+        *(Argument(name, "i32") for name in LISTED_COUNTS),
+        Argument(LIST_WIDTH, "i32"),
+    )
+
+
+def _of_pairs(problem: Problem) -> tuple[Argument, ...]:
     counts = {Bias.NONE: 0, Bias.ADDITIVE: 1, Bias.BOOLEAN: 2}
-    names = ("lists",) if problem.block_mask else LISTS[: counts[problem.bias]]
-    names += ("counter",) if config.dynamic_schedule else ()
+    names = LISTS[len(LISTS) - counts[problem.bias] :]
+    return tuple(Argument(name, "*i32", POINTER_ALIGNMENT) for name in names)
+
+
+def _lists(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:
+    if not problem.block_mask:
+        return _of_pairs(problem)
+    names = ("lists", "counter") if config.dynamic_schedule else ("lists",)
     return tuple(Argument(name, "*i32", POINTER_ALIGNMENT) for name in names)
 
 

@@ -21,7 +21,11 @@ from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
 from flashtune.templates.family import Context, FamilyOf
-from flashtune.templates.forward_hopper.arguments import hopper_arguments, listing_arguments
+from flashtune.templates.forward_hopper.arguments import (
+    classifying_arguments,
+    hopper_arguments,
+    listing_arguments,
+)
 from flashtune.templates.forward_hopper.perf_model import HopperModel
 from flashtune.templates.forward_hopper.space import (
     CONVERTED_HEAD_DIMS,
@@ -31,6 +35,7 @@ from flashtune.templates.forward_hopper.space import (
     HopperConfig,
     Order,
     copied_keys,
+    has_lists,
     has_one_list,
     hopper_space,
     padded,
@@ -45,10 +50,9 @@ DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
 # TMA copies rows of a multiple of 16 bytes.
 ROW_BYTES = 16
 WORKSPACE = "transposed"
-# Warps of the program that lists the blocks of a tile.
-LISTING_WARPS = 16
-# A program that lists the blocks of a block mask reads few numbers.
-BLOCK_LISTING_WARPS = 1
+# Warps of a program that classifies blocks. By a bias, a program classifies several: it reads few rows.
+CLASSIFYING_WARPS = {Bias.BOOLEAN: 4, Bias.ADDITIVE: 8}
+CLASSIFIED = 8
 UNLISTED = {Feature.VARLEN, Feature.PAGES, Feature.SEQLENS_K, Feature.PREFIX}
 UNLISTED_BLOCKS = {Feature.VARLEN, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
 NO_BOUND = -1
@@ -100,6 +104,7 @@ class HopperContext(Context, frozen=True):
     block_mask: int
     block_groups: bool
     one_list: bool
+    classified: int
     listed_left: int
     listed_right: int
     listed_chunk: int
@@ -336,10 +341,14 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return hopper_arguments(problem, config, specialization)
 
     def prologue(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Step | None:
-        """Returns the prologue that transposes V of 8 bits, which TMA cannot, or lists blocks."""
-        if problem.bias is not Bias.NONE or problem.block_mask:
-            options = LaunchOptions(BLOCK_LISTING_WARPS if problem.block_mask else LISTING_WARPS, 1)
-            return Step("list_blocks", listing_arguments(problem, config, specialization), options)
+        """Returns the prologue that transposes V of 8 bits, which TMA cannot, or those that list blocks."""
+        if has_lists(problem):
+            first = None
+            if problem.bias is not Bias.NONE:
+                options = LaunchOptions(CLASSIFYING_WARPS[problem.bias], 1)
+                first = Step("classify_blocks", classifying_arguments(problem, specialization), options)
+            arguments = listing_arguments(problem, config, specialization)
+            return Step("list_blocks", arguments, LaunchOptions(1, 1), before=first)
         if not problem.dtype.is_quantized:
             return None
         arguments = transpose_arguments(problem.dtype, specialization, WORKSPACE)
@@ -395,6 +404,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             block_mask=problem.block_mask,
             block_groups=problem.block_mask > 0 and problem.block_lists is BlockLists.GROUP,
             one_list=has_one_list(problem, config),
+            classified=CLASSIFIED if problem.bias is Bias.ADDITIVE else 1,
             listed_left=left,
             listed_right=_bound(problem.sight.right),
             listed_chunk=chunk,

@@ -53,11 +53,13 @@ SINGLE_Q_STAGE_US = 0.43
 # Further exponentials of a score. A softcap takes one, and a quarter of a reciprocal.
 SOFTCAP_EXPONENTIALS = 1.25
 ALIBI_EXPONENTIALS = 0.2
-BIAS_EXPONENTIALS = 0.5
-# Time of the prologue that lists blocks, in µs: its launch, and that of a block of one tile. By a block mask,
-# all of it.
+BIAS_EXPONENTIALS = 0.6
+MASK_EXPONENTIALS = 0.2
+# Time of the prologues that classify and list blocks, in µs: their launches, and that of 2^20 pairs of a
+# mask, or of a bias of one head. By a block mask, all of it.
 LISTING_US = 5.0
-LISTED_BLOCK_US = 0.8
+MASK_US = 1.1
+BIAS_US = 0.35
 BLOCK_LISTING_US = 3.0
 # Elements of keys and values that a program converts per clock, beyond what overlaps with its products.
 CONVERTED_PER_CLOCK = 40.0
@@ -79,7 +81,8 @@ class HopperModel(PerformanceModel[HopperConfig]):
         staged = values // 2 if config.split_epilogue else values
         block = config.num_stages * config.block_n
         slots = q_slots + 2 * config.num_stages
-        slots += config.num_consumer_groups * (problem.bias is Bias.ADDITIVE)
+        biases = config.bias_stages * (problem.bias is Bias.ADDITIVE)
+        slots += config.num_consumer_groups * biases
         slots += raw_stages(config) if problem.kv_dtype else 0
         slots += QUEUE_SLOTS * config.dynamic_schedule
         barriers = SIDES * slots * BARRIER_BYTES
@@ -91,7 +94,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
                 f"weights, {config.p_stages} in flight",
                 config.p_stages * config.block_m * config.block_n * size,
             ),
-            BytesItem("bias", config.block_m * config.block_n * size * (problem.bias is Bias.ADDITIVE)),
+            BytesItem(f"bias, {biases} in flight", config.block_m * config.block_n * size * biases),
             BytesItem(
                 f"k and v in 8 bits, {raw_stages(config)} in flight",
                 raw_stages(config) * config.block_n * values if problem.kv_dtype else 0,
@@ -128,7 +131,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
             neighbours=min(head_swizzle, tiling.packs),
         )
         lost = DRIFT_PENALTY if _programs_drift(tiling, num_programs, head_swizzle, target) else 0.0
-        return ((1 + lost) * (pace.launch + together_us(busy, moving)) + _listing(problem, config)) / 1e3
+        return ((1 + lost) * (pace.launch + together_us(busy, moving)) + _listing(problem)) / 1e3
 
     def schedule_variants(
         self, problem: Problem, config: HopperConfig, target: Target
@@ -183,7 +186,7 @@ def running_programs(problem: Problem, config: HopperConfig, target: Target | No
 
 def _exponentials(problem: Problem) -> float:
     """Returns the exponentials of a score, or as much time of the FMA units."""
-    bias = BIAS_EXPONENTIALS * (problem.bias is Bias.ADDITIVE)
+    bias = {Bias.NONE: 0.0, Bias.ADDITIVE: BIAS_EXPONENTIALS, Bias.BOOLEAN: MASK_EXPONENTIALS}[problem.bias]
     return 1.0 + SOFTCAP_EXPONENTIALS * problem.softcap + ALIBI_EXPONENTIALS * problem.alibi + bias
 
 
@@ -203,13 +206,14 @@ def _conversion(problem: Problem, config: HopperConfig, target: Target) -> float
     return elements / (CONVERTED_PER_CLOCK * target.clock_mhz)
 
 
-def _listing(problem: Problem, config: HopperConfig) -> float:
-    """Returns the time of the prologue that lists blocks, if there is one, in µs."""
+def _listing(problem: Problem) -> float:
+    """Returns the time of the prologues, if any, in µs. Batches share a mask or bias, heads a mask."""
     if problem.block_mask:
         return BLOCK_LISTING_US
     if problem.bias is Bias.NONE:
         return 0.0
-    return LISTING_US + LISTED_BLOCK_US * problem.seqlen_kv / config.block_n
+    pairs = problem.seqlen_q * problem.seqlen_kv / 2**20
+    return LISTING_US + pairs * (MASK_US if problem.bias is Bias.BOOLEAN else BIAS_US * problem.heads)
 
 
 def _between(config: HopperConfig) -> float:

@@ -25,8 +25,8 @@ PRODUCER_REGISTERS = 24
 # The same if a block has more than FEW_COPIES copies of pages. The producer keeps the numbers of the pages.
 FEW_COPIES = 2
 REGISTERS_OF_SMALL_PAGES = {1: (240, 56), 2: (232, 40), 3: (160, 32)}
-# Those of a producer that reads lists of blocks, of which two groups give some.
-LISTED_REGISTERS = 40
+# Those of a producer that reads lists of blocks.
+LISTED_REGISTERS = 32
 # The same if another group converts keys and values in 8 bits, and the registers of that group. Three groups
 # have too few.
 REGISTERS_WITH_CONVERTER = {1: (240, 40), 2: (208, 40)}
@@ -81,6 +81,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
         pack_gqa: Query heads of one KV head that share a tile. If they do not divide the group, a tile has
             unused rows.
+        bias_stages: Tiles of an additive bias in flight for each group.
         head_swizzle: Heads (packs of heads) that are processed together; 0 for all.
         order: Order of tiles.
         balanced_grid: The fewest programs with the same number of rounds, not one for each SM.
@@ -99,6 +100,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     p_stages: WeightTiles = 0
     split_head_dim: bool = False
     pack_gqa: Count = 1
+    bias_stages: Count = 1
     head_swizzle: Section = 0
     order: Order = Order.LINEAR
     balanced_grid: bool = False
@@ -128,6 +130,7 @@ def hopper_space(problem: Problem) -> Space:
         Axis("p_stages", (0, 1, 2) if problem.dtype.is_quantized else (0,), only_if=_is_crowded),
         Axis("split_head_dim", (True, False) if odd_width else (False,), False),
         Axis("pack_gqa", _packs(problem)),
+        Axis("bias_stages", (1, 2) if problem.bias is Bias.ADDITIVE else (1,)),
         Axis("head_swizzle", _sections(problem), False),
         Axis("order", tuple(Order) if differ else (Order.LINEAR,), False),
         Axis("balanced_grid", (False, True)),
@@ -238,8 +241,8 @@ def _registers_fit(problem: Problem, config: HopperConfig) -> bool:
         # The bias in registers, before it is added.
         weights += scores * problem.dtype.itemsize // 4
     elif problem.bias is Bias.BOOLEAN:
-        # A thread loads the words of its rows, of which it needs every fourth pair of bits.
-        weights += scores // 8
+        # A bit for each score.
+        weights += scores // 32
     spare = SPARE_REGISTERS + (DROPPING_REGISTERS if problem.dropout else 0)
     return scores + weights + accumulators + spare <= role_registers(problem, config)[0]
 
@@ -264,6 +267,9 @@ def usual_config(problem: Problem) -> HopperConfig:
     if problem.kv_dtype and problem.page_size < GROUP_ROWS and problem.seqlen_kv >= 4 * problem.seqlen_q:
         # Tiles of a chunk of a prompt differ little.
         order = Order.LINEAR
+    # Tiles of one chunk follow each other, so that they share keys and values in L2.
+    chunked = problem.attention_chunk > 0 and not (windowed or problem.total_q or listed)
+    order = Order.LINEAR if chunked else order
     narrow = width <= 64 and problem.dtype is not Dtype.E4M3
     wide = width > 128
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
@@ -284,21 +290,30 @@ def usual_config(problem: Problem) -> HopperConfig:
         # Tiles of the bias take registers, and the shared memory of a group or of queries.
         groups = 1 if wide else 2
     elif listed:
+        groups = 3 if narrow and not crowded else 2
+    if problem.block_mask:
         groups = 1 if small_blocks and pack == 1 else 2
+    # With three groups of fewer keys, the exponentials of softcaps overlap with more products.
+    plain = not (problem.dropout or problem.kv_dtype or problem.total_q or _is_local(problem))
+    triple = bool(problem.softcap) and in_one and plain and not wide
+    groups = 3 if triple else groups
+    stages = 3 if tall and not problem.block_mask else 2
+    stages = 4 if small_blocks and groups == 1 and not wide else stages
+    few = wide or triple or _is_narrow(problem) or problem.block_mask == 64
     return HopperConfig(
         num_warps=GROUP_WARPS,
-        num_stages=4 if small_blocks and groups == 1 and not wide else 2,
+        num_stages=stages,
         num_consumer_groups=groups,
         rows_per_group=2 * GROUP_ROWS if tall else GROUP_ROWS,
-        block_n=64 if wide or _is_narrow(problem) or problem.block_mask == 64 else 128,
-        q_stages=1 if wide or problem.kv_dtype or (additive and not narrow) else 2,
+        block_n=64 if few else 128,
+        q_stages=1 if wide or problem.kv_dtype or ((additive or triple) and not narrow) else 2,
         split_epilogue=(wide or problem.kv_dtype is not None) and _can_be_halved(problem, True),
-        ping_pong=not wide and groups > 1,
-        defer_pv_wait=(not narrow or problem.block_mask > 0) and not (shared and not differ),
+        ping_pong=not wide and groups > 1 and (narrow or not triple),
+        defer_pv_wait=(not narrow or problem.block_mask > 0) and not triple and not (shared and not differ),
         p_stages=(1 if differ else 2) if shared else 0,
         split_head_dim=odd_width and _products_fit(problem, True),
         pack_gqa=pack,
-        head_swizzle=0 if in_one else _usual_swizzle(problem),
+        head_swizzle=0 if in_one and not chunked else _usual_swizzle(problem),
         order=_usual_order(problem, order) if differ else Order.LINEAR,
         balanced_grid=not in_one and not problem.block_mask,
         dynamic_schedule=problem.block_mask > 0 and problem.block_mask % (groups * GROUP_ROWS // pack) == 0,
@@ -343,9 +358,8 @@ def role_registers(problem: Problem, config: HopperConfig) -> tuple[int, int]:
         wide = columns(head_chunks(problem.value_head_dim, config.split_head_dim)) > WIDE
         usual = CONSUMER_REGISTERS[groups], PRODUCER_REGISTERS
         return usual if wide else REGISTERS_OF_SMALL_PAGES[groups]
-    if has_lists(problem):
-        given = (LISTED_REGISTERS - PRODUCER_REGISTERS) // groups
-        return CONSUMER_REGISTERS[groups] - (given + 7) // 8 * 8 * (groups > 1), LISTED_REGISTERS
+    if problem.bias is not Bias.NONE:
+        return CONSUMER_REGISTERS[groups], LISTED_REGISTERS
     if config.block_n > FEW_COPIES * copied_keys(problem, config):
         return REGISTERS_OF_SMALL_PAGES[groups]
     return CONSUMER_REGISTERS[groups], PRODUCER_REGISTERS

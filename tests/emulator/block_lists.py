@@ -1,4 +1,4 @@
-"""Lists of the key blocks of tiles, and words of masks, as the prologue of `forward_hopper` writes them."""
+"""Kinds and lists of the key blocks of tiles, and words of masks, by the prologues of `forward_hopper`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ HIDDEN, WHOLE, PARTIAL = 0, 1, 2
 
 
 class Lists(NamedTuple):
-    """The workspaces of the kernel. Words are missing for an additive bias."""
+    """The workspaces of the prologues, in order. Words are missing for an additive bias."""
 
-    lists: Array
+    kinds: Array
     words: Array
+    lists: Array
+
+    @property
+    def written(self) -> tuple[Array, ...]:
+        """All of them, flat."""
+        return tuple(one.reshape(-1) for one in self if one.size)
 
     @property
     def workspaces(self) -> tuple[Array, ...]:
         """The flat workspaces that the kernel takes."""
-        return tuple(one.reshape(-1) for one in self if one.size)
+        return self.written[1:]
 
 
 def block_lists(problem: Problem, config: HopperConfig, bias: Tensor) -> Lists:
@@ -37,12 +43,13 @@ def block_lists(problem: Problem, config: HopperConfig, bias: Tensor) -> Lists:
     by_position = visible(problem, queries, keys).numpy()
     lists = np.full((tables, groups + 1, blocks + 3), -1, np.int32)
     is_mask = problem.bias is Bias.BOOLEAN
-    words = np.full((tables, groups, blocks, rows, width // 32) if is_mask else 0, -1, np.int32)
+    words = np.full((tables, groups, blocks, rows, 4) if is_mask else 0, -1, np.int32)
+    all_kinds = np.zeros((tables, groups, blocks), np.int32)
     for table in range(tables):
         one = bias.reshape(-1, *bias.shape[2:])[table // tiles].expand(queries, keys).numpy()
         seen = by_position & (one if is_mask else one != -np.inf)
         bare = seen if is_mask else ~by_position | (one == 0)
-        kinds = np.zeros((groups, blocks), int)
+        kinds = all_kinds[table]
         for group in range(groups):
             first = (table % tiles * groups + group) * rows
             for block in range(blocks):
@@ -53,7 +60,7 @@ def block_lists(problem: Problem, config: HopperConfig, bias: Tensor) -> Lists:
                 if is_mask and kinds[group, block] != WHOLE:
                     words[table, group, block] = packed(seen[place], rows, width)
         _write(lists[table], kinds, config.num_stages - 1)
-    return Lists(lists, words)
+    return Lists(all_kinds, words, lists)
 
 
 def lists_of_blocks(problem: Problem, config: HopperConfig, side: ExtraInputs) -> tuple[Array, ...]:
@@ -96,10 +103,11 @@ def lists_of_blocks(problem: Problem, config: HopperConfig, side: ExtraInputs) -
 
 
 def packed(seen: Array, rows: int, width: int) -> Array:
-    """A bit for each pair, the first key of a row in the lowest bit."""
+    """Four words for each row. A word has two of each eight keys, the first ones in the lowest bits."""
     full = np.zeros((rows, width), np.int64)
     full[: seen.shape[0], : seen.shape[1]] = seen
-    words: Array = (full.reshape(rows, -1, 32) << np.arange(32)).sum(2).astype(np.uint32).view(np.int32)
+    bits = full.reshape(rows, -1, 4, 2).transpose(0, 2, 1, 3).reshape(rows, 4, -1)
+    words: Array = (bits << np.arange(bits.shape[2])).sum(2).astype(np.uint32).view(np.int32)
     return words
 
 

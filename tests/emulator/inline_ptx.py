@@ -1,9 +1,9 @@
-"""Emulates the inline PTX of dropout on arrays."""
+"""Emulates inline PTX on arrays: that of dropout, and that of masks."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,9 +18,11 @@ LOW = 0xFFFFFFFF
 OPERATIONS: dict[str, Callable[..., Array]] = {
     "add.u32": lambda a, b: a + b & LOW,
     "xor.b32": np.bitwise_xor,
+    "and.b32": np.bitwise_and,
     "mul.lo.u32": lambda a, b: a * b & LOW,
     "mul.wide.u32": np.multiply,
     "setp.ge.u32": np.greater_equal,
+    "setp.ne.s32": np.not_equal,
     "selp.f32": lambda a, b, chosen: np.where(chosen, a, b),
     "neg.f32": np.negative,
 }
@@ -38,6 +40,32 @@ def emulate_ptx(asm: str, operands: str, given: list[object]) -> Tensor:
         array = np.asarray(plain(one))
         values[f"${place}"] = array.astype(np.uint64) if kind == "r" else array.astype(np.float64)
 
+    return Tensor(_run(asm, values)["$0"])
+
+
+def emulate_rows(asm: str, given: list[Any]) -> Tensor:
+    """The scores that a thread's instructions return, for scores and words [rows, eights, 4, 2].
+
+    A thread has two columns of each eight, in two rows, eight rows apart. It alternates between them.
+    """
+    scores, words = np.broadcast_arrays(*(np.asarray(plain(one)) for one in given))
+    eights = scores.shape[1]
+    by_thread = (-1, 2, 8, eights, 4, 2)
+    places = [array.reshape(by_thread).transpose(0, 2, 4, 3, 1, 5) for array in (scores, words)]
+    count = 4 * eights
+    flat = [array.reshape(*array.shape[:3], count) for array in places]
+    values: dict[str, Array] = {}
+    for place in range(count):
+        values[f"${count + place}"] = flat[0][..., place]
+        values[f"${2 * count + place}"] = flat[1][..., place].astype(np.int64).astype(np.uint64)
+    found = _run(asm, values)
+    joined = np.stack([found[f"${place}"] for place in range(count)], -1).reshape(places[0].shape)
+    return Tensor(joined.transpose(0, 4, 1, 3, 2, 5).reshape(scores.shape))
+
+
+def _run(asm: str, values: dict[str, Array]) -> dict[str, Array]:
+    """The values of all names after instructions without branches."""
+
     def value(name: str) -> Array:
         if name.startswith("0f"):
             return np.asarray(np.uint32(int(name[2:], 16)).view(np.float32), np.float64)
@@ -54,4 +82,4 @@ def emulate_ptx(asm: str, operands: str, given: list[object]) -> Tensor:
             values[low], values[high] = whole & LOW, whole >> np.uint64(32)
         else:
             values[target] = OPERATIONS[name](*map(value, sources))
-    return Tensor(values["$0"])
+    return values

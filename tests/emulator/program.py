@@ -34,9 +34,11 @@ from tests.emulator.hardware import (
     as_word,
     plain,
 )
-from tests.emulator.inline_ptx import emulate_ptx
+from tests.emulator.inline_ptx import emulate_ptx, emulate_rows
 
 # Batch, head, query and key.
+# Decorators of what the emulator runs.
+RUN = ("gluon.jit", "gluon.constexpr_function", "aggregate")
 BIAS_DIMS = 4
 # The fewest dimensions of inputs that the prologue lists: batch, head and block of queries.
 LISTED_DIMS = 3
@@ -173,7 +175,11 @@ class Program:
             load=self.load,
             store=lambda pointer, value, mask: pointer.write(value, mask),
             static_range=range,
-            inline_asm_elementwise=lambda asm, operands, given, *_: emulate_ptx(asm, operands, given),
+            inline_asm_elementwise=lambda asm, operands, given, *_: (
+                emulate_rows(asm, given)
+                if operands.startswith("=&f,=&f")
+                else emulate_ptx(asm, operands, given)
+            ),
             convert_layout=lambda value, _: value,
             BlockedLayout=lambda *_: None,
             SwizzledSharedLayout=lambda *_: None,
@@ -304,7 +310,7 @@ def _is_run(node: ast.stmt, emulated: Collection[str]) -> bool:
     """Returns whether a statement defines a jitted function or an aggregate without an emulation."""
     if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name in emulated:
         return False
-    return any(ast.unparse(one).startswith(("gluon.jit", "aggregate")) for one in node.decorator_list)
+    return any(ast.unparse(one).startswith(RUN) for one in node.decorator_list)
 
 
 def counted(kernel: Kernel, emulated: Collection[str]) -> ast.Module:

@@ -8,7 +8,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt False, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 5f2e36425c93
+Template     forward_hopper 40f8c6d8d35a
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -77,9 +77,11 @@ VALUE_HEAD_DIM = gl.constexpr(128)
 # Numbers before the entries of a list, and bits of an entry below its block.
 LIST_HEADER = gl.constexpr(3)
 ENTRY_BITS = gl.constexpr(4)
-# The most blocks that a group skips between two blocks. The ring has tiles for no more, while the values of the
-# block before wait for their product.
-MAX_SKIPPED = gl.constexpr(1)
+# Blocks that a step of the prologue lists.
+LISTED = gl.constexpr(128)
+# Blocks that a program of the prologue classifies.
+CLASSIFIED = gl.constexpr(8)
+BIAS_STAGES = gl.constexpr(1)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 # Growth of a row's maximum, in log2, from which on the accumulator is rescaled.
@@ -314,17 +316,23 @@ def get_list(block_lists, tile, scheduler, place):
 
 
 @gluon.jit
-def add_bias(GROUP: gl.constexpr, s, scale_log2, bias, bias_state, is_partial):
-    """Returns scores in units of log2 plus the bias, and the next state. A block without a tile has no bias."""
+def load_bias(GROUP: gl.constexpr, bias, bias_state, is_partial):
+    """Returns the bias of the group's next partial block, and the next state. Other blocks have no tile."""
+    values = gl.zeros([GROUP_M, BLOCK_N], ELEMENT, S_LAYOUT)
     if is_partial != 0:
         bias.wait_full(bias_state, GROUP)
         tile = bias.tiles[0].index(bias.slot(bias_state, GROUP)).reshape([GROUP_M, BLOCK_N])
-        s = gl.fma(tile.load(S_LAYOUT).to(gl.float32), LOG2_E, s * scale_log2)
+        values = tile.load(S_LAYOUT)
         fence_async_shared()
         bias_state = bias.release(bias_state, GROUP)
-    else:
-        s = s * scale_log2
-    return s, bias_state
+    return values, bias_state
+
+@gluon.jit
+def add_bias(s, values, bias_factor, is_partial):
+    """Returns scores plus the bias of a partial block, in units of the scores."""
+    if is_partial != 0:
+        s = gl.fma(values.to(gl.float32), bias_factor, s)
+    return s
 
 @gluon.jit
 def copy_bias(GROUP: gl.constexpr, bias, bias_desc, state, block_lists, tile, scheduler, entry):
@@ -522,18 +530,20 @@ def consume(GROUP: gl.constexpr, q, k, v, outputs, scale_log2, scheduler, block_
         this, this_m_start = tile, m_start
         s_scale_log2 = scale_log2
         o_scale = 1.0
-        bias_scale_log2 = s_scale_log2
-        s_scale_log2 = 1.0
+        bias_factor = LOG2_E / s_scale_log2
         entries = get_list(block_lists, this, scheduler, GROUP + 1)
         n_entries = gl.load(entries)
         passed = gl.load(entries + 2)
         entries += LIST_HEADER
         is_partial = gl.load(entries) & 1
+        # Entries are loaded a block ahead of their use.
+        next_entry = gl.load(entries + gl.minimum(n_entries - 1, 1))
 
         # The first block has its own code: its scores were issued before the previous tile was stored.
         s = warpgroup_mma_wait(0, deps=[s])
         k_state = k.release(k_state)
-        s, bias_state = add_bias(GROUP, s, bias_scale_log2, bias, bias_state, is_partial)
+        bias_values, bias_state = load_bias(GROUP, bias, bias_state, is_partial)
+        s = add_bias(s, bias_values, bias_factor, is_partial)
         if this.seqlen_kv % BLOCK_N != 0:
             s = mask_from(s, this.seqlen_kv, n_last, n_offsets)
         row_max = gl.max(s, 1) * s_scale_log2
@@ -542,7 +552,8 @@ def consume(GROUP: gl.constexpr, q, k, v, outputs, scale_log2, scheduler, block_
         accumulator = gl.zeros([GROUP_M, 128], gl.float32, O_LAYOUT)
 
         for n_step in range(1, n_entries):
-            entry = gl.load(entries + n_step)
+            entry = next_entry
+            next_entry = gl.load(entries + gl.minimum(n_step + 1, n_entries - 1))
             n_block = entry >> ENTRY_BITS
             is_partial = entry & 1
             n_skipped = entry >> 1 & 7
@@ -556,7 +567,8 @@ def consume(GROUP: gl.constexpr, q, k, v, outputs, scale_log2, scheduler, block_
             signal_named_barrier(GROUP)
             s = warpgroup_mma_wait(1, deps=[s])
             k_state = k.release(k_state)
-            s, bias_state = add_bias(GROUP, s, bias_scale_log2, bias, bias_state, is_partial)
+            bias_values, bias_state = load_bias(GROUP, bias, bias_state, is_partial)
+            s = add_bias(s, bias_values, bias_factor, is_partial)
             block_max = gl.max(s, 1) * s_scale_log2
             grows = block_max > row_max + RESCALE_THRESHOLD
             vote_rescale(grows.to(gl.int32), GROUP)
@@ -646,16 +658,15 @@ def forward_hopper(
         mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(v_empty.index(slot), count=GROUPS)
     v = Pipeline((v_tiles,), v_full, v_empty, STAGES, 1)
-    # A tile for each group.
     bias_tiles = gl.allocate_shared_memory(
-        ELEMENT, [GROUPS, 1, 1, GROUP_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 4)
+        ELEMENT, [BIAS_STAGES * GROUPS, 1, 1, GROUP_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 4)
     )
-    bias_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    bias_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    for slot in gl.static_range(GROUPS):
+    bias_full = gl.allocate_shared_memory(gl.int64, [BIAS_STAGES * GROUPS, 1], BARRIER)
+    bias_empty = gl.allocate_shared_memory(gl.int64, [BIAS_STAGES * GROUPS, 1], BARRIER)
+    for slot in gl.static_range(BIAS_STAGES * GROUPS):
         mbarrier.init(bias_full.index(slot), count=1)
         mbarrier.init(bias_empty.index(slot), count=1)
-    bias = Pipeline((bias_tiles,), bias_full, bias_empty, 1, GROUPS)
+    bias = Pipeline((bias_tiles,), bias_full, bias_empty, BIAS_STAGES, GROUPS)
     fence_async_shared()
 
     kv_heads = heads // group_size
@@ -681,73 +692,46 @@ def forward_hopper(
             (produce, (q_descs, k_descs, v_descs, q, k, v, scheduler, block_lists, bias_desc, bias)),
         ],
         [4, 1],
-        [232, 40],
+        [240, 32],
     )
 
 
 @triton.jit
-def is_visible(queries, keys, seqlen_q, seqlen_kv):
-    """Returns which pairs of queries and keys exist and are visible by their positions."""
-    visible = (queries < seqlen_q) & (keys < seqlen_kv)
+def get_bounds(queries, seqlen_q, seqlen_kv):
+    """Returns the keys that queries see by position: from a start to an end, and those before another end."""
     positions = queries + seqlen_kv - seqlen_q
-    return visible
+    start = positions * 0
+    end = tl.where(queries < seqlen_q, seqlen_kv, 0)
+    lifted_end = start
+    return start, end, lifted_end
 
 
 @triton.jit
-def append(entries, n_block, kind, is_listed, n_entries, n_passed):
-    """Appends a block of a kind to a group's list, or passes it; returns the entries and the passed blocks since.
-
-    A block is hidden (0), visible in full (1) or partial (2). Blocks that the whole tile passes do not count. Of
-    many hidden blocks in a row between two others, some are processed as partial ones.
-    """
-    is_first = n_entries == 0
-    is_passed = is_listed & (kind == 0) & (is_first | (n_passed < MAX_SKIPPED))
-    is_taken = is_listed & (is_passed == 0)
-    skipped = tl.where(is_first, 0, n_passed)
-    is_partial = (kind != 1).to(tl.int32)
-    tl.store(entries + LIST_HEADER + n_entries, (n_block << ENTRY_BITS) + skipped * 2 + is_partial, mask=is_taken)
-    tl.store(entries + 1, n_passed, mask=is_taken & is_first)
-    n_passed = tl.where(is_taken, 0, n_passed + is_passed.to(tl.int32))
-    return n_entries + is_taken.to(tl.int32), n_passed, (is_taken & (kind != 1)).to(tl.int32)
-
-@triton.jit
-def finish(entries, last_block, n_entries, n_passed, n_listed):
-    """Writes the header of a group's list. A group that sees no key processes the last block of the tile."""
-    is_blind = n_entries == 0
-    tl.store(entries + LIST_HEADER, (last_block << ENTRY_BITS) + 1, mask=is_blind)
-    tl.store(entries + 1, n_listed - 1, mask=is_blind)
-    tl.store(entries, tl.where(is_blind, 1, n_entries))
-    tl.store(entries + 2, tl.where(is_blind, 0, n_passed))
-    return is_blind.to(tl.int32)
-
+def load_biases(rows, keys, seqlen_kv, last_key):
+    """Returns biases, zero beyond the last key, from the addresses of rows that exist."""
+    if last_key < seqlen_kv:
+        found = tl.load(rows + keys)
+    else:
+        found = tl.load(rows + keys, mask=keys < seqlen_kv, other=0.0)
+    return found
 
 @triton.jit
 def get_kind(bias, stride_bias_s, m_start, n_block, seqlen_q, seqlen_kv):
-    """Returns the kind of a group's block. It is visible in full if its biases of visible pairs are zero.
-
-    The last row is read first. If it has another number than 0 and -inf, the block is partial.
-    """
-    keys = (n_block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    rows = tl.arange(0, GROUP_M)[:, None]
-    last = tl.minimum(m_start + GROUP_M, seqlen_q) - 1 + tl.zeros([1, 1], tl.int32)
-    # A group may lie behind the last query.
-    sampled = is_visible(last, keys, seqlen_q, seqlen_kv) & (last >= m_start)
-    sample = tl.load(bias + last.to(tl.int64) * stride_bias_s + keys, mask=sampled, other=0.0)
-    kind = 2
-    if tl.max(tl.max(((sample != 0.0) & (sample != float("-inf"))).to(tl.int32), 1), 0) == 0:
-        visible = is_visible(m_start + rows, keys, seqlen_q, seqlen_kv)
-        first = bias + m_start * stride_bias_s
-        given = tl.load(first + (rows * stride_bias_s.to(tl.int32) + keys), mask=visible, other=float("-inf"))
-        n_hidden = tl.sum(tl.sum((given == float("-inf")).to(tl.int32), 1), 0)
-        n_others = tl.sum(tl.sum(((given != 0.0) & visible).to(tl.int32), 1), 0)
-        kind = tl.where(n_hidden == GROUP_M * BLOCK_N, 0, tl.where(n_others == 0, 1, 2))
-    return kind
-
+    """Returns the kind of a group's block. It is visible in full if its biases of visible pairs are zero."""
+    queries = m_start + tl.arange(0, GROUP_M)[:, None]
+    rows = tl.multiple_of(bias + tl.maximum(tl.minimum(queries, seqlen_q - 1), 0) * stride_bias_s, (16, 1))
+    keys = n_block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    given = load_biases(rows, keys, seqlen_kv, n_block * BLOCK_N + BLOCK_N - 1)
+    start, end, lifted_end = get_bounds(queries, seqlen_q, seqlen_kv)
+    is_visible = ((keys >= start) & (keys < end)) | (keys < lifted_end)
+    n_open = tl.sum(tl.sum((is_visible & (given != float("-inf"))).to(tl.int32), 1), 0)
+    n_others = tl.sum(tl.sum((is_visible & (given != 0.0)).to(tl.int32), 1), 0)
+    return tl.where(n_open == 0, 0, tl.where(n_others == 0, 1, 2))
 
 @triton.jit
-def list_blocks(
+def classify_blocks(
     bias,
-    lists,
+    kinds,
     stride_bias_b,
     stride_bias_h,
     stride_bias_s,
@@ -755,52 +739,145 @@ def list_blocks(
     seqlen_q,
     seqlen_kv,
 ):
-    """Writes the lists of a tile of queries: the producer's, and one for each group."""
-    table = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    """Writes the kinds of some of a group's blocks.
+
+    The last row is read first. If it has another number than 0 and -inf in a block, the block is partial.
+    """
     n_blocks = (seqlen_kv + BLOCK_N - 1) // BLOCK_N
+    n_parts = (n_blocks + CLASSIFIED - 1) // CLASSIFIED
+    n_block_min = tl.program_id(0) % n_parts * CLASSIFIED
+    group = tl.program_id(0) // n_parts
+    kinds += (tl.program_id(1) * (tl.num_programs(0) // n_parts) + group).to(tl.int64) * n_blocks
     bias += tl.program_id(1) // mask_heads * stride_bias_b + tl.program_id(1) % mask_heads * stride_bias_h
+    m_start = group * GROUP_M
+    # A group may lie behind the last query.
+    last = tl.minimum(m_start + GROUP_M, seqlen_q) - 1
+    # TMA needs rows of a multiple of 16 bytes.
+    row = tl.multiple_of(bias + tl.maximum(last, 0) * stride_bias_s, 16)
+    blocks = n_block_min + tl.arange(0, CLASSIFIED)
+    keys = blocks[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    sample = load_biases(row, keys, seqlen_kv, (n_block_min + CLASSIFIED) * BLOCK_N - 1)
+    start, end, lifted_end = get_bounds(tl.where(last < m_start, seqlen_q, last) + blocks[:, None] * 0, seqlen_q, seqlen_kv)
+    is_visible = ((keys >= start) & (keys < end)) | (keys < lifted_end)
+    is_other = is_visible & (sample != 0.0) & (sample != float("-inf"))
+    others = tl.max(is_other.to(tl.int32), 1)
+    tl.store(kinds + blocks, 2, mask=(others != 0) & (blocks < n_blocks))
+    for n_block in range(n_block_min, tl.minimum(n_block_min + CLASSIFIED, n_blocks)):
+        if tl.sum(tl.where(blocks == n_block, others, 0), 0) == 0:
+            tl.store(kinds + n_block, get_kind(bias, stride_bias_s, m_start, n_block, seqlen_q, seqlen_kv))
+
+
+@triton.jit
+def largest(one, other):
+    return tl.maximum(one, other)
+
+@triton.jit
+def list_blocks(
+    kinds,
+    lists,
+    seqlen_kv,
+):
+    """Writes the lists of a tile of queries, the producer's and one for each group, from the kinds of blocks.
+
+    A block is hidden (0), visible in full (1) or partial (2). Blocks that all groups pass are not listed. A group
+    passes hidden blocks, but of STAGES in a row between two others it processes the last one as a partial one.
+    """
+    n_blocks = (seqlen_kv + BLOCK_N - 1) // BLOCK_N
     width = n_blocks + LIST_HEADER
-    entries = lists + (table * (GROUPS + 1)).to(tl.int64) * width
+    kinds += (tl.program_id(0) * GROUPS).to(tl.int64) * n_blocks
+    entries = lists + (tl.program_id(0) * (GROUPS + 1)).to(tl.int64) * width
     n_listed, last_block, last_flags = 0, 0, 0
-    m_start_0 = tl.program_id(0) * TILE_POSITIONS + 0 * GROUP_POSITIONS
-    n_entries_0, n_passed_0 = 0, 0
-    m_start_1 = tl.program_id(0) * TILE_POSITIONS + 1 * GROUP_POSITIONS
-    n_entries_1, n_passed_1 = 0, 0
-    for step in range(n_blocks):
-        n_block = n_blocks - 1 - step
-        # The next block is loaded before this one is counted.
-        kind_0 = get_kind(bias, stride_bias_s, m_start_0, n_block, seqlen_q, seqlen_kv)
-        kind_1 = get_kind(bias, stride_bias_s, m_start_1, n_block, seqlen_q, seqlen_kv)
-        is_listed = (kind_0 != 0) | (kind_1 != 0)
-        flags = 0
-        n_entries_0, n_passed_0, has_tile = append(
-            entries + 1 * width, n_block, kind_0, is_listed, n_entries_0, n_passed_0
-        )
-        flags += has_tile * 1
-        n_entries_1, n_passed_1, has_tile = append(
-            entries + 2 * width, n_block, kind_1, is_listed, n_entries_1, n_passed_1
-        )
-        flags += has_tile * 2
-        tl.store(entries + LIST_HEADER + n_listed, (n_block << ENTRY_BITS) + flags, mask=is_listed)
-        n_listed += is_listed.to(tl.int32)
-        last_block = tl.where(is_listed, n_block, last_block)
-        last_flags = tl.where(is_listed, flags, last_flags)
+    # The place of the last block that the group sees among the listed ones.
+    n_entries_0, last_seen_0, lead_0 = 0, -1, 0
+    # The place of the last block that the group sees among the listed ones.
+    n_entries_1, last_seen_1, lead_1 = 0, -1, 0
+    for first_step in range(0, n_blocks, LISTED):
+        steps = first_step + tl.arange(0, LISTED)
+        blocks = n_blocks - 1 - steps
+        is_listed, was_listed = steps * 0, steps * 0
+        kind_0 = tl.load(kinds + 0 * n_blocks + blocks, mask=steps < n_blocks, other=0)
+        before_0 = tl.load(kinds + 0 * n_blocks + blocks + 1, mask=(steps > 0) & (steps <= n_blocks), other=0)
+        is_listed = is_listed | (kind_0 != 0)
+        was_listed = was_listed | (before_0 != 0)
+        kind_1 = tl.load(kinds + 1 * n_blocks + blocks, mask=steps < n_blocks, other=0)
+        before_1 = tl.load(kinds + 1 * n_blocks + blocks + 1, mask=(steps > 0) & (steps <= n_blocks), other=0)
+        is_listed = is_listed | (kind_1 != 0)
+        was_listed = was_listed | (before_1 != 0)
+        places = n_listed + tl.cumsum(is_listed, 0) - is_listed
+        flags = steps * 0
+        # Of blocks before each one.
+        seen = tl.where(before_0 != 0, places - was_listed, last_seen_0)
+        seen = tl.associative_scan(seen, 0, largest)
+        n_passed = places - seen - 1
+        is_first = seen < 0
+        is_due = (is_first == 0) & (n_passed % STAGES == STAGES - 1)
+        is_taken = ((kind_0 != 0) | (is_listed & is_due)).to(tl.int32)
+        is_partial = is_taken & (kind_0 != 1)
+        skipped = tl.where(is_first, 0, n_passed % STAGES)
+        numbers = n_entries_0 + tl.cumsum(is_taken, 0) - is_taken
+        of_group = entries + 1 * width + LIST_HEADER
+        tl.store(of_group + numbers, (blocks << ENTRY_BITS) + skipped * 2 + is_partial, mask=is_taken != 0)
+        lead_0 += tl.sum(tl.where(is_first & (kind_0 != 0), places, 0), 0)
+        n_entries_0 += tl.sum(is_taken, 0)
+        last_seen_0 = tl.maximum(last_seen_0, tl.max(tl.where(kind_0 != 0, places, -1), 0))
+        flags += is_partial * 1
+        # Of blocks before each one.
+        seen = tl.where(before_1 != 0, places - was_listed, last_seen_1)
+        seen = tl.associative_scan(seen, 0, largest)
+        n_passed = places - seen - 1
+        is_first = seen < 0
+        is_due = (is_first == 0) & (n_passed % STAGES == STAGES - 1)
+        is_taken = ((kind_1 != 0) | (is_listed & is_due)).to(tl.int32)
+        is_partial = is_taken & (kind_1 != 1)
+        skipped = tl.where(is_first, 0, n_passed % STAGES)
+        numbers = n_entries_1 + tl.cumsum(is_taken, 0) - is_taken
+        of_group = entries + 2 * width + LIST_HEADER
+        tl.store(of_group + numbers, (blocks << ENTRY_BITS) + skipped * 2 + is_partial, mask=is_taken != 0)
+        lead_1 += tl.sum(tl.where(is_first & (kind_1 != 0), places, 0), 0)
+        n_entries_1 += tl.sum(is_taken, 0)
+        last_seen_1 = tl.maximum(last_seen_1, tl.max(tl.where(kind_1 != 0, places, -1), 0))
+        flags += is_partial * 2
+        tl.store(entries + LIST_HEADER + places, (blocks << ENTRY_BITS) + flags, mask=is_listed != 0)
+        n_new = tl.sum(is_listed, 0)
+        # The last listed block is the one with the lowest number.
+        lowest = tl.min(tl.where(is_listed != 0, blocks, n_blocks), 0)
+        last_block = tl.where(n_new > 0, lowest, last_block)
+        last_flags = tl.where(n_new > 0, tl.sum(tl.where(blocks == lowest, flags, 0), 0), last_flags)
+        n_listed += n_new
     n_listed = tl.maximum(n_listed, 1)
-    last_flags += 1 * finish(
-        entries + 1 * width, last_block, n_entries_0, n_passed_0, n_listed
-    )
-    last_flags += 2 * finish(
-        entries + 2 * width, last_block, n_entries_1, n_passed_1, n_listed
-    )
+    # A group that sees no key processes the last block of the tile.
+    is_blind = n_entries_0 == 0
+    of_group = entries + 1 * width
+    tl.store(of_group + LIST_HEADER, (last_block << ENTRY_BITS) + 1, mask=is_blind)
+    tl.store(of_group, tl.maximum(n_entries_0, 1))
+    tl.store(of_group + 1, tl.where(is_blind, n_listed - 1, lead_0))
+    tl.store(of_group + 2, tl.where(is_blind, 0, (n_listed - 1 - last_seen_0) % STAGES))
+    last_flags += 1 * is_blind.to(tl.int32)
+    # A group that sees no key processes the last block of the tile.
+    is_blind = n_entries_1 == 0
+    of_group = entries + 2 * width
+    tl.store(of_group + LIST_HEADER, (last_block << ENTRY_BITS) + 1, mask=is_blind)
+    tl.store(of_group, tl.maximum(n_entries_1, 1))
+    tl.store(of_group + 1, tl.where(is_blind, n_listed - 1, lead_1))
+    tl.store(of_group + 2, tl.where(is_blind, 0, (n_listed - 1 - last_seen_1) % STAGES))
+    last_flags += 2 * is_blind.to(tl.int32)
     tl.store(entries, n_listed)
     tl.store(entries + LIST_HEADER + n_listed - 1, (last_block << ENTRY_BITS) + last_flags)
 
 
 def prologue_plan(q, k, v, out, bias):
-    """Grid of `list_blocks`, and its arguments from `stride_bias_b` on."""
+    """Grid of `list_blocks`, and its arguments from `seqlen_kv` on."""
     mask_batches, mask_heads = distinct(bias)
-    grid = (triton.cdiv(q.shape[2], 128), mask_batches * mask_heads)
-    return grid, (*bias.stride()[:3], mask_heads, q.shape[2], k.shape[2])
+    tiles = triton.cdiv(q.shape[2], 128)
+    return (tiles * mask_batches * mask_heads,), (k.shape[2],)
+
+
+def first_plan(q, k, v, out, bias):
+    """Grid of `classify_blocks`, and its arguments from `stride_bias_b` on."""
+    mask_batches, mask_heads = distinct(bias)
+    row_groups = triton.cdiv(q.shape[2], 128) * 2
+    parts = triton.cdiv(k.shape[2], 1024)
+    return (row_groups * parts, mask_batches * mask_heads), (*bias.stride()[:3], mask_heads, q.shape[2], k.shape[2])
 
 
 def distinct(bias):
@@ -861,11 +938,12 @@ def launch_plan(q, k, v, out, bias):
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
     grid = (min(tiles, multiprocessors),)
     heads_per_swizzle = packs
-    # Lists of blocks.
+    # Kinds of blocks, and lists.
     mask_batches, mask_heads = distinct(bias)
     tables = mask_batches * mask_heads * triton.cdiv(seqlen_q, 128)
     n_blocks = triton.cdiv(seqlen_kv, 128)
-    workspaces = ((tables, 3, n_blocks + 3),)
+    kinds = (tables, 2, n_blocks)
+    workspaces = (kinds, (tables, 3, n_blocks + 3))
     return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, heads_per_swizzle,
         mask_batches, mask_heads)
 
@@ -925,12 +1003,14 @@ def attention(q, k, v, scale=None, *, bias):
     grid, workspaces, integers = launch_plan(q, k, v, out, bias)
     tensors = (q, k, v, out, bias)
     scratch = [torch.empty(shape, dtype=torch.int32, device=q.device) for shape in workspaces]
-    first_grid, first_integers = prologue_plan(q, k, v, out, bias)
-    list_blocks[first_grid](bias, *scratch, *first_integers)
+    first_grid, first_integers = first_plan(q, k, v, out, bias)
+    classify_blocks[first_grid](bias, *scratch[:-1], *first_integers)
+    list_grid, list_integers = prologue_plan(q, k, v, out, bias)
+    list_blocks[list_grid](scratch[0], scratch[-1], *list_integers)
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
         out if lse is None else lse,
-        *scratch,
+        *scratch[1:],
         max(scale, 1e-30),
         *integers,
         num_warps=4,

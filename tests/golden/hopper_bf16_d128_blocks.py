@@ -9,7 +9,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt False, serpentine False, balanced_grid False, dynamic_schedule
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 5f2e36425c93
+Template     forward_hopper 40f8c6d8d35a
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -872,7 +872,7 @@ def attention(q, k, v, scale=None, *, block_counts, block_indices):
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
         out if lse is None else lse,
-        *scratch,
+        *scratch[1:],
         max(scale, 1e-30),
         *integers,
         num_warps=4,

@@ -81,14 +81,13 @@ def read_resources(kernel: Kernel, target: Target) -> Resources:
 
 
 def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
-    """Returns the resources of a kernel, then of its prologue and its epilogue if it has them.
+    """Returns the resources of a kernel, then of its steps if it has them.
 
     Raises:
         KernelError: As `read_resources`.
     """
-    kernels = filter(None, (kernel, kernel.first, kernel.last))
     with machine_errors():
-        return tuple(_read(part, target) for part in kernels)
+        return tuple(_read(part, target) for part in kernel.parts)
 
 
 def read_sizes(kernel: Kernel, target: Target) -> Resources:
@@ -100,9 +99,8 @@ def read_sizes(kernel: Kernel, target: Target) -> Resources:
     Raises:
         KernelError: As `read_resources`.
     """
-    kernels = filter(None, (kernel, kernel.first, kernel.last))
     with machine_errors():
-        found = [compile_kernel(part, target).metadata for part in kernels]
+        found = [compile_kernel(part, target).metadata for part in kernel.parts]
     return Resources(
         sram_bytes=max(one.shared for one in found),
         tensor_memory_columns=max(getattr(one, "tmem_size", None) or 0 for one in found),

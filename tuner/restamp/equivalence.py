@@ -277,7 +277,7 @@ def _plan(module: dict[str, Any], kernel: Kernel, tensors: list[Tensor], backwar
         described = _described(module, kernel, tensors, scratch, backward=backward)
     return _Plan(
         launch,
-        module["prologue_plan"](*tensors) if kernel.prologue else None,
+        [module[plan](*tensors) for plan in ("first_plan", "prologue_plan") if plan in module],
         module["epilogue_plan"](*tensors) if kernel.epilogue else None,
         described,
     )

@@ -51,11 +51,13 @@ def are_right(kernel: Kernel, problem: Problem, config: HopperConfig) -> bool:
     q, k = (torch.empty(problem.batch, heads, length, 16) for heads, length in lengths)
     shapes = module.launch_plan(q, k, k, q, given)[1]
     made = [torch.full(shape, -1, dtype=torch.int32) for shape in shapes]
+    grid, integers = module.first_plan(q, k, k, q, given)
+    module.classify_blocks[grid](given, *made[:-1], *integers)
     grid, integers = module.prologue_plan(q, k, k, q, given)
-    module.list_blocks[grid](given, *made, *integers)
+    module.list_blocks[grid](made[0], made[-1], *integers)
     own = tuple(slice(0, 1 if given.stride(axis) == 0 else None) for axis in (0, 1))
     right = True
-    for found, meant in zip(made, block_lists(problem, config, given[own]).workspaces, strict=True):
+    for found, meant in zip(made, block_lists(problem, config, given[own]).written, strict=True):
         written = meant != -1
         right &= bool((found.numpy().reshape(-1) == meant)[written].all())
     return right

@@ -6,37 +6,54 @@ from flashtune.core.problem import Bias, Causal
 from tests.mutants.core import Mutant, Part, mutants_of
 from tests.mutants.forward_hopper.hopper import PRODUCER, a_small_problem, only, subject
 
-MASK = subject(a_small_problem(64, Causal.NONE, batch=2, bias=Bias.BOOLEAN), lse=True, block_n=64)
+MASK = subject(
+    a_small_problem(64, Causal.NONE, batch=2, bias=Bias.BOOLEAN),
+    lse=True,
+    num_consumer_groups=2,
+    block_n=64,
+)
 BIAS = subject(a_small_problem(64, Causal.NONE, batch=2, bias=Bias.ADDITIVE), lse=True, block_n=64)
 CAUSAL = subject(
     a_small_problem(64, Causal.BOTTOM_RIGHT, batch=2, bias=Bias.BOOLEAN, window_left=100),
     lse=True,
+    num_consumer_groups=2,
     block_n=64,
 )
 FIRST = Part("# The first block has its own code", "range(1, n_entries):")
 VALUES = Part("sum_rescale = ", "q_state = q.release(q_state")
 COPY = Part("def copy_bias(", "def issue_qk(")
 LATER = Part("range(1, n_entries):", "q_state = q.release(q_state")
-KIND, LISTING = Part("def get_kind(", "def list_blocks("), Part("def list_blocks(", "def prologue_plan(")
-APPEND, FINISH = Part("def append(", "def finish("), Part("def finish(", "def load_visible(")
+MASK_KIND = Part("def classify_blocks(", "def largest(")
+BIAS_KIND = Part("def get_kind(", "def classify_blocks(")
+LISTING = Part("def list_blocks(", "def prologue_plan(")
 
 
 def pairs() -> tuple[Mutant, ...]:
     """Those of the kernel itself."""
     words = "s = mask_by_words(s, words, is_partial)"
-    added = "s, bias_state = add_bias(GROUP, s, bias_scale_log2, bias, bias_state, is_partial)"
+    added = "s = add_bias(s, bias_values, bias_factor, is_partial)"
     return mutants_of(
         (
             ("mask: not in first blocks", "Hidden keys count.", MASK, only(words, "pass", FIRST)),
             ("mask: not in later blocks", "Hidden keys count.", MASK, only(words, "pass", LATER)),
-            ("mask: pairs of columns swapped", "Another mask.", MASK, only("+ pairs[", "+ 1 - pairs[")),
+            (
+                "mask: pairs of columns swapped",
+                "Another mask.",
+                MASK,
+                only("place // 4 * 2 + place % 2", "place // 4 * 2 + 1 - place % 2"),
+            ),
             (
                 "mask: words of the first thread",
                 "Shifted masks.",
                 MASK,
-                only(">> (2 * threads)", ">> (0 * threads)"),
+                only("rows * 4 + gl.arange(0, 4,", "rows * 4 + 0 * gl.arange(0, 4,"),
             ),
-            ("mask: eights in reverse", "Another mask.", MASK, only("(8 * eights)", "(24 - 8 * eights)")),
+            (
+                "mask: eights in reverse",
+                "Another mask.",
+                MASK,
+                only("(place // 4 * 2 +", "(BLOCK_N // 4 - 2 - place // 4 * 2 +"),
+            ),
             (
                 "mask: words of the last block",
                 "Another mask.",
@@ -65,9 +82,14 @@ def pairs() -> tuple[Mutant, ...]:
                 "bias: natural units",
                 "The bias is too small.",
                 BIAS,
-                only(".to(gl.float32), LOG2_E,", ".to(gl.float32), 1.0,"),
+                only("LOG2_E / s_scale_log2", "1.0 / s_scale_log2"),
             ),
-            ("bias: unscaled products", "Scores without a tile.", BIAS, only("s = s * scale_log2", "pass")),
+            (
+                "bias: factor of unscaled products",
+                "The bias is too small.",
+                BIAS,
+                only("LOG2_E / s_scale_log2", "LOG2_E"),
+            ),
             (
                 "bias: rows of the first group",
                 "Another bias.",
@@ -78,7 +100,7 @@ def pairs() -> tuple[Mutant, ...]:
                 "bias: not in first blocks",
                 "Scores without a bias.",
                 BIAS,
-                only(added, "s = s * bias_scale_log2", FIRST),
+                only(added, "pass", FIRST),
             ),
             (
                 "lists: keys of the next block",
@@ -133,82 +155,70 @@ def listings() -> tuple[Mutant, ...]:
     return mutants_of(
         (
             (
+                "classes: partial blocks whole",
+                "No masks.",
+                MASK,
+                only("(counts >> 16) == n_fours", "(counts >> 16) > 0", MASK_KIND),
+            ),
+            (
+                "classes: nearly whole blocks",
+                "Some hidden keys count.",
+                MASK,
+                only("(counts >> 16) == n_fours", "(counts >> 16) > n_fours - 500", MASK_KIND),
+            ),
+            (
+                "classes: words of the first keys",
+                "Half of a mask.",
+                MASK,
+                only("split >> (2 *", "split >> (0 *", MASK_KIND),
+            ),
+            (
+                "classes: words of the first rows",
+                "Masks of others.",
+                MASK,
+                only("bias + m_start * stride_bias_s,", "bias,", MASK_KIND),
+            ),
+            (
+                "classes: keys of the first block",
+                "Masks of others.",
+                MASK,
+                only("keys = n_block * BLOCK_N +", "keys = 0 * n_block +", MASK_KIND),
+            ),
+            (
+                "classes: no diagonal",
+                "Keys after the query.",
+                CAUSAL,
+                only("positions + 0 + 1)", "positions + 0 + 2)"),
+            ),
+            (
+                "classes: no window",
+                "Keys before the window.",
+                CAUSAL,
+                only("start = positions - 100", "start = positions - 101"),
+            ),
+            (
+                "classes: bias of hidden keys",
+                "Hidden keys count.",
+                BIAS,
+                only("(given != 0.0)", "(given > 0.0)", BIAS_KIND),
+            ),
+            (
+                "classes: biased blocks hidden",
+                "Visible keys do not count.",
+                BIAS,
+                only("tl.store(kinds + blocks, 2,", "tl.store(kinds + blocks, 0,"),
+            ),
+            (
+                "listing: kinds of the first group",
+                "Masks of others.",
+                MASK,
+                only("kinds + 1 * n_blocks + blocks,", "kinds + 0 * n_blocks + blocks,", LISTING),
+            ),
+            (
                 "listing: partial blocks whole",
                 "No masks.",
                 MASK,
-                only("n_visible == n_pairs", "n_visible > 0", KIND),
-            ),
-            (
-                "listing: nearly whole blocks",
-                "Some hidden keys count.",
-                MASK,
-                only("n_visible == n_pairs", "n_visible > n_pairs - 2000", KIND),
-            ),
-            (
-                "listing: bits of one word",
-                "Half of a mask.",
-                MASK,
-                only("* ROW_WORDS + tl.arange", "* ROW_WORDS + 0 * tl.arange", KIND),
-            ),
-            (
-                "listing: rows of the first group",
-                "Masks of others.",
-                MASK,
-                only("0) * TILE_POSITIONS + 1 * GROUP", "0) * TILE_POSITIONS + 0 * GROUP", LISTING),
-            ),
-            (
-                "listing: the next block",
-                "Masks of others.",
-                MASK,
-                only("tl.maximum(n_block - 1, 0)", "tl.maximum(n_block, 0)", LISTING, times=2),
-            ),
-            (
-                "listing: many skipped",
-                "Groups wait for each other.",
-                MASK,
-                only("(n_passed < MAX_SKIPPED)", "(n_passed < 99)", APPEND),
-            ),
-            (
-                "listing: no first blocks skipped",
-                "Wrong keys.",
-                MASK,
-                only("tl.store(entries + 1, n_passed,", "tl.store(entries + 1, 0,", APPEND),
-            ),
-            (
-                "listing: none passed after the last",
-                "Wrong keys.",
-                MASK,
-                only("tl.where(is_blind, 0, n_passed)", "0", FINISH),
-            ),
-            (
-                "listing: blind groups",
-                "Wrong keys.",
-                MASK,
-                only("tl.where(is_blind, 1, n_entries)", "n_entries", FINISH),
-            ),
-            (
-                "listing: no diagonal",
-                "Keys after the query.",
-                CAUSAL,
-                only("keys <= positions + 0", "keys <= positions + 1"),
-            ),
-            (
-                "listing: no window",
-                "Keys before the window.",
-                CAUSAL,
-                only("keys >= positions - 100", "keys >= positions - 101"),
-            ),
-            (
-                "listing: sampled row alone",
-                "Hidden blocks count.",
-                BIAS,
-                only("sample != 0.0", "sample == 0.0", KIND),
-            ),
-            (
-                "listing: -inf whole",
-                "Hidden keys count.",
-                BIAS,
-                only("(given != 0.0) & visible", "(given > 0.0) & visible", KIND),
+                only("is_taken & (kind_1 != 1)", "is_taken & (kind_1 > 2)", LISTING),
             ),
         )
     )
