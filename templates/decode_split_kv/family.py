@@ -38,6 +38,8 @@ from flashtune.templates.family import Context, FamilyOf
 # Maximum number of queries; other families compute more.
 MAX_QUERIES = 16
 MAX_LATENT = 1024
+# Kernels of a shorter estimated time start before the preceding kernel ends, in ms.
+SHORT_MS = 0.02
 
 
 class DecodeContext(PortableContext, frozen=True):
@@ -131,10 +133,16 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         return decode_space(problem, target)
 
     def default(self, problem: Problem, target: Target) -> DecodeConfig:
-        """Returns tiles that use all of an H200's bandwidth, and enough splits to use all SMs."""
+        """Returns tiles that use all of an H200's bandwidth, and enough splits to use all SMs.
+
+        Short kernels start before the preceding kernel ends. Of others, the launch is a small part.
+        """
         usual = _usual_tiles(problem, target)
         spread = (usual, *self.schedule_variants(problem, usual, target))
-        return min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
+        best = min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
+        early = msgspec.structs.replace(best, early_start=True)
+        is_short = best.early_combine and self.makespan_ms(problem, best, target) < SHORT_MS
+        return early if is_short and not problem.page_size else best
 
     def arguments(
         self, problem: Problem, config: DecodeConfig, specialization: Specialization
