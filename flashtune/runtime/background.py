@@ -27,7 +27,7 @@ class Worker:
     """A queue of jobs and the thread that runs them, one after another."""
 
     # The switch interval to restore after the present jobs.
-    _interval: float | None
+    _interval: float | None = None
 
     def __init__(
         self,
@@ -74,6 +74,9 @@ class Worker:
         self._jobs: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._is_running = self._is_ending = False
+        if self._interval is not None:
+            # This process was forked while its parent had jobs.
+            sys.setswitchinterval(self._interval)
         self._interval = None
 
     def _start(self) -> None:

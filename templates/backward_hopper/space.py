@@ -25,7 +25,7 @@ MULTIPROCESSORS = 132
 # Heads of which the longest programs start first.
 MOST_BESIDE = 8
 # With more keys, interleaved heads were 5% slower on an H200.
-MOST_KEYS_BESIDE = 8192
+MAX_INTERLEAVED_KEYS = 8192
 # Bytes of TMA's widest row without bank conflicts.
 SWIZZLE = 128
 
@@ -163,7 +163,7 @@ def _usual_beside(problem: Problem) -> int:
     """
     if not problem.deterministic:
         is_long = problem.group_size > 1 and problem.sight.left is None and width_of(problem) != WIDEST
-        has_few_keys = problem.causal is not Causal.NONE and problem.seqlen_kv <= MOST_KEYS_BESIDE
+        has_few_keys = problem.causal is not Causal.NONE and problem.seqlen_kv <= MAX_INTERLEAVED_KEYS
         return MOST_BESIDE if problem.total_q or (is_long and has_few_keys) else 1
     return 2 if problem.causal is Causal.NONE else 4
 

@@ -135,7 +135,8 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
     def default(self, problem: Problem, target: Target) -> DecodeConfig:
         """Returns tiles that use all of an H200's bandwidth, and enough splits to use all SMs.
 
-        Short kernels start before the preceding kernel ends. Of others, the launch is a small part.
+        Short kernels with several splits start before the preceding kernel ends. Of long ones, the launch is
+        a small part. With pages, an early start was not timed.
         """
         usual = _usual_tiles(problem, target)
         spread = (usual, *self.schedule_variants(problem, usual, target))

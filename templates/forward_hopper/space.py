@@ -285,6 +285,7 @@ def usual_config(problem: Problem) -> HopperConfig:
         pack = 2 if small_blocks and problem.group_size % 2 == 0 and len(_packs(problem)) > 1 else 1
     # Few keys are seen of a tile, so that its fixed cost matters: it has more rows.
     tall = _is_narrow(problem) and narrow and pack > 1 and not problem.dropout
+    rows = 2 * GROUP_ROWS if tall else GROUP_ROWS
     groups = 2 if tall else groups
     if additive:
         # Tiles of the bias take registers, and the shared memory of a group or of queries.
@@ -304,7 +305,7 @@ def usual_config(problem: Problem) -> HopperConfig:
         num_warps=GROUP_WARPS,
         num_stages=stages,
         num_consumer_groups=groups,
-        rows_per_group=2 * GROUP_ROWS if tall else GROUP_ROWS,
+        rows_per_group=rows,
         block_n=64 if few else 128,
         q_stages=1 if wide or problem.kv_dtype or ((additive or triple) and not narrow) else 2,
         split_epilogue=(wide or problem.kv_dtype is not None) and _can_be_halved(problem, True),
@@ -316,7 +317,7 @@ def usual_config(problem: Problem) -> HopperConfig:
         head_swizzle=0 if in_one and not chunked else _usual_swizzle(problem),
         order=_usual_order(problem, order) if differ else Order.LINEAR,
         balanced_grid=not in_one and not problem.block_mask,
-        dynamic_schedule=problem.block_mask > 0 and problem.block_mask % (groups * GROUP_ROWS // pack) == 0,
+        dynamic_schedule=problem.block_mask > 0 and problem.block_mask % (groups * rows // pack) == 0,
     )
 
 

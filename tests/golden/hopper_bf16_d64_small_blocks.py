@@ -859,7 +859,7 @@ def attention(q, k, v, scale=None, *, block_counts, block_indices):
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
         out if lse is None else lse,
-        *scratch[1:],
+        *scratch,
         max(scale, 1e-30),
         *integers,
         num_warps=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import weakref
@@ -397,6 +398,23 @@ def test_threads_switch_sooner_while_a_worker_has_jobs() -> None:
     release.set()
     assert worker.wait(10)
     assert sys.getswitchinterval() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_the_usual_switch_interval() -> None:
+    before = sys.getswitchinterval()
+    worker, release = Worker("test-worker"), threading.Event()
+
+    def job() -> None:
+        release.wait(10)
+
+    worker.put(job, 8)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if sys.getswitchinterval() == before else 1)
+    release.set()
+    assert worker.wait(10)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_idle_worker_ends(monkeypatch: Any) -> None:

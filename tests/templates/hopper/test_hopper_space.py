@@ -7,6 +7,7 @@ import ast
 import msgspec
 import pytest
 
+from flashtune.core.features.records import BlockLists
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, KvDtype, Problem
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
@@ -196,3 +197,40 @@ def test_configs_of_a_table_are_decoded_strictly() -> None:
     ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert({**plain, **changes}, HopperConfig)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("lists", list(BlockLists))
+@pytest.mark.parametrize("width", [64, 128])
+def test_defaults_of_block_masks_are_in_their_space(
+    width: int, lists: BlockLists, size: int, window: int | None
+) -> None:
+    problem = a_problem(
+        width,
+        causal=Causal.BOTTOM_RIGHT,
+        kv_heads=4,
+        seqlen_q=4096,
+        seqlen_kv=4096,
+        block_mask=size,
+        block_lists=lists,
+        window_left=window,
+    )
+    assert FAMILY.space(problem, H200).contains(FAMILY.default(problem, H200))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_kernel_of_block_masks_passes_all_its_workspaces(size: int) -> None:
+    problem = a_problem(128, block_mask=size, block_lists=BlockLists.HEAD)
+    kernel = render(FAMILY, problem, FAMILY.default(problem, H200), Specialization())
+    functions = {
+        node.name: node for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)
+    }
+    (call,) = (
+        node
+        for node in ast.walk(functions["attention"])
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and ast.unparse(node.func).startswith(kernel.entry)
+    )
+    assert "*scratch" in [ast.unparse(argument) for argument in call.args]
