@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune.core.features.records import BlockLists
 from flashtune.core.kernel import Alignment
 from flashtune.launch.compilation import load_module
 from flashtune.templates import registry, rendering
@@ -42,6 +43,7 @@ def call_of(name: str) -> Call:
     page_size = asked.get("page_size", 0)
     kv_heads = 1 if asked.get("mla") else KV_HEADS
     batch = 1 if asked.get("total_q") else BATCH
+    listed = kv_heads if asked.get("block_lists") is BlockLists.GROUP else HEADS
     stored = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(str(asked.get("kv_dtype")), dtype)
     keys = (PAGES, kv_heads, page_size) if page_size else (batch, kv_heads, SEQLEN_KV)
     k = torch.zeros(*keys, width, dtype=stored)
@@ -67,8 +69,8 @@ def call_of(name: str) -> Call:
         "cu_seqlens_kv": starts * (SEQLEN_KV // SEQLEN_Q),
         "seqlens_kv": torch.full((BATCH,), 16, dtype=torch.int32),
         "block_table": torch.zeros(BATCH, TABLE_WIDTH, dtype=torch.int32),
-        "block_counts": torch.zeros(BATCH, KV_HEADS, 1, dtype=torch.int32),
-        "block_indices": torch.zeros(BATCH, KV_HEADS, 1, 2, dtype=torch.int32),
+        "block_counts": torch.zeros(BATCH, listed, 1, dtype=torch.int32),
+        "block_indices": torch.zeros(BATCH, listed, 1, 2, dtype=torch.int32),
         "seed": torch.zeros(1, dtype=torch.int64),
         "softcap": 30.0,
         "dropout": 0.1,
