@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -158,13 +160,17 @@ def test_quotes_and_brackets_in_tags_do_not_open_strings() -> None:
     assert canonical_template(template) == canonical_template(template.replace("second", "third"))
 
 
-def test_longest_shipped_kernel_takes_at_most_five_milliseconds() -> None:
+def test_longest_shipped_kernel_takes_less_time_than_parsing_it() -> None:
     files = Path(kernels_generated.__path__[0]).rglob("*.py")
     source = max((entry.read_text(encoding="utf-8") for entry in files), key=len)
-    # Other processes slow this one down by their use of caches and of shared cores: the fastest run counts.
-    seconds: list[float] = []
-    while len(seconds) < 100 and min(seconds, default=1.0) >= 0.005:
+
+    def seconds(function: Callable[[str], object]) -> float:
         start = time.process_time()
-        canonical_source.__wrapped__(source)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.005
+        function(source)
+        return time.process_time() - start
+
+    # Python's parser is the measure, because machines differ in speed. The fastest runs are compared, because
+    # other processes use the same caches and cores.
+    rounds = [(seconds(canonical_source.__wrapped__), seconds(ast.parse)) for _ in range(20)]
+    canonical, parsing = (min(column) for column in zip(*rounds, strict=True))
+    assert canonical < parsing
