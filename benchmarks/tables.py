@@ -20,9 +20,10 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.tuner.bench.driver import read_report
 from flashtune.tuner.bench.grids import GRIDS, case_of, grid_problems, read_figures
 from flashtune.tuner.bench.peer_runs import CUDNN
-from flashtune.tuner.bench.results import OURS, Bench, Row
+from flashtune.tuner.bench.results import OURS, Bench, Row, speed_of
 from flashtune.tuner.bench.summary import AgainstPoint, against
 from flashtune.tuner.cli.output import table
+from flashtune.tuner.cli.report.bench_terminal import lengths_of, title_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/tables.py"
@@ -138,6 +139,25 @@ def fp8_table(results: Results) -> Iterator[str]:
     yield from _by_length(results["fp8"], intro, ratio)
 
 
+def features_table(results: Results) -> Iterator[str]:
+    """Our speed and each peer's at each point of the grid; nothing if no point has features."""
+    benches = results["features"]
+    if not any(bench.problem.features for bench in benches):
+        return
+    peers = dict.fromkeys(row.name for bench in benches for row in bench.rows if row.name != OURS)
+    yield "TFLOP/s of visible pairs, or GB/s in decoding (last column: over the best peer):"
+    yield ""
+    rows = []
+    for bench in benches:
+        times = {row.name: row.ms for row in bench.rows if row.name != OURS}
+        speeds = (
+            f"{speed_of(bench.problem, row):.0f}" if row else "–" for row in map(bench.row, (OURS, *peers))
+        )
+        ratio = f"{min(times.values()) / _ours(bench).ms:.2f}" if times else "–"
+        rows.append((f"{title_of(bench.problem)}, {lengths_of(bench.problem)}", *speeds, ratio))
+    yield from table(("shape", OURS, *peers, "over the best"), rows)
+
+
 def winners_table(benches: Sequence[Bench], family: str) -> Iterator[str]:
     """Each axis's values at the selected configs of a family, and where another family was selected."""
     lines = {title: [_config(bench, family) for bench in line] for title, line in _lines(benches).items()}
@@ -182,6 +202,7 @@ TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
     "gqa": gqa_table,
     "fp8": fp8_table,
     "backward": backward_table,
+    "features": features_table,
     "winners": lambda results: winners_table(results["paper"], "forward_hopper"),
     "backward-winners": lambda results: winners_table(results["backward"], "backward_hopper"),
 }

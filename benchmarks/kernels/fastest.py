@@ -235,7 +235,7 @@ def _row(case: Case, device: Any) -> Row:
 
     import flashtune
     from flashtune.tuner.bench.admission import capture
-    from flashtune.tuner.bench.bench import side_options
+    from flashtune.tuner.bench.calls import program_call
     from flashtune.tuner.execution.inputs import make_tensors
     from flashtune.tuner.execution.sdpa import BACKENDS
     from flashtune.tuner.execution.timing import measure_interleaved, once
@@ -243,7 +243,8 @@ def _row(case: Case, device: Any) -> Row:
     problem = case.problem
     with torch.cuda.device(device), torch.no_grad():
         tensors = _sharing(make_tensors(problem, device), case.mask)
-        options = {"causal": problem.causal.value, **_window(problem), **side_options(tensors)}
+        call = program_call(problem, tensors)
+        options = {**call.named, **call.options, "prefer": "fastest"}
         attend = functools.partial(flashtune.attention, tensors.q, tensors.k, tensors.v, **options)
         told = flashtune.explain(tensors.q, tensors.k, tensors.v, **options)
         served = (
@@ -289,12 +290,6 @@ def judged(timed: Timer) -> tuple[float, Times, float, tuple[float, ...]]:
         return ms, peers, ratio, ()
     again = tuple(ratio_of(*timed()) for _ in range(AGAIN))
     return ms, peers, statistics.median(again), again
-
-
-def _window(problem: Problem) -> dict[str, Any]:
-    if problem.window_left is None and problem.window_right is None:
-        return {}
-    return {"window": (problem.window_left, problem.window_right)}
 
 
 def _sharing(tensors: Any, way: str) -> Any:

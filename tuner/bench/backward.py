@@ -10,26 +10,22 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import flashtune
 from flashtune.core.problem import Problem
-from flashtune.core.target import Target
-from flashtune.dispatch.lookup import select
-from flashtune.dispatch.tables import tuned_records
 from flashtune.tuner.bench.admission import Bind, Judge
-from flashtune.tuner.bench.peer_runs import FLASH_ATTN_4, FLEX, Contestant, RefusalError, bind_peer
+from flashtune.tuner.bench.calls import program_call
+from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
+from flashtune.tuner.bench.judging import SequenceLayout
+from flashtune.tuner.bench.peer_runs import FLEX, Contestant, RefusalError, bind_peer
 from flashtune.tuner.bench.results import OURS
-from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run
 from flashtune.tuner.workloads.models import forward_of
 from flashtune.verification.gradients.head_sampling import sample_pairs
 from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase
-from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.reference.forward import sample
 from flashtune.verification.tolerance import worst_ratio
 
@@ -45,15 +41,6 @@ def recording(device: torch.device) -> Iterator[None]:
         yield
 
 
-def selected(problem: Problem, target: Target) -> tuple[str, str]:
-    """Returns the family and a description of the kernels that dispatch selects."""
-    tables = tuned_records(target.name)
-    found = select(problem, target, tables, contiguous_specialization(problem), generated=True)
-    record = found.record
-    label = record.config.label() if record.config else ""
-    return record.family, f"{record.family} {label} ({found.source})"
-
-
 def gradient_binders(
     problem: Problem, tensors: Tensors, detail: str, peers: Sequence[str]
 ) -> dict[str, Bind]:
@@ -64,16 +51,11 @@ def gradient_binders(
 
 
 def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
-    options: dict[str, Any] = {"deterministic": True} if problem.deterministic else {}
-    forward = functools.partial(
-        flashtune.attention,
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        causal=problem.causal.value,
-        prefer="generated",
-        **options,
-    )
+    call = program_call(problem, tensors)
+
+    def forward() -> Tensor:
+        return call.heads_first(call.attend(*call.inputs, **call.named, **call.options))
+
     run = gradient_run(forward, tensors)
     return Contestant(OURS, detail, run, run)
 
@@ -97,31 +79,25 @@ def gradient_judge(problem: Problem, tensors: Tensors) -> Judge:
     assert tensors.backward is not None
     generator = torch.Generator(tensors.q.device).manual_seed(SEED)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
-    given = BackwardCase(
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        tensors.backward.dout,
-        None,
-        tensors.side,
-        tensors.scale,
-        equal_lengths(problem),
-    )
+    layout = SequenceLayout.of(problem, tensors)
+    q, k, v, side = layout.padded(tensors)
+    dout = layout.queries(tensors.backward.dout)
+    given = BackwardCase(q, k, v, dout, None, side, tensors.scale, layout.lengths)
     with torch.no_grad():
         expected = expect_gradients(problem, given, chosen)
-    return functools.partial(error_of, problem=problem, chosen=chosen, expected=expected)
+    return functools.partial(error_of, layout=layout, chosen=chosen, expected=expected)
 
 
-def error_of(result: object, problem: Problem, chosen: Chosen, expected: Expected) -> float:
+def error_of(result: object, layout: SequenceLayout, chosen: Chosen, expected: Expected) -> float:
     """Returns the largest row error of gradients as a multiple of the tolerance, infinite if not finite.
 
     Each gradient has the shape of its tensor.
     """
     assert isinstance(result, tuple)
-    dq, dk, dv = result[:3]
+    dq, dk, dv = layout.queries(result[0]), layout.keys(result[1]), layout.keys(result[2])
     pairs = chosen.pairs
     picked: dict[str, Tensor] = {
-        "dq": dq[pairs.batch[:, None], pairs.heads(problem)],
+        "dq": dq[pairs.batch[:, None], pairs.heads(layout.problem)],
         "dk": dk[pairs.batch, pairs.kv_head],
         "dv": dv[pairs.batch, pairs.kv_head],
     }

@@ -14,8 +14,9 @@ from flashtune.core.target import Target, device_target
 from flashtune.dispatch.tables import tuned_records
 from flashtune.tuner.bench.bench import require_gpu, require_work, run_bench
 from flashtune.tuner.bench.ceiling import measure_ceiling, measure_copy
+from flashtune.tuner.bench.flash_attn_4 import flash_attn_4_version
 from flashtune.tuner.bench.grids import PeerFile
-from flashtune.tuner.bench.peer_runs import cudnn_version, flash_attn_4_version
+from flashtune.tuner.bench.peer_runs import cudnn_version
 from flashtune.tuner.bench.results import BenchRun, Environment
 from flashtune.tuner.bench.summary import Against, OfCopy, Ratios, against, of_copy, ratios
 from flashtune.tuner.candidates import contiguous_specialization

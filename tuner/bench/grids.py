@@ -15,6 +15,12 @@ from flashtune.tuner.workloads.shapes import parse_shape
 MODEL_WIDTH = 2048
 TOKENS = 16_384
 PAPER_HEAD_DIMS = (64, 128, 256)
+CAUSAL = "dtype=bf16,heads=16,head_dim=128,tokens=16384,seqlen=4096|16384,causal"
+MASKS = "dtype=bf16,heads=16,head_dim=128,batch=1,seqlen=4096"
+GPT_OSS = "dtype=bf16,heads=64,kv_heads=8,head_dim=64,tokens=16384,seqlen=4096|16384,causal,sinks"
+GQA = "dtype=bf16,heads=32,kv_heads=8,head_dim=128"
+PACKED = f"{GQA},batch=24,seqlen=8192,total_q=32768,causal"
+CHUNKED = f"{GQA},batch=16,seqlen_q=512,seqlen_kv=4608,causal=bottom_right"
 # Each entry is a shape as for --shape. Lengths vary fastest.
 GRIDS: dict[str, tuple[str, ...]] = {
     "paper": tuple(
@@ -40,6 +46,17 @@ GRIDS: dict[str, tuple[str, ...]] = {
         "dtype=bf16,heads=64,kv_heads=8,head_dim=128,seqlen_q=1,batch=128,seqlen_kv=4096",
         "dtype=bf16,heads=32,kv_heads=1,head_dim=128,seqlen_q=1,batch=16,seqlen_kv=8192",
         "dtype=bf16,heads=16,kv_heads=16,head_dim=64,seqlen_q=1,batch=64,seqlen_kv=4096",
+    ),
+    "features": (
+        *(f"{CAUSAL}{more}" for more in ("", ",window=1023", ",softcap", ",alibi", ",attention_chunk=2048")),
+        f"{GPT_OSS},window=127",
+        GPT_OSS,
+        f"{MASKS},bias=additive|boolean",
+        f"{MASKS},block_mask=64|128",
+        *(f"{PACKED}{more}" for more in ("", ",softcap", ",sinks", ",alibi")),
+        f"{CHUNKED},page_size=16|64",
+        f"{CHUNKED},page_size=64,kv_dtype=e4m3",
+        f"{GQA},seqlen_q=1,batch=16,seqlen_kv=8192,page_size=16|64",
     ),
 }
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib import metadata
-from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 from torch.nn.attention import sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashtune.core.errors import UsageError
-from flashtune.core.problem import Causal, Dtype, Problem, score_bytes
-from flashtune.dispatch.masked_sdpa import is_masked
+from flashtune.core.problem import Causal, Dtype, Feature, Problem, score_bytes
+from flashtune.tuner.bench import flash_attn_4, flex
+from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4, flash_attn_4_call, flash_attn_4_version
+from flashtune.tuner.bench.flex import flex_run
 from flashtune.tuner.execution.inputs import Tensors
-from flashtune.tuner.execution.sdpa import BACKENDS, sdpa_call, sdpa_run
+from flashtune.tuner.execution.sdpa import BACKENDS, MASKED, OTHER_LAYOUTS, sdpa_call, sdpa_run
 from flashtune.tuner.execution.timed_runs import (
     GRADIENT_SCORE_COPIES,
     MEMORY_SHARE,
@@ -31,13 +28,19 @@ Call = Callable[[], object]
 
 UNFUSED = "unfused"
 FLEX = "flex"
-FLASH_ATTN_4 = "flash-attn-4"
 CUDNN = "sdpa-cudnn"
 PEERS = (*BACKENDS, FLEX, FLASH_ATTN_4, UNFUSED)
 # The types that the baselines compute without conversion.
 PEER_DTYPES = {
     **dict.fromkeys((*BACKENDS, FLEX, UNFUSED), (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
     FLASH_ATTN_4: (Dtype.BF16, Dtype.FP16),
+}
+# The features that they compute. SDPA computes masks of features by its `attn_mask`.
+PEER_FEATURES = {
+    **dict.fromkeys(BACKENDS, MASKED - {Feature.DROPOUT}),
+    FLEX: frozenset(Feature) - flex.REFUSED,
+    FLASH_ATTN_4: flash_attn_4.COMPUTED,
+    UNFUSED: frozenset(Feature) - OTHER_LAYOUTS - {Feature.DROPOUT},
 }
 
 
@@ -81,14 +84,6 @@ def check_peers(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def flash_attn_4_version() -> str:
-    """Returns the installed flash-attn-4's version, empty if it is not installed."""
-    try:
-        return metadata.version(FLASH_ATTN_4)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def cudnn_version() -> str:
     """Returns the version of torch's cuDNN, such as `9.19.0`; empty if there is none."""
     number = torch.backends.cudnn.version()
@@ -101,8 +96,9 @@ def bind_peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
     Raises:
         RefusalError: The baseline does not compute this problem.
     """
-    if problem.features and not (is_masked(problem) and name in (*BACKENDS, UNFUSED)):
-        raise RefusalError(f"it is not timed with {', '.join(sorted(problem.features))}")
+    refused = problem.features - PEER_FEATURES[name]
+    if refused:
+        raise RefusalError(f"it is not timed with {', '.join(sorted(refused))}")
     if problem.dtype not in PEER_DTYPES[name]:
         raise RefusalError(f"it does not take {problem.dtype}")
     if name in BACKENDS:
@@ -121,50 +117,14 @@ def _sdpa(name: str, problem: Problem, tensors: Tensors) -> Contestant:
 
 
 def _flex(problem: Problem, tensors: Tensors) -> Contestant:
-    """Binds FlexAttention as its users call it: compiled for this shape, with a mask made once.
-
-    Compilations of earlier shapes are dropped first: torch counts all of them against one limit, and does not
-    compile beyond it.
-    """
-    torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    mask = None
-    if problem.causal is not Causal.NONE:
-        diagonal = problem.diagonal
-
-        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            del batch, head  # all sequences and heads have one mask
-            return query + diagonal >= key
-
-        mask = create_block_mask(
-            sees, None, None, problem.seqlen_q, problem.seqlen_kv, device=tensors.q.device
-        )
-    run = functools.partial(
-        compiled,
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        block_mask=mask,
-        scale=tensors.scale,
-        enable_gqa=problem.group_size > 1,
-    )
+    run = flex_run(problem, tensors)
     return Contestant(FLEX, "", run, run)
 
 
 def _flash_attn_4(problem: Problem, tensors: Tensors) -> Contestant:
-    """Binds flash-attn-4 to contiguous inputs of its own layout, [batch, seqlen, heads, head_dim]."""
     if problem.causal is Causal.TOP_LEFT and problem.seqlen_q != problem.seqlen_kv:
         raise RefusalError("it aligns its causal mask bottom-right")
-    attend: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_func
-    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (tensors.q, tensors.k, tensors.v))
-    causal = problem.causal is not Causal.NONE
-    call = functools.partial(attend, q, k, v, softmax_scale=tensors.scale, causal=causal)
-
-    def run() -> Tensor:
-        result = call()
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out.transpose(1, 2)
-
+    call, run = flash_attn_4_call(problem, tensors)
     return Contestant(FLASH_ATTN_4, f"flash-attn-4 {flash_attn_4_version()}", run, call)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Milliseconds, NonNegative, ShortText, Versions
+from flashtune.verification.lengths import is_ragged, usual_lengths
 
 OURS = "flashtune"
 
@@ -25,7 +27,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ms: Median GPU time of a CUDA-graph replay with a cold L2.
         p20: 20th percentile, in ms.
         p80: 80th percentile, in ms.
-        tflops: TFLOP/s by `Problem.nominal_flops`.
+        tflops: TFLOP/s by `operations`.
         host_us: Median host time of queueing one call, in microseconds.
         error: Largest row error as a multiple of the tolerance (1.0 is the limit).
     """
@@ -163,11 +165,27 @@ def speed_of(problem: Problem, row: Row) -> float:
     return kv_bytes(problem) / row.ms / 1e6 if is_decode(problem) else row.tflops
 
 
+def operations(problem: Problem) -> int:
+    """Returns `Problem.nominal_flops`, of all sequences with their own lengths if these differ."""
+    return sum(one.nominal_flops() for one in _sequences(problem))
+
+
 def kv_bytes(problem: Problem) -> int:
     """Returns the bytes of visible keys and values, each read once for its KV head."""
-    keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight)
+    keys = problem.kv_heads * sum(one.batch * distinct_keys(one.sight) for one in _sequences(problem))
     width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
     return keys * width * problem.kv_itemsize
+
+
+def _sequences(problem: Problem) -> Iterable[Problem]:
+    """Returns problems of equal lengths that together are as much work as a problem."""
+    if not is_ragged(problem):
+        return (problem,)
+    padded = msgspec.structs.replace(problem, batch=1, total_q=0, seqlens_k=False, page_size=0)
+    return (
+        msgspec.structs.replace(padded, seqlen_q=queries, seqlen_kv=keys)
+        for queries, keys in zip(*usual_lengths(problem), strict=True)
+    )
 
 
 def decode_case(problem: Problem) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -10,32 +9,30 @@ import pytest
 import torch
 from torch import Tensor
 
-import flashtune
 from flashtune.core.errors import UsageError
-from flashtune.core.problem import Bias, Causal, Dtype
+from flashtune.core.problem import Causal, Dtype
 from flashtune.runtime.unfused import unfused_attention
-from flashtune.tuner.bench import bench
-from flashtune.tuner.bench.admission import Admitted, admit
-from flashtune.tuner.bench.bench import error_of, run_bench
+from flashtune.tuner.bench.admission import Admitted, Judge, admit
+from flashtune.tuner.bench.bench import run_bench
 from flashtune.tuner.bench.ceiling import clock_mhz, measure_ceiling
-from flashtune.tuner.bench.peer_runs import CUDNN, FLASH_ATTN_4, FLEX, UNFUSED, Contestant, RefusalError
+from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
+from flashtune.tuner.bench.judging import output_judge
+from flashtune.tuner.bench.peer_runs import CUDNN, FLEX, UNFUSED, Contestant, RefusalError
 from flashtune.tuner.bench.results import OURS, LeftOut
 from flashtune.tuner.execution.inputs import make_tensors
-from flashtune.verification.reference.forward import Expected, Sample, expect, sample
 from tests.tuner.bench.bench_problems import CPU, a_problem
 
-Judged = tuple[Tensor, Sample, Expected]
+Judged = tuple[Tensor, Judge]
 
 
 @pytest.fixture(scope="module")
 def judged() -> Judged:
-    """A correct output and its reference."""
+    """A correct output, and the comparison with its reference."""
     torch.manual_seed(0)
     problem = a_problem()
     tensors = make_tensors(problem, CPU)
-    chosen = sample(problem, torch.Generator().manual_seed(0))
     out, _ = unfused_attention(problem, tensors.q, tensors.k, tensors.v, scale=0.25)
-    return out, chosen, expect(problem, tensors.q, tensors.k, tensors.v, 0.25, chosen)
+    return out, output_judge(problem, tensors)
 
 
 def contestant(name: str, run: Callable[[], object]) -> Callable[[], Contestant]:
@@ -43,23 +40,23 @@ def contestant(name: str, run: Callable[[], object]) -> Callable[[], Contestant]
 
 
 def test_correct_result_is_accepted(judged: Judged) -> None:
-    out, chosen, expected = judged
-    assert error_of(out, chosen, expected) <= 1
-    assert error_of((out, None), chosen, expected) <= 1
-    assert error_of(out.transpose(1, 2).contiguous().transpose(1, 2), chosen, expected) <= 1
+    out, judge = judged
+    assert judge(out) <= 1
+    assert judge((out, None)) <= 1
+    assert judge(out.transpose(1, 2).contiguous().transpose(1, 2)) <= 1
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3.0])
 def test_one_wrong_element_rejects_a_result(judged: Judged, value: float) -> None:
-    out, chosen, expected = judged
+    out, judge = judged
     wrong = out.clone()
     wrong[1, 3, 69, 15] = value
-    assert not error_of(wrong, chosen, expected) <= 1
-    assert not math.isnan(error_of(wrong, chosen, expected))
+    assert not judge(wrong) <= 1
+    assert not math.isnan(judge(wrong))
 
 
 def test_wrong_or_failing_implementations_are_left_out_with_a_reason(judged: Judged) -> None:
-    out, chosen, expected = judged
+    out, judge = judged
     wrong, broken = out.clone(), out.clone()
     wrong[0, 0, 1] += 1
     broken[0, 0, 1] = math.nan
@@ -79,7 +76,7 @@ def test_wrong_or_failing_implementations_are_left_out_with_a_reason(judged: Jud
             FLASH_ATTN_4: contestant(FLASH_ATTN_4, raises),
             UNFUSED: refuses,
         },
-        functools.partial(error_of, chosen=chosen, expected=expected),
+        judge,
         lambda run: captured.append(run) or (lambda: None),  # type: ignore[func-returns-value]
     )
     assert [type(entry) for entry in entries] == [Admitted, LeftOut, LeftOut, LeftOut, LeftOut]
@@ -93,48 +90,14 @@ def test_wrong_or_failing_implementations_are_left_out_with_a_reason(judged: Jud
 
 
 def test_implementations_without_graph_capture_are_left_out(judged: Judged) -> None:
-    out, chosen, expected = judged
+    out, judge = judged
 
     def refuse(run: object) -> Callable[[], object]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    judge = functools.partial(error_of, chosen=chosen, expected=expected)
     (entry,) = admit({FLEX: contestant(FLEX, lambda: out)}, judge, refuse)
     assert isinstance(entry, LeftOut)
     assert "capturing" in entry.message
-
-
-@pytest.mark.parametrize(
-    ("changes", "beside"),
-    [
-        ({}, set()),
-        ({"dtype": Dtype.E4M3}, {"q_scale", "k_scale", "v_scale"}),
-        ({"bias": Bias.ADDITIVE}, {"attn_bias"}),
-        ({"bias": Bias.BOOLEAN}, {"attn_mask"}),
-    ],
-)
-def test_flashtune_run_uses_a_generated_kernel_with_scales_and_masks(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], beside: set[str]
-) -> None:
-    calls: list[dict[str, object]] = []
-
-    def record(*inputs: Tensor, **options: object) -> Callable[..., None]:
-        calls.append(options)
-        return lambda *again, **scales: calls.append(scales)
-
-    monkeypatch.setattr(flashtune, "plan", record)
-    monkeypatch.setattr(flashtune, "attention", record)
-    problem = a_problem(**changes)
-    bench.require_work(problem)
-    bound = bench._ours(problem, make_tensors(problem, CPU), "")
-    bound.run()
-    bound.call()
-    planned, replayed, called = calls
-    assert planned == called
-    assert planned["prefer"] == "generated"
-    assert planned["causal"] == "bottom_right"
-    assert planned.keys() - {"prefer", "causal"} == beside
-    assert set(replayed) == beside
 
 
 def test_bench_requires_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,14 @@ from torch.nn.attention import SDPBackend
 import flashtune
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
-from flashtune.tuner.bench import peer_runs
+from flashtune.tuner.bench import flex, peer_runs
 from flashtune.tuner.bench.admission import Admitted, admit
 from flashtune.tuner.bench.backward import gradient_binders, gradient_judge
 from flashtune.tuner.bench.bench import require_work
 from flashtune.tuner.bench.driver import report_of
+from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
 from flashtune.tuner.bench.grids import case_of, grid_problems
-from flashtune.tuner.bench.peer_runs import FLASH_ATTN_4, FLEX, UNFUSED
+from flashtune.tuner.bench.peer_runs import FLEX, UNFUSED
 from flashtune.tuner.bench.results import OURS, LeftOut, Unit, unit_of
 from flashtune.tuner.cli.commands.bench import GRIDS
 from flashtune.tuner.cli.report.bench_markdown import markdown
@@ -51,6 +52,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     for module in (timed_runs, peer_runs):
         monkeypatch.setattr(module, "BACKENDS", {MATH: SDPBackend.MATH})
     monkeypatch.setitem(peer_runs.PEER_DTYPES, MATH, (Dtype.FP32,))
+    monkeypatch.setitem(peer_runs.PEER_FEATURES, MATH, frozenset())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: str, prefer: str, **options: object) -> Tensor:
@@ -108,8 +110,8 @@ def test_deterministic_gradients_are_compared_with_usual_baselines(
     found = entries(problem, make_tensors(problem, CPU), peers)
     assert all(isinstance(entry, Admitted) for entry in found)
     assert asked == [True]
-    with pytest.raises(UsageError, match="softcap"):
-        require_work(msgspec.structs.replace(problem, softcap=True))
+    with pytest.raises(UsageError, match="drop other probabilities"):
+        require_work(msgspec.structs.replace(problem, dropout=True))
 
 
 def test_implementation_that_cannot_be_timed_has_a_reason(peers: tuple[str, ...]) -> None:
@@ -130,12 +132,12 @@ def test_flex_attention_supports_repeated_backward_passes(
         return unfused(q, k, v, scale=scale, causal=PROBLEM.causal)[0]
 
     # The real one has no backward pass on the CPU.
-    monkeypatch.setattr(peer_runs, "flex_attention", attend)
+    monkeypatch.setattr(flex, "flex_attention", attend)
     # A setting that monkeypatch put back would be gone for all later tests.
     with compiling.patch(donated_buffer=True):
-        (_, flex) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLEX,))
+        (_, found) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLEX,))
         assert compiling.donated_buffer is False
-    assert isinstance(flex, Admitted), flex
+    assert isinstance(found, Admitted), found
 
 
 def test_backward_grid_and_its_units() -> None:

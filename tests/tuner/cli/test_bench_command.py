@@ -198,10 +198,10 @@ def test_empty_problem_is_refused_before_timing(run: Run, fake_gpu: list[Problem
     assert fake_gpu == []
 
 
-def test_features_are_refused_before_timing(run: Run, fake_gpu: list[Problem]) -> None:
-    result = run("bench", "--shape", SHAPE, "--shape", f"{SHAPE},window=8,sinks", "--no-peers")
+def test_dropout_is_refused_before_timing(run: Run, fake_gpu: list[Problem]) -> None:
+    result = run("bench", "--shape", SHAPE, "--shape", f"{SHAPE},window=8,dropout", "--no-peers")
     assert result.exit_code == 2
-    assert "bench times no sinks, window so far" in result.stderr
+    assert "implementations drop other probabilities" in result.stderr
     assert fake_gpu == []
 
 

@@ -1,0 +1,263 @@
+"""Tests of `flashtune bench` with features: each implementation computes the problem that is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+from flashtune.core.errors import UsageError
+from flashtune.core.problem import (
+    Bias,
+    BlockLists,
+    Causal,
+    Direction,
+    Dtype,
+    KvDtype,
+    KvScale,
+    Problem,
+)
+from flashtune.request.call import Call, dense_call, paged_call, varlen_call
+from flashtune.request.read_call import read_call
+from flashtune.request.side_inputs import side_views
+from flashtune.runtime.unfused import unfused_attention
+from flashtune.tuner.bench.admission import Admitted, admit
+from flashtune.tuner.bench.backward import gradient_binders, gradient_judge
+from flashtune.tuner.bench.bench import require_work, run_bench
+from flashtune.tuner.bench.calls import program_call
+from flashtune.tuner.bench.flash_attn_4 import COMPUTED, FLASH_ATTN_4
+from flashtune.tuner.bench.judging import output_judge
+from flashtune.tuner.bench.peer_runs import FLEX, PEER_FEATURES, UNFUSED, RefusalError, bind_peer
+from flashtune.tuner.bench.results import OURS, kv_bytes, operations
+from flashtune.tuner.execution.inputs import make_tensors
+from flashtune.tuner.execution.sdpa import BACKENDS
+from flashtune.verification.lengths import usual_lengths
+from tests.problems.features import expected
+from tests.tuner.bench.bench_problems import CPU, a_problem
+
+BLOCKS = {"block_mask": 64, "seqlen_q": 300, "seqlen_kv": 300}
+PACKED = {"total_q": 110, "seqlen_q": 70, "seqlen_kv": 70}
+PAGES = {"page_size": 16}
+DENSE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_left": 20},
+    "two-sided window": {"window_left": 20, "window_right": 5, "causal": Causal.NONE},
+    "window and first tokens": {"window_left": 8, "sink_tokens": 4},
+    "chunks": {"attention_chunk": 32},
+    "full chunks": {"attention_chunk": 32, "causal": Causal.NONE},
+    "prefix": {"prefix": True},
+    "prefix and window": {"prefix": True, "window_left": 9},
+    "block mask": BLOCKS,
+    "shared block mask": {**BLOCKS, "block_lists": BlockLists.GROUP},
+    "softcap": {"softcap": True},
+    "alibi": {"alibi": True, "causal": Causal.NONE},
+    "additive bias": {"bias": Bias.ADDITIVE},
+    "boolean mask": {"bias": Bias.BOOLEAN},
+    "sinks": {"sinks": True},
+    "sinks, window and softcap": {"sinks": True, "window_left": 16, "softcap": True},
+    "lengths": {"seqlens_k": True},
+    "lengths from the top": {"seqlens_k": True, "causal": Causal.TOP_LEFT},
+}
+VARLEN: dict[str, dict[str, Any]] = {
+    "packed": PACKED,
+    "packed from the top": {**PACKED, "causal": Causal.TOP_LEFT, "seqlen_kv": 90},
+    "packed with features": {**PACKED, "alibi": True, "sinks": True, "window_left": 20},
+}
+CACHES: dict[str, dict[str, Any]] = {
+    "pages": PAGES,
+    "packed pages": {**PAGES, **PACKED},
+    "e4m3 pages": {**PAGES, "kv_dtype": KvDtype.E4M3},
+    "pages with scales of heads": {**PAGES, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
+    "packed pages with scales": {**PAGES, **PACKED, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE},
+    "e4m3 cache": {"seqlens_k": True, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
+    "latent pages": {**PAGES, "mla": True, "kv_heads": 1, "head_dim": 32},
+}
+MAKERS: dict[Callable[..., Any], Callable[..., Call]] = {
+    flashtune.attention: dense_call,
+    flashtune.attention_varlen: varlen_call,
+    flashtune.attention_paged: paged_call,
+}
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**34, 2**34))
+
+
+@pytest.mark.parametrize("changes", [*DENSE.values(), *VARLEN.values(), *CACHES.values()])
+def test_flashtune_is_called_with_the_features_of_the_problem(changes: dict[str, Any]) -> None:
+    problem = a_problem(**changes)
+    require_work(problem)
+    tensors = make_tensors(problem, CPU)
+    call = program_call(problem, tensors)
+    made = MAKERS[call.attend](*call.inputs, **call.named, **call.options)
+    read = read_call(made).problem
+    assert (read.features, read.causal, read.kv_scale) == (
+        problem.features,
+        problem.causal,
+        problem.kv_scale,
+    )
+    assert made.options.prefer == "generated"
+    out = expected(made)[0].to(torch.bfloat16)
+    judge = output_judge(problem, tensors)
+    assert judge(call.heads_first(out)) <= 1
+    wrong = out.clone()
+    wrong[(-1,) * wrong.dim()] += 1
+    assert judge(call.heads_first(wrong)) > 1
+    wrong[(-1,) * wrong.dim()] = math.nan
+    assert judge(call.heads_first(wrong)) == math.inf
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("changes", [*DENSE.values(), *VARLEN.values()])
+def test_flex_attention_computes_features(changes: dict[str, Any], eager: None) -> None:
+    problem = msgspec.structs.replace(a_problem(**changes), sinks=False)
+    tensors = make_tensors(problem, CPU)
+    assert output_judge(problem, tensors)(bind_peer(FLEX, problem, tensors).run()) <= 1
+
+
+@pytest.mark.parametrize("changes", DENSE.values())
+def test_unfused_attention_and_sdpa_compute_features(changes: dict[str, Any], eager: None) -> None:
+    problem = a_problem(**changes)
+    tensors = make_tensors(problem, CPU)
+    judge = output_judge(problem, tensors)
+    assert judge(bind_peer(UNFUSED, problem, tensors).run()) <= 1
+    for name in BACKENDS:
+        if problem.features <= PEER_FEATURES[name]:
+            assert judge(bind_peer(name, problem, tensors).call()) <= 1
+        else:
+            with pytest.raises(RefusalError):
+                bind_peer(name, problem, tensors)
+
+
+class FakeFlashAttention4:
+    """The interface of flash-attn-4 over unfused attention."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
+        assert not ("window_size" in options and options["causal"])
+        left, right = options.get("window_size", (None, 0 if options["causal"] else None))
+        problem = self.problem
+        call = dict[str, Any](
+            causal="bottom_right" if right == 0 else "none",
+            window=(left, None if right == 0 else right),
+            softcap=options.get("softcap"),
+            sinks=options.get("learnable_sink"),
+        )
+        if problem.total_q:
+            starts = options["cu_seqlens_q"], options["cu_seqlens_k"]
+            longest = options["max_seqlen_q"], options["max_seqlen_k"]
+            made = varlen_call(q, k, v, *starts, *longest, **call)
+        else:
+            made = dense_call(q, k, v, layout="bshd", **call)
+        return expected(made)[0].to(q.dtype), None
+
+    flash_attn_func = flash_attn_varlen_func = attend
+
+
+@pytest.mark.parametrize("changes", [*DENSE.values(), *VARLEN.values()])
+def test_flash_attn_4_computes_features(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = a_problem(**changes)
+    if not problem.features <= COMPUTED or problem.causal is Causal.TOP_LEFT:
+        pytest.skip("flash-attn-4 does not compute it")
+    monkeypatch.setattr("importlib.import_module", lambda name: FakeFlashAttention4(problem))
+    tensors = make_tensors(problem, CPU)
+    assert output_judge(problem, tensors)(bind_peer(FLASH_ATTN_4, problem, tensors).run()) <= 1
+
+
+def by_unfused(make: Callable[..., Call]) -> Callable[..., Tensor]:
+    """An entry point that computes on the CPU, with gradients."""
+
+    def attend(*inputs: Tensor, **options: Any) -> Tensor:
+        call = make(*inputs, **options)
+        request = read_call(call)
+        views = request.views(call.q, call.k, call.v)
+        side = side_views(request.problem, call.side, views[1].shape[0])
+        return request.layout.as_given(
+            unfused_attention(request.problem, *views, side, scale=request.default_scale)[0]
+        )
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window",
+        "chunks",
+        "prefix",
+        "softcap",
+        "alibi",
+        "additive bias",
+        "sinks",
+        "packed",
+        "packed with features",
+    ],
+)
+def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashtune, "attention", by_unfused(dense_call))
+    monkeypatch.setattr(flashtune, "attention_varlen", by_unfused(varlen_call))
+    problem = a_problem(**(DENSE | VARLEN)[name], dtype=Dtype.FP32, direction=Direction.BACKWARD)
+    require_work(problem)
+    tensors = make_tensors(problem, CPU)
+    judge = gradient_judge(problem, tensors)
+    (entry,) = admit(gradient_binders(problem, tensors, "a kernel", ()), judge, lambda run: run)
+    assert isinstance(entry, Admitted), entry
+    gradients = entry.replay()
+    assert isinstance(gradients, tuple)
+    for index in range(3):
+        wrong = [gradient.clone() for gradient in gradients]
+        wrong[index][(-1,) * 4] += 1
+        assert judge(tuple(wrong)) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dropout": True}, "drop other probabilities"),
+        ({"mla": True, "kv_heads": 1, "head_dim": 32}, "add page_size=64"),
+        ({**PACKED, "seqlens_k": True}, "leave seqlens_k out"),
+    ],
+)
+def test_problems_that_no_call_computes_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        require_work(a_problem(**changes))
+
+
+def test_operations_and_bytes_count_the_lengths_of_sequences() -> None:
+    packed = a_problem(**PACKED)
+    lengths = usual_lengths(packed)
+    pairs = sum(count * (count + 1) // 2 for count in lengths.queries)
+    assert operations(packed) == pytest.approx(4 * 16 * 4 * pairs, rel=0.02)
+    cache = a_problem(seqlen_q=1, seqlens_k=True)
+    keys = sum(usual_lengths(cache).keys)
+    assert keys < 2 * 90
+    assert kv_bytes(cache) == keys * 2 * 2 * 16 * 2
+    plain = a_problem(seqlen_q=1)
+    assert kv_bytes(plain) == 2 * 90 * 2 * 2 * 16 * 2
+    assert operations(plain) == plain.nominal_flops()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*DENSE, *VARLEN, *CACHES])
+def test_features_are_timed(name: str) -> None:
+    changes = (DENSE | VARLEN | CACHES)[name]
+    wide = {"head_dim": 64, "value_head_dim": 64, "seqlen_q": 300, "seqlen_kv": 300}
+    if "mla" in changes:
+        wide |= {"head_dim": 576, "value_head_dim": 512, "heads": 16, "seqlen_q": 1}
+    problem = a_problem(**(changes | wide))
+    if problem.total_q:
+        problem = msgspec.structs.replace(problem, total_q=500)
+    found = run_bench(problem, 0, rounds=3)
+    assert found.row(OURS) is not None, found.left_out
+    if problem.features <= PEER_FEATURES[FLEX]:
+        assert found.row(FLEX) is not None, found.left_out
