@@ -26,7 +26,9 @@ from benchmarks.kernels.fastest import (
 from benchmarks.saved import ROOT, save
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
+from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
+from flashtune.tuner.bench.calls import selected
 from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.workloads.shapes_file import read_shapes_file
 
@@ -202,3 +204,11 @@ def test_shapes_file_contains_many_kinds_of_masks() -> None:
         assert any(problem.group_size > 1 for problem in own)
         assert any(problem.is_causal for problem in own)
     assert {problem.seqlen_q for problem in problems} >= {512, 1024, 2048, 4096, 8192}
+
+
+def test_models_with_features_are_served_by_kernels_for_hopper() -> None:
+    problems = read_shapes_file(ROOT / "benchmarks/kernels/feature_shapes.txt")
+    assert len(problems) >= 30
+    target = find_target("h200")
+    families = {problem.key: selected(problem, target)[0] for problem in problems}
+    assert set(families.values()) == {"forward_hopper", "backward_hopper"}, families
