@@ -156,9 +156,9 @@ def _lines(report: RegretReport, records: tuple[Record, ...]) -> Iterator[str]:
     )
     for value, point in worst[:WORST]:
         chosen, best = choose(point.problem, records), point.best
-        label = chosen.config.label()
-        ours = f"{chosen.family} {_differs(label, best.config)}"
-        fastest = f"{best.family} {_differs(best.config, label)}"
+        label, alike = chosen.config.label(), chosen.family == best.family
+        ours = f"{chosen.family} {_differs(label, best.config, alike)}"
+        fastest = f"{best.family} {_differs(best.config, label, alike)}"
         yield f"| {point.problem.key} | {value:.1%} | {ours} | {fastest} |"
 
 
@@ -181,10 +181,14 @@ def _groups(points: Iterable[Point]) -> Iterator[tuple[str, list[Point]]]:
     yield from sorted(groups.items())
 
 
-def _differs(label: str, other: str) -> str:
-    """The words of a config that another one's label does not have."""
-    words = set(other.split())
-    return " ".join(word for word in label.split() if word not in words) or "the same"
+def _differs(label: str, other: str, alike: bool) -> str:
+    """The values of a config that another one's label does not have.
+
+    Configs of one family are compared by the axes of both. Saved labels lack axes that were added later.
+    """
+    values, axes = set(other.split()), {word.partition("=")[0] for word in other.split()}
+    differ = (word for word in label.split() if word not in values)
+    return " ".join(word for word in differ if not alike or word.partition("=")[0] in axes) or "the same"
 
 
 if __name__ == "__main__":
