@@ -287,16 +287,6 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         """The kernel, and then its steps as separate kernels for the compiler."""
         return self, *(self._alone(step) for step in self.steps)
 
-    @property
-    def first(self) -> Kernel | None:
-        """The prologue as a separate kernel."""
-        return None if self.prologue is None else self._alone(self.prologue)
-
-    @property
-    def last(self) -> Kernel | None:
-        """The epilogue as a separate kernel."""
-        return None if self.epilogue is None else self._alone(self.epilogue)
-
     @staticmethod
     def _named(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
         return tuple(argument.name for argument in arguments if argument.name in ExtraInputs._fields)

@@ -6,7 +6,7 @@ passes addresses, numbers and those integers to the driver.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,15 +33,8 @@ if TYPE_CHECKING:
 WORKSPACE = "workspace_"
 
 Tensors = ForwardTensors | BackwardTensors
-
-
-class Binary(NamedTuple):
-    """The binaries of a kernel, its prologue, its epilogue, and the step before the prologue, if any."""
-
-    kernel: CompiledKernel
-    prologue: CompiledKernel | None = None
-    epilogue: CompiledKernel | None = None
-    before: CompiledKernel | None = None
+# The binaries of a kernel and its steps, by the names of their functions.
+Binary = dict[str, "CompiledKernel"]
 
 
 def compile_binary(kernel: Kernel, target: Target) -> Binary:
@@ -50,12 +43,7 @@ def compile_binary(kernel: Kernel, target: Target) -> Binary:
     Raises:
         KernelError: The compiler failed.
     """
-    before = kernel.prologue and kernel.prologue.before
-    steps = dict(zip(kernel.steps, kernel.parts[1:], strict=True))
-    wanted = (kernel.prologue, kernel.epilogue, before)
-    return Binary(
-        compile_kernel(kernel, target), *(step and compile_kernel(steps[step], target) for step in wanted)
-    )
+    return {part.entry: compile_kernel(part, target) for part in kernel.parts}
 
 
 def bind(
@@ -97,18 +85,16 @@ def bind(
         stages = tuple(zip(queues, names, strict=True))
         return interpreted_launch_of(stages, fields, workspaces, allocate)
     binary = compiled or compile_binary(kernel, target)
-    in_order = (binary.before, binary.prologue, binary.kernel, binary.epilogue)
-    binaries = [one for one in in_order if one is not None]
     device = tensors.q.device
     patterns: dict[str, Sequence[Any]] = {}
     arguments = None
     if kernel.takes_descriptors:
         patterns = _descriptors(kernel, module, tensors, planned, workspaces)
-        arguments = DescriptorArguments([*patterns.values()], binary.kernel.metadata.tensordesc_meta)
+        arguments = DescriptorArguments([*patterns.values()], binary[kernel.entry].metadata.tensordesc_meta)
     return launch_of(
         tuple(
-            Stage(queue_of(one, at, ints, device), taken, bool(patterns) and one is binary.kernel)
-            for one, (_, _, at, ints), taken in zip(binaries, plans, names, strict=True)
+            Stage(queue_of(binary[entry], at, ints, device), taken, bool(patterns) and entry == kernel.entry)
+            for (entry, _, at, ints), taken in zip(plans, names, strict=True)
         ),
         fields,
         device,

@@ -97,7 +97,7 @@ def _compiled(kernel: Kernel, target: Target, device: torch.device) -> Binary | 
     try:
         binary = compile_binary(kernel, target)
         # Load before the self-check, so that any compiler that Triton runs for the launch has finished.
-        for part in filter(None, binary):
+        for part in binary.values():
             load(part, device)
     except KernelError as error:
         # Without the traceback, which would keep the caller's tensors alive.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_failed_compilation_is_cached(kernel: Kernel, monkeypatch: pytest.Monkey
 
 
 def test_every_part_is_loaded_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Binary("kernel", None, "epilogue")
+    made: Any = {"main": "kernel", "combine": "epilogue"}
     loaded: list[tuple[object, torch.device]] = []
     monkeypatch.setattr(kernel_cache, "compile_binary", lambda *_: made)
     monkeypatch.setattr(kernel_cache, "load", lambda *part: loaded.append(part))
@@ -59,7 +60,7 @@ def test_failed_load_is_cached(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) 
         asked.append(part)
         raise KernelError("out of resource: shared memory")
 
-    monkeypatch.setattr(kernel_cache, "compile_binary", lambda *_: Binary("kernel"))
+    monkeypatch.setattr(kernel_cache, "compile_binary", lambda *_: {"main": "kernel"})
     monkeypatch.setattr(kernel_cache, "load", refuse)
     for _ in range(3):
         with pytest.raises(KernelError, match="shared memory"):
@@ -68,7 +69,7 @@ def test_failed_load_is_cached(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_other_errors_are_not_cached(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Binary(object(), None)
+    made: Any = {"main": object()}
     answers: list[Binary | Exception] = [OSError("disk full"), made]
 
     def compile_binary(kernel: Kernel, target: Target) -> Binary:

@@ -96,6 +96,6 @@ def test_golden_files_are_readable(name: str) -> None:
     assert {"launch_plan", "prologue_plan", "epilogue_plan", "descriptors", "attention_backward"} <= set(
         found
     )
-    for one in filter(None, (kernel, kernel.first, kernel.last)):
+    for one in kernel.parts:
         parameters = [argument.arg for argument in found[one.entry].args.args]
         assert parameters == [argument.name for argument in one.arguments]

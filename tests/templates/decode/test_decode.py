@@ -183,13 +183,13 @@ HOPPER_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def test_kernels_without_wait_are_not_launched_early() -> None:
-    """A combining kernel that came early and did not wait would read what nobody wrote yet."""
+    """A combining kernel that starts early and does not wait could read partial results too early."""
     for dtype in (Dtype.BF16, Dtype.FP32):
         kernel = render(FAMILY, a_problem(dtype=dtype), a_config(early_combine=True), Specialization())
-        assert kernel.last is not None
+        _, combining = kernel.parts
         waits = "gdc_wait" in kernel.source
         assert waits is (dtype is Dtype.BF16)
-        assert waits is (kernel.last.options.early is True)
+        assert waits is (combining.options.early is True)
 
 
 def is_ordered(ptx: str) -> bool:
@@ -203,9 +203,8 @@ def is_ordered(ptx: str) -> bool:
 @pytest.mark.parametrize("mutant", decode_scores.early(USUAL), ids=lambda mutant: mutant.name)
 def test_mutants_that_do_not_wait_are_found_in_ptx(mutant: Mutant) -> None:
     for kernel, ordered in ((rendered(mutant.subject), True), (broken(mutant), False)):
-        assert kernel.last is not None
-        steps = (kernel, kernel.last) if kernel.options.early is True else (kernel.last,)
-        assert all(is_ordered(compile_kernel(step, H200).asm["ptx"]) for step in steps) is ordered
+        parts = kernel.parts if kernel.options.early is True else kernel.parts[1:]
+        assert all(is_ordered(compile_kernel(part, H200).asm["ptx"]) for part in parts) is ordered
 
 
 # Of these, kernels that may assume nothing of their tensors too.
@@ -229,13 +228,13 @@ def test_kernels_compile(name: str, gpu: str) -> None:
         assert sum(item.bytes for item in items) <= binary.metadata.shared
         assert binary.metadata.launch_pdl is config.early_start
         assert not config.early_start or is_ordered(binary.asm["ptx"])
-        if kernel.last is None:
-            assert config.num_splits == 1
-            continue
-        combining = compile_kernel(kernel.last, target)
-        assert not config.early_combine or is_ordered(combining.asm["ptx"])
-        assert combining.metadata.launch_pdl is config.early_combine
-        assert ("griddepcontrol.wait" in combining.asm["ptx"]) is config.early_combine
+        steps = kernel.parts[1:]
+        assert len(steps) == (config.num_splits > 1)
+        for step in steps:
+            combining = compile_kernel(step, target)
+            assert not config.early_combine or is_ordered(combining.asm["ptx"])
+            assert combining.metadata.launch_pdl is config.early_combine
+            assert ("griddepcontrol.wait" in combining.asm["ptx"]) is config.early_combine
 
 
 def test_mla_products_use_wgmma() -> None:

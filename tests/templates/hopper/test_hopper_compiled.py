@@ -124,8 +124,8 @@ def test_descriptors_match_the_launcher_metadata() -> None:
 def test_both_kernels_of_a_quantised_source_compile() -> None:
     problem = a_problem(128, dtype=Dtype.E4M3)
     kernel = render(FAMILY, problem, a_config(problem), PLAIN)
-    assert kernel.first is not None
-    assert "transpose_values" in str(compile_kernel(kernel.first, H200).asm["ptx"])
+    _, prologue = kernel.parts
+    assert "transpose_values" in str(compile_kernel(prologue, H200).asm["ptx"])
     assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in str(
         compile_kernel(kernel, H200).asm["ptx"]
     )
