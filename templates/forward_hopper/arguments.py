@@ -7,7 +7,7 @@ from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.common.model.sram import Chunk, head_chunks
-from flashtune.templates.forward_hopper.space import HopperConfig, copied_keys, stored_dtype
+from flashtune.templates.forward_hopper.space import HopperConfig, copied_keys, has_lists, stored_dtype
 
 # TMA's widest row without bank conflicts.
 WIDEST_SWIZZLE = 128
@@ -15,18 +15,18 @@ WIDEST_SWIZZLE = 128
 STEPS = ("k_batch_step", "k_head_step", "v_batch_step", "v_head_step")
 # Likewise from page to page.
 PAGE_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
-# The words of partial blocks of a mask, and the lists of blocks by a mask or bias.
-LISTS = ("words", "lists")
-KINDS = Argument("kinds", "*i32", POINTER_ALIGNMENT)
+# Workspaces: kinds of blocks, words of partial blocks of a mask, lists of blocks, and the counter of tiles.
+KINDS, WORDS, LISTS, COUNTER = (
+    Argument(name, "*i32", POINTER_ALIGNMENT) for name in ("kinds", "words", "lists", "counter")
+)
 MASK_COUNTS = ("mask_batches", "mask_heads")
 LISTED_COUNTS = ("mask_heads", "seqlen_q", "seqlen_kv")
 # The most blocks of a list by a block mask.
 LIST_WIDTH = "list_width"
-# The inputs that the prologue reads, and the kernel does not.
+# The inputs that a prologue reads, and the kernel does not.
 LISTED_INPUTS = ("bias", "block_counts", "block_indices")
 LISTED_STRIDES = ("stride_bias", "stride_counts", "stride_indices")
 PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps")
-TABLE = "stride_table"
 
 
 def hopper_arguments(
@@ -79,7 +79,7 @@ def classifying_arguments(problem: Problem, specialization: Specialization) -> t
     return (
         *(one for one in side_tensors(problem) if one.name == "bias"),
         KINDS,
-        *_of_pairs(problem)[:-1],
+        *_words(problem),
         *_strides(problem, specialization, of_lists=True),
         *(Argument(name, "i32") for name in LISTED_COUNTS),
     )
@@ -93,7 +93,7 @@ def listing_arguments(
     They are kinds, lists and the number of keys. For a block mask: its tensors, lists, strides, counts.
     """
     if not problem.block_mask:
-        return KINDS, *_of_pairs(problem)[-1:], Argument("seqlen_kv", "i32")
+        return KINDS, LISTS, Argument("seqlen_kv", "i32")
     return (
         *(one for one in side_tensors(problem) if one.name in (*LISTED_INPUTS, "seqlens_kv")),
         *_lists(problem, config),
@@ -103,17 +103,15 @@ def listing_arguments(
     )
 
 
-def _of_pairs(problem: Problem) -> tuple[Argument, ...]:
-    counts = {Bias.NONE: 0, Bias.ADDITIVE: 1, Bias.BOOLEAN: 2}
-    names = LISTS[len(LISTS) - counts[problem.bias] :]
-    return tuple(Argument(name, "*i32", POINTER_ALIGNMENT) for name in names)
+def _words(problem: Problem) -> tuple[Argument, ...]:
+    return (WORDS,) if problem.bias is Bias.BOOLEAN else ()
 
 
 def _lists(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:
-    if not problem.block_mask:
-        return _of_pairs(problem)
-    names = ("lists", "counter") if config.dynamic_schedule else ("lists",)
-    return tuple(Argument(name, "*i32", POINTER_ALIGNMENT) for name in names)
+    """Returns the workspaces that prologues write and the kernel reads."""
+    if not has_lists(problem):
+        return ()
+    return (*_words(problem), LISTS, *((COUNTER,) if config.dynamic_schedule else ()))
 
 
 def _list_counts(problem: Problem) -> tuple[str, ...]:
@@ -123,7 +121,7 @@ def _list_counts(problem: Problem) -> tuple[str, ...]:
 
 
 def _strides(problem: Problem, specialization: Specialization, *, of_lists: bool) -> tuple[Argument, ...]:
-    """Returns the strides of the inputs that the prologue lists, or those of all other extra inputs."""
+    """Returns the strides of the inputs that a prologue lists, or those of all other extra inputs."""
     strides = side_strides(problem, specialization)
     return tuple(one for one in strides if one.name.startswith(LISTED_STRIDES) is of_lists)
 

@@ -83,8 +83,8 @@ class HopperModel(PerformanceModel[HopperConfig]):
         slots = q_slots + 2 * config.num_stages
         biases = config.bias_stages * (problem.bias is Bias.ADDITIVE)
         slots += config.num_consumer_groups * biases
-        slots += raw_stages(config) if problem.kv_dtype else 0
-        slots += QUEUE_SLOTS * config.dynamic_schedule
+        raw = raw_stages(config) if problem.kv_dtype else 0
+        slots += raw + QUEUE_SLOTS * config.dynamic_schedule
         barriers = SIDES * slots * BARRIER_BYTES
         items = (
             BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries),
@@ -95,10 +95,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
                 config.p_stages * config.block_m * config.block_n * size,
             ),
             BytesItem(f"bias, {biases} in flight", config.block_m * config.block_n * size * biases),
-            BytesItem(
-                f"k and v in 8 bits, {raw_stages(config)} in flight",
-                raw_stages(config) * config.block_n * values if problem.kv_dtype else 0,
-            ),
+            BytesItem(f"k and v in 8 bits, {raw} in flight", raw * config.block_n * values),
             BytesItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
             BytesItem("barriers", barriers),
             BytesItem("indices of tiles", QUEUE_SLOTS * INDEX_BYTES * config.dynamic_schedule),
@@ -114,7 +111,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
             return pace.launch / 1e3
         cost = TileCost(
             block_us(problem, config.block_m * config.block_n, pace, target, _exponentials(problem))
-            * _passing(problem, config)
+            * _copied_blocks(problem, config)
             + _conversion(problem, config, target),
             tile_us(problem, config.block_m, pace, target) + _between(config),
         )
@@ -190,8 +187,8 @@ def _exponentials(problem: Problem) -> float:
     return 1.0 + SOFTCAP_EXPONENTIALS * problem.softcap + ALIBI_EXPONENTIALS * problem.alibi + bias
 
 
-def _passing(problem: Problem, config: HopperConfig) -> float:
-    """Returns the blocks that a tile copies over those of one group, which waits for those of the others."""
+def _copied_blocks(problem: Problem, config: HopperConfig) -> float:
+    """Returns the blocks that a tile copies, as a multiple of those that one of its groups sees."""
     if not problem.block_mask or has_one_list(problem, config):
         return 1.0
     share = problem.block_share

@@ -37,6 +37,8 @@ SPARE_REGISTERS = 24
 # Additional registers for dropout: random words of rows, and products of twice their width.
 DROPPING_REGISTERS = 16
 MAX_ROWS = 256
+# Up to this width, tiles leave registers for a third group.
+NARROW = 64
 # Values of more columns leave few registers.
 WIDE = 128
 # Outputs this wide have halves as wide as TMA's widest rows.
@@ -48,6 +50,9 @@ PACKS = (1, 2, 4, 8, 16)
 LONG = 4096
 # From this length on, tiles of three groups waste few rows at a sequence's end.
 MANY_QUERIES = 2048
+# From this many keys for each query on, tiles of a prompt's chunk differ little. With small pages in 8 bits,
+# linear order was then the fastest on an H200.
+SIMILAR_TILES = 4
 # Below this many queries, a tile has space for several heads.
 FEW_QUERIES = 128
 
@@ -210,9 +215,8 @@ def _blocks_divide(problem: Problem, config: HopperConfig) -> bool:
     Groups with lists of their own finish a tile at different times, and would wait for the next tile's index.
     """
     size, rows = problem.block_mask, config.rows_per_group // config.pack_gqa
-    is_static = not config.dynamic_schedule
-    dynamic = has_one_list(problem, config) and config.order is not Order.SERPENTINE
-    return size % config.block_n == 0 and size % rows == 0 and (is_static or dynamic)
+    can_be_dynamic = has_one_list(problem, config) and config.order is not Order.SERPENTINE
+    return size % config.block_n == 0 and size % rows == 0 and (can_be_dynamic or not config.dynamic_schedule)
 
 
 def has_one_list(problem: Problem, config: HopperConfig) -> bool:
@@ -255,83 +259,121 @@ def _is_full(problem: Problem, pack: int, groups: int) -> bool:
 
 
 def usual_config(problem: Problem) -> HopperConfig:
-    """Returns the best config of most lengths on an H200, by head dims."""
-    width = columns(head_chunks(max(problem.head_dim, problem.value_head_dim), True))
-    differ = tiles_differ(problem)
-    # In one order of all heads, tiles of varlen batches that end in the same round differ least.
-    listed, additive = has_lists(problem), problem.bias is Bias.ADDITIVE
-    in_one = bool(problem.total_q) or (differ and (problem.seqlen_kv > LONG or _is_local(problem)))
-    in_one = in_one and not listed
-    windowed = problem.window_left is not None
-    order = Order.LPT if problem.total_q or windowed else Order.SERPENTINE
-    if problem.kv_dtype and problem.page_size < GROUP_ROWS and problem.seqlen_kv >= 4 * problem.seqlen_q:
-        # Tiles of a chunk of a prompt differ little.
-        order = Order.LINEAR
-    # Tiles of one chunk follow each other, so that they share keys and values in L2.
-    chunked = problem.attention_chunk > 0 and not (windowed or problem.total_q or listed)
-    order = Order.LINEAR if chunked else order
-    narrow = width <= 64 and problem.dtype is not Dtype.E4M3
-    wide = width > 128
+    """Returns the best config of most lengths on an H200."""
+    tiles = _usual_tiles_of_blocks(problem) if problem.block_mask else _usual_tiles(problem)
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    is_halved = problem.kv_dtype is not None or _widest(problem) > WIDE
+    return msgspec.structs.replace(
+        tiles,
+        split_epilogue=is_halved and _can_be_halved(problem, True),
+        split_head_dim=odd_width and _products_fit(problem, True),
+        head_swizzle=_usual_swizzle(problem),
+        order=_usual_order(problem),
+        balanced_grid=not problem.block_mask and not _is_in_one_order(problem),
+        dynamic_schedule=has_one_list(problem, tiles),
+    )
+
+
+def _usual_tiles(problem: Problem) -> HopperConfig:
+    """Returns the default tiles and stages without a block mask, by head dims."""
+    width, differ = _widest(problem), tiles_differ(problem)
+    narrow = width <= NARROW and problem.dtype is not Dtype.E4M3
+    wide = width > WIDE
     # 8-bit probabilities of three groups do not fit registers, but fit shared memory.
-    shared = problem.dtype.is_quantized and 64 < width <= 128 and problem.seqlen_q >= MANY_QUERIES
+    shared = problem.dtype.is_quantized and NARROW < width <= WIDE and problem.seqlen_q >= MANY_QUERIES
     # Three groups do not have the registers for dropout, softcap or a converter with so many keys at a time.
     crowded = problem.dropout or problem.softcap or problem.kv_dtype
     groups = 3 if shared or (narrow and not crowded) else 2
     pack = max(pack for pack in _packs(problem) if pack == 1 or _is_full(problem, pack, groups))
-    # With two heads in a tile, or one group, all its queries are in one block of 64.
-    small_blocks = 0 < problem.block_mask < 2 * GROUP_ROWS
-    if problem.block_mask:
-        pack = 2 if small_blocks and problem.group_size % 2 == 0 and len(_packs(problem)) > 1 else 1
     # Few keys are seen of a tile, so that its fixed cost matters: it has more rows.
     tall = _is_narrow(problem) and narrow and pack > 1 and not problem.dropout
-    rows = 2 * GROUP_ROWS if tall else GROUP_ROWS
-    groups = 2 if tall else groups
-    if additive:
-        # Tiles of the bias take registers, and the shared memory of a group or of queries.
-        groups = 1 if wide else 2
-    elif listed:
-        groups = 3 if narrow and not crowded else 2
-    if problem.block_mask:
-        groups = 1 if small_blocks and pack == 1 else 2
     # With three groups of fewer keys, the exponentials of softcaps overlap with more products.
     plain = not (problem.dropout or problem.kv_dtype or problem.total_q or _is_local(problem))
-    triple = bool(problem.softcap) and in_one and plain and not wide
-    groups = 3 if triple else groups
-    stages = 3 if tall and not problem.block_mask else 2
-    stages = 4 if small_blocks and groups == 1 and not wide else stages
-    few = wide or triple or _is_narrow(problem) or problem.block_mask == 64
+    triple = problem.softcap and _is_in_one_order(problem) and plain and not wide
+    additive = problem.bias is Bias.ADDITIVE
+    if triple:
+        groups = 3
+    elif tall:
+        groups = 2
+    elif additive:
+        # Tiles of the bias take registers, and the shared memory of a group or of queries.
+        groups = 1 if wide else 2
     return HopperConfig(
         num_warps=GROUP_WARPS,
-        num_stages=stages,
+        num_stages=3 if tall else 2,
         num_consumer_groups=groups,
-        rows_per_group=rows,
-        block_n=64 if few else 128,
+        rows_per_group=2 * GROUP_ROWS if tall else GROUP_ROWS,
+        block_n=64 if wide or triple or _is_narrow(problem) else 128,
         q_stages=1 if wide or problem.kv_dtype or ((additive or triple) and not narrow) else 2,
-        split_epilogue=(wide or problem.kv_dtype is not None) and _can_be_halved(problem, True),
         ping_pong=not wide and groups > 1 and (narrow or not triple),
-        defer_pv_wait=(not narrow or problem.block_mask > 0) and not triple and not (shared and not differ),
+        defer_pv_wait=not narrow and not triple and not (shared and not differ),
         p_stages=(1 if differ else 2) if shared else 0,
-        split_head_dim=odd_width and _products_fit(problem, True),
         pack_gqa=pack,
-        head_swizzle=0 if in_one and not chunked else _usual_swizzle(problem),
-        order=_usual_order(problem, order) if differ else Order.LINEAR,
-        balanced_grid=not in_one and not problem.block_mask,
-        dynamic_schedule=problem.block_mask > 0 and problem.block_mask % (groups * rows // pack) == 0,
     )
 
 
+def _usual_tiles_of_blocks(problem: Problem) -> HopperConfig:
+    """Returns the default tiles and stages with a block mask."""
+    width = _widest(problem)
+    small = problem.block_mask <= GROUP_ROWS
+    # With two heads in a tile, or one group, all its queries are in one small block.
+    pack = 2 if small and problem.group_size % 2 == 0 and len(_packs(problem)) > 1 else 1
+    groups = 1 if small and pack == 1 else 2
+    tall = _is_narrow(problem) and width <= NARROW and pack > 1 and not problem.dropout
+    return HopperConfig(
+        num_warps=GROUP_WARPS,
+        num_stages=4 if groups == 1 and width <= WIDE else 2,
+        num_consumer_groups=groups,
+        rows_per_group=2 * GROUP_ROWS if tall else GROUP_ROWS,
+        block_n=64 if width > WIDE or small or _is_narrow(problem) else 128,
+        q_stages=1 if width > WIDE else 2,
+        ping_pong=width <= WIDE and groups > 1,
+        defer_pv_wait=True,
+        pack_gqa=pack,
+    )
+
+
+def _widest(problem: Problem) -> int:
+    """Returns the columns of the widest tile, if head dims are split."""
+    return columns(head_chunks(max(problem.head_dim, problem.value_head_dim), True))
+
+
+def _is_in_one_order(problem: Problem) -> bool:
+    """Returns whether the tiles of all heads are in one order.
+
+    Then tiles of varlen batches that end in the same round differ least.
+    """
+    long = tiles_differ(problem) and (problem.seqlen_kv > LONG or _is_local(problem))
+    return (problem.total_q > 0 or long) and not has_lists(problem)
+
+
+def _has_chunks_alone(problem: Problem) -> bool:
+    """Returns whether tiles of one chunk follow each other, so that they share keys and values in L2."""
+    others = problem.window_left is not None or problem.total_q or has_lists(problem)
+    return problem.attention_chunk > 0 and not others
+
+
 def _usual_swizzle(problem: Problem) -> int:
-    """Returns the heads in work at a time: few under block masks, whose tiles share few keys."""
+    """Returns the default number of heads that are processed together; 0 for all.
+
+    Tiles of block masks share few keys, so that fewer heads are better.
+    """
+    if _is_in_one_order(problem) and not _has_chunks_alone(problem):
+        return 0
     if not problem.block_mask or problem.group_size > 1 or problem.sight.right is not None:
         return 4
     return 1 if problem.seqlen_kv > LONG else 2
 
 
-def _usual_order(problem: Problem, order: Order) -> Order:
-    if not problem.block_mask:
-        return order
-    return Order.LPT if problem.sight.right is not None else Order.LINEAR
+def _usual_order(problem: Problem) -> Order:
+    """Returns the default order of tiles."""
+    if problem.block_mask:
+        return Order.LPT if problem.sight.right is not None else Order.LINEAR
+    small_pages = problem.kv_dtype is not None and problem.page_size < GROUP_ROWS
+    similar = small_pages and problem.seqlen_kv >= SIMILAR_TILES * problem.seqlen_q
+    if similar or _has_chunks_alone(problem) or not tiles_differ(problem):
+        return Order.LINEAR
+    return Order.LPT if problem.total_q or problem.window_left is not None else Order.SERPENTINE
 
 
 def copied_keys(problem: Problem, config: HopperConfig) -> int:
