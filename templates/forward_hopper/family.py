@@ -50,11 +50,12 @@ DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
 # TMA copies rows of a multiple of 16 bytes.
 ROW_BYTES = 16
 WORKSPACE = "transposed"
-# Warps of a program that classifies blocks. By a bias, a program classifies several: it reads few rows.
+# Warps of a program that classifies blocks, and the blocks of a bias for each program, which reads few rows.
 CLASSIFYING_WARPS = {Bias.BOOLEAN: 4, Bias.ADDITIVE: 8}
 CLASSIFIED = 8
-UNLISTED = {Feature.VARLEN, Feature.PAGES, Feature.SEQLENS_K, Feature.PREFIX}
-UNLISTED_BLOCKS = {Feature.VARLEN, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
+# Features that a bias or mask, or a block mask, excludes.
+EXCLUDED_WITH_BIAS = {Feature.VARLEN, Feature.PAGES, Feature.SEQLENS_K, Feature.PREFIX}
+EXCLUDED_WITH_BLOCK_MASK = {Feature.VARLEN, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
 NO_BOUND = -1
 # Wider than any sequence, and positions beyond it still fit 32 bits.
 WIDEST_WINDOW = 2**30 - 1
@@ -105,6 +106,7 @@ class HopperContext(Context, frozen=True):
     block_groups: bool
     one_list: bool
     classified: int
+    classifying_warps: int
     listed_left: int
     listed_right: int
     listed_chunk: int
@@ -302,13 +304,13 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return (
                 "forward_hopper drops weights in bf16 and fp16, of sequences that are not packed or in pages"
             )
-        if problem.bias is not Bias.NONE and problem.features & UNLISTED:
+        if problem.bias is not Bias.NONE and problem.features & EXCLUDED_WITH_BIAS:
             return "forward_hopper takes a bias or mask without packed sequences, pages, lengths and prefixes"
         if problem.kv_dtype and (
             problem.kv_dtype is not KvDtype.E4M3 or not problem.page_size or problem.kv_scale is KvScale.PAGE
         ):
             return "forward_hopper takes 8-bit keys in e4m3, in pages without scales of their own"
-        if problem.block_mask and problem.features & UNLISTED_BLOCKS:
+        if problem.block_mask and problem.features & EXCLUDED_WITH_BLOCK_MASK:
             return "forward_hopper takes a block mask without packed sequences, pages, prefixes and biases"
         dims = problem.head_dim, problem.value_head_dim
         if problem.kv_dtype and (dims[0] != dims[1] or dims[0] not in CONVERTED_HEAD_DIMS):
@@ -405,6 +407,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             block_groups=problem.block_mask > 0 and problem.block_lists is BlockLists.GROUP,
             one_list=has_one_list(problem, config),
             classified=CLASSIFIED if problem.bias is Bias.ADDITIVE else 1,
+            classifying_warps=CLASSIFYING_WARPS.get(problem.bias, 0),
             listed_left=left,
             listed_right=_bound(problem.sight.right),
             listed_chunk=chunk,

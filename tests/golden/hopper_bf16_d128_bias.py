@@ -6,7 +6,7 @@ Features     bias: additive, softcap: False, ALiBi: False, sinks: False, lengths
 Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2, q_stages 1,
              split_epilogue False, ping_pong True, defer_pv_wait False, conditional_rescale True,
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
-             lpt False, serpentine False, balanced_grid False
+             lpt False, serpentine False, balanced_grid False, bias_stages 1
 Assumes      addresses and strides that are multiples of 16 bytes
 Template     forward_hopper 40f8c6d8d35a
 
@@ -27,7 +27,7 @@ A prologue lists the blocks that some query of a tile sees. A group skips those 
 
 Names
   *_desc                            TMA descriptor of a tensor: shape, strides, tile
-  *_ring                            tiles in shared memory, and barriers: a tile has arrived, may be overwritten
+  q, k, v                           rings of tiles in shared memory, and barriers: a tile has arrived, may be overwritten
   *_log2                            a quantity in units of log2, so that exp2 replaces exp
   pack                              PACK query heads of one KV head, whose rows share a tile
   head                              first query head of a pack, counted within its KV head's group
@@ -1004,9 +1004,9 @@ def attention(q, k, v, scale=None, *, bias):
     tensors = (q, k, v, out, bias)
     scratch = [torch.empty(shape, dtype=torch.int32, device=q.device) for shape in workspaces]
     first_grid, first_integers = first_plan(q, k, v, out, bias)
-    classify_blocks[first_grid](bias, *scratch[:-1], *first_integers)
+    classify_blocks[first_grid](bias, *scratch[:-1], *first_integers, num_warps=8)
     list_grid, list_integers = prologue_plan(q, k, v, out, bias)
-    list_blocks[list_grid](scratch[0], scratch[-1], *list_integers)
+    list_blocks[list_grid](scratch[0], scratch[-1], *list_integers, num_warps=1)
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
         out if lse is None else lse,

@@ -28,7 +28,7 @@ A prologue lists the blocks that some query of a tile sees. A group skips those 
 
 Names
   *_desc                            TMA descriptor of a tensor: shape, strides, tile
-  *_ring                            tiles in shared memory, and barriers: a tile has arrived, may be overwritten
+  q, k, v                           rings of tiles in shared memory, and barriers: a tile has arrived, may be overwritten
   *_log2                            a quantity in units of log2, so that exp2 replaces exp
   pack                              PACK query heads of one KV head, whose rows share a tile
   head                              first query head of a pack, counted within its KV head's group
@@ -855,7 +855,7 @@ def attention(q, k, v, scale=None, *, block_counts, block_indices):
     tensors = (q, k, v, out)
     scratch = [torch.empty(shape, dtype=torch.int32, device=q.device) for shape in workspaces]
     first_grid, first_integers = prologue_plan(q, k, v, out, block_counts, block_indices)
-    list_blocks[first_grid](block_counts, block_indices, *scratch, *first_integers)
+    list_blocks[first_grid](block_counts, block_indices, *scratch, *first_integers, num_warps=1)
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
         out if lse is None else lse,

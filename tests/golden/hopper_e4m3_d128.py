@@ -25,7 +25,7 @@ The schedule is FlashAttention-3's (Shah et al., 2024); the conditional rescalin
 
 Names
   *_desc                            TMA descriptor of a tensor: shape, strides, tile
-  *_ring                            tiles in shared memory, and barriers: a tile has arrived, may be overwritten
+  q, k, v                           rings of tiles in shared memory, and barriers: a tile has arrived, may be overwritten
   *_log2                            a quantity in units of log2, so that exp2 replaces exp
   pack                              PACK query heads of one KV head, whose rows share a tile
   head                              first query head of a pack, counted within its KV head's group

@@ -3,7 +3,7 @@
 Computes     fp16, head dim 64, value head dim 64, causal: none, varlen: False, dropout: False
 Window       -1 keys to the left, -1 to the right; -1 is no bound
 Features     softcap: False, ALiBi: False, sinks: False, lengths: False, prefix: False, chunk: 0, first tokens: 0
-Keys         in pages of 64, as many as seqlens_kv says; in e4m3, converted by a group of four warps
+Keys         in pages of 64, with lengths in seqlens_kv; in e4m3, converted by a group of four warps
 Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2, q_stages 2,
              split_epilogue False, ping_pong True, defer_pv_wait False, conditional_rescale True,
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
@@ -26,7 +26,7 @@ The schedule is FlashAttention-3's (Shah et al., 2024); the conditional rescalin
 
 Names
   *_desc                            TMA descriptor of a tensor: shape, strides, tile
-  *_ring                            tiles in shared memory, and barriers: a tile has arrived, may be overwritten
+  q, k, v                           rings of tiles in shared memory, and barriers: a tile has arrived, may be overwritten
   *_log2                            a quantity in units of log2, so that exp2 replaces exp
   pack                              PACK query heads of one KV head, whose rows share a tile
   head                              first query head of a pack, counted within its KV head's group
@@ -772,7 +772,7 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, seqlens_kv, block_table)
 
     k and v are [pages, kv_heads, 64, head_dim]. Sequence b has seqlens_kv[b] keys, in the pages
     block_table[b], both int32.
-    They are float8_e4m3fn, and stand for these numbers times k_scale and v_scale, [batch, kv_heads].
+    They are float8_e4m3fn. Keys and values are these numbers times k_scale and v_scale, [batch, kv_heads].
 
     Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).

@@ -3,7 +3,7 @@
 Computes     fp16, head dim 96, value head dim 80, causal: none, varlen: False, dropout: False
 Window       -1 keys to the left, -1 to the right; -1 is no bound
 Features     softcap: False, ALiBi: False, sinks: False, lengths: False, prefix: False, chunk: 0, first tokens: 0
-Keys         in pages of 256, as many as seqlens_kv says
+Keys         in pages of 256, with lengths in seqlens_kv
 Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2, q_stages 1,
              split_epilogue False, ping_pong False, defer_pv_wait False, conditional_rescale True,
              p_stages 0, split_head_dim True, pack_gqa 2, head_swizzle 0,
@@ -26,7 +26,7 @@ The schedule is FlashAttention-3's (Shah et al., 2024); the conditional rescalin
 
 Names
   *_desc                            TMA descriptor of a tensor: shape, strides, tile
-  *_ring                            tiles in shared memory, and barriers: a tile has arrived, may be overwritten
+  q, k, v                           rings of tiles in shared memory, and barriers: a tile has arrived, may be overwritten
   *_log2                            a quantity in units of log2, so that exp2 replaces exp
   pack                              PACK query heads of one KV head, whose rows share a tile
   head                              first query head of a pack, counted within its KV head's group

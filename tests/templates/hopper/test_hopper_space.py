@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 import msgspec
 import pytest
 
 from flashtune.core.features.records import BlockLists
-from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, KvDtype, Problem
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, Problem
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 from flashtune.templates.rendering import render
 from tests.problems.hopper import FAMILY, H200, a_config, a_problem, sampled_configs, sram_bytes
@@ -219,18 +220,32 @@ def test_defaults_of_block_masks_are_in_their_space(
     assert FAMILY.space(problem, H200).contains(FAMILY.default(problem, H200))
 
 
+def launches(kernel: Kernel) -> dict[str, ast.Call]:
+    """Returns the launches in the stand-alone function of a source, by the names of the kernels."""
+    body = ast.parse(kernel.source).body
+    (wrapper,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == "attention")
+    return {
+        ast.unparse(node.func.value): node
+        for node in ast.walk(wrapper)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    }
+
+
 @pytest.mark.parametrize("size", [64, 128])
 def test_a_kernel_of_block_masks_passes_all_its_workspaces(size: int) -> None:
     problem = a_problem(128, block_mask=size, block_lists=BlockLists.HEAD)
     kernel = render(FAMILY, problem, FAMILY.default(problem, H200), Specialization())
-    functions = {
-        node.name: node for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)
-    }
-    (call,) = (
-        node
-        for node in ast.walk(functions["attention"])
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Subscript)
-        and ast.unparse(node.func).startswith(kernel.entry)
-    )
-    assert "*scratch" in [ast.unparse(argument) for argument in call.args]
+    assert "*scratch" in [ast.unparse(argument) for argument in launches(kernel)[kernel.entry].args]
+
+
+@pytest.mark.parametrize(
+    "lists", [{"bias": Bias.ADDITIVE}, {"bias": Bias.BOOLEAN}, {"block_mask": 128}], ids=str
+)
+def test_exported_kernels_launch_steps_with_their_warps(lists: dict[str, Any]) -> None:
+    problem = a_problem(128, **lists)
+    kernel = render(FAMILY, problem, FAMILY.default(problem, H200), Specialization())
+    found = launches(kernel)
+    assert set(found) == {part.entry for part in kernel.parts}
+    for part in kernel.parts:
+        (warps,) = (one.value for one in found[part.entry].keywords if one.arg == "num_warps")
+        assert ast.literal_eval(warps) == part.options.num_warps
