@@ -23,7 +23,7 @@ BLOCK_QUERIES = {NARROW: 128, WIDE: 64, WIDEST: 64}
 # Of an H100 or H200: in deterministic kernels, this many programs start at once.
 MULTIPROCESSORS = 132
 # Heads of which the longest programs start first.
-MOST_BESIDE = 8
+MAX_INTERLEAVED_HEADS = 8
 # With more keys, interleaved heads were 5% slower on an H200.
 MAX_INTERLEAVED_KEYS = 8192
 # Bytes of TMA's widest row without bank conflicts.
@@ -86,7 +86,7 @@ def hopper_backward_space(problem: Problem) -> Space:
     """Returns the search space."""
     begins = (
         Axis("stagger_start", (False, True) if may_rotate(problem) else (False,), False),
-        Axis("interleaved_heads", _beside(problem)),
+        Axis("interleaved_heads", _interleaved_heads(problem)),
     )
     width = width_of(problem)
     if width == WIDEST:
@@ -108,11 +108,11 @@ def hopper_backward_space(problem: Problem) -> Space:
     return Space(HopperBackwardConfig, axes, _is_possible)
 
 
-def _beside(problem: Problem) -> tuple[int, ...]:
+def _interleaved_heads(problem: Problem) -> tuple[int, ...]:
     """Returns the numbers of interleaved heads to try: one where all programs of a head are equally long."""
     if problem.deterministic:
         return 1, 2, 4
-    return (1, MOST_BESIDE) if problem.causal is not Causal.NONE or problem.total_q else (1,)
+    return (1, MAX_INTERLEAVED_HEADS) if problem.causal is not Causal.NONE or problem.total_q else (1,)
 
 
 def interleaves(problem: Problem, config: HopperBackwardConfig) -> bool:
@@ -155,7 +155,7 @@ def _is_possible(config: Config) -> bool:
     return config.ds_stages > config.defer_dq
 
 
-def _usual_beside(problem: Problem) -> int:
+def _usual_interleaved_heads(problem: Problem) -> int:
     """Returns the default number of interleaved heads.
 
     Under a causal mask a head's programs are shorter, so more others must start between them. The lengths of
@@ -164,7 +164,7 @@ def _usual_beside(problem: Problem) -> int:
     if not problem.deterministic:
         is_long = problem.group_size > 1 and problem.sight.left is None and width_of(problem) != WIDEST
         has_few_keys = problem.causal is not Causal.NONE and problem.seqlen_kv <= MAX_INTERLEAVED_KEYS
-        return MOST_BESIDE if problem.total_q or (is_long and has_few_keys) else 1
+        return MAX_INTERLEAVED_HEADS if problem.total_q or (is_long and has_few_keys) else 1
     return 2 if problem.causal is Causal.NONE else 4
 
 
@@ -186,5 +186,5 @@ def usual_config(problem: Problem) -> HopperBackwardConfig:
         alternate_dq=turns,
         init_accumulators=not (problem.softcap and width == WIDEST),
         stagger_start=may_rotate(problem),
-        interleaved_heads=_usual_beside(problem),
+        interleaved_heads=_usual_interleaved_heads(problem),
     )

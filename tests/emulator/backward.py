@@ -94,7 +94,7 @@ def emulate_backward(
     scale: float,
     workspaces: int,
     at_once: int,
-    beside: tuple[Array, ...] = (),
+    extra_inputs: tuple[Array, ...] = (),
     numbers: tuple[float, ...] = (),
 ) -> Sums:
     """Runs all programs of a launch.
@@ -107,11 +107,11 @@ def emulate_backward(
         scale: Of the scores.
         workspaces: Number of workspaces of the main kernel other than the rows.
         at_once: Number of concurrent programs; they start in order of their numbers.
-        beside: Side tensors as arrays.
+        extra_inputs: Extra inputs as arrays.
         numbers: Scalars after the scale.
     """
     module = load_module(kernel)
-    planned = (*planned, *(torch.empty(one.shape, device="meta") for one in beside))
+    planned = (*planned, *(torch.empty(one.shape, device="meta") for one in extra_inputs))
     (programs,), shapes, integers = module.launch_plan(*planned)
     made = module.descriptors(*planned, stats, *([None] * (len(shapes) - 1)))
     descriptors = [Descriptor(one, memory[name]) for name, parts in made.items() for one in parts]
@@ -121,7 +121,7 @@ def emulate_backward(
         names = BackwardProgram(number, programs, module, sums).names()
         exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
         names[kernel.entry](
-            *descriptors, *([Base(0)] * workspaces), *map(Pointer, beside), scale, *numbers, *integers
+            *descriptors, *([Base(0)] * workspaces), *map(Pointer, extra_inputs), scale, *numbers, *integers
         )
 
     with small_steps(), ThreadPoolExecutor(at_once) as multiprocessors:

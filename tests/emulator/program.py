@@ -36,9 +36,9 @@ from tests.emulator.hardware import (
 )
 from tests.emulator.inline_ptx import emulate_ptx, emulate_rows
 
-# Batch, head, query and key.
-# Decorators of what the emulator runs.
+# Decorators of definitions that the emulator runs.
 RUN = ("gluon.jit", "gluon.constexpr_function", "aggregate")
+# Batch, head, query and key.
 BIAS_DIMS = 4
 # The fewest dimensions of inputs that the prologue lists: batch, head and block of queries.
 LISTED_DIMS = 3
@@ -260,7 +260,7 @@ def emulate(
     kernel: Kernel,
     tensors: tuple[Any, ...],
     memory: tuple[Array, ...],
-    beside: tuple[Array, ...],
+    extra_inputs: tuple[Array, ...],
     lse: Array,
     scale: float,
     programs: int,
@@ -274,7 +274,7 @@ def emulate(
         tensors: q, k, v and out of the descriptors; only shapes and strides are used.
         memory: Flat arrays with the elements of `tensors`, of which the last is written, and those of a bias
             that is described.
-        beside: Extra inputs as arrays.
+        extra_inputs: Extra inputs as arrays.
         lse: Flat; written.
         scale: Of the scores.
         programs: Number of programs.
@@ -283,12 +283,12 @@ def emulate(
     """
     module = load_module(kernel)
     # A bias, mask or block mask is no argument of the kernel: it is described, or listed by the prologue.
-    described = [one for one in beside if one.ndim == BIAS_DIMS and len(memory) > len(tensors)]
-    beside_it = [one for one in beside if one.ndim < LISTED_DIMS]
+    described = [one for one in extra_inputs if one.ndim == BIAS_DIMS and len(memory) > len(tensors)]
+    passed = [one for one in extra_inputs if one.ndim < LISTED_DIMS]
     made = module.descriptors(*tensors, *(_like(one) for one in described))
     descriptors = [Descriptor(one, flat) for parts, flat in zip(made, memory, strict=True) for one in parts]
     # Scales are no arguments of the launch plan.
-    planned = () if tensors[0].dtype is E4M3 else beside
+    planned = () if tensors[0].dtype is E4M3 else extra_inputs
     starts = [_like(one) for one in planned]
     integers = module.launch_plan(*tensors, *starts)[2]
     with small_steps():
@@ -296,7 +296,7 @@ def emulate(
             program = Program(number, programs, module)
             names = program.names()
             exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
-            pointers = [Pointer(one.reshape(-1)) for one in (*beside_it, *workspaces)]
+            pointers = [Pointer(one.reshape(-1)) for one in (*passed, *workspaces)]
             names[kernel.entry](*descriptors, Pointer(lse), *pointers, scale, *numbers, *integers)
 
 

@@ -70,11 +70,11 @@ def test_launch_grids_follow_lengths(
     sums = (16, tiles, 16384 if head_dim > 128 else 8192)
     # A counter for each half of a block of sums, or for all; heads that fill the GPU twice or four times.
     counters = ((16, tiles, 2 if head_dim > 128 else 1),) if deterministic else ()
-    beside = (math.ceil((264 if causal == "none" else 528) / blocks),) if deterministic else ()
+    interleaved = (math.ceil((264 if causal == "none" else 528) / blocks),) if deterministic else ()
     if not deterministic and causal != "none" and head_dim <= 128:
-        beside = (8,)  # the queries are grouped
+        interleaved = (8,)  # the queries are grouped
     assert workspaces == ((32, tiles * block_m), sums, *counters)
-    assert integers == (blocks, 2, 4, 1000, 1100, diagonal, *beside)
+    assert integers == (blocks, 2, 4, 1000, 1100, diagonal, *interleaved)
     assert module.prologue_plan(*planned) == (
         (tiles * 16,),
         (*planned[3].stride()[:3], *planned[4].stride()[:3], 8, 1000),

@@ -111,8 +111,8 @@ def worst_error(
     programs = row_tiles(problem, config) * batch * splits
     workspaces = parts if splits > 1 else ()
     given = side._replace(seqlens_kv=torch.tensor(passed, dtype=torch.int32)) if passed else side
-    beside = tuple(one.numpy() for one in given.tensors)
-    emulate(kernel, like, flat, beside, lse.reshape(-1), scale, programs, workspaces)
+    extra_inputs = tuple(one.numpy() for one in given.tensors)
+    emulate(kernel, like, flat, extra_inputs, lse.reshape(-1), scale, programs, workspaces)
     got = out, torch.from_numpy(lse)
     if splits > 1:
         of_parts = combined(*(torch.from_numpy(part) for part in parts))

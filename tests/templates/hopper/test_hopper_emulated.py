@@ -94,7 +94,7 @@ def worst_error(
                 tensor[sequence, :, length:] = math.nan
     like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in (q, k, v, out))
     flat = tuple(one.flatten().numpy() for one in (q, k, v)), out.view(-1).numpy()
-    beside = tuple(one.numpy() for one in side.tensors)
+    extra_inputs = tuple(one.numpy() for one in side.tensors)
     numbers = tuple(one for one in side.numbers if one is not None)
     workspaces: tuple[Array, ...] = ()
     memory = (*flat[0], flat[1])
@@ -109,7 +109,7 @@ def worst_error(
     if problem.block_mask:
         assert config is not None
         workspaces = lists_of_blocks(problem, config, side)
-    emulate(kernel, like, memory, beside, lse, scale, programs, workspaces, numbers)
+    emulate(kernel, like, memory, extra_inputs, lse, scale, programs, workspaces, numbers)
     worst = 0.0
     for got, meant in ((out, expected[0]), (torch.from_numpy(lse).view(q.shape[:3]), expected[1])):
         # Rows that no sequence has are as they were.

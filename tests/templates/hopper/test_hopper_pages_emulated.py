@@ -122,9 +122,9 @@ def worst_error(
         )
     )
     memory: tuple[Array, ...] = (q.flatten().numpy(), *pools.memory, out.view(-1).numpy())
-    beside = tuple(one.numpy() for one in side.tensors)
+    extra_inputs = tuple(one.numpy() for one in side.tensors)
     numbers = (1.5,) if problem.softcap else ()
-    emulate(kernel, like, memory, beside, lse.reshape(-1), scale, programs, numbers=numbers)
+    emulate(kernel, like, memory, extra_inputs, lse.reshape(-1), scale, programs, numbers=numbers)
     worst = 0.0
     for got, meant in ((out, expected[0]), (torch.from_numpy(lse), expected[1])):
         # Rows that no sequence has are as they were.
