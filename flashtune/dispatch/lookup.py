@@ -160,8 +160,9 @@ def _advice(problem: Problem, target: Target, specialization: Specialization) ->
 
 
 def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[bool, float, str]:
+    """Returns the key by which families are tried for a problem without a tuned shape, the least first."""
     if problem.block_mask:
-        # Small blocks with lists of each head are slower in tiles of several groups.
+        # No order is the fastest for all: it depends on the size of blocks and on whether heads share lists.
         return False, family.makespan_ms(problem, family.default(problem, target), target), family.name
     if family.name == LATENT_FAMILY:
         rows = problem.group_size * problem.seqlen_q

@@ -135,8 +135,8 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
     def default(self, problem: Problem, target: Target) -> DecodeConfig:
         """Returns tiles that use all of an H200's bandwidth, and enough splits to use all SMs.
 
-        Short kernels with several splits start before the preceding kernel ends. Of long ones, the launch is
-        a small part. With pages, an early start was not timed.
+        Short kernels with several splits start before the preceding kernel ends. The launch is a small part
+        of the time of long kernels. An early start was not timed with pages.
         """
         usual = _usual_tiles(problem, target)
         spread = (usual, *self.schedule_variants(problem, usual, target))
@@ -153,8 +153,7 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         return (*feature_arguments(problem, specialization, PARTIALS), Argument("splits", "i32"))
 
     def options(self, config: DecodeConfig) -> LaunchOptions:
-        early = config.early_start
-        return LaunchOptions(config.num_warps, config.num_stages, early=True if early else msgspec.UNSET)
+        return LaunchOptions(config.num_warps, config.num_stages, early=config.early_start or msgspec.UNSET)
 
     def epilogue(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Step | None:
         if config.num_splits == 1:
