@@ -145,7 +145,7 @@ def features_table(results: Results) -> Iterator[str]:
     if not any(bench.problem.features for bench in benches):
         return
     peers = dict.fromkeys(row.name for bench in benches for row in bench.rows if row.name != OURS)
-    yield "TFLOP/s of visible pairs, or GB/s in decoding (last column: over the best peer):"
+    yield "TFLOP/s, or GB/s in decoding (last column: over the best peer):"
     yield ""
     rows = []
     for bench in benches:

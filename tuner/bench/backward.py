@@ -1,7 +1,7 @@
 """Times the backward passes of all implementations on the same inputs.
 
 Each forward pass runs once, before timing. The timed work is the backward pass that autograd runs. Ours is
-that of `flashtune.attention`, called as programs call it.
+that of flashtune's entry points, called as programs call them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.dispatch.lookup import select
+from flashtune.dispatch.tables import tuned_records
 from flashtune.tuner.bench.admission import Bind, Judge
-from flashtune.tuner.bench.calls import program_call
+from flashtune.tuner.bench.calls import described, program_call
 from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
 from flashtune.tuner.bench.judging import SequenceLayout
 from flashtune.tuner.bench.peer_runs import FLEX, Contestant, RefusalError, bind_peer
 from flashtune.tuner.bench.results import OURS
+from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run
 from flashtune.tuner.workloads.models import forward_of
 from flashtune.verification.gradients.head_sampling import sample_pairs
@@ -39,6 +43,12 @@ def recording(device: torch.device) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), torch.enable_grad():
         yield
+
+
+def selected(problem: Problem, target: Target) -> tuple[str, str]:
+    """Returns the family and a description of the kernels that dispatch selects."""
+    tables = tuned_records(target.name)
+    return described(select(problem, target, tables, contiguous_specialization(problem), generated=True))
 
 
 def gradient_binders(
@@ -91,7 +101,7 @@ def gradient_judge(problem: Problem, tensors: Tensors) -> Judge:
 def error_of(result: object, layout: SequenceLayout, chosen: Chosen, expected: Expected) -> float:
     """Returns the largest row error of gradients as a multiple of the tolerance, infinite if not finite.
 
-    Each gradient has the shape of its tensor.
+    Each gradient has the shape of its tensor. There are those of q, k and v, and of an additive bias.
     """
     assert isinstance(result, tuple)
     dq, dk, dv = layout.queries(result[0]), layout.keys(result[1]), layout.keys(result[2])
@@ -101,6 +111,8 @@ def error_of(result: object, layout: SequenceLayout, chosen: Chosen, expected: E
         "dk": dk[pairs.batch, pairs.kv_head],
         "dv": dv[pairs.batch, pairs.kv_head],
     }
+    if len(result) > 3:
+        picked["dbias"] = pairs.of_queries(layout.problem, result[3], chosen.rows)[..., None]
     ratios = [
         float(worst_ratio(picked[name], gradient.exact, gradient.allowed))
         for name, gradient in expected.gradients.items()

@@ -21,7 +21,7 @@ from flashtune.core.target import Target, device_target
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.bench import backward
 from flashtune.tuner.bench.admission import Admitted, Bind, admit, capture, capture_here
-from flashtune.tuner.bench.calls import bind_program, require_call, selected
+from flashtune.tuner.bench.calls import bind_program, program_call, require_call, selected
 from flashtune.tuner.bench.ceiling import clock_mhz
 from flashtune.tuner.bench.judging import output_judge
 from flashtune.tuner.bench.peer_runs import PEERS, Call, Contestant, bind_peer
@@ -102,8 +102,10 @@ def _admit_outputs(
     problem: Problem, tensors: Tensors, peers: Sequence[str], target: Target
 ) -> tuple[str, list[Admitted | LeftOut]]:
     """Returns the selected kernel's family, and the contestants of a forward problem."""
-    family_name, detail = selected(problem, target)
-    binders: dict[str, Bind] = {OURS: functools.partial(bind_program, problem, tensors, detail)}
+    del target  # the call knows it
+    call = program_call(problem, tensors)
+    family_name, detail = selected(call)
+    binders: dict[str, Bind] = {OURS: functools.partial(bind_program, call, detail)}
     binders |= {name: functools.partial(bind_peer, name, problem, tensors) for name in peers}
     return family_name, admit(binders, output_judge(problem, tensors), capture)
 
@@ -112,7 +114,7 @@ def _admit_gradients(
     problem: Problem, tensors: Tensors, peers: Sequence[str], target: Target
 ) -> tuple[str, list[Admitted | LeftOut]]:
     """Returns the selected kernels' family, and the contestants of a backward problem."""
-    family_name, detail = selected(problem, target)
+    family_name, detail = backward.selected(problem, target)
     binders = backward.gradient_binders(problem, tensors, detail, peers)
     return family_name, admit(binders, backward.gradient_judge(problem, tensors), capture_here)
 

@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import flashtune
+from flashtune.api.explain import Explanation
 from flashtune.core.block_mask import BlockMask
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Bias, Feature, KvScale, Problem
-from flashtune.core.target import Target
-from flashtune.dispatch.lookup import select
-from flashtune.dispatch.tables import tuned_records
+from flashtune.core.record import Selection
 from flashtune.tuner.bench.peer_runs import Contestant
 from flashtune.tuner.bench.results import OURS
-from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.inputs import Tensors
 
 
@@ -27,6 +25,7 @@ class ProgramCall(NamedTuple):
     Attributes:
         attend: `flashtune.attention`, `attention_varlen` or `attention_paged`.
         plan: The function that prepares such a call.
+        explain: The function that returns its kernel.
         inputs: The positional tensors, in the layout of the entry point.
         named: Tensors that are passed by name, also to a prepared call.
         options: All other options.
@@ -36,6 +35,7 @@ class ProgramCall(NamedTuple):
 
     attend: Callable[..., Any]
     plan: Callable[..., Callable[..., Any]]
+    explain: Callable[..., Explanation]
     inputs: tuple[Tensor | None, ...]
     named: Mapping[str, Tensor | BlockMask | None]
     options: Mapping[str, Any]
@@ -55,6 +55,12 @@ def require_call(problem: Problem) -> None:
         reason = "latent keys are read from pages: add page_size=64"
     elif problem.total_q and problem.seqlens_k and not problem.page_size:
         reason = "packed sequences have their lengths in offsets: leave seqlens_k out"
+    elif (problem.total_q or problem.page_size) and features & {Feature.BIAS, Feature.BLOCK_MASK}:
+        reason = "calls of packed sequences and pages take no bias and no block mask"
+    elif problem.dtype.is_quantized and features:
+        reason = f"calls with features take no queries in {problem.dtype}"
+    elif problem.kv_dtype and problem.kv_scale is KvScale.PAGE and not problem.page_size:
+        reason = "there are scales of pages without pages: add page_size=64"
     else:
         return
     raise UsageError(f"bench cannot time {problem.key}: {reason}")
@@ -109,14 +115,16 @@ def _dense(problem: Problem, tensors: Tensors) -> ProgramCall:
     if side.block_counts is not None and side.block_indices is not None:
         named["block_mask"] = BlockMask(side.block_counts, side.block_indices, problem.block_mask)
     inputs = tensors.q, tensors.k, tensors.v
-    return ProgramCall(flashtune.attention, flashtune.plan, inputs, named, {}, lambda out: out)
+    entries = flashtune.attention, flashtune.plan, flashtune.explain
+    return ProgramCall(*entries, inputs, named, {}, lambda out: out)
 
 
 def _packed(problem: Problem, tensors: Tensors) -> ProgramCall:
     side = tensors.side
     inputs = (*map(_tokens, (tensors.q, tensors.k, tensors.v)), side.cu_seqlens_q, side.cu_seqlens_kv)
     longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_kv}
-    return ProgramCall(flashtune.attention_varlen, flashtune.plan_varlen, inputs, {}, longest, _one_batch)
+    entries = flashtune.attention_varlen, flashtune.plan_varlen, flashtune.explain_varlen
+    return ProgramCall(*entries, inputs, {}, longest, _one_batch)
 
 
 def _paged(problem: Problem, tensors: Tensors) -> ProgramCall:
@@ -129,12 +137,14 @@ def _paged(problem: Problem, tensors: Tensors) -> ProgramCall:
         q, heads_first = _tokens(tensors.q), _one_batch
         options["max_seqlen_q"] = problem.seqlen_q
     inputs = q, k, None if problem.mla else v, side.block_table, side.seqlens_kv
-    return ProgramCall(flashtune.attention_paged, flashtune.plan_paged, inputs, named, options, heads_first)
+    entries = flashtune.attention_paged, flashtune.plan_paged, flashtune.explain_paged
+    return ProgramCall(*entries, inputs, named, options, heads_first)
 
 
 def _tokens(packed: Tensor) -> Tensor:
     """Returns [tokens, heads, width] of [1, heads, tokens, width]."""
-    return packed[0].transpose(0, 1)
+    # The gradient of an index would be copied into zeros.
+    return packed.squeeze(0).transpose(0, 1)
 
 
 def _one_batch(out: Tensor) -> Tensor:
@@ -146,23 +156,26 @@ def _swapped(out: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def selected(problem: Problem, target: Target) -> tuple[str, str]:
+def selected(call: ProgramCall) -> tuple[str, str]:
     """Returns the family and a description of the kernel that dispatch selects, never a baseline."""
-    tables = tuned_records(target.name)
-    found = select(problem, target, tables, contiguous_specialization(problem), generated=True)
-    record = found.record
+    explanation = call.explain(*call.inputs, **call.named, **call.options)
+    assert explanation.selection is not None
+    return described(explanation.selection)
+
+
+def described(selection: Selection) -> tuple[str, str]:
+    """Returns the family and a description of a selected kernel."""
+    record = selection.record
     label = record.config.label() if record.config else ""
-    return record.family, f"{record.family} {label} ({found.source})"
+    return record.family, f"{record.family} {label} ({selection.source})"
 
 
-def bind_program(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
+def bind_program(call: ProgramCall, detail: str) -> Contestant:
     """Binds flashtune. The replayed run is a prepared call, the host time that of a usual call."""
-    call = program_call(problem, tensors)
     planned = call.plan(*call.inputs, **call.named, **call.options)
 
     def run() -> Tensor:
         return call.heads_first(planned(*call.inputs, **call.named))
 
-    return Contestant(
-        OURS, detail, run, functools.partial(call.attend, *call.inputs, **call.named, **call.options)
-    )
+    usual = functools.partial(call.attend, *call.inputs, **call.named, **call.options)
+    return Contestant(OURS, detail, run, usual)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from flashtune.tuner.execution.inputs import Tensors
 # would be multiplied and rounded again, so that the error exceeds the tolerance.
 REFUSED = frozenset({Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA, Feature.DROPOUT, Feature.SINKS})
 # Masks of these differ between sequences, or between heads.
-OF_SEQUENCES = frozenset({Feature.SEQLENS_K, Feature.PREFIX, Feature.BIAS, Feature.BLOCK_MASK})
+OF_SEQUENCES = frozenset({Feature.SEQLENS_K, Feature.PREFIX})
 OF_HEADS = frozenset({Feature.BIAS, Feature.BLOCK_MASK})
 
 # Functions of the numbers of a batch element, a head, a query and a key.
@@ -34,13 +35,13 @@ class Place(NamedTuple):
         sequence: Number of the query's sequence.
         query: Position of the query among the keys of its sequence.
         key: Position of the key.
-        inside: Whether the key belongs to the sequence.
+        inside: Whether the key belongs to the sequence; None if all do.
     """
 
     sequence: Tensor
     query: Tensor
     key: Tensor
-    inside: Tensor
+    inside: Tensor | None
 
 
 Locate = Callable[[Tensor, Tensor, Tensor], Place]
@@ -67,13 +68,14 @@ def flex_run(problem: Problem, tensors: Tensors) -> Callable[[], Tensor]:
 
 
 def _dense_places(problem: Problem, tensors: Tensors) -> Locate:
-    lengths = tensors.side.seqlens_kv
+    lengths, diagonal = tensors.side.seqlens_kv, problem.diagonal
     from_top = problem.causal is Causal.TOP_LEFT
 
     def locate(batch: Tensor, query: Tensor, key: Tensor) -> Place:
-        keys = problem.seqlen_kv if lengths is None else lengths[batch]
-        diagonal = 0 if from_top else keys - problem.seqlen_q
-        return Place(batch, query + diagonal, key, key < keys)
+        if lengths is None:
+            return Place(batch, query + diagonal, key, None)
+        keys = lengths[batch]
+        return Place(batch, query if from_top else query + (keys - problem.seqlen_q), key, key < keys)
 
     return locate
 
@@ -84,36 +86,43 @@ def _packed_places(problem: Problem, tensors: Tensors) -> Locate:
     assert starts_k is not None
     lengths, keys = starts_q.diff(), starts_k.diff()
     diagonals = torch.zeros_like(keys) if problem.causal is Causal.TOP_LEFT else keys - lengths
-    of_query = torch.arange(len(keys), device=keys.device).repeat_interleave(lengths)
+    sequences = torch.arange(len(keys), device=keys.device).repeat_interleave(lengths)
+    first, end = starts_k[sequences], starts_k[sequences + 1]
+    shift = diagonals[sequences] - starts_q[sequences]
 
     def locate(batch: Tensor, query: Tensor, key: Tensor) -> Place:
         del batch  # all sequences are one batch element
-        sequence = of_query[query]
-        own = key - starts_k[sequence]
-        inside = (own >= 0) & (own < keys[sequence])
-        return Place(sequence, query - starts_q[sequence] + diagonals[sequence], own, inside)
+        inside = (key >= first[query]) & (key < end[query])
+        return Place(sequences[query], query + shift[query], key - first[query], inside)
 
     return locate
 
 
+def mask_pairs(problem: Problem, tensors: Tensors) -> int:
+    """Returns the pairs for which FlexAttention evaluates the mask to find the visible blocks."""
+    batch, heads = _mask_extents(problem, tensors)
+    return (batch or 1) * (heads or 1) * tensors.q.shape[2] * tensors.k.shape[2] if _has_mask(problem) else 0
+
+
 def _block_mask(problem: Problem, tensors: Tensors, locate: Locate) -> BlockMask | None:
     """Returns FlexAttention's mask, None if all queries see all keys."""
-    if not (problem.is_causal or _has_mask(problem)):
+    if not _has_mask(problem):
         return None
-    features = problem.features
-    return create_block_mask(
-        _visible(problem, tensors, locate),
-        tensors.q.shape[0] if features & OF_SEQUENCES else None,
-        problem.heads if features & OF_HEADS else None,
-        tensors.q.shape[2],
-        tensors.k.shape[2],
-        device=tensors.q.device,
-    )
+    extents = *_mask_extents(problem, tensors), tensors.q.shape[2], tensors.k.shape[2]
+    return create_block_mask(_visible(problem, tensors, locate), *extents, device=tensors.q.device)
+
+
+def _mask_extents(problem: Problem, tensors: Tensors) -> tuple[int | None, int | None]:
+    """Returns the batch elements and heads of the mask, None where all share one."""
+    side, features = tensors.side, problem.features
+    own = [one for one in (side.bias, side.block_counts) if one is not None and one.stride(0)]
+    differ = own or (features & OF_SEQUENCES and not problem.total_q)
+    return tensors.q.shape[0] if differ else None, problem.heads if features & OF_HEADS else None
 
 
 def _has_mask(problem: Problem) -> bool:
     masks = {feature for feature in problem.features if FEATURES[feature].is_mask}
-    return bool(masks - ({Feature.BIAS} if problem.bias is Bias.ADDITIVE else set()))
+    return problem.is_causal or bool(masks - ({Feature.BIAS} if problem.bias is Bias.ADDITIVE else set()))
 
 
 def _visible(problem: Problem, tensors: Tensors, locate: Locate) -> Visible:
@@ -127,24 +136,29 @@ def _visible(problem: Problem, tensors: Tensors, locate: Locate) -> Visible:
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         place = locate(batch, query, key)
-        seen = place.inside
+        near = []
         if left is not None:
-            seen = seen & (place.key >= place.query - left)
+            near.append(place.key >= place.query - left)
         if chunk:
-            seen = seen & (place.key // chunk == place.query // chunk)
-        if problem.sink_tokens:
-            seen = seen | (place.inside & (place.key < problem.sink_tokens))
+            near.append(place.key // chunk == place.query // chunk)
+        seen = [_all(near) | (place.key < problem.sink_tokens)] if problem.sink_tokens and near else near
         if right is not None:
-            seen = seen & (place.key <= place.query + right)
-        if side.prefix is not None:
-            seen = seen | (place.inside & (place.key < side.prefix[place.sequence]))
+            seen = [*seen, place.key <= place.query + right]
+        if side.prefix is not None and seen:
+            seen = [_all(seen) | (place.key < side.prefix[place.sequence])]
+        if place.inside is not None:
+            seen = [*seen, place.inside]
         if bias is not None:
-            seen = seen & bias[batch, head, query, key]
+            seen = [*seen, bias[batch, head, query, key]]
         if blocks is not None:
-            seen = seen & blocks[batch, head // sharing, query // size, key // size]
-        return seen
+            seen = [*seen, blocks[batch, head // sharing, query // size, key // size]]
+        return _all(seen) if seen else key >= 0
 
     return visible
+
+
+def _all(conditions: list[Tensor]) -> Tensor:
+    return functools.reduce(operator.and_, conditions)
 
 
 def _score(problem: Problem, tensors: Tensors, locate: Locate) -> Score | None:

@@ -20,8 +20,9 @@ MASKS = "dtype=bf16,heads=16,head_dim=128,batch=1,seqlen=4096"
 GPT_OSS = "dtype=bf16,heads=64,kv_heads=8,head_dim=64,tokens=16384,seqlen=4096|16384,causal,sinks"
 GQA = "dtype=bf16,heads=32,kv_heads=8,head_dim=128"
 PACKED = f"{GQA},batch=24,seqlen=8192,total_q=32768,causal"
-CHUNKED = f"{GQA},batch=16,seqlen_q=512,seqlen_kv=4608,causal=bottom_right"
-# Each entry is a shape as for --shape. Lengths vary fastest.
+CHUNKED = f"{GQA},batch=16,seqlen_q=512,seqlen_kv=8192,causal=bottom_right"
+# Each entry is a shape as for --shape. Lengths vary fastest. Lengths of packed and paged sequences are powers
+# of two, to which calls round them.
 GRIDS: dict[str, tuple[str, ...]] = {
     "paper": tuple(
         f"dtype=bf16,heads={MODEL_WIDTH // width},head_dim={width},causal=none|bottom_right,"

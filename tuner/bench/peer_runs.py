@@ -14,7 +14,7 @@ from flashtune.core.errors import UsageError
 from flashtune.core.problem import Causal, Dtype, Feature, Problem, score_bytes
 from flashtune.tuner.bench import flash_attn_4, flex
 from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4, flash_attn_4_call, flash_attn_4_version
-from flashtune.tuner.bench.flex import flex_run
+from flashtune.tuner.bench.flex import flex_run, mask_pairs
 from flashtune.tuner.execution.inputs import Tensors
 from flashtune.tuner.execution.sdpa import BACKENDS, MASKED, OTHER_LAYOUTS, sdpa_call, sdpa_run
 from flashtune.tuner.execution.timed_runs import (
@@ -29,6 +29,8 @@ Call = Callable[[], object]
 UNFUSED = "unfused"
 FLEX = "flex"
 CUDNN = "sdpa-cudnn"
+# FlexAttention takes about 12 bytes of memory for each pair.
+MAX_MASK_PAIRS = 2**31
 PEERS = (*BACKENDS, FLEX, FLASH_ATTN_4, UNFUSED)
 # The types that the baselines compute without conversion.
 PEER_DTYPES = {
@@ -51,7 +53,8 @@ class Contestant(msgspec.Struct, frozen=True):
         name: `flashtune`, or the baseline's name.
         detail: Description for the report.
         run: The function that is captured and replayed, with all choices resolved. Returns the output [batch,
-            heads, seqlen_q, value_head_dim], or a tuple that starts with it.
+            heads, seqlen_q, value_head_dim], of packed sequences [1, heads, total_q, value_head_dim], or a
+            tuple that starts with it.
         call: The call as in a program, for the host time.
         setting: Context that a program would set up around its calls.
     """
@@ -117,6 +120,8 @@ def _sdpa(name: str, problem: Problem, tensors: Tensors) -> Contestant:
 
 
 def _flex(problem: Problem, tensors: Tensors) -> Contestant:
+    if mask_pairs(problem, tensors) > MAX_MASK_PAIRS:
+        raise RefusalError("its mask would be evaluated for too many pairs of queries and keys")
     run = flex_run(problem, tensors)
     return Contestant(FLEX, "", run, run)
 
@@ -129,6 +134,8 @@ def _flash_attn_4(problem: Problem, tensors: Tensors) -> Contestant:
 
 
 def _standard(problem: Problem, tensors: Tensors) -> Contestant:
+    # Memory that torch caches counts as used.
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(tensors.q.device)
     copies = GRADIENT_SCORE_COPIES if tensors.q.requires_grad else SCORE_COPIES
     if copies * score_bytes(problem) >= MEMORY_SHARE * free:

@@ -166,8 +166,10 @@ def speed_of(problem: Problem, row: Row) -> float:
 
 
 def operations(problem: Problem) -> int:
-    """Returns `Problem.nominal_flops`, of all sequences with their own lengths if these differ."""
-    return sum(one.nominal_flops() for one in _sequences(problem))
+    """Returns `Problem.nominal_flops`; those of visible pairs if lengths of sequences differ."""
+    if not is_ragged(problem):
+        return problem.nominal_flops()
+    return sum(one.flops() for one in _sequences(problem))
 
 
 def kv_bytes(problem: Problem) -> int:

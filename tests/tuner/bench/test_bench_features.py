@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,8 @@ from flashtune.tuner.bench.backward import gradient_binders, gradient_judge
 from flashtune.tuner.bench.bench import require_work, run_bench
 from flashtune.tuner.bench.calls import program_call
 from flashtune.tuner.bench.flash_attn_4 import COMPUTED, FLASH_ATTN_4
+from flashtune.tuner.bench.flex import mask_pairs
+from flashtune.tuner.bench.grids import grid_problems
 from flashtune.tuner.bench.judging import output_judge
 from flashtune.tuner.bench.peer_runs import FLEX, PEER_FEATURES, UNFUSED, RefusalError, bind_peer
 from flashtune.tuner.bench.results import OURS, kv_bytes, operations
@@ -78,6 +81,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "e4m3 cache": {"seqlens_k": True, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
     "latent pages": {**PAGES, "mla": True, "kv_heads": 1, "head_dim": 32},
 }
+ALL = DENSE | VARLEN | CACHES
 MAKERS: dict[Callable[..., Any], Callable[..., Call]] = {
     flashtune.attention: dense_call,
     flashtune.attention_varlen: varlen_call,
@@ -87,13 +91,15 @@ MAKERS: dict[Callable[..., Any], Callable[..., Call]] = {
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    compiled = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**34, 2**34))
 
 
-@pytest.mark.parametrize("changes", [*DENSE.values(), *VARLEN.values(), *CACHES.values()])
-def test_flashtune_is_called_with_the_features_of_the_problem(changes: dict[str, Any]) -> None:
-    problem = a_problem(**changes)
+@pytest.mark.parametrize("name", [*DENSE, *VARLEN, *CACHES])
+def test_flashtune_is_called_with_the_features_of_the_problem(name: str) -> None:
+    problem = a_problem(**ALL[name])
     require_work(problem)
     tensors = make_tensors(problem, CPU)
     call = program_call(problem, tensors)
@@ -116,25 +122,25 @@ def test_flashtune_is_called_with_the_features_of_the_problem(changes: dict[str,
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("changes", [*DENSE.values(), *VARLEN.values()])
-def test_flex_attention_computes_features(changes: dict[str, Any], eager: None) -> None:
-    problem = msgspec.structs.replace(a_problem(**changes), sinks=False)
+@pytest.mark.parametrize("name", [*DENSE, *VARLEN])
+def test_flex_attention_computes_features(name: str, eager: None) -> None:
+    problem = msgspec.structs.replace(a_problem(**ALL[name]), sinks=False)
     tensors = make_tensors(problem, CPU)
     assert output_judge(problem, tensors)(bind_peer(FLEX, problem, tensors).run()) <= 1
 
 
-@pytest.mark.parametrize("changes", DENSE.values())
-def test_unfused_attention_and_sdpa_compute_features(changes: dict[str, Any], eager: None) -> None:
-    problem = a_problem(**changes)
+@pytest.mark.parametrize("name", [*DENSE])
+def test_unfused_attention_and_sdpa_compute_features(name: str, eager: None) -> None:
+    problem = a_problem(**ALL[name])
     tensors = make_tensors(problem, CPU)
     judge = output_judge(problem, tensors)
     assert judge(bind_peer(UNFUSED, problem, tensors).run()) <= 1
-    for name in BACKENDS:
-        if problem.features <= PEER_FEATURES[name]:
-            assert judge(bind_peer(name, problem, tensors).call()) <= 1
+    for backend in BACKENDS:
+        if problem.features <= PEER_FEATURES[backend]:
+            assert judge(bind_peer(backend, problem, tensors).call()) <= 1
         else:
             with pytest.raises(RefusalError):
-                bind_peer(name, problem, tensors)
+                bind_peer(backend, problem, tensors)
 
 
 class FakeFlashAttention4:
@@ -164,9 +170,9 @@ class FakeFlashAttention4:
     flash_attn_func = flash_attn_varlen_func = attend
 
 
-@pytest.mark.parametrize("changes", [*DENSE.values(), *VARLEN.values()])
-def test_flash_attn_4_computes_features(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = a_problem(**changes)
+@pytest.mark.parametrize("name", [*DENSE, *VARLEN])
+def test_flash_attn_4_computes_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = a_problem(**ALL[name])
     if not problem.features <= COMPUTED or problem.causal is Causal.TOP_LEFT:
         pytest.skip("flash-attn-4 does not compute it")
     monkeypatch.setattr("importlib.import_module", lambda name: FakeFlashAttention4(problem))
@@ -206,7 +212,7 @@ def by_unfused(make: Callable[..., Call]) -> Callable[..., Tensor]:
 def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashtune, "attention", by_unfused(dense_call))
     monkeypatch.setattr(flashtune, "attention_varlen", by_unfused(varlen_call))
-    problem = a_problem(**(DENSE | VARLEN)[name], dtype=Dtype.FP32, direction=Direction.BACKWARD)
+    problem = a_problem(**ALL[name], dtype=Dtype.FP32, direction=Direction.BACKWARD)
     require_work(problem)
     tensors = make_tensors(problem, CPU)
     judge = gradient_judge(problem, tensors)
@@ -214,7 +220,8 @@ def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.Mon
     assert isinstance(entry, Admitted), entry
     gradients = entry.replay()
     assert isinstance(gradients, tuple)
-    for index in range(3):
+    assert len(gradients) == 3 + (problem.bias is Bias.ADDITIVE)
+    for index in range(len(gradients)):
         wrong = [gradient.clone() for gradient in gradients]
         wrong[index][(-1,) * 4] += 1
         assert judge(tuple(wrong)) > 1
@@ -226,6 +233,10 @@ def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.Mon
         ({"dropout": True}, "drop other probabilities"),
         ({"mla": True, "kv_heads": 1, "head_dim": 32}, "add page_size=64"),
         ({**PACKED, "seqlens_k": True}, "leave seqlens_k out"),
+        ({**PAGES, "bias": Bias.ADDITIVE}, "take no bias"),
+        ({**PACKED, "block_mask": 64}, "take no bias and no block mask"),
+        ({"dtype": Dtype.E4M3, "window_left": 8}, "take no queries in e4m3"),
+        ({"seqlens_k": True, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "add page_size=64"),
     ],
 )
 def test_problems_that_no_call_computes_are_refused(changes: dict[str, Any], reason: str) -> None:
@@ -238,6 +249,9 @@ def test_operations_and_bytes_count_the_lengths_of_sequences() -> None:
     lengths = usual_lengths(packed)
     pairs = sum(count * (count + 1) // 2 for count in lengths.queries)
     assert operations(packed) == pytest.approx(4 * 16 * 4 * pairs, rel=0.02)
+    chunk = a_problem(seqlen_q=32, **PAGES)
+    seen = sum(32 * keys - 32 * 31 // 2 for keys in usual_lengths(chunk).keys)
+    assert operations(chunk) == 4 * 16 * 4 * seen
     cache = a_problem(seqlen_q=1, seqlens_k=True)
     keys = sum(usual_lengths(cache).keys)
     assert keys < 2 * 90
@@ -247,10 +261,33 @@ def test_operations_and_bytes_count_the_lengths_of_sequences() -> None:
     assert operations(plain) == plain.nominal_flops()
 
 
+def test_calls_have_the_lengths_of_the_grid() -> None:
+    rounded = [problem for problem in grid_problems("features") if problem.page_size or problem.total_q]
+    assert len(rounded) >= 8
+    for problem in rounded:
+        lengths = problem.seqlen_q, problem.seqlen_kv, max(problem.total_q, 1)
+        assert [length & (length - 1) for length in lengths] == [0, 0, 0]
+
+
+def test_flex_attention_refuses_masks_of_too_many_pairs() -> None:
+    small = a_problem(bias=Bias.BOOLEAN)
+    tensors = make_tensors(small, CPU)
+    assert mask_pairs(small, tensors) == 2 * 4 * 70 * 90
+    bias = tensors.side.bias
+    assert bias is not None
+    shared_bias = bias[:1].expand(2, -1, -1, -1)
+    shared = msgspec.structs.replace(tensors, side=tensors.side._replace(bias=shared_bias))
+    assert mask_pairs(small, shared) == 4 * 70 * 90
+    assert mask_pairs(a_problem(causal=Causal.NONE), make_tensors(a_problem(), CPU)) == 0
+    long = msgspec.structs.replace(tensors, k=tensors.k[:, :, :1].expand(-1, -1, 2**24, -1))
+    with pytest.raises(RefusalError, match="too many pairs"):
+        bind_peer(FLEX, small, long)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN, *CACHES])
 def test_features_are_timed(name: str) -> None:
-    changes = (DENSE | VARLEN | CACHES)[name]
+    changes = ALL[name]
     wide = {"head_dim": 64, "value_head_dim": 64, "seqlen_q": 300, "seqlen_kv": 300}
     if "mla" in changes:
         wide |= {"head_dim": 576, "value_head_dim": 512, "heads": 16, "seqlen_q": 1}
