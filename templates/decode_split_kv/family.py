@@ -27,6 +27,7 @@ from flashtune.templates.decode_split_kv.space import (
     combined_columns,
     combines_early,
     decode_space,
+    fits_registers,
     group_rows,
     loads_pairs,
     query_chunks,
@@ -182,7 +183,7 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
 
 
 def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
-    """Returns tiles for any length, as long as three blocks fit SRAM, two of them in flight."""
+    """Returns tiles for any length that fit registers, with three blocks in SRAM, two of them in flight."""
     rows = group_rows(problem)
     block_m = next((size for size in (16, 32) if rows <= size), 64)
     if problem.dtype is Dtype.FP32:
@@ -198,7 +199,9 @@ def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
         # A block in one page needs fewer warps to compute addresses.
         warps, stages = (4, 4) if problem.page_size >= 64 else (8, 3)
         config = msgspec.structs.replace(config, block_n=64, num_warps=warps, num_stages=stages)
-    while config.block_n > 32 and 3 * block_bytes(problem, config) > target.sram_per_block:
+    while config.block_n > 32 and not (
+        fits_registers(problem, config, target) and 3 * block_bytes(problem, config) <= target.sram_per_block
+    ):
         config = msgspec.structs.replace(config, block_n=config.block_n // 2)
     return config
 

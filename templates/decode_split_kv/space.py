@@ -170,10 +170,14 @@ def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
     programs = math.ceil(group_rows(problem) / config.block_m) * problem.batch * problem.kv_heads
     if config.num_splits > 1 and programs * config.num_splits > PROGRAMS_PER_SM * target.sm_count:
         return False
+    # A tile in use may be in registers.
+    in_flight = (config.num_stages - 1) * block_bytes(problem, config)
+    return fits_registers(problem, config, target) and in_flight <= target.sram_per_block
+
+
+def fits_registers(problem: Problem, config: DecodeConfig, target: Target) -> bool:
+    """Returns whether the tiles of outputs, scores and probabilities fit the registers of their warps."""
     threads = config.num_warps * target.warp_size
     output = config.block_m * columns(value_chunks(problem, config.split_head_dim)) // threads
     scores = config.block_m * config.block_n // threads
-    if output + 2 * scores + SPARE_REGISTERS > MAX_REGISTERS:
-        return False
-    # A tile in use may be in registers.
-    return (config.num_stages - 1) * block_bytes(problem, config) <= target.sram_per_block
+    return output + 2 * scores + SPARE_REGISTERS <= MAX_REGISTERS

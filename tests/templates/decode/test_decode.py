@@ -107,6 +107,19 @@ def test_defaults_fit(target: str, widths: tuple[int, int], dtype: Dtype) -> Non
     assert sum(item.bytes for item in items) <= gpu.sram_per_block
 
 
+@pytest.mark.parametrize("target", ["h200", "a100", "l40s", "b200"])
+@pytest.mark.parametrize("width", [80, 160, 192, 256])
+@pytest.mark.parametrize("heads", [16, 64, 256])
+@pytest.mark.parametrize("cache", [{"page_size": 16}, {"kv_dtype": KvDtype.INT8}])
+def test_defaults_of_many_heads_fit(target: str, width: int, heads: int, cache: dict[str, Any]) -> None:
+    gpu = find_target(target)
+    problem = a_problem(head_dim=width, value_head_dim=width, heads=heads, kv_heads=2, **cache)
+    config = FAMILY.default(problem, gpu)
+    assert FAMILY.space(problem, gpu).contains(config)
+    items = FAMILY.sram_items(problem, config, gpu, Specialization())
+    assert sum(item.bytes for item in items) <= gpu.sram_per_block
+
+
 def test_other_splits_are_in_the_space_and_differ_in_makespan() -> None:
     problem = a_problem()
     space = FAMILY.space(problem, H200)
