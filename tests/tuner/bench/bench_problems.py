@@ -1,12 +1,54 @@
-"""A problem for `flashtune bench` that is small enough for the CPU."""
+"""Problems for `flashtune bench` that are small enough for the CPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
 
 CPU = torch.device("cpu")
+
+
+BLOCKS = {"block_mask": 64, "seqlen_q": 300, "seqlen_kv": 300}
+PACKED = {"total_q": 110, "seqlen_q": 70, "seqlen_kv": 70}
+PAGES = {"page_size": 16}
+DENSE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_left": 20},
+    "two-sided window": {"window_left": 20, "window_right": 5, "causal": Causal.NONE},
+    "window and first tokens": {"window_left": 8, "sink_tokens": 4},
+    "chunks": {"attention_chunk": 32},
+    "full chunks": {"attention_chunk": 32, "causal": Causal.NONE},
+    "prefix": {"prefix": True},
+    "prefix and window": {"prefix": True, "window_left": 9},
+    "block mask": BLOCKS,
+    "shared block mask": {**BLOCKS, "block_lists": BlockLists.GROUP},
+    "softcap": {"softcap": True},
+    "alibi": {"alibi": True, "causal": Causal.NONE},
+    "additive bias": {"bias": Bias.ADDITIVE},
+    "boolean mask": {"bias": Bias.BOOLEAN},
+    "sinks": {"sinks": True},
+    "sinks, window and softcap": {"sinks": True, "window_left": 16, "softcap": True},
+    "lengths": {"seqlens_k": True},
+    "lengths from the top": {"seqlens_k": True, "causal": Causal.TOP_LEFT},
+}
+VARLEN: dict[str, dict[str, Any]] = {
+    "packed": PACKED,
+    "packed from the top": {**PACKED, "causal": Causal.TOP_LEFT, "seqlen_kv": 90},
+    "packed with features": {**PACKED, "alibi": True, "sinks": True, "window_left": 20},
+}
+CACHES: dict[str, dict[str, Any]] = {
+    "pages": PAGES,
+    "packed pages": {**PAGES, **PACKED},
+    "e4m3 pages": {**PAGES, "kv_dtype": KvDtype.E4M3},
+    "pages with scales of heads": {**PAGES, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
+    "packed pages with scales": {**PAGES, **PACKED, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE},
+    "e4m3 cache": {"seqlens_k": True, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
+    "latent pages": {**PAGES, "mla": True, "kv_heads": 1, "head_dim": 32},
+}
+FEATURES = DENSE | VARLEN | CACHES
 
 
 def a_problem(**changes: object) -> Problem:

@@ -16,7 +16,6 @@ import flashtune
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import (
     Bias,
-    BlockLists,
     Causal,
     Direction,
     Dtype,
@@ -42,46 +41,8 @@ from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.sdpa import BACKENDS
 from flashtune.verification.lengths import usual_lengths
 from tests.problems.features import expected
-from tests.tuner.bench.bench_problems import CPU, a_problem
+from tests.tuner.bench.bench_problems import CACHES, CPU, DENSE, FEATURES, PACKED, PAGES, VARLEN, a_problem
 
-BLOCKS = {"block_mask": 64, "seqlen_q": 300, "seqlen_kv": 300}
-PACKED = {"total_q": 110, "seqlen_q": 70, "seqlen_kv": 70}
-PAGES = {"page_size": 16}
-DENSE: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"window_left": 20},
-    "two-sided window": {"window_left": 20, "window_right": 5, "causal": Causal.NONE},
-    "window and first tokens": {"window_left": 8, "sink_tokens": 4},
-    "chunks": {"attention_chunk": 32},
-    "full chunks": {"attention_chunk": 32, "causal": Causal.NONE},
-    "prefix": {"prefix": True},
-    "prefix and window": {"prefix": True, "window_left": 9},
-    "block mask": BLOCKS,
-    "shared block mask": {**BLOCKS, "block_lists": BlockLists.GROUP},
-    "softcap": {"softcap": True},
-    "alibi": {"alibi": True, "causal": Causal.NONE},
-    "additive bias": {"bias": Bias.ADDITIVE},
-    "boolean mask": {"bias": Bias.BOOLEAN},
-    "sinks": {"sinks": True},
-    "sinks, window and softcap": {"sinks": True, "window_left": 16, "softcap": True},
-    "lengths": {"seqlens_k": True},
-    "lengths from the top": {"seqlens_k": True, "causal": Causal.TOP_LEFT},
-}
-VARLEN: dict[str, dict[str, Any]] = {
-    "packed": PACKED,
-    "packed from the top": {**PACKED, "causal": Causal.TOP_LEFT, "seqlen_kv": 90},
-    "packed with features": {**PACKED, "alibi": True, "sinks": True, "window_left": 20},
-}
-CACHES: dict[str, dict[str, Any]] = {
-    "pages": PAGES,
-    "packed pages": {**PAGES, **PACKED},
-    "e4m3 pages": {**PAGES, "kv_dtype": KvDtype.E4M3},
-    "pages with scales of heads": {**PAGES, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
-    "packed pages with scales": {**PAGES, **PACKED, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE},
-    "e4m3 cache": {"seqlens_k": True, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
-    "latent pages": {**PAGES, "mla": True, "kv_heads": 1, "head_dim": 32},
-}
-ALL = DENSE | VARLEN | CACHES
 MAKERS: dict[Callable[..., Any], Callable[..., Call]] = {
     flashtune.attention: dense_call,
     flashtune.attention_varlen: varlen_call,
@@ -99,7 +60,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN, *CACHES])
 def test_flashtune_is_called_with_the_features_of_the_problem(name: str) -> None:
-    problem = a_problem(**ALL[name])
+    problem = a_problem(**FEATURES[name])
     require_work(problem)
     tensors = make_tensors(problem, CPU)
     call = program_call(problem, tensors)
@@ -124,14 +85,14 @@ def test_flashtune_is_called_with_the_features_of_the_problem(name: str) -> None
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN])
 def test_flex_attention_computes_features(name: str, eager: None) -> None:
-    problem = msgspec.structs.replace(a_problem(**ALL[name]), sinks=False)
+    problem = msgspec.structs.replace(a_problem(**FEATURES[name]), sinks=False)
     tensors = make_tensors(problem, CPU)
     assert output_judge(problem, tensors)(bind_peer(FLEX, problem, tensors).run()) <= 1
 
 
 @pytest.mark.parametrize("name", [*DENSE])
 def test_unfused_attention_and_sdpa_compute_features(name: str, eager: None) -> None:
-    problem = a_problem(**ALL[name])
+    problem = a_problem(**FEATURES[name])
     tensors = make_tensors(problem, CPU)
     judge = output_judge(problem, tensors)
     assert judge(bind_peer(UNFUSED, problem, tensors).run()) <= 1
@@ -172,7 +133,7 @@ class FakeFlashAttention4:
 
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN])
 def test_flash_attn_4_computes_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = a_problem(**ALL[name])
+    problem = a_problem(**FEATURES[name])
     if not problem.features <= COMPUTED or problem.causal is Causal.TOP_LEFT:
         pytest.skip("flash-attn-4 does not compute it")
     monkeypatch.setattr("importlib.import_module", lambda name: FakeFlashAttention4(problem))
@@ -212,7 +173,7 @@ def by_unfused(make: Callable[..., Call]) -> Callable[..., Tensor]:
 def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashtune, "attention", by_unfused(dense_call))
     monkeypatch.setattr(flashtune, "attention_varlen", by_unfused(varlen_call))
-    problem = a_problem(**ALL[name], dtype=Dtype.FP32, direction=Direction.BACKWARD)
+    problem = a_problem(**FEATURES[name], dtype=Dtype.FP32, direction=Direction.BACKWARD)
     require_work(problem)
     tensors = make_tensors(problem, CPU)
     judge = gradient_judge(problem, tensors)
@@ -287,7 +248,7 @@ def test_flex_attention_refuses_masks_of_too_many_pairs() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN, *CACHES])
 def test_features_are_timed(name: str) -> None:
-    changes = ALL[name]
+    changes = FEATURES[name]
     wide = {"head_dim": 64, "value_head_dim": 64, "seqlen_q": 300, "seqlen_kv": 300}
     if "mla" in changes:
         wide |= {"head_dim": 576, "value_head_dim": 512, "heads": 16, "seqlen_q": 1}
