@@ -156,16 +156,14 @@ def difference(old: Kernel, new: Kernel, problem: Problem, config: Config, targe
     Raises:
         KernelError: One of them does not compile.
     """
-    for part in ("", "first", "last"):
-        before, after = (getattr(kernel, part) if part else kernel for kernel in (old, new))
-        if (before is None) != (after is None):
-            return "the number of kernels of a launch"
-        if before is not None:
-            if _bound(before) != _bound(after):
-                return "the tensors and numbers that its arguments are bound to"
-            found = _binary_difference(compile_kernel(before, target), compile_kernel(after, target), target)
-            if found:
-                return found
+    if (old.prologue is None) != (new.prologue is None) or len(old.parts) != len(new.parts):
+        return "the number of kernels of a launch"
+    for before, after in zip(old.parts, new.parts, strict=True):
+        if _bound(before) != _bound(after):
+            return "the tensors and numbers that its arguments are bound to"
+        found = _binary_difference(compile_kernel(before, target), compile_kernel(after, target), target)
+        if found:
+            return found
     return _plan_difference(old, new, problem, config, target)
 
 

@@ -502,7 +502,7 @@ def test_time_limit_writes_finished_results_and_the_resume_command(
     late = Late()
     monkeypatch.setattr(on_gpu, "start_pool", lambda workers: late)
     monkeypatch.setattr(verify_jobs, "check_on_gpu", late.check)
-    done = run("--table", paths[0], "--write", paths[1], "--seconds", "0.5")
+    done = run("--table", paths[0], "--write", paths[1], "--seconds", "3")
     assert done.exit_code == 1
     assert "1 more were not reached" in done.output
     assert f"continue with --missing --table {paths[1]}" in done.output
