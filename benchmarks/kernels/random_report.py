@@ -20,13 +20,16 @@ KEPT = ("random-problems", "random-gradients")
 
 
 def texts() -> dict[str, str]:
-    """The tables of the saved runs, by name.
+    """Returns the tables of the saved runs, by name.
 
     Raises:
         TableError: A file has other contents.
     """
-    paths = {name: RESULTS / f"nvidia-h200-{name}.json" for name in KEPT}
-    return {name: "\n".join(_lines(load(path, Summary))) for name, path in paths.items() if path.exists()}
+    paths = {name: sorted(RESULTS.glob(f"*-{name}.json")) for name in KEPT}
+    return {
+        name: "\n\n".join("\n".join(_lines(load(path, Summary))) for path in found)
+        for name, found in paths.items()
+    }
 
 
 def _lines(found: Saved[Summary]) -> Iterator[str]:

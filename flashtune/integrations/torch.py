@@ -147,8 +147,7 @@ def activate(*, names: Sequence[str] = ("flashtune",)) -> Activation:
             dense.remove()
             raise
         _dense, _names = dense, tuple(names)
-        if torch.cuda.is_initialized():
-            warm_up(torch.device("cuda", torch.cuda.current_device()))
+        warm_up()
         return Activation(began=True)
 
 

@@ -19,8 +19,8 @@ import torch
 SWITCH_SECONDS = 2e-4
 # An idle thread ends after this time, in s.
 LINGER_SECONDS = 10.0
-# `CU_STREAM_CAPTURE_MODE_RELAXED` of the CUDA driver.
-RELAXED = 2
+# `CU_STREAM_CAPTURE_MODE_RELAXED` and `CU_STREAM_NON_BLOCKING` of the CUDA driver.
+RELAXED, NON_BLOCKING = 2, 1
 
 
 class Worker:
@@ -132,19 +132,45 @@ def beside_captures(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
-        if torch.version.hip:
-            yield
-            return
-        mode = ctypes.c_int(RELAXED)
-        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    with torch.cuda.device(device), _relaxed_captures(), torch.cuda.stream(_stream(device)):
+        yield
+
+
+@contextlib.contextmanager
+def _relaxed_captures() -> Iterator[None]:
+    """Lets this thread allocate and load while other threads capture a CUDA graph."""
+    if torch.version.hip:
+        yield
+        return
+    mode = ctypes.c_int(RELAXED)
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
         exchange(ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            exchange(ctypes.byref(mode))
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    """Returns the stream of all jobs on a device, which must be the current one.
+
+    torch hands out each of its 32 streams repeatedly. Another thread may capture a graph on such a stream.
+
+    Raises:
+        RuntimeError: The driver creates no stream.
+    """
+    if torch.version.hip:
+        return torch.cuda.Stream(device)
+    # Without a launch, which would load a kernel first. torch has created the context.
+    driver, context, stream = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    status = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index)
+    status = status or driver.cuCtxSetCurrent(context)
+    status = status or driver.cuStreamCreate(ctypes.byref(stream), NON_BLOCKING)
+    if status or stream.value is None:
+        raise RuntimeError(f"CUDA's driver created no stream: error {status}")
+    return torch.cuda.ExternalStream(stream.value, device)
+
+
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -42,6 +42,7 @@ from flashtune.dispatch.pair_decision import (
     side_gradients,
 )
 from flashtune.dispatch.tables import tuned_records
+from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.recording.callers import forget_callers, note_caller
@@ -54,7 +55,7 @@ from flashtune.runtime.prepare import forward_pass
 from flashtune.runtime.prepare_training import backward_pass, paired
 from flashtune.runtime.value_checks import is_capturing, with_checks
 from flashtune.templates.family import unsupported_reason
-from flashtune.templates.registry import find_family
+from flashtune.templates.registry import families, find_family
 
 if TYPE_CHECKING:
     from flashtune.core.kernel import Specialization
@@ -267,10 +268,22 @@ def passes_of(kind: Kind, call: Call) -> Passes | None:
     return kind.passes
 
 
-def warm_up(device: torch.device) -> None:
-    """Loads the tuned records of a device and the modules for preparations, which else calls wait for."""
+def warm_up() -> None:
+    """Does what preparations else do while they hold Python's lock, for which calls would wait.
+
+    It imports all modules, reads the templates and, if CUDA is initialised, loads the device's tuned records.
+    """
     for name in ("flashtune.verification.check", "triton.experimental.gluon.language"):
         importlib.import_module(name)
+    for family in families():
+        current_versions(family.name)
+    if not torch.cuda.is_initialized():
+        # Imports the modules that read any records.
+        tuned_records(INTERPRETED_TARGET)
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    with beside_captures(device):
+        pass
     if device not in _tables:
         _load(device)
 
