@@ -68,7 +68,7 @@ def attention_paged(
             head_dim] with one for each. With `cu_seqlens_q`, packed queries [total_q, heads, head_dim]
             (chunked prefill).
         k_cache: Pages of keys, [pages, page_size, kv_heads, head_dim] ("hnd": [pages, kv_heads, page_size,
-            head_dim]), in q's type, float8_e4m3fn or int8. page_size is 16, 32, 64, 128 or 256.
+            head_dim]), in q's type, float8_e4m3fn or int8. page_size is a power of two up to 256.
         v_cache: Pages of values, [..., value_head_dim]. None if the values are the first `value_head_dim`
             columns of the keys (DeepSeek's MLA).
         block_table: Pages of each sequence in order, int32 [batch, max_pages]. Entries after a sequence's

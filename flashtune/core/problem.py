@@ -26,7 +26,7 @@ __all__ = [
     "feature_words",
 ]
 
-PAGE_SIZES = (16, 32, 64, 128, 256)
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MASK_BLOCKS = (64, 128)
 MAX_HEAD_DIM = 256
 

@@ -53,6 +53,8 @@ PREPARED_BATCHES = (1, 8)
 # Types of attention in vLLM.
 DECODER = "decoder"
 ENCODERS = ("encoder", "encoder_only")
+# vLLM's pages are multiples of it.
+SMALLEST_PAGE = 16
 ATTENTION_TYPES = (DECODER, *ENCODERS, "encoder_decoder")
 
 
@@ -102,7 +104,7 @@ class Configurations:
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
         """Returns the page sizes of kernels."""
-        return [*PAGE_SIZES]
+        return [size for size in PAGE_SIZES if size >= SMALLEST_PAGE]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

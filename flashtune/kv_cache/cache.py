@@ -72,7 +72,7 @@ class PagedKVCache:
 
         Args:
             pages: Number of pages for all sequences.
-            page_size: Tokens per page: 16, 32, 64, 128 or 256.
+            page_size: Tokens per page: a power of two up to 256.
             kv_heads: Number of key and value heads.
             head_dim: Width of keys.
             value_head_dim: Width of values if it differs; 0 if values are columns of the keys (MLA).

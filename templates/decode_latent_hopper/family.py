@@ -25,6 +25,7 @@ from flashtune.templates.family import Context, FamilyOf
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
+SMALLEST_PAGE = 16
 MIN_VALUES, MAX_VALUES = 128, 512
 MIN_REST, MAX_REST = 16, 64
 
@@ -92,6 +93,8 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
             return f"decode_latent_hopper takes bf16 and fp16, not {problem.dtype}"
         if problem.kv_heads != 1:
             return "decode_latent_hopper takes one KV head"
+        if 0 < problem.page_size < SMALLEST_PAGE:
+            return f"decode_latent_hopper takes pages of {SMALLEST_PAGE} keys or more"
         values, rest = problem.value_head_dim, problem.head_dim - problem.value_head_dim
         if power_of_two(values) != values or not MIN_VALUES <= values <= MAX_VALUES:
             return (

@@ -47,6 +47,8 @@ from flashtune.templates.forward_hopper.space import (
 HOPPER = 90
 QUANTIZED_FEATURES = {Feature.WINDOW, Feature.DROPOUT}
 DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
+# Shared memory is swizzled in groups of so many rows.
+SMALLEST_PAGE = 8
 # TMA copies rows of a multiple of 16 bytes.
 ROW_BYTES = 16
 WORKSPACE = "transposed"
@@ -312,6 +314,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return "forward_hopper takes 8-bit keys in e4m3, in pages without scales of their own"
         if problem.block_mask and problem.features & EXCLUDED_WITH_BLOCK_MASK:
             return "forward_hopper takes a block mask without packed sequences, pages, prefixes and biases"
+        if 0 < problem.page_size < SMALLEST_PAGE:
+            return f"forward_hopper takes pages of {SMALLEST_PAGE} keys or more"
         dims = problem.head_dim, problem.value_head_dim
         if problem.kv_dtype and (dims[0] != dims[1] or dims[0] not in CONVERTED_HEAD_DIMS):
             return "forward_hopper takes 8-bit keys of head dims 64 and 128, as wide as their values"

@@ -83,13 +83,18 @@ def test_decoding() -> None:
         check_paged(q, *paged(), **options)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_decoding_with_small_pages(page_size: int) -> None:
+    check_paged(torch.randn(len(KEYS), HEADS, WIDTH), *paged(page_size=page_size))
+
+
 def test_decoding_of_one_token_with_both_page_layouts() -> None:
     for layout in ("nhd", "hnd"):
         check_paged(torch.randn(len(KEYS), HEADS, WIDTH), *paged(layout=layout), layout=layout)
         check_paged(torch.randn(len(KEYS), 2, HEADS, WIDTH), *paged(layout=layout), layout=layout)
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("page_size", [1, 8, 16, 64])
 def test_chunked_prefill(page_size: int) -> None:
     cache = paged(page_size=page_size, widths=(WIDTH, 16))
     q = torch.randn(sum(QUERIES), HEADS, WIDTH)

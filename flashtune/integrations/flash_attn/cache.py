@@ -1,8 +1,8 @@
 """KV caches of flash_attn: the new tokens that a call appends, and the pages that flashtune's kernels read.
 
 Every cache is pages of tokens and a table of the pages of each sequence. A dense cache has one page for each
-sequence. Kernels take pages of 16 to 256 tokens in powers of two. Larger pages are views of several such
-pages. Others are gathered into a copy. All happens on the device.
+sequence. Kernels take pages of up to 256 tokens in powers of two. Other pages are views of several such
+pages, or gathered into a copy if their rows have no common stride. All happens on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from flashtune.integrations.flash_attn.attend import E4M3
 from flashtune.integrations.flash_attn.token_rows import sequence_numbers, take
 
-SMALLEST_PAGE = 16
 LARGEST_PAGE = 256
 # Number of keys of which a gathered copy has a multiple.
 GATHERED_PAGE = 64
@@ -94,11 +93,9 @@ def append(cache: Cache, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor |
 
 
 def kernel_pages(cache: Cache) -> Cache | None:
-    """Returns the cache with pages that kernels take, without a copy; None if there are no such pages."""
+    """Returns the cache with pages that kernels take, without a copy; None if strides forbid that."""
     size = cache.page_size
     part = min(size & -size, LARGEST_PAGE)
-    if part < SMALLEST_PAGE:
-        return None
     if part == size:
         return cache
     parts = size // part

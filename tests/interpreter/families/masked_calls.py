@@ -16,6 +16,7 @@ from tests.problems.backward_calls import LENGTHS
 FEATURES: dict[str, dict[str, Any]] = {
     **BOTH_PASSES,
     "pages": {"page_size": 16},
+    "pages_of_1": {"page_size": 1},
     "large_pages": {"page_size": 64},
     "int8_tensor": {"kv_dtype": KvDtype.INT8},
     "e4m3_head": {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},

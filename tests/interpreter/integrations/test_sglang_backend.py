@@ -68,6 +68,16 @@ def test_features_match_float64(sglang: Any, name: str, lengths: Any) -> None:
     assert backend.forward_metadata.batch.is_fresh == (lengths is PROMPTS)
 
 
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_pages_may_have_one_token(sglang: Any, lengths: Any) -> None:
+    case, batch = Case(), make_batch(lengths)
+    pool = KVPool(batch, torch.float32)
+    fill_earlier(batch, *pool.pages())
+    backend = sglang.backend_class()(runner_of(batch, pool, page_size=1))
+    out = attend(backend, layer_of(batch, case), batch, case)
+    torch.testing.assert_close(out.double(), expected(batch, case), atol=2e-6, rtol=2e-6)
+
+
 def test_layers_of_llama_4_have_chunks(sglang: Any) -> None:
     case, batch = Case(chunk=24), make_batch(MIXED[:-1])
     pool = KVPool(batch, torch.float32)
@@ -127,7 +137,7 @@ def test_encoders_see_later_keys(sglang: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"page_size": 1}, "pass --page-size 64"),
+        ({"page_size": 48}, "pass --page-size 64"),
         ({"use_mla_backend": True}, "latent keys"),
         ({"spec_algorithm": SimpleNamespace(is_speculative=lambda: True)}, "speculative decoding"),
         ({"kv_cache_dtype": torch.float8_e5m2}, "fp8_e4m3"),

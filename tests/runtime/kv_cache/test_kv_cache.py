@@ -114,7 +114,7 @@ def test_cache_has_no_gradients() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"page_size": 48}, "pages of 48 tokens are not supported: make them one of 16, 32"),
+        ({"page_size": 48}, "pages of 48 tokens are not supported: make them one of 1, 2, 4, 8, 16, 32"),
         ({"pages": 0}, "pages cannot be 0: pass a number of pages from 1 to"),
         ({"layers": 0}, "layers cannot be 0"),
         ({"value_head_dim": 2000}, "value_head_dim cannot be 2000: pass from 1 to 1024, or 0"),
