@@ -18,9 +18,16 @@ from flashtune.templates.common.args.feature_context import (
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import power_of_two
-from flashtune.templates.decode_split_kv.perf_model import DecodeModel
+from flashtune.templates.decode_split_kv.perf_model import (
+    DecodeModel,
+    converts_for_tensor_memory,
+    expected_sram,
+)
 from flashtune.templates.decode_split_kv.space import (
     COMBINE_WARPS,
+    MIN_KEYS,
+    ROWS,
+    WARPGROUP_ROWS,
     DecodeConfig,
     block_bytes,
     combine_options,
@@ -139,7 +146,7 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         Short kernels with several splits start before the preceding kernel ends. The launch is a small part
         of the time of long kernels. An early start was not timed with pages.
         """
-        usual = _usual_tiles(problem, target)
+        usual = _default_tiles(problem, target)
         spread = (usual, *self.schedule_variants(problem, usual, target))
         best = min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
         early = msgspec.structs.replace(best, early_start=True)
@@ -182,8 +189,41 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         )
 
 
+def _default_tiles(problem: Problem, target: Target) -> DecodeConfig:
+    """Returns the usual tiles, or the first smaller ones that compile and fit registers and SRAM."""
+    config = _usual_tiles(problem, target)
+    if converts_for_tensor_memory(problem, config, target):
+        config = msgspec.structs.replace(config, block_m=WARPGROUP_ROWS // 2)
+    while not (
+        fits_registers(problem, config, target)
+        and expected_sram(problem, config, target) <= target.sram_per_block
+    ):
+        smaller = _smaller_tiles(problem, config)
+        if smaller == config:
+            break
+        config = smaller
+    return config
+
+
+def _smaller_tiles(problem: Problem, config: DecodeConfig) -> DecodeConfig:
+    """Returns the next smaller tiles, unchanged if there are none.
+
+    Two blocks in flight are enough. Fewer rows come late, since then more programs read the same keys.
+    """
+    wide = problem.dtype is Dtype.FP32
+    if config.num_stages > 3:
+        return msgspec.structs.replace(config, num_stages=config.num_stages - 1)
+    if config.block_n > (16 if wide else MIN_KEYS):
+        return msgspec.structs.replace(config, block_n=config.block_n // 2)
+    if config.num_stages > 2:
+        return msgspec.structs.replace(config, num_stages=2)
+    if config.block_m > ROWS[0]:
+        return msgspec.structs.replace(config, block_m=config.block_m // 2)
+    return msgspec.structs.replace(config, num_stages=1) if wide else config
+
+
 def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
-    """Returns tiles for any length that fit registers, with three blocks in SRAM, two of them in flight."""
+    """Returns tiles for any length, with three blocks in SRAM, two of them in flight."""
     rows = group_rows(problem)
     block_m = next((size for size in (16, 32) if rows <= size), 64)
     if problem.dtype is Dtype.FP32:
@@ -199,9 +239,7 @@ def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
         # A block in one page needs fewer warps to compute addresses.
         warps, stages = (4, 4) if problem.page_size >= 64 else (8, 3)
         config = msgspec.structs.replace(config, block_n=64, num_warps=warps, num_stages=stages)
-    while config.block_n > 32 and not (
-        fits_registers(problem, config, target) and 3 * block_bytes(problem, config) <= target.sram_per_block
-    ):
+    while config.block_n > MIN_KEYS and 3 * block_bytes(problem, config) > target.sram_per_block:
         config = msgspec.structs.replace(config, block_n=config.block_n // 2)
     return config
 

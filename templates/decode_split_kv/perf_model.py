@@ -9,17 +9,19 @@ import msgspec
 
 from flashtune.core.kernel import Specialization
 from flashtune.core.mask_geometry import distinct_keys
-from flashtune.core.problem import Dtype, Problem
-from flashtune.core.target import Target
+from flashtune.core.problem import Bias, Dtype, KvScale, Problem
+from flashtune.core.target import KIB, Target
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
-from flashtune.templates.common.model.sram import Engine, columns, tiles_of
+from flashtune.templates.common.model.sram import Engine, columns, engine_of, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream
 from flashtune.templates.common.model.traffic import split_keys_items
 from flashtune.templates.decode_split_kv.space import (
     WARPGROUP_ROWS,
     DecodeConfig,
+    block_bytes,
     decode_space,
     group_rows,
+    loads_pairs,
     query_chunks,
     value_chunks,
 )
@@ -39,6 +41,13 @@ WARP_RATE = 0.3
 # this many.
 LONE_PROGRAM = 22e3
 SIDE_BY_SIDE = 3
+
+# Wider values exceed tensor memory if they are loaded in pairs.
+MAX_PAIRED_VALUES = 256
+# Barriers and small buffers of kernels with tcgen05, at most.
+BARRIERS = KIB
+# Bytes of a page's number, of a scale, and of a row's maximum.
+WORD = 4
 
 
 class DecodeModel(PerformanceModel[DecodeConfig]):
@@ -121,3 +130,63 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
     ) -> tuple[BytesItem, ...]:
         tiles = math.ceil(group_rows(problem) / config.block_m)
         return split_keys_items(problem, tiles, config.num_splits, target)
+
+
+def expected_sram(problem: Problem, config: DecodeConfig, target: Target) -> int:
+    """Returns the bytes of SRAM that Triton 3.7 needs for aligned tensors, or slightly more.
+
+    A bias can need up to two tiles of scores more. `sram_items` is a lower bound for all Triton versions.
+    """
+    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=True)
+    size, stored = problem.dtype.itemsize, problem.kv_dtype is not None
+    q_chunks = query_chunks(problem, config.split_head_dim)
+    values = columns(value_chunks(problem, config.split_head_dim))
+    in_sram = engine in (Engine.WARPGROUP, Engine.TENSOR_MEMORY)
+    # Instructions that read SRAM keep the block in use there, unless it was converted.
+    flight = config.num_stages if in_sram and not stored else config.num_stages - 1
+    total = flight * block_bytes(problem, config)
+    total += config.block_m * config.block_n * size * _score_tiles(problem, config, engine, values)
+    widths = sorted(chunk.width for chunk in q_chunks)
+    if engine is Engine.MFMA:
+        return max(total, config.block_m * widths[-1] * size)
+    if problem.page_size and problem.page_size < config.block_n:
+        numbers = 3 if stored and problem.kv_scale is KvScale.PAGE else 1
+        total += (config.num_stages - 1) * config.block_n * numbers * WORD
+    total += config.block_m * (columns(q_chunks) * size + WORD)
+    if stored and not (engine is Engine.WARP and loads_pairs(problem, config, Specialization())):
+        # At most two tiles of keys are in SRAM after their conversion.
+        converted = values if engine is Engine.WARP else max(sum(widths[-2:]), values)
+        total += config.block_n * converted * size
+    elif config.num_stages == 1:
+        total += config.block_n * max(widths[-1], values) * size
+    if engine is Engine.TENSOR_MEMORY:
+        # Values that are keys as well are copied for the products of each tile of columns.
+        copies = len(q_chunks) if problem.mla and not stored else 0
+        total += copies * config.block_n * values * size + BARRIERS
+    return total
+
+
+def _score_tiles(problem: Problem, config: DecodeConfig, engine: Engine | None, values: int) -> int:
+    """Returns the number of tiles of scores or probabilities that pass through SRAM."""
+    biased, stored = problem.bias is not Bias.NONE, problem.kv_dtype is not None
+    if engine in (Engine.WARPGROUP, Engine.TENSOR_MEMORY):
+        return int(biased and not stored)
+    if problem.dtype is Dtype.FP32:
+        return 2 if problem.bias is Bias.ADDITIVE else 1
+    if engine is not Engine.WARP:
+        return 2 if biased else int(config.block_m >= WARPGROUP_ROWS)
+    crosses = config.block_m < values
+    # Warps that have all keys of their rows add a bias in registers.
+    own_rows = config.block_m >= WARPGROUP_ROWS and (crosses or stored)
+    return 2 if biased and not own_rows else int(crosses)
+
+
+def converts_for_tensor_memory(problem: Problem, config: DecodeConfig, target: Target) -> bool:
+    """Returns whether products in tensor memory need 8-bit keys that Triton 3.7 cannot convert for them."""
+    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=True)
+    if engine is not Engine.TENSOR_MEMORY or problem.kv_dtype is None:
+        return False
+    if loads_pairs(problem, config, Specialization()):
+        return problem.value_head_dim > MAX_PAIRED_VALUES
+    # Its pipeliner fails, except for the products of scaled pages.
+    return problem.kv_scale is not KvScale.PAGE
