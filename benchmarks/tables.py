@@ -28,7 +28,10 @@ from flashtune.tuner.cli.report.bench_terminal import lengths_of, title_of
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/tables.py"
 PARTS = ("bench", "gqa-fp8", "fp8", "backward")
-RESULTS = tuple(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in PARTS)
+RESULTS = (
+    *(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in PARTS),
+    ROOT / "benchmarks/results/nvidia-h100-features.json",
+)
 PEERS = {"paper": "nvidia-h200.json", "fp8": "nvidia-h200-fp8.json"}
 FLASH = "sdpa-flash"
 SHORTEST, USUAL, USUAL_WIDTHS, WIDE = 512, 8192, (64, 128), (256,)
@@ -60,9 +63,19 @@ def texts(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def by_grid(benches: Iterable[Bench]) -> Results:
-    """The benches of each grid that hold a row of ours, in the grid's order; others are passed over."""
-    found = {bench.problem: bench for bench in benches if bench.row(OURS) is not None}
-    return {name: [found[problem] for problem in grid_problems(name) if problem in found] for name in GRIDS}
+    """The benches of each grid that hold a row of ours, in the grid's order; others are passed over.
+
+    Grids share problems. All benches of a grid are of the GPU with most of its problems.
+    """
+    found: dict[str, dict[Problem, Bench]] = {}
+    for bench in benches:
+        if bench.row(OURS) is not None:
+            found.setdefault(bench.target, {})[bench.problem] = bench
+    lines = {
+        name: [[own[problem] for problem in grid_problems(name) if problem in own] for own in found.values()]
+        for name in GRIDS
+    }
+    return {name: max(of_gpu, key=len, default=[]) for name, of_gpu in lines.items()}
 
 
 def paper_table(results: Results) -> Iterator[str]:
@@ -145,7 +158,7 @@ def features_table(results: Results) -> Iterator[str]:
     if not any(bench.problem.features for bench in benches):
         return
     peers = dict.fromkeys(row.name for bench in benches for row in bench.rows if row.name != OURS)
-    yield "TFLOP/s, or GB/s in decoding (last column: over the best peer):"
+    yield f"TFLOP/s on an {benches[0].target}, or GB/s in decoding (last column: over the best peer):"
     yield ""
     rows = []
     for bench in benches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Argument, Specialization, Step
@@ -63,6 +65,8 @@ NO_BOUND = -1
 WIDEST_WINDOW = 2**30 - 1
 # Additional bytes of the compiler: exchange between roles, and alignment gaps.
 SPARE_BYTES = 1024
+# A balanced grid is uneven if a full one takes less than this fraction of its time.
+UNEVEN = 0.95
 
 
 class HopperContext(Context, frozen=True):
@@ -334,12 +338,21 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return hopper_space(problem)
 
     def default(self, problem: Problem, target: Target) -> HopperConfig:
-        """Returns the best config of most lengths, for untuned shapes; padded if needed to fit."""
+        """Returns the best config of most lengths, for untuned shapes; padded if needed to fit.
+
+        With some numbers of tiles, a program of a balanced grid gets most of the long ones. All SMs are used
+        then.
+        """
         usual = usual_config(problem)
         room = target.sram_per_block - SPARE_BYTES
         items = self.sram_items(problem, usual, target, Specialization())
-        fits = sum(item.bytes for item in items) <= room
-        return usual if fits else padded(problem, usual)
+        if sum(item.bytes for item in items) > room:
+            usual = padded(problem, usual)
+        if usual.balanced_grid:
+            full = msgspec.structs.replace(usual, balanced_grid=False)
+            if self.makespan_ms(problem, full, target) < UNEVEN * self.makespan_ms(problem, usual, target):
+                return full
+        return usual
 
     def arguments(
         self, problem: Problem, config: HopperConfig, specialization: Specialization
