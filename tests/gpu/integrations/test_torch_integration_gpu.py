@@ -529,12 +529,13 @@ def test_compiled_calls_in_cuda_graphs(served: Served) -> None:
         return both_passes(lambda: sdpa(*given, is_causal=True, enable_gqa=True) * 2, given, dout)
 
     want = both_passes(lambda: reference(given, causal=True) * 2, given, dout)
-    passed_on = eager()
     prepared(eager)
     for _ in range(4):
         found = call()
         deferred.wait()
-    for name, results in {"compiled": found, "torch": passed_on, "eager": eager()}.items():
+    # Calls that were passed on are not compared. torch 2.11 caches cuDNN's backward graphs without the
+    # strides of the output's gradient, so gradients depend on the calls of earlier tests.
+    for name, results in {"compiled": found, "eager": eager()}.items():
         for part, one, other in zip(("out", "dq", "dk", "dv"), results, want, strict=True):
             right = (one.double() - other).abs() <= 4e-2 * (1 + other.abs())
             rows = (~right).any(-1).nonzero()
