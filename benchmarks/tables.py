@@ -63,7 +63,7 @@ def texts(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def by_grid(benches: Iterable[Bench]) -> Results:
-    """The benches of each grid that hold a row of ours, in the grid's order; others are passed over.
+    """Returns the benches with a row of flashtune, by grid and in the grid's order.
 
     Grids share problems. All benches of a grid are of the GPU with most of its problems.
     """
@@ -71,11 +71,11 @@ def by_grid(benches: Iterable[Bench]) -> Results:
     for bench in benches:
         if bench.row(OURS) is not None:
             found.setdefault(bench.target, {})[bench.problem] = bench
-    lines = {
-        name: [[own[problem] for problem in grid_problems(name) if problem in own] for own in found.values()]
+    by_gpu = {
+        name: [[of_gpu[one] for one in grid_problems(name) if one in of_gpu] for of_gpu in found.values()]
         for name in GRIDS
     }
-    return {name: max(of_gpu, key=len, default=[]) for name, of_gpu in lines.items()}
+    return {name: max(each, key=len, default=[]) for name, each in by_gpu.items()}
 
 
 def paper_table(results: Results) -> Iterator[str]:
@@ -158,7 +158,8 @@ def features_table(results: Results) -> Iterator[str]:
     if not any(bench.problem.features for bench in benches):
         return
     peers = dict.fromkeys(row.name for bench in benches for row in bench.rows if row.name != OURS)
-    yield f"TFLOP/s on an {benches[0].target}, or GB/s in decoding (last column: over the best peer):"
+    gpu = benches[0].target.removeprefix("nvidia-").upper()
+    yield f"TFLOP/s on an NVIDIA {gpu}, or GB/s in decoding (last column: over the best peer):"
     yield ""
     rows = []
     for bench in benches:

@@ -29,6 +29,7 @@ def texts() -> dict[str, str]:
     return {
         name: "\n\n".join("\n".join(_lines(load(path, Summary))) for path in found)
         for name, found in paths.items()
+        if found
     }
 
 

@@ -96,6 +96,8 @@ def with_regular_strides(pages: Tensor) -> Tensor:
     Torch permits any stride there, and one-head caches have strides of 1. Kernels select by all strides.
     """
     strides = list(pages.stride())
+    if pages.shape[2] == 1:
+        strides[2] = pages.shape[3]
     for dim in range(2):
         if pages.shape[dim] == 1:
             strides[dim] = strides[2] * pages.shape[2]

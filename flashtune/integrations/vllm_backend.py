@@ -50,11 +50,11 @@ PLAIN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 E4M3 = ("fp8", "fp8_e4m3")
 # Numbers of sequences of the prompts whose kernels are prepared.
 PREPARED_BATCHES = (1, 8)
+# vLLM's pages are multiples of it.
+SMALLEST_PAGE = 16
 # Types of attention in vLLM.
 DECODER = "decoder"
 ENCODERS = ("encoder", "encoder_only")
-# vLLM's pages are multiples of it.
-SMALLEST_PAGE = 16
 ATTENTION_TYPES = (DECODER, *ENCODERS, "encoder_decoder")
 
 

@@ -162,9 +162,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     """
     if torch.version.hip:
         return torch.cuda.Stream(device)
-    # Without a launch, which would load a kernel first. torch has created the context.
+    # A new thread has no current context. torch has created the device's primary context.
     driver, context, stream = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    status = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index)
+    status = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
     status = status or driver.cuCtxSetCurrent(context)
     status = status or driver.cuStreamCreate(ctypes.byref(stream), NON_BLOCKING)
     if status or stream.value is None:

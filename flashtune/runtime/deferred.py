@@ -269,23 +269,26 @@ def passes_of(kind: Kind, call: Call) -> Passes | None:
 
 
 def warm_up() -> None:
-    """Does what preparations else do while they hold Python's lock, for which calls would wait.
+    """Does the slow parts of preparations ahead: imports, hashes of templates, tuned records and the stream.
 
-    It imports all modules, reads the templates and, if CUDA is initialised, loads the device's tuned records.
+    They hold Python's lock, for which calls would wait.
     """
-    for name in ("flashtune.verification.check", "triton.experimental.gluon.language"):
-        importlib.import_module(name)
-    for family in families():
-        current_versions(family.name)
-    if not torch.cuda.is_initialized():
-        # Imports the modules that read any records.
-        tuned_records(INTERPRETED_TARGET)
-        return
-    device = torch.device("cuda", torch.cuda.current_device())
-    with beside_captures(device):
-        pass
-    if device not in _tables:
-        _load(device)
+    try:
+        for name in ("flashtune.verification.check", "triton.experimental.gluon.language"):
+            importlib.import_module(name)
+        for family in families():
+            current_versions(family.name)  # cached
+        if not torch.cuda.is_initialized():
+            # Imports the modules that read any records.
+            tuned_records(INTERPRETED_TARGET)
+            return
+        device = torch.device("cuda", torch.cuda.current_device())
+        with beside_captures(device):
+            pass  # the stream exists now
+        if device not in _tables:
+            _load(device)
+    except Exception as failure:  # noqa: BLE001 (the replaced operators serve)
+        _warn(failure)
 
 
 def wait(timeout: float | None = None) -> bool:

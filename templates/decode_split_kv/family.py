@@ -190,7 +190,7 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
 
 
 def _default_tiles(problem: Problem, target: Target) -> DecodeConfig:
-    """Returns the usual tiles, or the first smaller ones that compile and fit registers and SRAM."""
+    """Returns the usual tiles, or the first smaller ones that fit registers and SRAM, else the smallest."""
     config = _usual_tiles(problem, target)
     if converts_for_tensor_memory(problem, config, target):
         config = msgspec.structs.replace(config, block_m=WARPGROUP_ROWS // 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from benchmarks.tables import by_grid, features_table
 from flashtune.tuner.bench.grids import grid_problems
 from flashtune.tuner.bench.results import OURS
@@ -29,3 +31,15 @@ def test_plain_points_alone_give_no_table() -> None:
     plain = [problem for problem in PROBLEMS if not problem.features]
     assert plain
     assert list(features_table(by_grid(map(a_bench, plain)))) == []
+
+
+def test_grids_that_share_problems_have_results_of_one_gpu_each() -> None:
+    paper = grid_problems("paper")
+    shared = set(paper) & set(PROBLEMS)
+    assert shared
+    h200 = [msgspec.structs.replace(a_bench(one), target="nvidia-h200") for one in paper]
+    h100 = [msgspec.structs.replace(a_bench(one), target="nvidia-h100") for one in PROBLEMS]
+    for benches in (h200 + h100, h100 + h200):
+        results = by_grid(benches)
+        assert {bench.target for bench in results["paper"]} == {"nvidia-h200"}
+        assert {bench.target for bench in results["features"]} == {"nvidia-h100"}

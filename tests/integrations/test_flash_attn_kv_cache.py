@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashtune import ProblemError
 from flashtune.integrations.flash_attn import UnsupportedError, flash_attn_3, flash_attn_with_kvcache
+from flashtune.integrations.flash_attn.cache import Cache, kernel_pages
 from tests.integrations.test_flash_attn_2 import close, numbers, starts, with_infinity
 from tests.support.flash_attn_reference import Rule, one_sequence, rotated_by_pairs
 
@@ -249,3 +250,15 @@ def test_incomplete_arguments_raise_one_sentence() -> None:
     out = flash_attn_with_kvcache(q.requires_grad_(), stored.k, stored.v, cache_seqlens=3)
     with pytest.raises(UnsupportedError, match="no backward pass for a KV cache"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("size", "queries", "pages"),
+    [(16, 512, 16), (24, 512, 8), (4, 512, None), (4, 1, 4), (5, 1, 1), (0, 1, None)],
+)
+def test_kernels_read_small_pages_for_few_queries_alone(size: int, queries: int, pages: int | None) -> None:
+    k = torch.zeros(3, size, 1, 8)
+    cache = Cache(k, k, torch.zeros(2, 3, dtype=torch.int32))
+    found = kernel_pages(cache, queries)
+    assert (None if found is None else found.page_size) == pages
+    assert found is None or found.capacity == cache.capacity

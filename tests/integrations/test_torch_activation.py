@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from flashtune import UsageError
+from flashtune.core.errors import MachineError
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime import deferred
@@ -48,6 +50,19 @@ def overridden() -> dict[str, bool]:
         name: dump.count("CPU: registered at") + dump.count("CPU (inactive)") > 1
         for name, dump in dumps.items()
     }
+
+
+def test_activation_survives_a_failed_warm_up(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> None:
+        raise MachineError("Triton has no ptxas")
+
+    monkeypatch.setattr(deferred, "current_versions", fail)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        activation = integration.activate()
+    with activation:
+        assert integration.is_active()
+    assert not integration.is_active()
 
 
 def test_all_operators_are_overridden_and_restored(originals: Originals) -> None:

@@ -2,7 +2,8 @@
 
 Every cache is pages of tokens and a table of the pages of each sequence. A dense cache has one page for each
 sequence. Kernels take pages of up to 256 tokens in powers of two. Other pages are views of several such
-pages, or gathered into a copy if their rows have no common stride. All happens on the device.
+pages. They are gathered into a copy if their rows have no common stride, or if many queries read small
+pages. All happens on the device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from flashtune.integrations.flash_attn.attend import E4M3
 from flashtune.integrations.flash_attn.token_rows import sequence_numbers, take
 
 LARGEST_PAGE = 256
+# Kernels for more queries than these are slow with smaller pages.
+FEW_QUERIES, FAST_PAGE = 16, 8
 # Number of keys of which a gathered copy has a multiple.
 GATHERED_PAGE = 64
 
@@ -92,10 +95,17 @@ def append(cache: Cache, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor |
         stored[page, slot] = new if starts is None else torch.where(starts[-1] > 0, new, stored[page, slot])
 
 
-def kernel_pages(cache: Cache) -> Cache | None:
-    """Returns the cache with pages that kernels take, without a copy; None if strides forbid that."""
+def kernel_pages(cache: Cache, queries: int = 1) -> Cache | None:
+    """Returns the cache with pages that kernels take, without a copy; None if a copy is needed or faster.
+
+    Args:
+        cache: The cache.
+        queries: The most queries of a sequence.
+    """
     size = cache.page_size
     part = min(size & -size, LARGEST_PAGE)
+    if not part or (part < FAST_PAGE and queries > FEW_QUERIES):
+        return None
     if part == size:
         return cache
     parts = size // part

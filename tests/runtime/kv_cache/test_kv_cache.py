@@ -20,7 +20,7 @@ def test_names_are_exported() -> None:
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [4, 8, 16, 32, 64, 128, 256])
 def test_rows_are_stored_at_page_and_offset(layout: str, page_size: int) -> None:
     cache = make(4, page_size, dtype=torch.float32, layout=layout)
     page = (page_size, HEADS) if layout == "nhd" else (HEADS, page_size)

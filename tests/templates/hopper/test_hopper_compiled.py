@@ -47,6 +47,8 @@ COMPILED = {
         {},
         True,
     ),
+    "d128, pages of 8": (a_problem(128, total_q=1, page_size=8), {}, False),
+    "d64, pages of 8 in e4m3": (a_problem(64, page_size=8, kv_dtype=KvDtype.E4M3), {}, False),
     "d64, pages of 64 in e4m3": (a_problem(64, page_size=64, kv_dtype=KvDtype.E4M3), {}, False),
     "d128, dropout": (a_problem(128, causal=Causal.BOTTOM_RIGHT, dropout=True), {}, True),
     "d64, dropout and window": (a_problem(64, window_left=256, dropout=True), {}, True),

@@ -141,7 +141,7 @@ def a_paged(page_size: int, *, packed: bool, causal: Causal = Causal.BOTTOM_RIGH
 
 @pytest.mark.slow
 @CONFIGS
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_page_sizes(config: dict[str, Any], page_size: int, packed: bool) -> None:
     problem = a_paged(page_size, packed=packed)
