@@ -16,6 +16,7 @@ from flashtune.core.notices import warn_once
 from flashtune.core.problem import PAGE_SIZES
 from flashtune.integrations.host_library import host_library
 from flashtune.integrations.paged_batch import (
+    FAST_PAGE,
     PagedBatch,
     cache_call,
     packed_call,
@@ -28,8 +29,6 @@ from flashtune.runtime.torch_ops import attend
 
 # Before this version, backends have other methods for CUDA graphs.
 LEAST = "0.5.23"
-# Kernels for prompts are slow with smaller pages.
-FAST_PAGE = 8
 
 # Objects of SGLang.
 ForwardBatch = Any

@@ -49,7 +49,7 @@ from flashtune.templates.forward_hopper.space import (
 HOPPER = 90
 QUANTIZED_FEATURES = {Feature.WINDOW, Feature.DROPOUT}
 DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
-# Shared memory is swizzled in groups of so many rows.
+# TMA writes a page as whole groups of 8 rows, in which shared memory is swizzled.
 SMALLEST_PAGE = 8
 # TMA copies rows of a multiple of 16 bytes.
 ROW_BYTES = 16
@@ -65,7 +65,7 @@ NO_BOUND = -1
 WIDEST_WINDOW = 2**30 - 1
 # Additional bytes of the compiler: exchange between roles, and alignment gaps.
 SPARE_BYTES = 1024
-# A balanced grid is uneven if a full one takes less than this fraction of its time.
+# A full grid replaces a balanced one if it takes less than this fraction of its time.
 UNEVEN = 0.95
 
 
@@ -340,8 +340,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
     def default(self, problem: Problem, target: Target) -> HopperConfig:
         """Returns the best config of most lengths, for untuned shapes; padded if needed to fit.
 
-        With some numbers of tiles, a program of a balanced grid gets most of the long ones. All SMs are used
-        then.
+        With some numbers of tiles, one program of a balanced grid gets most of the long tiles. The config
+        then uses all SMs.
         """
         usual = usual_config(problem)
         room = target.sram_per_block - SPARE_BYTES

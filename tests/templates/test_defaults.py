@@ -83,7 +83,7 @@ def draw_problem(chance: random.Random, family: Family) -> Problem | None:
         return None
 
 
-# Problems whose usual tiles exceed the SRAM of the GPU or do not compile for it.
+# Problems with usual tiles that exceed the SRAM of the GPU or do not compile for it.
 REDUCED: dict[str, tuple[str, dict[str, Any]]] = {
     "pages": ("rtx-4090", {"page_size": 64}),
     "wide": ("rtx-4090", {"head_dim": 256, "value_head_dim": 256, "heads": 512}),

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.dispatch.nearest import FEW_QUERIES
 from flashtune.integrations.flash_attn.attend import E4M3
 from flashtune.integrations.flash_attn.token_rows import sequence_numbers, take
+from flashtune.integrations.paged_batch import FAST_PAGE
 
 LARGEST_PAGE = 256
-# Kernels for more queries than these are slow with smaller pages.
-FEW_QUERIES, FAST_PAGE = 16, 8
 # Number of keys of which a gathered copy has a multiple.
 GATHERED_PAGE = 64
 

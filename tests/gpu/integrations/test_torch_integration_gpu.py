@@ -390,7 +390,7 @@ def test_pages(served: Served) -> None:
 def test_new_lengths_never_wait(served: Served) -> None:
     """No call with a new length takes 5 ms longer than with torch's operator.
 
-    Calls while kernels are prepared may, at a few lengths: CUDA locks its driver while it loads a kernel.
+    While kernels are prepared, calls at a few lengths may: CUDA locks its driver while it loads a kernel.
     The efficient backend serves before. The cuDNN backend needs 50 ms for each new length itself.
     """
     lengths = list(range(64, 1064))
