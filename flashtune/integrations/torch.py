@@ -49,7 +49,7 @@ FLASH_FORWARD: tuple[ForwardOperator, ...] = (FlashForward(), FlashForwardInto()
 FLASH_BACKWARD: tuple[BackwardOperator, ...] = (FlashBackward(),)
 
 # The number of removed sets of overrides whose kernels stay in memory.
-KEPT = 64
+KEPT = 192
 
 _changing = threading.RLock()
 # Another thread may have looked a kernel up and wait for Python's lock before it calls it. torch would have
