@@ -62,7 +62,8 @@ class Recorder:
         if self.path is None:
             return
         before = self.spent.pop(report.nodeid, Times(0.0, 0.0))
-        spent = dict(report.user_properties)["cpu"]
+        # The report of a test that ended its process has none.
+        spent = dict(report.user_properties).get("cpu", 0.0)
         assert isinstance(spent, float)
         times = Times(before.cpu + spent, before.wall + report.duration)
         if report.when != "teardown":
