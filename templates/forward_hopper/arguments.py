@@ -1,13 +1,19 @@
-"""Run-time arguments of the kernel: descriptors of its tensors instead of addresses and strides."""
+"""Run-time arguments of the kernel: descriptors of its tensors, and addresses of keys in small pages."""
 
 from __future__ import annotations
 
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
-from flashtune.core.problem import Bias, Dtype, Problem
+from flashtune.core.problem import Bias, Dtype, KvDtype, Problem
 from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.common.model.sram import Chunk, head_chunks
-from flashtune.templates.forward_hopper.space import HopperConfig, copied_keys, has_lists, stored_dtype
+from flashtune.templates.forward_hopper.space import (
+    HopperConfig,
+    copied_keys,
+    gathers,
+    has_lists,
+    stored_dtype,
+)
 
 # TMA's widest row without bank conflicts.
 WIDEST_SWIZZLE = 128
@@ -15,6 +21,11 @@ WIDEST_SWIZZLE = 128
 STEPS = ("k_batch_step", "k_head_step", "v_batch_step", "v_head_step")
 # Likewise from page to page.
 PAGE_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
+# Those from page to page, head to head and row to row in pieces of 16 bytes, if threads copy rows.
+ROW_STEPS = (
+    *("k_page_step", "k_head_step", "k_row_step"),
+    *("v_page_step", "v_head_step", "v_row_step"),
+)
 # Workspaces: kinds of blocks, words of partial blocks of a mask, lists of blocks, and the counter of tiles.
 KINDS, WORDS, LISTS, COUNTER = (
     Argument(name, "*i32", POINTER_ALIGNMENT) for name in ("kinds", "words", "lists", "counter")
@@ -32,7 +43,10 @@ PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequence
 def hopper_arguments(
     problem: Problem, config: HopperConfig, specialization: Specialization
 ) -> tuple[Argument, ...]:
-    """Returns descriptors of q, k, v and out, tile by tile; lse, scales of inputs, scale, counts."""
+    """Returns descriptors of q, k, v and out, tile by tile; lse, scales of inputs, scale, counts.
+
+    With pages of fewer than 8 keys, k and v are addresses behind the descriptors.
+    """
     dtype = problem.dtype
     stored = stored_dtype(problem)
     qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
@@ -49,18 +63,27 @@ def hopper_arguments(
     steps = STEPS if problem.seqlens_k and not problem.total_q else ()
     # If outputs are stored in halves, so is the descriptor's tile.
     parts = 2 if config.split_epilogue else 1
+    gathered = gathers(problem)
+    page_steps = ROW_STEPS if gathered else PAGE_STEPS if problem.page_size else ()
     return (
         *(_descriptor("q", chunk, qk_chunks, dtype, (*queries, chunk.width)) for chunk in qk_chunks),
-        *(_descriptor("k", chunk, qk_chunks, stored, (*keys, chunk.width)) for chunk in qk_chunks),
+        *(
+            _descriptor("k", chunk, qk_chunks, stored, (*keys, chunk.width))
+            for chunk in ([] if gathered else qk_chunks)
+        ),
         *(
             _descriptor("v", chunk, v_chunks, stored, _values(chunk, rows, dtype, outer))
-            for chunk in v_chunks
+            for chunk in ([] if gathered else v_chunks)
         ),
         *(
             _descriptor("o", chunk, v_chunks, dtype.out, (*queries, chunk.width // parts))
             for chunk in v_chunks
         ),
         *_bias_descriptor(problem, config),
+        *(
+            Argument(name, pointer_type(stored), POINTER_ALIGNMENT)
+            for name in (("k", "v") if gathered else ())
+        ),
         Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
         *(Argument(name, "*fp32") for name in (SCALES if dtype.is_quantized else ())),
         *(one for one in side_tensors(problem) if one.name not in LISTED_INPUTS),
@@ -70,7 +93,7 @@ def hopper_arguments(
         *(Argument(name, "i32") for name in (*counts, *_list_counts(problem))),
         *(() if dtype.is_quantized else _strides(problem, specialization, of_lists=False)),
         *(Argument(name, "i32") for name in steps),
-        *(Argument(name, "i32") for name in (PAGE_STEPS if problem.page_size else ())),
+        *(Argument(name, "i32") for name in page_steps),
     )
 
 
@@ -142,7 +165,7 @@ def _values(chunk: Chunk, rows: int, dtype: Dtype, outer: tuple[int, ...]) -> tu
 
 
 def _descriptor(
-    tensor: str, chunk: Chunk, chunks: tuple[Chunk, ...], dtype: Dtype, box: tuple[int, ...]
+    tensor: str, chunk: Chunk, chunks: tuple[Chunk, ...], dtype: KvDtype | Dtype, box: tuple[int, ...]
 ) -> Argument:
     name = f"{tensor}_desc_{chunk.index}" if len(chunks) > 1 else f"{tensor}_desc"
     swizzle = min(WIDEST_SWIZZLE, box[-1] * dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Hopper's forward pass in Gluon: a producer warp and consumer groups, for sm_90 only."""
+"""Hopper's forward pass in Gluon: producer warps and consumer groups, for sm_90 only."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ from flashtune.templates.forward_hopper.arguments import (
 from flashtune.templates.forward_hopper.perf_model import HopperModel
 from flashtune.templates.forward_hopper.space import (
     CONVERTED_HEAD_DIMS,
+    CONVERTED_KEYS,
     CONVERTER_REGISTERS,
     GROUP_WARPS,
     QUANTIZED_DEPTH,
+    SMALLEST_COPY,
     HopperConfig,
     Order,
     copied_keys,
+    gathers,
     has_lists,
     has_one_list,
     hopper_space,
     padded,
     raw_stages,
     role_registers,
+    stored_dtype,
     usual_config,
 )
 
 HOPPER = 90
 QUANTIZED_FEATURES = {Feature.WINDOW, Feature.DROPOUT}
 DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
-# TMA writes a page as whole groups of 8 rows, in which shared memory is swizzled.
-SMALLEST_PAGE = 8
 # TMA copies rows of a multiple of 16 bytes.
 ROW_BYTES = 16
 WORKSPACE = "transposed"
@@ -95,7 +97,10 @@ class HopperContext(Context, frozen=True):
     packed: bool
     page_size: int
     copied_keys: int
-    is_converted: bool
+    gathers: bool
+    kv_dtype: KvDtype | Dtype
+    kv_scale: KvScale
+    keys_at_a_time: int
     converter_registers: int
     raw_stages: int
     dropout: bool
@@ -173,6 +178,25 @@ class HopperContext(Context, frozen=True):
         return 8 if self.is_converted else self.bits
 
     @property
+    def is_converted(self) -> bool:
+        """Whether keys and values are in 8 bits, and queries are not."""
+        return isinstance(self.kv_dtype, KvDtype)
+
+    @property
+    def is_int8(self) -> bool:
+        return self.kv_dtype is KvDtype.INT8
+
+    @property
+    def has_page_scales(self) -> bool:
+        """Whether scores and probabilities are multiplied by the scales of pages."""
+        return self.is_converted and self.kv_scale is KvScale.PAGE
+
+    @property
+    def has_head_scales(self) -> bool:
+        """Whether scores and outputs are multiplied by the scales of keys and values."""
+        return self.is_converted and self.kv_scale is not KvScale.PAGE
+
+    @property
     def is_causal(self) -> bool:
         return self.causal is not Causal.NONE
 
@@ -236,6 +260,11 @@ class HopperContext(Context, frozen=True):
     def is_paged(self) -> bool:
         """Whether keys and values are in pages."""
         return self.page_size > 0
+
+    @property
+    def copies_pages(self) -> bool:
+        """Whether the copy engine copies pages."""
+        return self.is_paged and not self.gathers
 
     @property
     def keys_rank(self) -> int:
@@ -312,17 +341,11 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             )
         if problem.bias is not Bias.NONE and problem.features & EXCLUDED_WITH_BIAS:
             return "forward_hopper takes a bias or mask without packed sequences, pages, lengths and prefixes"
-        if problem.kv_dtype and (
-            problem.kv_dtype is not KvDtype.E4M3 or not problem.page_size or problem.kv_scale is KvScale.PAGE
-        ):
-            return "forward_hopper takes 8-bit keys in e4m3, in pages without scales of their own"
+        if problem.kv_dtype and (reason := _unsupported_cache(problem)):
+            return reason
         if problem.block_mask and problem.features & EXCLUDED_WITH_BLOCK_MASK:
             return "forward_hopper takes a block mask without packed sequences, pages, prefixes and biases"
-        if 0 < problem.page_size < SMALLEST_PAGE:
-            return f"forward_hopper takes pages of {SMALLEST_PAGE} keys or more"
         dims = problem.head_dim, problem.value_head_dim
-        if problem.kv_dtype and (dims[0] != dims[1] or dims[0] not in CONVERTED_HEAD_DIMS):
-            return "forward_hopper takes 8-bit keys of head dims 64 and 128, as wide as their values"
         if max(dims) > MAX_HEAD_DIM:
             return f"forward_hopper takes head dims up to {MAX_HEAD_DIM}"
         step = ROW_BYTES // problem.dtype.itemsize
@@ -407,7 +430,10 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             packed=problem.total_q > 0,
             page_size=problem.page_size,
             copied_keys=copied_keys(problem, config),
-            is_converted=problem.kv_dtype is not None,
+            gathers=gathers(problem),
+            kv_dtype=stored_dtype(problem),
+            kv_scale=problem.kv_scale,
+            keys_at_a_time=CONVERTED_KEYS,
             converter_registers=CONVERTER_REGISTERS,
             raw_stages=raw_stages(config),
             dropout=problem.dropout,
@@ -430,6 +456,19 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             listed_chunk=chunk,
             listed_first=first,
         )
+
+
+def _unsupported_cache(problem: Problem) -> str | None:
+    """Returns the reason why a cache in 8 bits is not supported, or None."""
+    if not problem.page_size:
+        return "forward_hopper takes 8-bit keys in pages"
+    if problem.kv_scale is KvScale.PAGE and problem.page_size < SMALLEST_COPY:
+        return f"forward_hopper takes scales of pages of {SMALLEST_COPY} keys or more"
+    if problem.kv_scale is KvScale.PAGE and problem.dtype is Dtype.FP16:
+        return "forward_hopper takes scales of pages in bf16"
+    if problem.head_dim != problem.value_head_dim or problem.head_dim not in CONVERTED_HEAD_DIMS:
+        return "forward_hopper takes 8-bit keys of head dims 64 and 128, as wide as their values"
+    return None
 
 
 def _bound(window: int | None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Problem
+from flashtune.core.problem import Bias, KvScale, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.cost import CostParams, block_us, tile_us, together_us, traffic_us
 from flashtune.templates.common.model.sram import columns, head_chunks
@@ -31,6 +31,9 @@ from flashtune.templates.forward_hopper.space import (
 )
 
 BARRIER_BYTES = 8
+SCALE_BYTES = 4
+# Keys that share a scale in shared memory.
+SCALED_KEYS = 8
 INDEX_BYTES = 4
 # Each ring has barriers for full and for empty tiles.
 SIDES = 2
@@ -86,6 +89,8 @@ class HopperModel(PerformanceModel[HopperConfig]):
         raw = raw_stages(config) if problem.kv_dtype else 0
         slots += raw + QUEUE_SLOTS * config.dynamic_schedule
         barriers = SIDES * slots * BARRIER_BYTES
+        has_scales = problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE
+        scales = 2 * block // SCALED_KEYS * has_scales
         items = (
             BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries),
             BytesItem(f"k, {config.num_stages} in flight", block * queries),
@@ -96,6 +101,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
             ),
             BytesItem(f"bias, {biases} in flight", config.block_m * config.block_n * size * biases),
             BytesItem(f"k and v in 8 bits, {raw} in flight", raw * config.block_n * values),
+            BytesItem(f"scales of pages, {config.num_stages} in flight", scales * SCALE_BYTES),
             BytesItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
             BytesItem("barriers", barriers),
             BytesItem("indices of tiles", QUEUE_SLOTS * INDEX_BYTES * config.dynamic_schedule),

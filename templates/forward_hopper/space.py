@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from flashtune.core.config import Axis, AxisValue, BlockSize, Config, Space
-from flashtune.core.problem import Bias, BlockLists, Dtype, Problem
+from flashtune.core.problem import Bias, BlockLists, Dtype, KvDtype, Problem
 from flashtune.templates.common.model.sram import columns, head_chunks, is_exact
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
@@ -25,13 +25,19 @@ PRODUCER_REGISTERS = 24
 # The same if a block has more than FEW_COPIES copies of pages. The producer keeps the numbers of the pages.
 FEW_COPIES = 2
 REGISTERS_OF_SMALL_PAGES = {1: (240, 56), 2: (232, 40), 3: (160, 32)}
+# TMA writes groups of 8 rows, in which shared memory is swizzled. Threads of the producer copy the rows of
+# smaller pages. The registers are then these.
+SMALLEST_COPY = 8
+REGISTERS_OF_ROWS = {1: (240, 96), 2: (224, 64), 3: (160, 32)}
 # Those of a producer that reads lists of blocks.
 LISTED_REGISTERS = 32
-# The same if another group converts keys and values in 8 bits, and the registers of that group. Three groups
+# Those if another group converts keys and values in 8 bits, and the registers of that group. Three groups
 # have too few.
 REGISTERS_WITH_CONVERTER = {1: (240, 40), 2: (208, 40)}
 CONVERTER_REGISTERS = 56
 CONVERTED_HEAD_DIMS = (64, 128)
+# Keys that the converter has in registers at a time.
+CONVERTED_KEYS = 32
 # Registers of the loop without tiles: addresses, sums, maxima, and scheduling by the compiler.
 SPARE_REGISTERS = 24
 # Additional registers for dropout: random words of rows, and products of twice their width.
@@ -381,14 +387,19 @@ def copied_keys(problem: Problem, config: HopperConfig) -> int:
     return min(problem.page_size or config.block_n, config.block_n)
 
 
+def gathers(problem: Problem) -> bool:
+    """Returns whether pages are so small that threads copy each row."""
+    return 0 < problem.page_size < SMALLEST_COPY
+
+
 def raw_stages(config: HopperConfig) -> int:
     """Returns the tiles of keys and values in 8 bits in flight: one more if outputs are stored in halves."""
     return 3 if config.split_epilogue else 2
 
 
-def stored_dtype(problem: Problem) -> Dtype:
+def stored_dtype(problem: Problem) -> KvDtype | Dtype:
     """Returns the type of keys and values in memory."""
-    return Dtype.E4M3 if problem.kv_dtype else problem.dtype
+    return problem.kv_dtype or problem.dtype
 
 
 def role_registers(problem: Problem, config: HopperConfig) -> tuple[int, int]:
@@ -403,6 +414,8 @@ def role_registers(problem: Problem, config: HopperConfig) -> tuple[int, int]:
         return usual if wide else REGISTERS_OF_SMALL_PAGES[groups]
     if problem.bias is not Bias.NONE:
         return CONSUMER_REGISTERS[groups], LISTED_REGISTERS
+    if gathers(problem):
+        return REGISTERS_OF_ROWS[groups]
     if config.block_n > FEW_COPIES * copied_keys(problem, config):
         return REGISTERS_OF_SMALL_PAGES[groups]
     return CONSUMER_REGISTERS[groups], PRODUCER_REGISTERS

@@ -1,4 +1,4 @@
-"""Emulates inline PTX on arrays: that of dropout, and that of masks."""
+"""Emulates inline PTX on arrays: that of dropout, of masks, and of integers of 8 bits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,45 @@ if TYPE_CHECKING:
     from tests.emulator.hardware import Array
 
 LOW = 0xFFFFFFFF
+
+
+def _permuted(a: Array, b: Array, selector: Array) -> Array:
+    """Four bytes of two words, by the digits of a selector."""
+    both = a | b << np.uint64(32)
+    places = [int(selector) >> 4 * place & 7 for place in range(4)]
+    chosen = [
+        (both >> np.uint64(8 * byte) & 0xFF) << np.uint64(8 * place) for place, byte in enumerate(places)
+    ]
+    word: Array = np.bitwise_or.reduce(chosen)
+    return word
+
+
+def _halves(word: Array) -> Array:
+    """The 16-bit numbers of words, [..., 2]."""
+    return np.stack([word & 0xFFFF, word >> np.uint64(16)], -1)
+
+
+def _joined(halves: Array) -> Array:
+    words: Array = halves[..., 0].astype(np.uint64) | halves[..., 1].astype(np.uint64) << np.uint64(16)
+    return words
+
+
+def _fp16(word: Array) -> Array:
+    """The two fp16 numbers of words."""
+    return _halves(word).astype(np.uint16).view(np.float16)
+
+
+def _bf16(word: Array) -> Array:
+    """The two bf16 numbers of words."""
+    return (_halves(word) << np.uint64(16)).astype(np.uint32).view(np.float32)
+
+
+def _subtract_bf16(a: Array, b: Array) -> Array:
+    bits = (_bf16(a) - _bf16(b)).view(np.uint32)
+    assert not (bits & 0xFFFF).any(), "the emulator does not round"
+    return _joined(bits >> 16)
+
+
 OPERATIONS: dict[str, Callable[..., Array]] = {
     "add.u32": lambda a, b: a + b & LOW,
     "xor.b32": np.bitwise_xor,
@@ -25,6 +64,10 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
     "setp.ne.s32": np.not_equal,
     "selp.f32": lambda a, b, chosen: np.where(chosen, a, b),
     "neg.f32": np.negative,
+    "mov.b32": lambda a: a,
+    "prmt.b32": _permuted,
+    "sub.rn.f16x2": lambda a, b: _joined((_fp16(a) - _fp16(b)).view(np.uint16)),
+    "sub.rn.bf16x2": _subtract_bf16,
 }
 
 
@@ -63,6 +106,16 @@ def emulate_rows(asm: str, given: list[Any]) -> Tensor:
     return Tensor(joined.transpose(0, 4, 1, 3, 2, 5).reshape(scores.shape))
 
 
+def emulate_fours(asm: str, given: list[Any]) -> Tensor:
+    """The 16-bit numbers that instructions return for 8-bit integers, four neighbouring columns at a time."""
+    stored = np.asarray(plain(given[0]))
+    words = np.ascontiguousarray(stored.astype(np.int8)).view(np.uint32).astype(np.uint64)
+    found = _run(asm, {"$2": words})
+    numbers = _bf16 if "bf16x2" in asm else _fp16
+    pairs = [numbers(found[name]).astype(np.float64) for name in ("$0", "$1")]
+    return Tensor(np.concatenate(pairs, -1).reshape(stored.shape))
+
+
 def _run(asm: str, values: dict[str, Array]) -> dict[str, Array]:
     """The values of all names after instructions without branches."""
 
@@ -71,7 +124,7 @@ def _run(asm: str, values: dict[str, Array]) -> dict[str, Array]:
             return np.asarray(np.uint32(int(name[2:], 16)).view(np.float32), np.float64)
         return np.asarray(int(name, 16), np.uint64) if name.startswith("0x") else values[name]
 
-    for line in (part.strip(" {}") for part in re.sub(r"\{(\w+), (\w+)\}", r"\1|\2", asm).split(";")):
+    for line in (part.strip(" {}\n") for part in re.sub(r"\{(\w+), (\w+)\}", r"\1|\2", asm).split(";")):
         if not line or line.startswith(".reg"):
             continue
         name, _, rest = line.partition(" ")

@@ -34,7 +34,7 @@ from tests.emulator.hardware import (
     as_word,
     plain,
 )
-from tests.emulator.inline_ptx import emulate_ptx, emulate_rows
+from tests.emulator.inline_ptx import emulate_fours, emulate_ptx, emulate_rows
 
 # Decorators of definitions that the emulator runs.
 RUN = ("gluon.jit", "gluon.constexpr_function", "aggregate")
@@ -87,6 +87,12 @@ class Program:
             "copy_in": self.copy_in,
             "copy_out": self.copy_out,
             "fence_async_shared": lambda: None,
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=self.copy_rows,
+                mbarrier_arrive=lambda barrier, increment_count: barrier.change(
+                    32 * plain(self.module.GATHERING_WARPS), 0
+                ),
+            ),
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else tuple(deps),
             "wait_named_barrier": lambda group: self.turns[group].sync(),
@@ -155,6 +161,7 @@ class Program:
             bfloat16="bf16",
             float16="fp16",
             float8e4nv="e4m3",
+            int8="i8",
             float32="fp32",
             int32="i32",
             int64="i64",
@@ -178,6 +185,8 @@ class Program:
             inline_asm_elementwise=lambda asm, operands, given, *_: (
                 emulate_rows(asm, given)
                 if operands.startswith("=&f,=&f")
+                else emulate_fours(asm, given)
+                if operands == "=r,=r,r"
                 else emulate_ptx(asm, operands, given)
             ),
             convert_layout=lambda value, _: value,
@@ -210,6 +219,8 @@ class Program:
     def load(self, pointer: Pointer, mask: Any = True, other: float = 0) -> Any:
         if isinstance(mask, Tensor):
             # Addresses that are hidden may lie anywhere.
+            visible = np.broadcast_to(pointer.offset, mask.values.shape)[mask.values]
+            assert ((visible >= 0) & (visible < pointer.memory.size)).all(), "a load outside of a tensor"
             loaded = pointer.memory[np.where(mask.values, pointer.offset, 0)]
             return Tensor(np.where(mask.values, loaded, other))
         if mask:
@@ -233,6 +244,12 @@ class Program:
         loaded = np.where(inside, descriptor.memory[offsets], 0.0)
         tile.values[...] = loaded.reshape(tile.values.shape)
         full.change(0, -descriptor.size * loaded.size)
+
+    def copy_rows(self, tile: Shared, pointer: Pointer, mask: Tensor) -> None:
+        """Copies elements by their addresses. Those that the mask hides become zeros."""
+        tile.values[...] = self.load(
+            pointer, Tensor(np.broadcast_to(mask.values, np.shape(pointer.offset)))
+        ).values
 
     def copy_out(self, descriptor: Descriptor, coordinates: list[Any], tile: Shared) -> None:
         offsets, inside = descriptor.places(coordinates)
@@ -291,13 +308,19 @@ def emulate(
     planned = () if tensors[0].dtype is E4M3 else extra_inputs
     starts = [_like(one) for one in planned]
     integers = module.launch_plan(*tensors, *starts)[2]
+    addressed = [
+        flat
+        for name, flat in zip(("q", "k", "v"), memory, strict=False)
+        if name in (one.name for one in kernel.arguments)
+    ]
     with small_steps():
         for number in range(programs):
             program = Program(number, programs, module)
             names = program.names()
             exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
             pointers = [Pointer(one.reshape(-1)) for one in (*passed, *workspaces)]
-            names[kernel.entry](*descriptors, Pointer(lse), *pointers, scale, *numbers, *integers)
+            rows = [Pointer(flat) for flat in addressed]
+            names[kernel.entry](*descriptors, *rows, Pointer(lse), *pointers, scale, *numbers, *integers)
 
 
 def _like(array: Array) -> torch.Tensor:

@@ -5,11 +5,11 @@ Window       1024 keys to the left, -1 to the right; -1 is no bound
 Features     softcap: False, ALiBi: False, sinks: False, lengths: False, prefix: False, chunk: 0, first tokens: 0
 Keys         in pages of 16, with lengths in seqlens_kv; in e4m3, converted by a group of four warps
 Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2, q_stages 1,
-             split_epilogue False, ping_pong True, defer_pv_wait True, conditional_rescale True,
+             split_epilogue True, ping_pong True, defer_pv_wait True, conditional_rescale True,
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt True, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 40f8c6d8d35a
+Template     forward_hopper 11dcaee51b07
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -77,7 +77,7 @@ COPIED = gl.constexpr(16)
 COPIES = gl.constexpr(8)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 # Tiles in 8 bits in flight, of keys and values in turn.
-RAW_STAGES = gl.constexpr(2)
+RAW_STAGES = gl.constexpr(3)
 # Keys that the converter has in registers at a time, and their layout: threads store neighbouring 16 bytes.
 CONVERTED = gl.constexpr(32)
 RAW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
@@ -420,11 +420,20 @@ def needs_rescale(GROUP: gl.constexpr):
 def store_output(GROUP: gl.constexpr, o_tiles, o_descs, tile, m_start, factor, accumulator):
     """Stores the accumulators times a factor for each row, through shared memory."""
     o = (accumulator * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]).to(OUT_ELEMENT)
+    # Both halves use the shared memory of one.
+    left, right = o.reshape([GROUP_M, 2, 64]).permute(0, 2, 1).split()
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     tma.store_wait(0)
-    o_tiles[0].index(GROUP).reshape([GROUP_M, 128]).store(o)
+    o_tiles[0].index(GROUP).reshape([GROUP_M, 64]).store(gl.convert_layout(left, HALF))
     fence_async_shared()
     copy_out(
         o_descs[0], [FAR, tile.q_start + tile.seqlen_q, tile.head, FAR - tile.seqlen_q + m_start, 0], o_tiles[0].index(GROUP)
+    )
+    tma.store_wait(0)
+    o_tiles[0].index(GROUP).reshape([GROUP_M, 64]).store(gl.convert_layout(right, HALF))
+    fence_async_shared()
+    copy_out(
+        o_descs[0], [FAR, tile.q_start + tile.seqlen_q, tile.head, FAR - tile.seqlen_q + m_start, 64], o_tiles[0].index(GROUP)
     )
 
 
@@ -716,7 +725,7 @@ def forward_hopper(
         ELEMENT, [STAGES, 1, 1, 1, BLOCK_N, 128], gl.NVMMASharedLayout(128, 16, 5)
     )
     o_tiles = gl.allocate_shared_memory(
-        OUT_ELEMENT, [GROUPS, 1, 1, PACK, GROUP_POSITIONS, 128], gl.NVMMASharedLayout(128, 16, 5)
+        OUT_ELEMENT, [GROUPS, 1, 1, PACK, GROUP_POSITIONS, 64], gl.NVMMASharedLayout(128, 16, 5)
     )
     raw_tiles = gl.allocate_shared_memory(
         gl.float8e4nv, [RAW_STAGES, 1, 1, 1, BLOCK_N, 128], gl.NVMMASharedLayout(128, 8, 5)
@@ -836,7 +845,7 @@ def descriptors(q, k, v, out):
         ),
         (
             TensorDescriptor(
-                out, *by_sequences(out), [1, 1, 1, 64, 128], gl.NVMMASharedLayout(128, 16, 5)
+                out, *by_sequences(out), [1, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
     )

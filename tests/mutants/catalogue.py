@@ -103,6 +103,7 @@ def hopper_mutants() -> tuple[Mutant, ...]:
         *hopper_rings.rings(),
         *hopper_features.features(),
         *hopper_pages.pages(),
+        *hopper_pages.rows(),
         *hopper_pairs.pairs(),
         *hopper_pairs.listings(),
         *hopper_blocks.blocks(),

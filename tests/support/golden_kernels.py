@@ -101,15 +101,30 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
     ),
+    "hopper_bf16_d128_packed_sequences_pages_of_one": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
+    ),
     "hopper_fp16_d96_v80_pages": (
         HOPPER, "fp16", (96, 80), "none", {**GROUPS, "split_head_dim": True, "pack_gqa": 2}, PLAIN,
     ),
     "hopper_bf16_d128_packed_sequences_eight_bit_pages": (
         HOPPER, "bf16", (128, 128), "bottom_right",
-        {**GROUPS, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
+        {**GROUPS, "split_epilogue": True, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"},
+        ROW_SUMS,
     ),
     "hopper_fp16_d64_eight_bit_pages": (
         HOPPER, "fp16", (64, 64), "none", {**GROUPS, "q_stages": 2, "ping_pong": True}, PLAIN,
+    ),
+    "hopper_bf16_d128_integer_pages": (
+        HOPPER, "bf16", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True, "order": "lpt"}, PLAIN,
+    ),
+    "hopper_bf16_d128_packed_sequences_page_scales": (
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
+    ),
+    "hopper_bf16_d64_page_scales": (
+        HOPPER, "bf16", (64, 64), "none", {**GROUPS, "q_stages": 2, "ping_pong": True}, PLAIN,
     ),
     "hopper_bf16_d128_dropout": (
         HOPPER, "bf16", (128, 128), "bottom_right",
@@ -125,6 +140,10 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     ),
     "hopper_bf16_d64_masks": (
         HOPPER, "bf16", (64, 64), "none", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, ROW_SUMS,
+    ),
+    "hopper_bf16_d64_boolean": (
+        HOPPER, "bf16", (64, 64), "bottom_right",
+        {**GROUPS, "q_stages": 2, "defer_pv_wait": True, "order": "lpt"}, PLAIN,
     ),
     "hopper_bf16_d64_sinks": (
         HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, PLAIN,
@@ -154,6 +173,9 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "masked_bf16_d128_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
     "masked_bf16_d128_window": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
     "masked_bf16_d128_softcap_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
+    "masked_bf16_d128_eight_bit_pages": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
+    "masked_bf16_d128_packed_large_pages": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
+    "masked_bf16_d64_alibi": (MASKED, "bf16", (64, 64), "bottom_right", WIDE, PLAIN),
     "masked_bf16_d64_boolean": (MASKED, "bf16", (64, 64), "none", WIDE, PLAIN),
     "masked_bf16_d128_blocks": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
     "backward_split_bf16_d64_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, PLAIN),
@@ -228,6 +250,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d128_window": {"window_left": 1024},
     "hopper_fp16_d64_packed_sequences": {"total_q": 1},
     "hopper_bf16_d128_packed_sequences_pages": {"total_q": 1, "page_size": 16},
+    "hopper_bf16_d128_packed_sequences_pages_of_one": {"total_q": 1, "page_size": 1},
     "hopper_fp16_d96_v80_pages": {"page_size": 256},
     "hopper_bf16_d128_packed_sequences_eight_bit_pages": {
         "total_q": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.TENSOR,
@@ -235,6 +258,16 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "hopper_fp16_d64_eight_bit_pages": {
         "page_size": 64, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD,
+    },
+    "hopper_bf16_d128_integer_pages": {
+        "page_size": 64, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD,
+    },
+    "hopper_bf16_d128_packed_sequences_page_scales": {
+        "total_q": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE,
+        "window_left": 1024, "sink_tokens": 4,
+    },
+    "hopper_bf16_d64_page_scales": {
+        "page_size": 64, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
     },
     "hopper_bf16_d128_dropout": {"dropout": True},
     "hopper_fp16_d96_v80_window_dropout": {"window_left": 1024, "dropout": True},
@@ -245,6 +278,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d128_blocks": {"block_mask": 128, "block_lists": BlockLists.GROUP},
     "hopper_bf16_d64_small_blocks": {"block_mask": 64},
     "hopper_bf16_d64_window_sinks": {"sinks": True, "window_left": 127},
+    "hopper_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
     "hopper_bf16_d64_masks": {"window_left": 512, "sink_tokens": 4, "prefix": True, "seqlens_k": True},
     "masked_bf16_d64_window_sinks": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
     "masked_fp16_d128_packed_pages": {
@@ -253,6 +287,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "masked_bf16_d128_dropout": {"dropout": True},
     "masked_bf16_d128_window": {"window_left": 1024},
     "masked_bf16_d128_softcap_dropout": {"window_left": 1024, "softcap": True, "dropout": True},
+    "masked_bf16_d128_eight_bit_pages": {
+        "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD,
+    },
+    "masked_bf16_d128_packed_large_pages": {"total_q": 1, "page_size": 256},
+    "masked_bf16_d64_alibi": {"alibi": True},
     "masked_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
     "masked_bf16_d128_blocks": {"block_mask": 128, "block_lists": BlockLists.GROUP},
     "backward_split_bf16_d64_dropout": {"dropout": True, "alibi": True},

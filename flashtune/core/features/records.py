@@ -67,6 +67,11 @@ class KvDtype(enum.StrEnum):
     E4M3 = "e4m3"
     INT8 = "int8"
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 1
+
 
 class KvScale(enum.StrEnum):
     """The granularity of the scales of a quantised cache: per tensor, per head, or per head and page."""

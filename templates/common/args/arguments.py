@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashtune.core.config import LaunchOptions
 from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization, Step
-from flashtune.core.problem import Dtype
+from flashtune.core.problem import Dtype, KvDtype
 
 TENSORS = ("q", "k", "v", "out")
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -13,7 +13,7 @@ COUNTS = ("heads", "group_size", "all_heads", "seqlen_q", "seqlen_kv")
 PARTIALS = ("partial_out", "partial_lse")
 COMBINED = ("out", "lse", *PARTIALS, "stride_ob", "stride_oh", "stride_os", "heads", "seqlen_q")
 # Triton's names of element types that differ from ours.
-TRITON_TYPES = {Dtype.E4M3: "fp8e4nv"}
+TRITON_TYPES: dict[KvDtype | Dtype, str] = {KvDtype.E4M3: "fp8e4nv", KvDtype.INT8: "i8"}
 
 
 def forward_arguments(
@@ -59,7 +59,7 @@ def transpose_arguments(dtype: Dtype, specialization: Specialization, workspace:
     )
 
 
-def pointer_type(dtype: Dtype) -> str:
+def pointer_type(dtype: KvDtype | Dtype) -> str:
     """Returns Triton's type of a pointer to such elements."""
     return f"*{TRITON_TYPES.get(dtype, dtype.value)}"
 

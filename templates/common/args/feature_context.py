@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from flashtune.core.kernel import Argument, Specialization
-from flashtune.core.problem import Bias, BlockLists, Causal, Feature, KvDtype, KvScale, Problem
-from flashtune.templates.common.args.arguments import forward_arguments
+from flashtune.core.problem import Bias, BlockLists, Causal, Feature, KvScale, Problem
+from flashtune.templates.common.args.arguments import forward_arguments, pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.family import Context
 
@@ -25,7 +25,6 @@ FEATURES = frozenset(
         *(Feature.QUANTIZED_KV, Feature.DROPOUT),
     }
 )
-STORED_TYPES = {KvDtype.E4M3: "*fp8e4nv", KvDtype.INT8: "*i8"}
 
 
 class FeatureContext(Context, frozen=True, kw_only=True):
@@ -213,7 +212,7 @@ def feature_arguments(
     plain = forward_arguments(problem.dtype, specialization, workspaces)
     tensors, rest = plain[:5], plain[5:]
     if problem.kv_dtype is not None:
-        stored = STORED_TYPES[problem.kv_dtype]
+        stored = pointer_type(problem.kv_dtype)
         tensors = tuple(
             msgspec.structs.replace(one, type=stored) if one.name in ("k", "v") else one for one in tensors
         )

@@ -9,6 +9,8 @@ from tests.mutants.forward_hopper.hopper import a_small_problem, only, subject
 SMALL_PAGES = subject(a_small_problem(64, Causal.BOTTOM_RIGHT, page_size=16, total_q=1), lse=True)
 LARGE_PAGES = subject(a_small_problem(64, page_size=256, seqlen_q=200), lse=True, block_n=64)
 SPLIT_PAGES = subject(a_small_problem(96, Causal.BOTTOM_RIGHT, page_size=64), lse=True, block_n=128)
+PAGES_OF_ONE = subject(a_small_problem(64, Causal.BOTTOM_RIGHT, page_size=1, total_q=1), lse=True)
+PAGES_OF_FOUR = subject(a_small_problem(96, page_size=4), lse=True, block_n=64)
 EIGHT_BITS = subject(
     a_small_problem(
         64,
@@ -22,6 +24,8 @@ EIGHT_BITS = subject(
 )
 COPY_K = Part("def copy_k(", "def copy_v(")
 COPY_V = Part("def copy_v(", "def produce(")
+GATHER_K = Part("def gather_k(", "def gather_v(")
+GATHER_V = Part("def gather_v(", "def produce(")
 PRODUCER = Part("def produce(", "def start_tile(")
 
 
@@ -68,6 +72,38 @@ def pages() -> tuple[Mutant, ...]:
              only("gl.minimum(gl.load(self.seqlens_kv + batch), self.seqlen_kv)", "self.seqlen_kv")),
         )
     )  # fmt: skip
+
+
+def rows() -> tuple[Mutant, ...]:
+    """Which rows of small pages are read, and when."""
+    table = "scheduler.block_table + tile.batch.to(gl.int64) *"
+    arrival = "async_copy.mbarrier_arrive(ring.full.index(state.stage), increment_count=False)"
+    at_once = "mbarrier.arrive(ring.full.index(state.stage), count=32 * GATHERING_WARPS)"
+    wrong = (
+        ("rows: pages of the first sequence", "All sequences use one's table.", PAGES_OF_ONE,
+         only(table, "scheduler.block_table + 0 *", GATHER_K)),
+        ("rows: first row of a page for all", "All values of a page are its first.", PAGES_OF_FOUR,
+         only("(keys & (PAGE - 1))", "(keys & 0)", GATHER_V, times=2)),
+        ("rows: pages of twice the size", "Keys are looked up in pages of twice the size.", PAGES_OF_FOUR,
+         only("keys >> PAGE_BITS", "keys >> PAGE_BITS + 1", GATHER_K, times=2)),
+        ("rows: last key not copied", "The last key of each sequence counts as zeros.", PAGES_OF_ONE,
+         only("mask=(keys < tile.seqlen_kv)[:", "mask=(keys < tile.seqlen_kv - 1)[:", GATHER_K)),
+        ("rows: values beyond the last key", "Rows behind a sequence's values are copied too.", PAGES_OF_ONE,
+         only("mask=(keys < tile.seqlen_kv)[:, None]", "mask=(keys >= 0)[:, None]", GATHER_V)),
+        ("rows: values of one KV head", "All query heads meet the values of one KV head.", PAGES_OF_FOUR,
+         only(" + tile.kv_head * head_step", "", GATHER_V, times=2)),
+        ("rows: keys a page apart", "Rows of one page are a page apart.", PAGES_OF_FOUR,
+         only("* row_step", "* page_step", GATHER_K, times=2)),
+        ("rows: keys of another tile", "Keys are copied to another tile.", PAGES_OF_ONE,
+         only("ring.tiles[0].index(state.stage)", "ring.tiles[0].index(1 - state.stage)", GATHER_K)),
+    )  # fmt: skip
+    early = (
+        ("rows: room not waited for", "Keys that are still read are overwritten.", PAGES_OF_ONE,
+         only("ring.wait_empty(state)", "pass", GATHER_K)),
+        ("rows: copies not waited for", "Keys may not have arrived when they are read.", PAGES_OF_ONE,
+         only(arrival, at_once, GATHER_K)),
+    )  # fmt: skip
+    return *mutants_of(wrong), *mutants_of(early, racy=True)
 
 
 def conversion() -> tuple[Mutant, ...]:

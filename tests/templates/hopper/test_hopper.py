@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -43,11 +44,15 @@ def test_only_hopper_is_supported() -> None:
         (a_problem(dtype=Dtype.E4M3, softcap=True), "takes e4m3 with windows alone"),
         (a_problem(page_size=16, dropout=True), "of sequences that are not packed or in pages"),
         (a_problem(page_size=16, dtype=Dtype.E4M3), "takes e4m3 with windows alone"),
-        (a_problem(kv_dtype=KvDtype.E4M3), "takes 8-bit keys in e4m3, in pages"),
-        (a_problem(page_size=16, kv_dtype=KvDtype.INT8), "takes 8-bit keys in e4m3, in pages"),
+        (a_problem(kv_dtype=KvDtype.E4M3), "takes 8-bit keys in pages"),
+        (a_problem(kv_dtype=KvDtype.INT8), "takes 8-bit keys in pages"),
         (
-            a_problem(page_size=16, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE),
-            "in pages without scales of their own",
+            a_problem(page_size=4, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE),
+            "takes scales of pages of 8 keys or more",
+        ),
+        (
+            a_problem(page_size=16, dtype=Dtype.FP16, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE),
+            "takes scales of pages in bf16",
         ),
         (a_problem(256, page_size=16, kv_dtype=KvDtype.E4M3), "8-bit keys of head dims 64 and 128"),
         (a_problem(128, 64, page_size=16, kv_dtype=KvDtype.E4M3), "as wide as their values"),
@@ -106,8 +111,9 @@ def test_supported_tensors_can_be_addressed_by_tma() -> None:
                 assert FAMILY.can_address(dtype, specialization) is (alignment >= least)
     problem = a_problem()
     assert unsupported_reason(FAMILY, problem, H200, Specialization(Alignment.EIGHT, 64)) is None
-    stored = a_problem(page_size=16, kv_dtype=KvDtype.E4M3)
-    assert unsupported_reason(FAMILY, stored, H200, PLAIN) is None
+    for kv_dtype, kv_scale in itertools.product(KvDtype, KvScale):
+        stored = a_problem(page_size=16, kv_dtype=kv_dtype, kv_scale=kv_scale)
+        assert unsupported_reason(FAMILY, stored, H200, PLAIN) is None
     assert "cannot address" in str(unsupported_reason(FAMILY, stored, H200, Specialization(Alignment.EIGHT)))
     assert "cannot address" in str(unsupported_reason(FAMILY, problem, H200, Specialization(Alignment.ANY)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Causal, Dtype, KvDtype
+from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
@@ -48,7 +48,43 @@ COMPILED = {
         True,
     ),
     "d128, pages of 8": (a_problem(128, total_q=1, page_size=8), {}, False),
+    "d128, pages of 1": (
+        a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, total_q=1, page_size=1),
+        {},
+        True,
+    ),
+    "d64, pages of 4": (a_problem(64, kv_heads=2, page_size=4), {}, True),
+    "d96, pages of 2": (a_problem(96, 80, page_size=2), {}, False),
+    "d256, pages of 1": (a_problem(256, causal=Causal.BOTTOM_RIGHT, total_q=1, page_size=1), {}, True),
+    "d64, pages of 1 in e4m3": (a_problem(64, page_size=1, kv_dtype=KvDtype.E4M3), {}, True),
+    "d128, pages of 1 in e4m3": (
+        a_problem(128, causal=Causal.BOTTOM_RIGHT, total_q=1, page_size=1, kv_dtype=KvDtype.E4M3),
+        {},
+        True,
+    ),
     "d64, pages of 8 in e4m3": (a_problem(64, page_size=8, kv_dtype=KvDtype.E4M3), {}, False),
+    "d128, pages of 64 in int8": (
+        a_problem(128, causal=Causal.BOTTOM_RIGHT, page_size=64, kv_dtype=KvDtype.INT8),
+        {},
+        True,
+    ),
+    "d128, pages of 16 in int8 with scales": (
+        a_problem(128, total_q=1, page_size=16, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE),
+        {},
+        True,
+    ),
+    "d64, pages of 8 in e4m3 with scales": (
+        a_problem(64, page_size=8, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE),
+        {},
+        False,
+    ),
+    "d128, pages of 64 in e4m3 with scales": (
+        a_problem(
+            128, causal=Causal.BOTTOM_RIGHT, page_size=64, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE
+        ),
+        {},
+        True,
+    ),
     "d64, pages of 64 in e4m3": (a_problem(64, page_size=64, kv_dtype=KvDtype.E4M3), {}, False),
     "d128, dropout": (a_problem(128, causal=Causal.BOTTOM_RIGHT, dropout=True), {}, True),
     "d64, dropout and window": (a_problem(64, window_left=256, dropout=True), {}, True),

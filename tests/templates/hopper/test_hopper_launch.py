@@ -12,8 +12,8 @@ from triton.language import str_to_ty
 from triton.runtime.jit import mangle_type
 
 from flashtune.core.kernel import Kernel
-from flashtune.core.layouts import TORCH_DTYPES
-from flashtune.core.problem import Causal, Dtype, KvDtype, Problem
+from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES
+from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.launch.compilation import load_module
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.rendering import render
@@ -35,7 +35,9 @@ DESCRIBED = [
     a_problem(256, batch=1, total_q=1),
     a_problem(128, batch=1, kv_heads=2, total_q=1, page_size=16),
     a_problem(96, 80, kv_heads=4, page_size=128, causal=Causal.BOTTOM_RIGHT),
+    a_problem(128, kv_heads=4, page_size=1),
     a_problem(128, kv_heads=4, page_size=16, kv_dtype=KvDtype.E4M3),
+    a_problem(128, kv_heads=4, page_size=16, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE),
 ]
 
 PACKED = a_problem(64, batch=1, total_q=1)
@@ -51,18 +53,18 @@ def kernel_of(problem: Problem, config: HopperConfig) -> Kernel:
 def like(problem: Problem, layout: str = "bhsd") -> tuple[torch.Tensor, ...]:
     """q, k, v and out as kernels see them: no data, and v as the prologue leaves it."""
 
-    def empty(heads: int, length: int, width: int, dtype: Dtype) -> torch.Tensor:
+    def empty(heads: int, length: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         sides = (problem.batch, heads, length) if layout == "bhsd" else (problem.batch, length, heads)
-        tensor = torch.empty(*sides, width, dtype=TORCH_DTYPES[dtype], device="meta")
+        tensor = torch.empty(*sides, width, dtype=dtype, device="meta")
         return tensor if layout == "bhsd" else tensor.transpose(1, 2)
 
     dtype, keys, values = problem.dtype, problem.seqlen_kv, problem.value_head_dim
-    stored = Dtype.E4M3 if problem.kv_dtype else dtype
+    stored = STORED_DTYPES[problem.kv_dtype] if problem.kv_dtype else TORCH_DTYPES[dtype]
     return (
-        empty(problem.heads, problem.seqlen_q, problem.head_dim, dtype),
+        empty(problem.heads, problem.seqlen_q, problem.head_dim, TORCH_DTYPES[dtype]),
         empty(problem.kv_heads, keys, problem.head_dim, stored),
         empty(problem.kv_heads, *((values, keys) if dtype.is_quantized else (keys, values)), stored),
-        empty(problem.heads, problem.seqlen_q, problem.value_head_dim, dtype.out),
+        empty(problem.heads, problem.seqlen_q, problem.value_head_dim, TORCH_DTYPES[dtype.out]),
     )
 
 
@@ -184,6 +186,24 @@ def test_pages_too_far_apart_are_refused() -> None:
     k = torch.empty_strided((2 * 10**6, 8, 16, 128), strides, dtype=torch.bfloat16, device="meta")
     with pytest.raises(ValueError, match="pages have strides"):
         module.descriptors(q, k, k, out)
+
+
+@pytest.mark.parametrize(("dtype", "piece"), [(torch.bfloat16, 8), (torch.float8_e4m3fn, 16)])
+def test_steps_of_small_pages_are_counted_in_pieces(dtype: torch.dtype, piece: int) -> None:
+    kv_dtype = KvDtype.E4M3 if piece > 8 else None
+    problem = a_problem(128, batch=1, kv_heads=4, page_size=2, total_q=1, kv_dtype=kv_dtype)
+    module = load_module(kernel_of(problem, a_config(problem)))
+    q, _, _, out = like(problem)
+    k = torch.empty_strided((9, 4, 2, 128), (2048, 256, 1024, 1), dtype=dtype, device="meta")
+    assert module.descriptors(q, k, k, out)[1:3] == ((), ())
+    assert module.row_steps(k) == [2048 // piece, 256 // piece, 1024 // piece]
+    single = torch.empty_strided((9, 1, 2, 128), (2048, 2**40, 1024, 1), dtype=dtype, device="meta")
+    assert module.row_steps(single) == [2048 // piece, 0, 1024 // piece]
+    far = torch.empty_strided(
+        (2**20 + 1, 4, 2, 128), (2**11 * piece, 128, 512, 1), dtype=dtype, device="meta"
+    )
+    with pytest.raises(ValueError, match="a cache has shape"):
+        module.row_steps(far)
 
 
 # ---- the plan --------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ import torch
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel
-from flashtune.core.problem import Causal, KvDtype, KvScale, Problem
+from flashtune.core.layouts import STORED_DTYPES
+from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.templates.forward_hopper.space import SMALLEST_COPY
 from tests.emulator import hardware
 from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
@@ -34,6 +36,11 @@ Lengths = list[tuple[int, int]]
 MIXED = [(65, 230), (1, 1), (130, 320), (40, 0), (0, 64), (64, 129), (100, 70)]
 EQUAL = [(70, keys) for keys in (320, 0, 63, 257, 64)]
 SPARE = 100
+# Caches with a scale of each head, and with scales of pages.
+UNSCALED: dict[str, Any] = {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD}
+SCALED: dict[str, Any] = {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}
+# Standard deviation of integers of 8 bits.
+INTEGER_SPREAD = 40.0
 
 
 class Pools:
@@ -67,11 +74,29 @@ class Pools:
                 at = order[sequence * most + number]
                 self.table[sequence, number] = at
                 for view in self.views:
-                    view[at, :, : min(page, length - number * page)].normal_(generator=chance)
+                    rows = view[at, :, : min(page, length - number * page)]
+                    rows.normal_(generator=chance)
+                    if problem.kv_dtype is KvDtype.INT8:
+                        rows.mul_(INTEGER_SPREAD).round_().clamp_(-128, 127)
         offsets = (0, columns) if width else (0, 0)
         self.memory = [
             pool.flatten()[start:].numpy() for pool, start in zip((pools[0], pools[-1]), offsets, strict=True)
         ]
+
+
+def scale_of(problem: Problem, pools: Pools, sequences: int, chance: torch.Generator) -> torch.Tensor:
+    """Returns random scales of keys or values. Those of unused pages are NaN."""
+    by_page = problem.kv_scale is KvScale.PAGE
+    pages = len(pools.views[0])
+    scale = torch.rand(pages if by_page else 1, problem.kv_heads, generator=chance).add_(0.5)
+    if problem.kv_dtype is KvDtype.INT8:
+        scale /= INTEGER_SPREAD
+    if not by_page:
+        return scale.expand(sequences, -1)
+    unused = torch.ones(pages, dtype=torch.bool)
+    unused[pools.table[pools.table >= 0].long()] = False
+    scale[unused] = math.nan
+    return scale
 
 
 def worst_error(
@@ -91,8 +116,8 @@ def worst_error(
     pools = Pools(problem, keys, layout)
     side = ExtraInputs(seqlens_kv=torch.tensor(keys, dtype=torch.int32), block_table=pools.table)
     if problem.kv_dtype:
-        scales = [torch.rand(1, problem.kv_heads, generator=chance).add(0.5) for _ in range(2)]
-        side = side._replace(k_scale=scales[0].expand(len(keys), -1), v_scale=scales[1].expand(len(keys), -1))
+        k_scale, v_scale = (scale_of(problem, pools, len(keys), chance) for _ in range(2))
+        side = side._replace(k_scale=k_scale, v_scale=v_scale)
     if problem.prefix:
         prefixes = [count * (number % 4) // 5 for number, count in enumerate(keys, 1)]
         side = side._replace(prefix=torch.tensor(prefixes, dtype=torch.int32))
@@ -114,7 +139,7 @@ def worst_error(
     expected = plain_attention(problem, q, k, v, side, scale)
     if passed:
         side = side._replace(seqlens_kv=torch.tensor(passed, dtype=torch.int32))
-    stored = torch.float8_e4m3fn if problem.kv_dtype else torch.bfloat16
+    stored = STORED_DTYPES[problem.kv_dtype] if problem.kv_dtype else torch.bfloat16
     like = tuple(
         torch.empty_strided(one.shape, one.stride(), dtype=dtype, device="meta")
         for one, dtype in zip(
@@ -139,9 +164,14 @@ def a_paged(page_size: int, *, packed: bool, causal: Causal = Causal.BOTTOM_RIGH
     return msgspec.structs.replace(a_small(causal), page_size=page_size, total_q=int(packed), **shape)
 
 
+def a_scaled(page_size: int, *, packed: bool, **changes: Any) -> Problem:
+    """Integers with scales of pages."""
+    return a_paged(page_size, packed=packed, head_dim=64, value_head_dim=64, **SCALED, **changes)
+
+
 @pytest.mark.slow
 @CONFIGS
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_page_sizes(config: dict[str, Any], page_size: int, packed: bool) -> None:
     problem = a_paged(page_size, packed=packed)
@@ -154,7 +184,7 @@ def test_page_sizes(config: dict[str, Any], page_size: int, packed: bool) -> Non
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_strides_of_caches(layout: str, packed: bool) -> None:
     lengths = MIXED if packed else EQUAL
-    for page_size, widths in ((16, (16, 16)), (64, (32, 16)), (128, (96, 80))):
+    for page_size, widths in ((1, (96, 80)), (2, (40, 24)), (16, (16, 16)), (64, (32, 16)), (128, (96, 80))):
         problem = a_paged(page_size, packed=packed, head_dim=widths[0], value_head_dim=widths[1])
         for config in ({**SMALL, "block_n": 128}, {**ALONE, "rows_per_group": 64}):
             assert worst_error(kernel_of(problem, **config), problem, lengths, 2, layout) < 1e-12, page_size
@@ -167,7 +197,7 @@ def test_strides_of_caches(layout: str, packed: bool) -> None:
     "window", [{}, {"window_left": 70}, {"window_left": 0}, {"window_right": 30}], ids=str
 )
 def test_masks(config: dict[str, Any], causal: Causal, window: dict[str, int]) -> None:
-    for page_size, packed in ((16, True), (32, False), (128, True)):
+    for page_size, packed in ((1, True), (16, True), (32, False), (128, True)):
         problem = a_paged(page_size, packed=packed, causal=causal, **window)
         lengths = MIXED if packed else EQUAL
         assert worst_error(kernel_of(problem, **config), problem, lengths, 5) < 1e-12, page_size
@@ -176,7 +206,7 @@ def test_masks(config: dict[str, Any], causal: Causal, window: dict[str, int]) -
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_lengths_out_of_bounds_are_clamped(causal: Causal, packed: bool, page_size: int) -> None:
     problem = a_paged(page_size, packed=packed, causal=causal, seqlen_kv=192)
     lengths = [(50, 192), (50, 192), (50, 0), (50, 70)]
@@ -186,10 +216,13 @@ def test_lengths_out_of_bounds_are_clamped(causal: Causal, packed: bool, page_si
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
-@pytest.mark.parametrize("scale", [KvScale.TENSOR, KvScale.HEAD])
+@pytest.mark.parametrize("scale", list(KvScale))
+@pytest.mark.parametrize("stored", list(KvDtype))
 @pytest.mark.parametrize("window", [{}, {"window_left": 70}], ids=["all", "window"])
-def test_eight_bit_caches(packed: bool, scale: KvScale, window: dict[str, Any]) -> None:
+def test_eight_bit_caches(packed: bool, stored: KvDtype, scale: KvScale, window: dict[str, Any]) -> None:
     for page_size, columns, config in (
+        (1, 64, SMALL),
+        (4, 128, ALONE),
         (16, 64, {**SMALL, "block_n": 128}),
         (64, 128, SMALL),
         (256, 64, ALONE),
@@ -197,9 +230,11 @@ def test_eight_bit_caches(packed: bool, scale: KvScale, window: dict[str, Any]) 
         widths: dict[str, Any] = {
             "head_dim": columns,
             "value_head_dim": columns,
-            "kv_dtype": KvDtype.E4M3,
+            "kv_dtype": stored,
             "kv_scale": scale,
         }
+        if scale is KvScale.PAGE and page_size < SMALLEST_COPY:
+            continue
         problem = a_paged(page_size, packed=packed, **widths, **window)
         lengths = MIXED if packed else EQUAL
         assert worst_error(kernel_of(problem, **{**config, "num_stages": 2}), problem, lengths, 5) < 1e-12
@@ -219,10 +254,94 @@ def test_eight_bit_caches(packed: bool, scale: KvScale, window: dict[str, Any]) 
     ids=str,
 )
 def test_features_of_eight_bit_caches(packed: bool, features: dict[str, Any]) -> None:
-    stored: dict[str, Any] = {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD}
-    problem = a_paged(16, packed=packed, head_dim=64, value_head_dim=64, **stored, **features)
+    for stored in (UNSCALED, SCALED):
+        problem = a_paged(16, packed=packed, head_dim=64, value_head_dim=64, **stored, **features)
+        kernel = kernel_of(problem, **SMALL)
+        assert worst_error(kernel, problem, MIXED if packed else EQUAL, 5) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [8, 32, 128])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_scales_of_pages(page_size: int, packed: bool) -> None:
+    problem = a_scaled(page_size, packed=packed)
+    for config in (SMALL, {**ALONE, "num_stages": 2, "block_n": 128}):
+        assert worst_error(kernel_of(problem, **config), problem, MIXED if packed else EQUAL, 5) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("PAGE_LANES) * 8", "PAGE_LANES) * 4"),
+        ("+ tile.kv_head * of_head", ""),
+        ("keys < tile.seqlen_kv, other=-1", "keys < tile.seqlen_kv + 16, other=0"),
+        ("load_page_numbers(scheduler, tile, n_last)", "load_page_numbers(scheduler, tile, 0)"),
+        ("n_last - 1, 0", "n_last, 0"),
+        ("n_last - step - 2", "n_last - step - 1"),
+        ("load_scales(v_scale, v_strides, next_pages", "load_scales(v_scale, v_strides, pages"),
+        ("load_scales(v_scale, v_strides", "load_scales(k_scale, k_strides"),
+        ("v_scales = next_v_scales", "v_scales = next_k_scales"),
+        ("k_state.stage).store(k_scales)", "k_state.stage).store(v_scales)"),
+        ("k.tiles[2].index(k_state.stage).store", "k.tiles[1].index(k_state.stage).store"),
+        ("k.tiles[1].index(k_state.stage).load", "k.tiles[1].index(0).load"),
+        ("k.tiles[2].index(k_state.stage).load", "k.tiles[1].index(k_state.stage).load"),
+        (".reshape([GROUP_M, BLOCK_N // 8, 4, 2]) * scales[None, :, None, None]", " * scales[0]"),
+        ("s = scale_columns(s, k_scales)", "pass"),
+        ("s = scale_columns(s, k_scales)", "s = scale_columns(s, v_scales)"),
+        ("p = scale_columns(p, v_scales)", "pass"),
+        ("p = scale_columns(p, v_scales)", "p = scale_columns(p, k_scales)"),
+        ("            p = scale_columns(p, v_scales)\n", ""),
+    ],
+)
+def test_emulator_detects_wrong_scales(right: str, wrong: str) -> None:
+    problem = a_scaled(16, packed=True)
+    assert not worst_error(broken(kernel_of(problem, **SMALL), right, wrong), problem, MIXED) < 1e-3
+
+
+def test_loads_outside_of_tensors_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "WAIT_TIMEOUT_S", 0.5)
+    problem = a_scaled(8, packed=False, window_left=20, sink_tokens=4)
     kernel = kernel_of(problem, **SMALL)
-    assert worst_error(kernel, problem, MIXED if packed else EQUAL, 5) < 1e-12
+    assert worst_error(kernel, problem, EQUAL) < 1e-12
+    # The block before the first one that a window sees, and the scales of pages that do not exist.
+    for right, wrong in (
+        (
+            "gl.maximum(get_block(further, n_block_min, n_lifted), 0)",
+            "get_block(further, n_block_min, n_lifted)",
+        ),
+        ("mask=pages >= 0", "mask=pages >= -1"),
+    ):
+        with pytest.raises((AssertionError, BarrierError)):
+            worst_error(broken(kernel, right, wrong), problem, EQUAL)
+
+
+def test_a_stage_keeps_its_scales_until_it_is_released() -> None:
+    problem = a_scaled(16, packed=True)
+    lines = kernel_of(problem, **SMALL).source.splitlines()
+    reads = [number for number, line in enumerate(lines) if "= read_scales(" in line]
+    assert len(reads) == 2
+    for number in reads:
+        assert "warpgroup_mma_wait(" in lines[number - 1]
+        assert "k.release(k_state)" in lines[number + 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "right", "wrong"),
+    [
+        (Dtype.FP16, "sub.rn.f16x2 $1, $1, offset", "sub.rn.f16x2 $1, $0, offset"),
+        (Dtype.FP16, "0x4342", "0x4341"),
+        (Dtype.FP16, "0x80808080", "0x80808000"),
+        (Dtype.BF16, "sub.rn.bf16x2 $1, high, high_sign", "sub.rn.bf16x2 $1, high, low_sign"),
+        (Dtype.BF16, "0x4342", "0x4341"),
+        (Dtype.BF16, "and.b32 low, low, 0xff7fff7f", "and.b32 low, low, 0xff7fffff"),
+    ],
+)
+def test_emulator_detects_wrong_integers(dtype: Dtype, right: str, wrong: str) -> None:
+    stored: dict[str, Any] = {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD}
+    problem = a_paged(16, packed=True, head_dim=64, value_head_dim=64, dtype=dtype, **stored)
+    kernel = kernel_of(problem, **SMALL)
+    assert worst_error(kernel, problem, MIXED) < 1e-12
+    assert not worst_error(broken(kernel, right, wrong), problem, MIXED) < 1e-3
 
 
 @pytest.mark.slow
@@ -277,3 +396,17 @@ def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
             problem,
             MIXED,
         )
+
+
+@pytest.mark.slow
+def test_emulator_detects_broken_copies_of_rows() -> None:
+    problem = a_paged(4, packed=True)
+    kernel = kernel_of(problem, **SMALL)
+    for right, wrong in (
+        ("(keys & (PAGE - 1)) * row_step", "0"),
+        ("keys >> PAGE_BITS", "keys >> PAGE_BITS + 1"),
+        ("mask=(keys < tile.seqlen_kv)", "mask=(keys < tile.seqlen_kv - 1)"),
+        ("+ tile.kv_head * head_step", ""),
+        ("places.to(gl.int64)[:, None] * PIECE", "places.to(gl.int64)[:, None]"),
+    ):
+        assert not worst_error(broken(kernel, right, wrong), problem, MIXED) < 1e-3, wrong

@@ -10,7 +10,7 @@ import pytest
 
 from flashtune.core.features.records import BlockLists
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, Problem
+from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 from flashtune.templates.rendering import render
 from tests.problems.hopper import FAMILY, H200, a_config, a_problem, sampled_configs, sram_bytes
@@ -38,6 +38,7 @@ SPACES = [
     a_problem(96, 80, kv_heads=4, total_q=2048, window_left=64),
     a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, total_q=2048, page_size=16, kv_dtype=KvDtype.E4M3),
     a_problem(64, kv_heads=2, page_size=64, kv_dtype=KvDtype.E4M3),
+    a_problem(128, kv_heads=2, page_size=8, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE),
 ]
 BY_SPACE = pytest.mark.parametrize("problem", SPACES, ids=lambda problem: problem.key)
 
