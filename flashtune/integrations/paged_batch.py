@@ -14,8 +14,6 @@ from flashtune.runtime.call_cache import call_key, executor_of, unsigned
 
 # Keyword arguments of `attention_paged` and `attention_varlen`.
 Options = Mapping[str, Any]
-# Kernels for many queries of a sequence are slow with pages of fewer tokens.
-FAST_PAGE = 8
 
 
 class PagedBatch(NamedTuple):

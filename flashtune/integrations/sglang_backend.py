@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import UsageError
-from flashtune.core.notices import warn_once
 from flashtune.core.problem import PAGE_SIZES
 from flashtune.integrations.host_library import host_library
 from flashtune.integrations.paged_batch import (
-    FAST_PAGE,
     PagedBatch,
     cache_call,
     packed_call,
@@ -82,10 +80,6 @@ class ServingBackend:
         reason = unsupported_reason(runner)
         if reason is not None:
             raise UsageError(f"flashtune's attention backend {reason}")
-        if runner.page_size < FAST_PAGE:
-            warn_once(
-                "sglang", f"prompts are slow with pages of {runner.page_size} tokens: pass --page-size 64"
-            )
         self.page_size = runner.page_size
         self.kv_cache_dtype = runner.kv_cache_dtype
         self.token_to_kv_pool = runner.token_to_kv_pool

@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.dispatch.nearest import FEW_QUERIES
 from flashtune.integrations.flash_attn.attend import E4M3
 from flashtune.integrations.flash_attn.token_rows import sequence_numbers, take
-from flashtune.integrations.paged_batch import FAST_PAGE
 
 LARGEST_PAGE = 256
 # Number of keys of which a gathered copy has a multiple.
@@ -95,16 +93,11 @@ def append(cache: Cache, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor |
         stored[page, slot] = new if starts is None else torch.where(starts[-1] > 0, new, stored[page, slot])
 
 
-def kernel_pages(cache: Cache, queries: int = 1) -> Cache | None:
-    """Returns the cache with pages that kernels take, without a copy; None if a copy is needed or faster.
-
-    Args:
-        cache: The cache.
-        queries: The most queries of a sequence.
-    """
+def kernel_pages(cache: Cache) -> Cache | None:
+    """Returns the cache with pages that kernels take, without a copy; None if a copy is needed."""
     size = cache.page_size
     part = min(size & -size, LARGEST_PAGE)
-    if not part or (part < FAST_PAGE and queries > FEW_QUERIES):
+    if not part:
         return None
     if part == size:
         return cache

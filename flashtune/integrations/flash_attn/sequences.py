@@ -135,8 +135,7 @@ def attend_cache(
                 wants_lse=wants_lse,
             )
             return _in_place(out, lse, q, queries, how)
-        longest = q.shape[1] if queries.starts is None else queries.longest
-        pages = None if skipped is not None or qv is not None else caches.kernel_pages(cache, longest)
+        pages = None if skipped is not None or qv is not None else caches.kernel_pages(cache)
         latent = 0
         if pages is None:
             k, v = caches.gathered(cache, skipped)
