@@ -21,7 +21,7 @@ from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
 from benchmarks.host import first_use
 from benchmarks.integrations import report as integrations_report
-from benchmarks.kernels import fastest, fp8_error, random_report, serving, sram_audit, tritons
+from benchmarks.kernels import fastest, fp8_error, random_report, serving, shipped_report, sram_audit, tritons
 from benchmarks.numbers import pages
 from benchmarks.reports import read_report
 from benchmarks.sanitizer.report import SanitizerReport, report_lines
@@ -54,6 +54,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     saved.SCRIPT: saved.texts,
     search_report.SCRIPT: search_report.texts,
     serving.SCRIPT: serving.texts,
+    shipped_report.SCRIPT: shipped_report.texts,
     sram_audit.SCRIPT: sram_audit.texts,
     regret.SCRIPT: lambda: regret.texts(RESULTS),
     mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),

@@ -18,7 +18,7 @@ SCRIPT = "benchmarks/integrations/report.py"
 NOT_MEASURED = "Not measured."
 # Files in benchmarks/results.
 MODELS = "nvidia-h200-models.json"
-TRANSFORMERS = "nvidia-h200-transformers-models.json"
+TRANSFORMERS = tuple(f"nvidia-{gpu}-transformers-models.json" for gpu in ("h200", "h100"))
 SDPA = "nvidia-h200-torch-sdpa-suite.json"
 FLASH_ATTN = {version: f"nvidia-h200-flash-attn-{version}-suite.json" for version in (2, 3, 4)}
 
@@ -69,9 +69,15 @@ def _models(folder: Path) -> Iterator[str]:
 
 
 def _transformers(folder: Path) -> Iterator[str]:
-    found = _saved(folder / TRANSFORMERS, list[transformers_models.Row])
-    if found is None:
-        return
+    for name in TRANSFORMERS:
+        found = _saved(folder / name, list[transformers_models.Row])
+        if found is not None:
+            if name != TRANSFORMERS[0]:
+                yield ""
+            yield from _of_models(found)
+
+
+def _of_models(found: Saved[list[transformers_models.Row]]) -> Iterator[str]:
     versions = ", ".join(sorted({row.transformers for row in found.rows}))
     yield from _heading(found.source, f", transformers {versions}")
     cells = (

@@ -19,7 +19,7 @@ def test_missing_results_are_named(tmp_path: Path) -> None:
 def test_tables_have_the_saved_results(tmp_path: Path) -> None:
     save(tmp_path / report.MODELS, [models.Row("train", (3.0, 2.0, 4.0), (1.5, 1.0, 2.0), 2.0, "5.17.0")])
     row = transformers_models.Row("T5, train", "sdpa", (3.0,), (2.0,), 1.5, {"sdpa": 2.9}, "5.17.0")
-    save(tmp_path / report.TRANSFORMERS, [row])
+    save(tmp_path / report.TRANSFORMERS[0], [row])
     counts = {"version": 3, "passed": 970, "refused": 30, "failed": 0, "refusals": {}}
     save(tmp_path / report.FLASH_ATTN[3], counts)
     suite = Report("00", 0, False, 9.0, 50, 48, 47, 40, 30, 7, {"A.b": "why"}, {}, {})

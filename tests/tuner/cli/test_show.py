@@ -49,9 +49,7 @@ def test_wide_output_includes_key_and_config(run: Run, stored: Stored) -> None:
         assert cell in line
 
 
-def test_every_shipped_selection_fits_one_line_of_80_columns(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_selections_fit_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # Output that is no terminal is not folded at 80 columns.
     monkeypatch.setattr("flashtune.tuner.cli.commands.show.console", lambda width: Console(width=80))
     result = run("show", "--shipped", "--limit", "10000")

@@ -26,7 +26,8 @@ from flashtune.tuner.tables.warm import calls_of, needs_of
 from flashtune.tuner.workloads.models import training_passes
 
 Run = Callable[..., Result]
-H100 = find_target("h100")
+# No table ships for it.
+A100 = find_target("a100")
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_warm_for_training_compiles_lse_and_backward_kernels(problem: Problem) -
     calls = calls_of(training_passes([problem]))
     asked = [(called.direction.value, assumed.lse) for called, assumed in calls]
     assert asked == [("forward", False), ("backward", False), ("forward", True)]
-    needs = needs_of(calls, H100, tuned_records(H100.name))
+    needs = needs_of(calls, A100, tuned_records(A100.name))
     assert [need.kernel.specialization.lse for need in needs.kernels.values()] == [False, False, True]
     assert not needs.left_out
 
@@ -56,7 +57,7 @@ def test_warm_for_training_compiles_lse_and_backward_kernels(problem: Problem) -
 def test_calls_with_one_kernel_compile_it_once(problem: Problem) -> None:
     wider = msgspec.structs.replace(problem, batch=problem.batch * 2)
     impossible = msgspec.structs.replace(problem, head_dim=512, value_head_dim=512)
-    needs = needs_of(calls_of([problem, wider, impossible]), H100, tuned_records(H100.name))
+    needs = needs_of(calls_of([problem, wider, impossible]), A100, tuned_records(A100.name))
     assert len(needs.kernels) == 1
     (sentence,) = needs.left_out
     assert "no kernel family computes" in sentence
@@ -64,11 +65,11 @@ def test_calls_with_one_kernel_compile_it_once(problem: Problem) -> None:
 
 @pytest.mark.usefixtures("submitted")
 def test_command_prints_a_summary(run: Run, shape: str) -> None:
-    result = run("warm", "--target", "h100", "--shape", shape, "--phase", "training", "--verbose")
+    result = run("warm", "--target", "a100", "--shape", shape, "--phase", "training", "--verbose")
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("3 of 3 kernels are compiled for nvidia-h100, for 3 kinds of calls, in ")
+    assert result.stdout.startswith("3 of 3 kernels are compiled for nvidia-a100, for 3 kinds of calls, in ")
     assert result.stderr.count("compiled in 1.5 s") == 3
-    rows = json.loads(run("warm", "--target", "h100", "--shape", shape, "--json").stdout)
+    rows = json.loads(run("warm", "--target", "a100", "--shape", shape, "--json").stdout)
     assert [(row["lse"], row["loaded"], row["failed"]) for row in rows] == [(False, False, "")]
 
 
@@ -85,9 +86,9 @@ def test_warm_of_a_table_uses_its_kernels(
     assert result.exit_code == 0, result.output
     assert record.config is not None
     assert submitted[0][1] == Candidate(record.family, record.config)
-    other = run("warm", "--target", "h100", "--table", path)
+    other = run("warm", "--target", "a100", "--table", path)
     assert other.exit_code == 2
-    assert "a table of nvidia-h200 cannot be warmed for nvidia-h100" in other.stderr
+    assert "a table of nvidia-h200 cannot be warmed for nvidia-a100" in other.stderr
 
 
 def test_warm_of_recorded_calls_uses_their_specialization(
@@ -96,7 +97,7 @@ def test_warm_of_recorded_calls_uses_their_specialization(
     assumed = Specialization(alignment=Alignment.EIGHT, lse=True)
     recorded = tmp_path / "calls.jsonl"
     add_counts(recorded, [CallCount(problem, assumed, 3)])
-    result = run("warm", "--target", "h100", "--from", recorded)
+    result = run("warm", "--target", "a100", "--from", recorded)
     assert result.exit_code == 0, result.output
     assert [scope.specialization for scope, _ in submitted] == [assumed]
 
@@ -109,7 +110,7 @@ def test_compile_failure_is_an_error(run: Run, shape: str, monkeypatch: pytest.M
         return done
 
     monkeypatch.setattr(CompilePool, "submit", refuse)
-    result = run("warm", "--target", "h100", "--shape", shape)
+    result = run("warm", "--target", "a100", "--shape", shape)
     assert result.exit_code == 1
     assert "0 of 1 kernels are compiled" in result.stdout
     assert "1 kernels cannot serve" in result.stderr
@@ -117,9 +118,9 @@ def test_compile_failure_is_an_error(run: Run, shape: str, monkeypatch: pytest.M
 
 
 def test_nothing_to_warm_is_a_usage_error(run: Run) -> None:
-    assert run("warm", "--target", "h100").exit_code == 2
+    assert run("warm", "--target", "a100").exit_code == 2
     shape = "heads=1,seqlen=16,head_dim=512"
-    result = run("warm", "--target", "h100", "--shape", shape)
+    result = run("warm", "--target", "a100", "--shape", shape)
     assert result.exit_code == 1
     assert "no kernel family computes any of these calls" in result.stderr
 

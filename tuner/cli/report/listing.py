@@ -15,14 +15,14 @@ from flashtune.tuner.workloads.short_shape import short_shape
 
 
 def selections_tables(rows: Sequence[Listed]) -> Iterator[tuple[str, Table]]:
-    """Yields each target and its selections, one line of at most 80 columns for each selection."""
+    """Yields each target and its selections in lines of at most 80 columns, of which long shapes take two."""
     for target, group in itertools.groupby(rows, key=lambda row: row.found.record.target):
         yield plain(target), _selections_table(tuple(group))
 
 
 def _selections_table(rows: Sequence[Listed]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("shape", no_wrap=True, overflow="ellipsis")
+    table.add_column("shape", overflow="fold")
     for name in ("ms", "TFLOP/s", "over\nSDPA"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("standing", no_wrap=True)
