@@ -8,7 +8,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt True, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 11dcaee51b07
+Template     forward_hopper 509d73167d91
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -380,9 +380,9 @@ def selecting(count):
     lines = ["{ .reg .pred seen; .reg .b32 bit;"]
     firsts = [16 * byte + 2 * row for byte in range(count // 16) for row in range(2)]
     for place in [first + 4 * pair + column for first in firsts for pair in range(4) for column in range(2)]:
-        bit = 1 << (place // 4 * 2 + place % 2)
+        bit = hex(1 << (place // 4 * 2 + place % 2))
         lines.append(
-            f"and.b32 bit, ${2 * count + place}, {bit:#x}; setp.ne.s32 seen, bit, 0x0;"
+            f"and.b32 bit, ${2 * count + place}, {bit}; setp.ne.s32 seen, bit, 0x0;"
             f" selp.f32 ${place}, ${count + place}, 0fFF800000, seen;"
         )
     return " ".join([*lines, "}"])
