@@ -69,12 +69,11 @@ def _models(folder: Path) -> Iterator[str]:
 
 
 def _transformers(folder: Path) -> Iterator[str]:
-    for name in TRANSFORMERS:
-        found = _saved(folder / name, list[transformers_models.Row])
-        if found is not None:
-            if name != TRANSFORMERS[0]:
-                yield ""
-            yield from _of_models(found)
+    found = [one for name in TRANSFORMERS if (one := _saved(folder / name, list[transformers_models.Row]))]
+    for number, one in enumerate(found):
+        if number:
+            yield ""
+        yield from _of_models(one)
 
 
 def _of_models(found: Saved[list[transformers_models.Row]]) -> Iterator[str]:

@@ -63,27 +63,27 @@ def hopper_arguments(
     steps = STEPS if problem.seqlens_k and not problem.total_q else ()
     # If outputs are stored in halves, so is the descriptor's tile.
     parts = 2 if config.split_epilogue else 1
-    gathered = gathers(problem)
-    page_steps = ROW_STEPS if gathered else PAGE_STEPS if problem.page_size else ()
-    return (
-        *(_descriptor("q", chunk, qk_chunks, dtype, (*queries, chunk.width)) for chunk in qk_chunks),
-        *(
-            _descriptor("k", chunk, qk_chunks, stored, (*keys, chunk.width))
-            for chunk in ([] if gathered else qk_chunks)
-        ),
+    page_steps = ROW_STEPS if gathers(problem) else PAGE_STEPS if problem.page_size else ()
+    keys_and_values = (
+        *(_descriptor("k", chunk, qk_chunks, stored, (*keys, chunk.width)) for chunk in qk_chunks),
         *(
             _descriptor("v", chunk, v_chunks, stored, _values(chunk, rows, dtype, outer))
-            for chunk in ([] if gathered else v_chunks)
+            for chunk in v_chunks
         ),
+    )
+    addresses: tuple[Argument, ...] = ()
+    if gathers(problem):
+        keys_and_values = ()
+        addresses = tuple(Argument(name, pointer_type(stored), POINTER_ALIGNMENT) for name in ("k", "v"))
+    return (
+        *(_descriptor("q", chunk, qk_chunks, dtype, (*queries, chunk.width)) for chunk in qk_chunks),
+        *keys_and_values,
         *(
             _descriptor("o", chunk, v_chunks, dtype.out, (*queries, chunk.width // parts))
             for chunk in v_chunks
         ),
         *_bias_descriptor(problem, config),
-        *(
-            Argument(name, pointer_type(stored), POINTER_ALIGNMENT)
-            for name in (("k", "v") if gathered else ())
-        ),
+        *addresses,
         Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
         *(Argument(name, "*fp32") for name in (SCALES if dtype.is_quantized else ())),
         *(one for one in side_tensors(problem) if one.name not in LISTED_INPUTS),

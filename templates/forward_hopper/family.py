@@ -31,7 +31,6 @@ from flashtune.templates.forward_hopper.arguments import (
 from flashtune.templates.forward_hopper.perf_model import HopperModel
 from flashtune.templates.forward_hopper.space import (
     CONVERTED_HEAD_DIMS,
-    CONVERTED_KEYS,
     CONVERTER_REGISTERS,
     GROUP_WARPS,
     QUANTIZED_DEPTH,
@@ -100,7 +99,6 @@ class HopperContext(Context, frozen=True):
     gathers: bool
     kv_dtype: KvDtype | Dtype
     kv_scale: KvScale
-    keys_at_a_time: int
     converter_registers: int
     raw_stages: int
     dropout: bool
@@ -433,7 +431,6 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             gathers=gathers(problem),
             kv_dtype=stored_dtype(problem),
             kv_scale=problem.kv_scale,
-            keys_at_a_time=CONVERTED_KEYS,
             converter_registers=CONVERTER_REGISTERS,
             raw_stages=raw_stages(config),
             dropout=problem.dropout,

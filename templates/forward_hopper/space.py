@@ -36,8 +36,6 @@ LISTED_REGISTERS = 32
 REGISTERS_WITH_CONVERTER = {1: (240, 40), 2: (208, 40)}
 CONVERTER_REGISTERS = 56
 CONVERTED_HEAD_DIMS = (64, 128)
-# Keys that the converter has in registers at a time.
-CONVERTED_KEYS = 32
 # Registers of the loop without tiles: addresses, sums, maxima, and scheduling by the compiler.
 SPARE_REGISTERS = 24
 # Additional registers for dropout: random words of rows, and products of twice their width.
