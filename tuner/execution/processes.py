@@ -15,7 +15,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
@@ -63,6 +63,8 @@ class Workers:
         """
         self._count = count
         self.stopped = False
+        # Ctrl-C interrupts the main thread. While that starts a process, the process would not be stopped.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="flashtune-start")
         with _starting():
             self._pool = start_pool(count)
 
@@ -75,24 +77,27 @@ class Workers:
             MachineError: No process can be started.
         """
         with _starting():
-            if not self._pool.active and not self.stopped:
-                self._stop_soon()
-                self._pool = start_pool(self._count)
-            job: Future[Result] = self._pool.schedule(function, args=arguments, timeout=seconds)
+            return self._starter.submit(self._schedule, function, arguments, seconds).result()
+
+    def _schedule(
+        self, function: Callable[..., Result], arguments: tuple[Any, ...], seconds: float
+    ) -> Future[Result]:
+        if not self._pool.active and not self.stopped:
+            threading.Thread(target=stop_pool, args=(self._pool,), daemon=True).start()
+            self._pool = start_pool(self._count)
+        job: Future[Result] = self._pool.schedule(function, args=arguments, timeout=seconds)
         return job
 
     def stop(self) -> None:
-        """Stops the processes at once, and kills running jobs."""
+        """Stops the processes at once, and kills running jobs. Waits for a start under way."""
         self.stopped = True
+        self._starter.shutdown()
         stop_pool(self._pool)
 
     def stop_soon(self) -> None:
         """Stops the processes without waiting, for callbacks, which run in a thread of the pool."""
         self.stopped = True
-        self._stop_soon()
-
-    def _stop_soon(self) -> None:
-        threading.Thread(target=stop_pool, args=(self._pool,), daemon=True).start()
+        threading.Thread(target=self.stop, daemon=True).start()
 
 
 @contextlib.contextmanager
