@@ -36,8 +36,17 @@ from flashtune.tuner.verify import verify_jobs
 from flashtune.tuner.verify.on_gpu import OnGpu, check_on_gpu
 from flashtune.tuner.verify.verify_jobs import Interpretable, Runs, Subject
 
-# Fields of a config that the interpreter ignores. They get fixed values, so that fewer kernels differ.
-UNSEEN = {"num_warps": 4, "num_stages": 1, "maxnreg": 0, "dq_warps": 4, "dq_stages": 1}
+# Fields of a config without a meaning in the interpreter. They get fixed values, so that fewer kernels differ.
+UNSEEN = {
+    "num_warps": 4,
+    "num_stages": 1,
+    "maxnreg": 0,
+    "dq_warps": 4,
+    "dq_stages": 1,
+    # It runs one launch after the other, and has no instruction that waits for another kernel.
+    "early_start": False,
+    "early_combine": False,
+}
 
 
 class CheckMethod(enum.StrEnum):

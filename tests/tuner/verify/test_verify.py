@@ -236,6 +236,20 @@ def test_kernels_equal_under_the_interpreter_are_interpreted_once() -> None:
     assert source(record) != source(make_record(config=tile))
 
 
+def test_kernels_that_start_early_are_interpreted_without_a_wait() -> None:
+    decode = find_family("decode_split_kv")
+    problem = msgspec.structs.replace(make_record().problem, seqlen_q=1, seqlen_kv=4096)
+    default = decode.default(problem, TARGET)
+    config = msgspec.structs.replace(default, num_splits=4, early_combine=True, early_start=True)
+    kernel = render(decode, problem, config, Specialization())
+    assert "gdc_wait" in kernel.source
+    changes = {"problem": problem, "family": decode.name, "config": config, "kernel": kernel.digest}
+    subject = record_checks._subject(msgspec.structs.replace(make_record(), **changes))
+    assert isinstance(subject, verify_jobs.Subject)
+    task = record_checks._task(subject)
+    assert "gdc_wait" not in render(decode, task.problem, task.config, task.specialization).source
+
+
 @pytest.fixture
 def table(tmp_path: Path) -> Callable[..., Path]:
     def write(*records: Record) -> Path:
