@@ -80,9 +80,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         if self.specialization is not None:
             alignment, bits = int(self.specialization.alignment), self.specialization.index_bits
             lse = ", with log-sum-exp" if self.specialization.lse else ""
-            lines.append(
-                f"  kernel {self.kernel}: strides of {alignment}, {bits}-bit offsets{lse}; {self.standing}"
-            )
+            bias = ", no gradient of the bias" if self.specialization.constant_bias is True else ""
+            assumed = f"strides of {alignment}, {bits}-bit offsets{lse}{bias}"
+            lines.append(f"  kernel {self.kernel}: {assumed}; {self.standing}")
         if self.check_seconds is not None:
             lines.append(f"  its self-check on this machine took {1e3 * self.check_seconds:.0f} ms")
         if self.standing is not VerificationStatus.TIMED:

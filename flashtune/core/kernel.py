@@ -181,6 +181,8 @@ class Specialization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lse: Whether the log-sum-exp of each row is written. In a backward pass, whether there is a gradient
             of the log-sum-exp.
         copies_bias: False if TMA cannot copy the additive bias, otherwise unset.
+        constant_bias: True in a backward pass that does not write the gradient of the additive bias,
+            otherwise unset.
     """
 
     alignment: Alignment = Alignment.SIXTEEN
@@ -188,6 +190,7 @@ class Specialization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lse: bool = False
     # Unset in stored kernels, so that their digests do not change.
     copies_bias: bool | msgspec.UnsetType = msgspec.UNSET
+    constant_bias: bool | msgspec.UnsetType = msgspec.UNSET
 
     def takes_descriptors(self, dtype: Dtype) -> bool:
         """Returns whether TMA can address the tensors: strides must be multiples of 16 bytes."""

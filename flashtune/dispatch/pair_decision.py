@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 
 from flashtune.core.errors import ProblemError
@@ -144,7 +145,8 @@ def specialization_of_pass(
     bias = None
     if side.bias is not None:
         bias = side_views(request.problem, side, tensors.k.shape[0]).bias
-    return specialization_of(tensors.planned, request.return_lse, bias)
+    found = specialization_of(tensors.planned, request.return_lse, bias)
+    return msgspec.structs.replace(found, constant_bias=True) if request.constant_bias else found
 
 
 def backward_tensors(

@@ -100,17 +100,20 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
     if problem.dtype.is_quantized:
         prefer = Prefer.GENERATED  # no other implementation supports it
     check_double(q, prefer is Prefer.GENERATED)
+    needs_grad = requires_grad(call) if needs_grad is None else needs_grad
+    is_trained = side.bias is not None and side.bias.requires_grad
     return Request(
         problem,
         q.device,
         layout,
         options.return_lse,
         prefer,
-        requires_grad(call) if needs_grad is None else needs_grad,
+        needs_grad,
         kv_layout,
         q.shape[2] if packed else 0,
         options.deterministic or torch.are_deterministic_algorithms_enabled(),
         q.dtype is torch.float64,
+        needs_grad and problem.bias is Bias.ADDITIVE and not is_trained,
     )
 
 

@@ -42,6 +42,7 @@ class Request(msgspec.Struct, frozen=True):
         tokens: Number of query tokens of a varlen batch.
         deterministic: Whether gradients must be reproducible bit for bit.
         is_double: Whether the tensors are float64. No kernel takes them, and the problem then has fp32.
+        constant_bias: Whether the backward pass needs no gradient of the additive bias.
     """
 
     problem: Problem
@@ -54,6 +55,7 @@ class Request(msgspec.Struct, frozen=True):
     tokens: int = 0
     deterministic: bool = False
     is_double: bool = False
+    constant_bias: bool = False
 
     @property
     def forward(self) -> Request:

@@ -14,8 +14,8 @@ import torch
 
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-from flashtune.core.kernel import POINTER_ALIGNMENT, Specialization
-from flashtune.core.problem import Bias, Dtype
+from flashtune.core.kernel import POINTER_ALIGNMENT, Kernel, Specialization
+from flashtune.core.problem import Dtype
 from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.pair_decision import backward_tensors, specialization_of_pass
 from flashtune.launch.binding import bind
@@ -40,14 +40,15 @@ MAX_LAUNCHES = 64
 
 
 class Gradients(NamedTuple):
-    """Gradients of all inputs that may have one. Portable kernels write all but that of the sinks.
+    """Gradients of all inputs that may have one. Portable kernels do not write that of the sinks.
 
     Attributes:
         dq: Gradient of q, in the call's layout and q's type.
         dk: Gradient of k, likewise.
         dv: Gradient of v, likewise.
         dsinks: Gradient of the sinks, float32 [heads], or None. Kernels write [batch, heads].
-        dbias: Gradient of an additive bias, [batch, heads, seqlen_q, seqlen_kv] in its type, or None.
+        dbias: Gradient of an additive bias, [batch, heads, seqlen_q, seqlen_kv] in its type, or None. Kernels
+            write it if the bias requires grad.
         dslopes: Gradient of the ALiBi slopes, float32 [batch, heads], or None.
     """
 
@@ -90,13 +91,13 @@ class Bound(NamedTuple):
 class BoundBackward:
     """A verified backward kernel, which is bound once to each set of strides."""
 
-    __slots__ = ("_choice", "_default_scale", "_index", "_launches", "_request", "_writes_sinks")
+    __slots__ = ("_choice", "_default_scale", "_index", "_launches", "_request", "_writes")
 
     def __init__(self, choice: LoadedKernel, request: Request) -> None:
         self._choice = choice
         self._request = request
         self._default_scale = request.default_scale
-        self._writes_sinks = request.problem.sinks and choice.kernel.writes("dsinks")
+        self._writes = _written(choice.kernel)
         # None on a CPU, in tests.
         self._index = request.device.index
         # The key is the strides of all inputs, which hooks of saved tensors may change. The value is None if
@@ -136,7 +137,7 @@ class BoundBackward:
                 dout = dout.clone(memory_format=torch.contiguous_format)
             return self(q, k, v, out, lse, dout, dlse, scale, side)
         scale = self._default_scale if scale is None else scale
-        gradients = _allocated(self._request, q, k, v, writes_sinks=self._writes_sinks)
+        gradients = _allocated(self._request, q, k, v, self._writes)
         tensors = q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[4:], gradients.dsinks
         bound.launch(tensors, scale, side)
         return gradients
@@ -202,18 +203,23 @@ def _strides(
     return (*strides, *(None if tensor is None else tensor.stride() for tensor in own))
 
 
-def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor, *, writes_sinks: bool = False) -> Gradients:
-    """Allocates all gradients that a kernel writes."""
+def _written(kernel: Kernel) -> tuple[str, ...]:
+    """Returns the names of the gradients of side inputs that a kernel writes."""
+    return tuple(name for name in ("dsinks", "dbias", "dslopes") if kernel.writes(name))
+
+
+def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor, writes: tuple[str, ...]) -> Gradients:
+    """Allocates the gradients that a kernel writes. `writes` are the names of those of side inputs."""
     problem = request.problem
     # Kernels do not write rows after the last packed sequence, whose gradients are zero.
     make = torch.zeros_like if problem.total_q else torch.empty_like
     heads = problem.batch, problem.heads
     dbias = dslopes = dsinks = None
-    if problem.bias is Bias.ADDITIVE:
+    if "dbias" in writes:
         dbias = q.new_empty(*heads, problem.seqlen_q, problem.seqlen_kv)
-    if problem.alibi:
+    if "dslopes" in writes:
         dslopes = q.new_empty(heads, dtype=torch.float32)
-    if writes_sinks:
+    if "dsinks" in writes:
         dsinks = q.new_empty(heads, dtype=torch.float32)
     return Gradients(make(q), make(k), make(v), dsinks, dbias, dslopes)
 
@@ -253,7 +259,11 @@ def interpreted_backward(
     dout_wide = dout.float().contiguous()
     if side.bias is not None and side.bias.dtype is not torch.bool:
         side = side._replace(bias=side.bias.float())
-    made = _allocated(request, q_wide, k_wide, v_wide)
+    given = backward_tensors(request, q_wide, k_wide, v_wide, out_wide, lse, dout_wide)
+    needed = specialization_of_pass(request, given, side)
+    problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
+    kernel = kernel_of(default_selection(problem, decision.target, needed).record, needed)
+    made = _allocated(request, q_wide, k_wide, v_wide, _written(kernel))
     views, heads_first = request.views, request.layout.heads_first
     tensors = BackwardTensors(
         *views(q_wide, k_wide, v_wide),
@@ -264,9 +274,6 @@ def interpreted_backward(
         None if dlse is None else dlse.contiguous(),
         *made[4:],
     )
-    needed = specialization_of_pass(request, tensors, side)
-    problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
-    kernel = kernel_of(default_selection(problem, decision.target, needed).record, needed)
     extra = _extra_views(request, side, tensors)
     launch = bind(kernel, decision.target, tensors, extra)
     launch(tensors, request.default_scale if scale is None else scale, extra)

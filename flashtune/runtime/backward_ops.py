@@ -151,6 +151,8 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
     call = call_of(values)
 
     def make(request: Request) -> Callable[..., Gradients]:
+        # The tensors of an operator do not show whether the bias requires grad.
+        request = msgspec.structs.replace(request, constant_bias=False)
         served = prepare_alone(request, call.q, call.k, call.v, call.side)
         if not (request.is_empty or request.is_double):
             needed = backward_specialization(request, call.q, call.k, call.v, call.side)

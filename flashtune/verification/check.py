@@ -21,7 +21,7 @@ from triton.errors import TritonError
 
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.record import Verdict
 from flashtune.launch.binding import Binary, compile_binary
 from flashtune.launch.compilation import first_line, interpreting
@@ -198,6 +198,9 @@ def _variants(
     if level is not Level.STRICT:
         return
     yield problem, msgspec.structs.replace(specialization, lse=not specialization.lse)
+    if problem.is_backward and problem.bias is Bias.ADDITIVE:
+        constant = msgspec.UNSET if specialization.constant_bias is True else True
+        yield problem, msgspec.structs.replace(specialization, constant_bias=constant)
     if problem.causal is not Causal.NONE:
         other = Causal.TOP_LEFT if problem.causal is Causal.BOTTOM_RIGHT else Causal.BOTTOM_RIGHT
         yield msgspec.structs.replace(problem, causal=other), specialization

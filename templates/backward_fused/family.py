@@ -6,7 +6,7 @@ import math
 
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
-from flashtune.core.problem import Bias, Direction, Feature, Problem
+from flashtune.core.problem import Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_fused.perf_model import FusedModel
 from flashtune.templates.backward_fused.space import (
@@ -28,6 +28,7 @@ from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
     BackwardContext,
     backward_fields,
+    bias_gradient,
     refusal,
     rows_of_step,
 )
@@ -79,7 +80,7 @@ class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
     def arguments(
         self, problem: Problem, config: FusedConfig, specialization: Specialization
     ) -> tuple[Argument, ...]:
-        dbias = ("dbias",) if problem.bias is Bias.ADDITIVE else ()
+        dbias = bias_gradient(problem, specialization)
         dslopes = ("dslopes",) if problem.alibi else ()
         read = ("q", "k", "v", "dout", "workspace_0", "workspace_1", SUMS, *_random(problem))
         return backward_arguments(problem, specialization, (*read, "dk", "dv", *dbias, *dslopes))

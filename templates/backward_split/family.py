@@ -18,6 +18,7 @@ from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
     BackwardContext,
     backward_fields,
+    bias_gradient,
     refusal,
 )
 from flashtune.templates.common.args.feature_context import FEATURES
@@ -98,7 +99,7 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
 
     def epilogue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
         options = LaunchOptions(config.dq_warps, config.dq_stages, config.maxnreg)
-        dbias = ("dbias",) if problem.bias is Bias.ADDITIVE else ()
+        dbias = bias_gradient(problem, specialization)
         dslopes = ("dslopes",) if problem.alibi else ()
         tensors = (*_read(problem), "dq", *dbias, *dslopes)
         return Step("gradient_of_queries", backward_arguments(problem, specialization, tensors), options)

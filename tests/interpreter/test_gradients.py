@@ -12,9 +12,11 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Kernel
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.dispatch.decision import Decision
-from flashtune.runtime import prepare_training
+from flashtune.launch import binding
+from flashtune.runtime import backward_executors, prepare_training
 from flashtune.runtime.kernel_fallback import Pass, prepared
 from tests.interpreter import autograd_calls
 from tests.interpreter.autograd_calls import (
@@ -99,6 +101,28 @@ def test_gradcheck() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it would rather have float64
         assert torch.autograd.gradcheck(attend, (q, k, v), eps=1e-2, atol=2e-3, rtol=2e-2, nondet_tol=0.0)
+
+
+@pytest.mark.parametrize(("way", "is_trained"), [("eager", True), ("eager", False), ("aot_eager", False)])
+def test_gradient_of_a_bias_is_written_if_it_requires_grad(
+    monkeypatch: pytest.MonkeyPatch, way: str, is_trained: bool
+) -> None:
+    writes: list[bool] = []
+
+    def bind(kernel: Kernel, *given: Any, **options: Any) -> Any:
+        writes.append(kernel.writes("dbias"))
+        return binding.bind(kernel, *given, **options)
+
+    monkeypatch.setattr(backward_executors, "bind", bind)
+    call = attend if way == "eager" else torch.compile(attend, backend="aot_eager", fullgraph=True)
+    inputs = (*tensors(), torch.randn(1, HEADS, 20, 28, requires_grad=is_trained))
+    found = torch.autograd.grad(
+        call(*inputs[:3], attn_bias=inputs[3]).square().sum(), inputs[: 3 + is_trained]
+    )
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    close(found, torch.autograd.grad(definition(*wide)[0].square().sum(), wide)[: 3 + is_trained])
+    # Tensors of compiled operators do not show whether they require grad.
+    assert writes == [is_trained or way != "eager"]
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])

@@ -152,6 +152,8 @@ def check_gradients(
     tensors, side, expected = call
     found = specialization_of(tensors.planned, tensors.dlse is not None)
     specialization = msgspec.structs.replace(found, index_bits=max(found.index_bits, index_bits))
+    if problem.bias is Bias.ADDITIVE and tensors.dbias is None:
+        specialization = msgspec.structs.replace(specialization, constant_bias=True)
     assert unsupported_reason(family, problem, TARGET, specialization) is None
     kernel = render(family, problem, config, specialization)
     bind(kernel, TARGET, tensors, side)(tensors, SCALE, side)

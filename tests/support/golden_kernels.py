@@ -36,6 +36,7 @@ SHARED = {"block_m": 64, "block_n": 128, "num_warps": 8, "num_stages": 2, "reduc
 GROUPS = {"num_consumer_groups": 2, "rows_per_group": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}
 PLAIN = Specialization()
 ROW_SUMS = Specialization(lse=True)
+CONSTANT_BIAS = Specialization(constant_bias=True)
 ANYWHERE = Specialization(Alignment.ANY, 64, True)
 
 # Name of the file: family, dtype, (head dim, value head dim), causal, config, specialisation.
@@ -216,6 +217,7 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         {**NARROW, "num_stages": 1, "dq_stages": 1, "block_n": 32, "dq_block_m": 32, "heads_innermost": True},
         ANYWHERE,
     ),
+    "backward_split_bf16_d64_constant_bias": (SPLIT, "bf16", (64, 64), "none", BOTH, CONSTANT_BIAS),
     "backward_fused_bf16_d128_causal": (FUSED, "bf16", (128, 128), "bottom_right", SHARED, ROW_SUMS),
     "backward_fused_bf16_d256": (
         FUSED, "bf16", (256, 256), "none",
@@ -306,6 +308,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "backward_split_fp16_d192_v128_window": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
     "backward_split_bf16_d64_packed": {"total_q": 1, "alibi": True},
     "backward_split_bf16_d64_packed_dropout": {"total_q": 1, "alibi": True, "dropout": True},
+    "backward_split_bf16_d64_constant_bias": {"bias": Bias.ADDITIVE},
     "backward_split_fp32_d40_scores": {
         "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "attention_chunk": 64, "prefix": True,
         "seqlens_k": True,

@@ -9,7 +9,7 @@ import msgspec
 
 from flashtune.core.errors import FlashtuneError, KernelError, VerificationError
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.record import Outcome, Selection
 from flashtune.core.target import Target
 from flashtune.db.eligibility import by_problem
@@ -71,11 +71,17 @@ def calls_of(problems: Iterable[Problem]) -> tuple[Call, ...]:
     """Returns the calls of problems with contiguous tensors.
 
     If a problem's backward pass is among the problems, its forward pass is also called with the log-sum-exp.
+    A backward pass with an additive bias is called with and without the gradient of the bias.
     """
     listed = tuple(problems)
     plain = [(problem, contiguous_specialization(problem)) for problem in listed]
     trained = [(problem, contiguous_specialization(problem, lse=True)) for problem in saving_lse(listed)]
-    return tuple(dict.fromkeys((*plain, *trained)))
+    constant = [
+        (problem, msgspec.structs.replace(assumed, constant_bias=True))
+        for problem, assumed in plain
+        if problem.is_backward and problem.bias is Bias.ADDITIVE
+    ]
+    return tuple(dict.fromkeys((*plain, *trained, *constant)))
 
 
 def tables_with(target: Target, tables: Iterable[TunedTable]) -> Tables:

@@ -36,7 +36,7 @@ from flashtune.tuner.verify import verify_jobs
 from flashtune.tuner.verify.on_gpu import OnGpu, check_on_gpu
 from flashtune.tuner.verify.verify_jobs import Interpretable, Runs, Subject
 
-# Fields of a config without a meaning in the interpreter. They get fixed values, so that fewer kernels differ.
+# Fields of a config without a meaning in the interpreter. With fixed values, fewer kernels differ.
 UNSEEN = {
     "num_warps": 4,
     "num_stages": 1,

@@ -51,10 +51,12 @@ def gradient_findings(
     `compiled` is None under the interpreter. Before each launch but the first, `cold` bytes of the L2 cache
     are flushed. Without `launched` there is no launch, and the findings report that nothing was written.
     """
-    if not kernel.writes("dsinks"):
-        # Portable kernels leave this gradient to torch.
-        written = {name: one for name, one in prepared.written.items() if name != "dsinks"}
-        prepared = prepared._replace(written=written)
+    # Portable kernels leave the gradient of sinks to torch.
+    left_out = set() if kernel.writes("dsinks") else {"dsinks"}
+    if kernel.specialization.constant_bias is True:
+        left_out.add("dbias")
+    written = {name: one for name, one in prepared.written.items() if name not in left_out}
+    prepared = prepared._replace(written=written)
     workspaces: list[Guarded] = []
 
     def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:

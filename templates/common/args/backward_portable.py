@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import MAX_HEAD_DIM, Feature, Problem
+from flashtune.core.problem import MAX_HEAD_DIM, Bias, Feature, Problem
 from flashtune.templates.common.args.feature_context import FeatureContext, feature_context
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import Chunk, head_chunks
@@ -29,6 +29,7 @@ class BackwardContext(PortableContext, frozen=True):
         delta_rows: Their rows.
         delta_warps: Warps of `delta`.
         random_workspace: Index of the workspace with the random words of rows, for dropout.
+        writes_dbias: Whether the gradient of an additive bias is written.
     """
 
     features: FeatureContext
@@ -38,6 +39,7 @@ class BackwardContext(PortableContext, frozen=True):
     delta_rows: int
     delta_warps: int
     random_workspace: int
+    writes_dbias: bool
 
     @property
     def clears_slopes(self) -> bool:
@@ -80,7 +82,13 @@ def backward_fields(
         "delta_rows": rows_of_step(delta_chunk),
         "delta_warps": STEP_WARPS,
         "random_workspace": random_workspace,
+        "writes_dbias": bool(bias_gradient(problem, specialization)),
     }
+
+
+def bias_gradient(problem: Problem, specialization: Specialization) -> tuple[str, ...]:
+    """Returns the name of the gradient of an additive bias, if a kernel writes one."""
+    return ("dbias",) if problem.bias is Bias.ADDITIVE and specialization.constant_bias is not True else ()
 
 
 def rows_of_step(chunk: Chunk) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.launch.compilation import load_module
 from flashtune.templates.backward_fused.space import FusedConfig, Reduction
 from flashtune.templates.common.precision import InputPrecision
@@ -21,7 +21,7 @@ from flashtune.templates.rendering import render
 from flashtune.verification import check as proof
 from flashtune.verification.cases import Level
 from tests.problems import backward_calls
-from tests.problems.backward_calls import FEATURES, SCALE, TARGET, a_problem, make_call
+from tests.problems.backward_calls import FEATURES, SCALE, TARGET, Call, a_problem, make_call
 
 FAMILY = find_family("backward_fused")
 CPU = torch.device("cpu")
@@ -132,6 +132,13 @@ def test_deterministic_gradients_are_unsupported() -> None:
     assert (
         unsupported_reason(FAMILY, asked, TARGET, Specialization()) == "backward_fused has no deterministic"
     )
+
+
+def test_gradient_of_a_constant_bias_is_not_written() -> None:
+    problem = a_problem(bias=Bias.ADDITIVE, causal=Causal.BOTTOM_RIGHT)
+    call = make_call(problem)
+    expected = {name: one for name, one in call.expected.items() if name != "dbias"}
+    check(problem, a_config("constant"), Call(call.tensors._replace(dbias=None), call.side, expected))
 
 
 def test_products_in_two_halves() -> None:

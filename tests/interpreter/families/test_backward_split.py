@@ -108,6 +108,13 @@ def test_keys_hidden_by_a_bias_are_masked() -> None:
     assert not tensors.dbias[~seen].any()
 
 
+def test_gradient_of_a_constant_bias_is_not_written() -> None:
+    problem = a_problem(bias=Bias.ADDITIVE, causal=Causal.BOTTOM_RIGHT)
+    call = make_call(problem)
+    expected = {name: one for name, one in call.expected.items() if name != "dbias"}
+    check(problem, a_config("constant"), Call(call.tensors._replace(dbias=None), call.side, expected))
+
+
 def test_runs_are_deterministic() -> None:
     problem = a_problem(deterministic=True, kv_heads=2)
     runs = []

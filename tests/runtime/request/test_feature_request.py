@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,16 @@ def test_masks() -> None:
     assert dense(attn_bias=torch.zeros(20, dtype=torch.bfloat16).expand(10, 20)).problem.bias is Bias.ADDITIVE
     assert dense(attn_mask=torch.ones(10, 20, dtype=torch.bool)).problem.bias is Bias.BOOLEAN
     assert dense(kv_lengths=torch.zeros(2, dtype=INT)).problem.seqlens_k
+
+
+def test_bias_is_constant_unless_it_requires_grad() -> None:
+    q = torch.zeros(2, 4, 10, 32, requires_grad=True)
+    bias = torch.zeros(10, 20)
+    call = functools.partial(dense_call, q, *torch.zeros(2, 2, 4, 20, 32), return_lse=False)
+    assert read_call(call(attn_bias=bias)).constant_bias
+    assert not read_call(call(attn_bias=bias.clone().requires_grad_())).constant_bias
+    assert not read_call(call(attn_bias=bias), needs_grad=False).constant_bias
+    assert not read_call(call(attn_mask=bias == 0)).constant_bias
 
 
 def test_varlen_extents_are_rounded_to_powers_of_two() -> None:

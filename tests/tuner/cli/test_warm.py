@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.record import Outcome, Record, Resources
 from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table
@@ -52,6 +52,14 @@ def test_warm_for_training_compiles_lse_and_backward_kernels(problem: Problem) -
     needs = needs_of(calls, A100, tuned_records(A100.name))
     assert [need.kernel.specialization.lse for need in needs.kernels.values()] == [False, False, True]
     assert not needs.left_out
+
+
+def test_warm_for_training_compiles_backward_kernels_of_trained_and_constant_biases(problem: Problem) -> None:
+    biased = msgspec.structs.replace(problem, bias=Bias.ADDITIVE)
+    calls = [called for called in calls_of(training_passes([biased])) if called[0].is_backward]
+    assert [assumed.constant_bias for _, assumed in calls] == [msgspec.UNSET, True]
+    needs = needs_of(calls, A100, tuned_records(A100.name))
+    assert [need.kernel.writes("dbias") for need in needs.kernels.values()] == [True, False]
 
 
 def test_calls_with_one_kernel_compile_it_once(problem: Problem) -> None:
