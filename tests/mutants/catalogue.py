@@ -110,6 +110,7 @@ def hopper_mutants() -> tuple[Mutant, ...]:
         *hopper_blocks.early(),
         *hopper_blocks.block_listings(),
         *hopper_pages.conversion(),
+        *hopper_pages.page_scales(),
         *hopper_pages.conversion_waits(),
         *(mutant._replace(name=f"e4m3: {mutant.name}") for mutant in eight_bits),
     )

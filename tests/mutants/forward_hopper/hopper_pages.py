@@ -22,6 +22,17 @@ EIGHT_BITS = subject(
     ),
     lse=True,
 )
+PAGE_SCALES = subject(
+    a_small_problem(
+        64,
+        Causal.BOTTOM_RIGHT,
+        page_size=16,
+        total_q=1,
+        kv_dtype=KvDtype.INT8,
+        kv_scale=KvScale.PAGE,
+    ),
+    lse=True,
+)
 COPY_K = Part("def copy_k(", "def copy_v(")
 COPY_V = Part("def copy_v(", "def produce(")
 GATHER_K = Part("def gather_k(", "def gather_v(")
@@ -131,6 +142,34 @@ def conversion() -> tuple[Mutant, ...]:
                   "target = ring.tiles[0].index(1 - state.stage)")),
         )
     )  # fmt: skip
+
+
+def page_scales() -> tuple[Mutant, ...]:
+    """Scales of pages of 8-bit caches."""
+    of_head = "tile.kv_head * of_head"
+    wrong = (
+        ("page scales: those of the first head", "All KV heads have one's scales.", PAGE_SCALES,
+         only(of_head, "0 * of_head")),
+        ("page scales: those of the first page", "All pages have one's scales.", PAGE_SCALES,
+         only("pages.to(gl.int64) * of_page", "0 * pages.to(gl.int64) * of_page")),
+        ("page scales: keys for values", "Values have the scales of keys.", PAGE_SCALES,
+         only("k.tiles[2].index(k_state.stage).store(v_scales)",
+              "k.tiles[2].index(k_state.stage).store(k_scales)")),
+        ("page scales: pages of half the size", "Pages are looked up as if they had half as many keys.",
+         PAGE_SCALES, only("row + keys // PAGE, mask=keys < tile.seqlen_kv, other=-1",
+                           "row + keys // PAGE // 2, mask=keys < tile.seqlen_kv, other=-1")),
+        ("page scales: a block late", "Scales of keys are those of the block before.", PAGE_SCALES,
+         only("k_scales = next_k_scales", "pass")),
+        ("page scales: last page unscaled", "Pages that are not full have a scale of zero.", PAGE_SCALES,
+         only("mask=keys < tile.seqlen_kv, other=-1", "mask=keys + PAGE <= tile.seqlen_kv, other=-1")),
+        ("page scales: other tile", "Scales are those of another tile of keys.", PAGE_SCALES,
+         only("k.tiles[1].index(k_state.stage).load(", "k.tiles[1].index(1 - k_state.stage).load(")),
+    )  # fmt: skip
+    early = (
+        ("page scales: room not waited for", "Scales that are still read are overwritten.", PAGE_SCALES,
+         only("k.wait_empty(k_state)\n    k.tiles[1]", "k.tiles[1]")),
+    )  # fmt: skip
+    return *mutants_of(wrong), *mutants_of(early, racy=True)
 
 
 def conversion_waits() -> tuple[Mutant, ...]:

@@ -119,7 +119,13 @@ def test_outputs_of_mutants_are_wrong(name: str) -> None:
 
 PAGES = {
     mutant.name: mutant
-    for mutant in (*hopper_pages.pages(), *hopper_pages.conversion(), *hopper_pages.conversion_waits())
+    for mutant in (
+        *hopper_pages.pages(),
+        *hopper_pages.rows(),
+        *hopper_pages.conversion(),
+        *hopper_pages.page_scales(),
+        *hopper_pages.conversion_waits(),
+    )
     if not mutant.racy
 }
 
