@@ -245,7 +245,7 @@ def _job(
         structure = Structure(causal) if pattern is None else pattern.structure
         return _packed(q, k, v, scale, side, structure, starts)
     if position_bias is not None:
-        return _biased(q, k, v, scale, side, causal, mask, position_bias)
+        return _biased(q, k, v, scale, side, causal, mask, pattern, position_bias)
     is_half = q.dtype in HALF
     if mask is None:
         causal = causal and seqlen_q > 1
@@ -327,23 +327,29 @@ def _biased(
     side: ExtraInputs,
     causal: bool,
     mask: Tensor | None,
+    pattern: masks.Pattern | None,
     bias: Tensor,
 ) -> Job | None:
-    """Returns the call with a bias that is merged with the mask, as SDPA has it."""
-    assert _bias_mask is not None
+    """Returns the call with a bias. A mask of other than positions is merged with it."""
     causal = causal and q.shape[2] > 1
     if mask is None and causal and q.shape[2] != k.shape[2]:
         return None
-    short = *_short(q, k, v), bias.shape, bias.requires_grad, mask is None
+    lengths, structure, is_merged = None, Structure(causal), mask is not None
+    if pattern is not None and pattern.valid is None and pattern.structure.segments is None:
+        lengths, structure, is_merged = pattern.lengths, pattern.structure, False
+    short = *_short(q, k, v), bias.shape, bias.requires_grad, structure, lengths is None, is_merged
     if short in _refused:
         return None
-    if mask is not None:
-        mask = masks.boolean_mask(mask, q.shape[2])
-    bias = _bias_mask(bias, mask, causal, q, k).contiguous()
+    if mask is not None and is_merged:
+        assert _bias_mask is not None
+        bias = _bias_mask(bias, masks.boolean_mask(mask, q.shape[2]), causal, q, k)
+        structure = Structure()
+    bias = bias.contiguous()
     if bias.dtype is not q.dtype:
         return None
     usual = _usual(q, k, v, bias, False) if side is NO_EXTRA_INPUTS else None
-    return Job(_dense(q, k, v, scale, side._replace(bias=bias), Structure()), usual, None, short)
+    side = side._replace(bias=bias, seqlens_kv=lengths)
+    return Job(_dense(q, k, v, scale, side, structure), usual, None, short)
 
 
 def _short(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:

@@ -66,6 +66,21 @@ def test_logits_and_gradients(served: list[bool], name: str) -> None:
         assert errors[1] <= 2 * usual[1] + 1e-5
 
 
+def test_bias_is_not_merged_with_a_causal_mask(served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = inputs_of("t5", "none")
+    del inputs["attention_mask"]
+    want = reference(model_of(transformers, "t5", "eager", dtype=DOUBLE), inputs)
+    model = model_of(transformers, "t5", "tuned_attention")
+    passes_of(model, inputs)
+    deferred.wait()
+    served.clear()
+    monkeypatch.setattr(integration, "_bias_mask", None)
+    found = error(passes_of(model, inputs), want)
+    assert served
+    assert all(served)
+    assert max(found) <= 1e-4
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_generated_tokens(served: list[bool], name: str) -> None:
     inputs = inputs_of(name, "left")
