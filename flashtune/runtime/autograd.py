@@ -97,6 +97,9 @@ def with_side(
         found = backward(q, k, v, out, lse, dout, dlse, scale, side)
         if side is NO_EXTRA_INPUTS:
             return found
+        has_trained_bias = "bias" in wanted and side.bias is not None and side.bias.is_floating_point()
+        # Without queries or keys, nothing writes it.
+        assert not has_trained_bias or found.dbias is not None or not (q.numel() and k.numel())
         changes: dict[str, Any] = {
             f"d{name}": one.sum_to_size(getattr(side, name).shape) if name in wanted else None
             for name, one in (("bias", found.dbias), ("slopes", found.dslopes))

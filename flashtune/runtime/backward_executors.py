@@ -47,8 +47,7 @@ class Gradients(NamedTuple):
         dk: Gradient of k, likewise.
         dv: Gradient of v, likewise.
         dsinks: Gradient of the sinks, float32 [heads], or None. Kernels write [batch, heads].
-        dbias: Gradient of an additive bias, [batch, heads, seqlen_q, seqlen_kv] in its type, or None. Kernels
-            write it if the bias requires grad.
+        dbias: Gradient of an additive bias in its type, [batch, heads, seqlen_q, seqlen_kv], or None.
         dslopes: Gradient of the ALiBi slopes, float32 [batch, heads], or None.
     """
 
@@ -264,15 +263,15 @@ def interpreted_backward(
     problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
     kernel = kernel_of(default_selection(problem, decision.target, needed).record, needed)
     made = _allocated(request, q_wide, k_wide, v_wide, _written(kernel))
-    views, heads_first = request.views, request.layout.heads_first
-    tensors = BackwardTensors(
-        *views(q_wide, k_wide, v_wide),
-        heads_first(out_wide),
-        lse,
-        heads_first(dout_wide),
-        *views(*made[:3]),
-        None if dlse is None else dlse.contiguous(),
-        *made[4:],
+    dq, dk, dv = request.views(*made[:3])
+    tensors = given._replace(
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dlse=None if dlse is None else dlse.contiguous(),
+        dbias=made.dbias,
+        dslopes=made.dslopes,
+        dsinks=made.dsinks,
     )
     extra = _extra_views(request, side, tensors)
     launch = bind(kernel, decision.target, tensors, extra)

@@ -186,7 +186,10 @@ class Kind:
     @property
     def is_usual(self) -> bool:
         """Whether kernels may assume the most of the tensors."""
-        return all(msgspec.structs.replace(one, lse=False) == BEST_TENSORS for one in self.properties)
+        assumed = (
+            msgspec.structs.replace(one, lse=False, constant_bias=msgspec.UNSET) for one in self.properties
+        )
+        return all(one == BEST_TENSORS for one in assumed)
 
 
 # The kind of all calls that no kernel computes.

@@ -324,6 +324,22 @@ def test_both_passes_are_chosen_together(
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_bias_has_a_gradient_if_it_requires_grad(
+    machine: Machine, problem: Problem, make_record: Make, is_trained: bool
+) -> None:
+    tuned(machine, make_record(problem, peers=FASTER), backward_record(make_record, problem, FASTER))
+    q, k, v = (tensor.requires_grad_() for tensor in inputs(problem))
+    bias = torch.zeros(problem.seqlen_q, problem.seqlen_kv, dtype=q.dtype)
+    call = dense_call(q, k, v, causal=True, attn_bias=bias.requires_grad_(is_trained))
+    assert served(call, None) is not None
+    kind = deferred.kind_of(call, None)
+    assert kind is not None
+    assert kind.is_usual
+    (backward,) = (one for one in machine.kernels if one.writes("dq"))
+    assert backward.writes("dbias") is is_trained
+
+
 def test_passes_serve_without_autograd(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem, peers=FASTER), backward_record(make_record, problem, FASTER))
     call = called(problem)

@@ -6,12 +6,13 @@ import threading
 from collections.abc import Iterator
 from typing import cast
 
+import msgspec
 import pytest
 import torch
 
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Bias, Direction, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.binding import Binary
 from flashtune.templates.registry import find_family
@@ -84,3 +85,14 @@ def test_check_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KernelError, match="the GPU is gone"):
         check.check_rendered(*given, compiled=cast("Binary", object()))
     assert (*seen, torch.get_num_threads()) == (1, 2)
+
+
+def test_strict_checks_include_backward_kernels_with_and_without_the_gradient_of_a_bias() -> None:
+    backward = msgspec.structs.replace(PROBLEM, direction=Direction.BACKWARD, bias=Bias.ADDITIVE)
+    for assumed in (Specialization(), Specialization(constant_bias=True)):
+        variants = [one for problem, one in check._variants(backward, assumed, Level.STRICT)]
+        assert {one.constant_bias for one in variants} == {msgspec.UNSET, True}
+        assert [one for _, one in check._variants(backward, assumed, Level.FULL)] == [assumed]
+    forward = msgspec.structs.replace(PROBLEM, bias=Bias.ADDITIVE)
+    strict = [one for _, one in check._variants(forward, Specialization(), Level.STRICT)]
+    assert {one.constant_bias for one in strict} == {msgspec.UNSET}

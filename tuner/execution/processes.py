@@ -38,8 +38,20 @@ Result = TypeVar("Result")
 
 
 def start_pool(workers: int) -> ProcessPool:
-    """Returns a pool with time limits for jobs. Its workers end with this process."""
-    return ProcessPool(max_workers=workers, context=_context(), initializer=_become_worker)
+    """Returns a pool with time limits for jobs, and starts its workers. They end with this process."""
+    return started(ProcessPool(max_workers=workers, context=_context(), initializer=_become_worker))
+
+
+def started(pool: ProcessPool) -> ProcessPool:
+    """Starts the workers of a new pool, and returns it. After an error or Ctrl-C, none of them is left."""
+    try:
+        # Ctrl-C interrupts the main thread. A process that it was starting would then never be stopped.
+        with ThreadPoolExecutor(1) as starter:
+            starter.submit(lambda: pool.active).result()
+    except BaseException:
+        stop_pool(pool)
+        raise
+    return pool
 
 
 def stop_pool(pool: ProcessPool) -> None:
@@ -56,17 +68,16 @@ class Workers:
     """
 
     def __init__(self, count: int) -> None:
-        """Makes the pool.
+        """Starts the server of processes, which imports their modules.
 
         Raises:
             MachineError: No process can be started.
         """
         self._count = count
+        self._pool: ProcessPool | None = None
         self.stopped = False
-        # Ctrl-C interrupts the main thread. While that starts a process, the process would not be stopped.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="flashtune-start")
         with _starting():
-            self._pool = start_pool(count)
+            _context()
 
     def schedule(
         self, function: Callable[..., Result], arguments: tuple[Any, ...], seconds: float
@@ -74,30 +85,31 @@ class Workers:
         """Schedules a job with a time limit. The first job starts the processes.
 
         Raises:
-            MachineError: No process can be started.
+            MachineError: No process can be started, or the processes were stopped.
         """
         with _starting():
-            return self._starter.submit(self._schedule, function, arguments, seconds).result()
-
-    def _schedule(
-        self, function: Callable[..., Result], arguments: tuple[Any, ...], seconds: float
-    ) -> Future[Result]:
-        if not self._pool.active and not self.stopped:
-            threading.Thread(target=stop_pool, args=(self._pool,), daemon=True).start()
-            self._pool = start_pool(self._count)
-        job: Future[Result] = self._pool.schedule(function, args=arguments, timeout=seconds)
+            if not self.stopped and not (self._pool and self._pool.active):
+                self._stop_soon()
+                self._pool = start_pool(self._count)
+            if self._pool is None:
+                raise RuntimeError("the worker processes were stopped")
+            job: Future[Result] = self._pool.schedule(function, args=arguments, timeout=seconds)
         return job
 
     def stop(self) -> None:
-        """Stops the processes at once, and kills running jobs. Waits for a start under way."""
+        """Stops the processes at once, and kills running jobs."""
         self.stopped = True
-        self._starter.shutdown()
-        stop_pool(self._pool)
+        if self._pool is not None:
+            stop_pool(self._pool)
 
     def stop_soon(self) -> None:
         """Stops the processes without waiting, for callbacks, which run in a thread of the pool."""
         self.stopped = True
-        threading.Thread(target=self.stop, daemon=True).start()
+        self._stop_soon()
+
+    def _stop_soon(self) -> None:
+        if self._pool is not None:
+            threading.Thread(target=stop_pool, args=(self._pool,), daemon=True).start()
 
 
 @contextlib.contextmanager

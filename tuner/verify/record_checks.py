@@ -43,9 +43,8 @@ UNSEEN = {
     "maxnreg": 0,
     "dq_warps": 4,
     "dq_stages": 1,
-    # It runs one launch after the other, and has no instruction that waits for another kernel.
+    # The interpreter runs one launch after the other, and cannot wait for another kernel.
     "early_start": False,
-    "early_combine": False,
 }
 
 

@@ -358,7 +358,7 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
-    """Returns the gradients dq, dk, dv of attention, and those of an additive bias and of ALiBi's slopes.
+    """Returns dq, dk, dv, and the gradients of an additive bias and of ALiBi's slopes if the kernel writes them.
 
     q, k, v, out, dout are [batch, heads, seqlen, head_dim] with a contiguous last dimension. lse is the log-sum-exp
     of each row and dlse its gradient, float32 and contiguous. Packed sequences have a batch of one; sequence b has

@@ -281,7 +281,7 @@ def test_interrupt_prints_the_best_so_far_and_the_resume_command(
     assert done.stderr.endswith("flashtune: interrupted; finished results are stored\n")
 
 
-# At once, while the fork server imports modules, and while workers start.
+# The interrupt arrives at once, while the server of processes imports modules, and while processes start.
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 0.2, 0.4])
 def test_an_interrupt_of_a_whole_process_group_prints_no_traceback(delay: float) -> None:
