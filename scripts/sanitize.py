@@ -6,8 +6,8 @@
 
 Kernels are compiled and run on all cores, many per process, alternating between families. If a report does
 not name a kernel, each kernel of its process runs again alone. An interrupted run has written its results,
-and the same command continues it. `python -m benchmarks.documents --write` writes the table of the saved run
-into docs/sanitizer.md, which also describes the limits of each tool for asynchronous copies.
+and the same command continues it. docs/sanitizer.md describes the limits of each tool for asynchronous
+copies.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _lines(everything: Sequence[Summary]) -> Iterator[str]:
     ratios = (f"**{_over_random(found, policy, problems):.2f}**" for policy in policies)
     yield f"| **over random, geometric mean** | {' | '.join(ratios)} |"
     yield ""
-    yield "`>`: some seeds never did; they count with all trials that they made: the truth is more."
+    yield "`>`: some seeds did not reach it. They count with all their trials, so the mean is a lower bound."
 
 
 def _shares(found: Sequence[Summary], judged: Callable[[Summary], tuple[float, float]]) -> Iterator[str]:

@@ -66,9 +66,9 @@ def check_kernel(
 
     Under the interpreter a 16-bit problem is computed in float32, at reduced sizes, up to the first failure.
     The strict level also checks the binaries with and without the log-sum-exp (in a backward pass, its
-    gradient), with and without the gradient of an additive bias, and of the other causal alignment. It checks
-    each of these with delayed warps too. The full level also checks the problem's own shape. Without a seed,
-    inputs are new in each check.
+    gradient) and the other causal alignment. In a backward pass it checks those with and without the gradient
+    of an additive bias. It checks each of these with delayed warps too. The full level also checks the
+    problem's own shape. Without a seed, inputs are new in each check.
 
     Raises:
         KernelError: The kernel does not compile, load or launch.
