@@ -115,6 +115,8 @@ def draw_subject(
             chance.choice((32, 32, 64)),
             chance.random() < 0.8,
         )
+        if problem.is_backward and problem.bias is Bias.ADDITIVE and chance.random() < 0.5:
+            specialization = msgspec.structs.replace(specialization, constant_bias=True)
         if unsupported_reason(family, problem, target, specialization) is None:
             config = _config(family, problem, chance, target, specialization)
             return Subject(family.name, problem, config, specialization)
