@@ -1,7 +1,8 @@
 """Lets other libraries use flashtune with one line. Each module here is for one library.
 
-A library is imported when its module is used. Calls that flashtune does not compute, or not faster, go to
-the operator that was there before. It also serves while kernels are compiled on a worker thread.
+A library is imported when its module is used. With torch and transformers, calls that flashtune does not
+compute, or not faster, go to the operator that was there before. It also serves while kernels are compiled on
+a worker thread. The functions for flash_attn and the backends for servers raise an error for such calls.
 """
 
 from __future__ import annotations
