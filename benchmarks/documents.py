@@ -23,8 +23,6 @@ from benchmarks.host import first_use
 from benchmarks.integrations import report as integrations_report
 from benchmarks.kernels import fastest, fp8_error, random_report, serving, shipped_report, sram_audit, tritons
 from benchmarks.numbers import pages
-from benchmarks.reports import read_report
-from benchmarks.sanitizer.report import SanitizerReport, report_lines
 from benchmarks.saved import RESULTS, ROOT
 from benchmarks.search import report as search_report
 from benchmarks.search_replay import policies_report
@@ -50,7 +48,6 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     random_report.SCRIPT: random_report.texts,
     integrations_report.SCRIPT: integrations_report.texts,
     "scripts/reference.py": lambda: {"features": feature_table()},
-    "scripts/sanitize.py": lambda: {"sanitizer": "\n".join(report_lines(_sanitized()))},
     saved.SCRIPT: saved.texts,
     search_report.SCRIPT: search_report.texts,
     serving.SCRIPT: serving.texts,
@@ -59,10 +56,6 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     regret.SCRIPT: lambda: regret.texts(RESULTS),
     mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),
 }
-
-
-def _sanitized() -> SanitizerReport:
-    return read_report(RESULTS / "nvidia-h200-sanitizer.json.gz", SanitizerReport)
 
 
 def main() -> None:

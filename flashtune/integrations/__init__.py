@@ -2,7 +2,8 @@
 
 A library is imported when its module is used. With torch and transformers, calls that flashtune does not
 compute, or not faster, go to the operator that was there before. It also serves while kernels are compiled on
-a worker thread. The functions for flash_attn and the backends for servers raise an error for such calls.
+a worker thread. The functions for flash_attn and the backends for servers raise an error for calls that
+flashtune does not compute.
 """
 
 from __future__ import annotations

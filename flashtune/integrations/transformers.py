@@ -158,8 +158,13 @@ def attention(
         and not (query.dtype is torch.float32 and torch.is_autocast_enabled(query.device.type))
     )
     if is_served:
-        job = _job(query, key, value, attention_mask, scaling, softcap, causal, s_aux, position_bias, others)
+        given = query, key, value, attention_mask, scaling, softcap, causal, s_aux, position_bias, others
+        job = _job(*given)
         out = None if job is None else _served(job)
+        if out is None and job is not None and job.short in _refused:
+            # There may be another job for the call.
+            job = _job(*given)
+            out = None if job is None else _served(job)
         if out is not None:
             return out.reshape(query.shape[0], query.shape[2], *out.shape[-2:]).contiguous(), None
     mask = None if attention_mask is None else masks.boolean_mask(attention_mask, query.shape[2])
@@ -241,7 +246,9 @@ def _job(
         side = ExtraInputs(softcap=softcap, sinks=None if s_aux is None else s_aux.float())
     pattern = None if mask is None else masks.pattern_of(mask, seqlen_q, seqlen_kv)
     starts = _starts(q, mask, seqlen_kv, others)
-    if starts is not None and position_bias is None:
+    if starts is not None:
+        if position_bias is not None:
+            return None
         structure = Structure(causal) if pattern is None else pattern.structure
         return _packed(q, k, v, scale, side, structure, starts)
     if position_bias is not None:
@@ -330,26 +337,30 @@ def _biased(
     pattern: masks.Pattern | None,
     bias: Tensor,
 ) -> Job | None:
-    """Returns the call with a bias. A mask of other than positions is merged with it."""
+    """Returns the call with a bias. Masks are merged with it, as SDPA has it.
+
+    A causal mask alone stays apart, because kernels skip the blocks that it hides. If that job was refused,
+    the causal mask is merged too.
+    """
     causal = causal and q.shape[2] > 1
     if mask is None and causal and q.shape[2] != k.shape[2]:
         return None
-    lengths, structure, is_merged = None, Structure(causal), mask is not None
-    if pattern is not None and pattern.valid is None and pattern.structure.segments is None:
-        lengths, structure, is_merged = pattern.lengths, pattern.structure, False
-    short = *_short(q, k, v), bias.shape, bias.requires_grad, structure, lengths is None, is_merged
+    is_causal = causal if mask is None else pattern is not None and pattern.is_causal_alone
+    is_plain = side is NO_EXTRA_INPUTS
+    alike = *_short(q, k, v), bias.shape, bias.requires_grad, is_causal, mask is None, is_plain
+    is_apart = is_causal and (*alike, True) not in _refused
+    short = *alike, is_apart
     if short in _refused:
         return None
-    if mask is not None and is_merged:
+    if not is_apart and (causal or mask is not None):
         assert _bias_mask is not None
-        bias = _bias_mask(bias, masks.boolean_mask(mask, q.shape[2]), causal, q, k)
-        structure = Structure()
+        mask = None if mask is None else masks.boolean_mask(mask, q.shape[2])
+        bias = _bias_mask(bias, mask, causal, q, k)
     bias = bias.contiguous()
     if bias.dtype is not q.dtype:
         return None
-    usual = _usual(q, k, v, bias, False) if side is NO_EXTRA_INPUTS else None
-    side = side._replace(bias=bias, seqlens_kv=lengths)
-    return Job(_dense(q, k, v, scale, side, structure), usual, None, short)
+    usual = _usual(q, k, v, bias, False) if is_plain else None
+    return Job(_dense(q, k, v, scale, side._replace(bias=bias), Structure(is_apart)), usual, None, short)
 
 
 def _short(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:

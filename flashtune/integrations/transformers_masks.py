@@ -73,6 +73,11 @@ class Pattern:
         self.lengths = lengths
         self.is_own = is_own
 
+    @property
+    def is_causal_alone(self) -> bool:
+        """Whether only keys after the query's position are hidden."""
+        return self.structure == Structure(causal=True) and self.valid is None and self.lengths is None
+
     @functools.cached_property
     def orders(self) -> tuple[Tensor, Tensor]:
         """The order of tokens with padding last in each sequence, and its inverse, int64 [batch * seqlen]."""

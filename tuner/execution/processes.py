@@ -75,6 +75,8 @@ class Workers:
         """
         self._count = count
         self._pool: ProcessPool | None = None
+        # Callbacks of a broken pool schedule jobs in another thread.
+        self._lock = threading.Lock()
         self.stopped = False
         with _starting():
             _context()
@@ -87,29 +89,30 @@ class Workers:
         Raises:
             MachineError: No process can be started, or the processes were stopped.
         """
-        with _starting():
-            if not self.stopped and not (self._pool and self._pool.active):
-                self._stop_soon()
-                self._pool = start_pool(self._count)
+        with self._lock, _starting():
+            if self.stopped:
+                raise MachineError("the worker processes were stopped")
+            if self._pool is not None and not self._pool.active:
+                broken, self._pool = self._pool, None
+                threading.Thread(target=stop_pool, args=(broken,), daemon=True).start()
             if self._pool is None:
-                raise RuntimeError("the worker processes were stopped")
+                self._pool = start_pool(self._count)
             job: Future[Result] = self._pool.schedule(function, args=arguments, timeout=seconds)
         return job
 
     def stop(self) -> None:
-        """Stops the processes at once, and kills running jobs."""
+        """Stops the processes at once, and kills running jobs. Waits for a start under way."""
         self.stopped = True
-        if self._pool is not None:
-            stop_pool(self._pool)
+        with self._lock:
+            pool, self._pool = self._pool, None
+        # Callbacks may wait for the lock, and the pool for its callbacks.
+        if pool is not None:
+            stop_pool(pool)
 
     def stop_soon(self) -> None:
         """Stops the processes without waiting, for callbacks, which run in a thread of the pool."""
         self.stopped = True
-        self._stop_soon()
-
-    def _stop_soon(self) -> None:
-        if self._pool is not None:
-            threading.Thread(target=stop_pool, args=(self._pool,), daemon=True).start()
+        threading.Thread(target=self.stop, daemon=True).start()
 
 
 @contextlib.contextmanager

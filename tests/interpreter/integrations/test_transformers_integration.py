@@ -81,6 +81,32 @@ def test_bias_is_not_merged_with_a_causal_mask(served: list[bool], monkeypatch: 
     assert max(found) <= 1e-4
 
 
+@pytest.mark.usefixtures("served")
+def test_refused_causal_mask_is_merged_with_the_bias() -> None:
+    q = k = v = torch.randn(1, 2, 12, 16)
+    bias = torch.randn(1, 2, 12, 12)
+
+    def made() -> Job | None:
+        return integration._job(q, k, v, None, 1.0, None, True, None, bias, {})
+
+    apart = made()
+    assert apart is not None
+    assert apart.short is not None
+    assert apart.call.options.causal == "bottom_right"
+    assert apart.call.side.bias is bias
+    integration._refused.add(apart.short)
+    merged = made()
+    assert merged is not None
+    assert merged.short is not None
+    assert merged.call.options.causal == "none"
+    assert merged.call.side.bias is not None
+    assert (merged.call.side.bias[0, 0].tril() == bias[0, 0].tril()).all()
+    assert (merged.call.side.bias[0, 0, 0, 1:] == torch.finfo(q.dtype).min).all()
+    integration._refused.add(merged.short)
+    assert made() is None
+    integration._refused.clear()
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_generated_tokens(served: list[bool], name: str) -> None:
     inputs = inputs_of(name, "left")

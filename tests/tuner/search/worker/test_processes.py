@@ -6,19 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from flashtune.core.errors import MachineError
 from flashtune.core.record import Outcome
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.execution import compile_pool, gpu_worker
+from flashtune.tuner.execution import compile_pool, gpu_worker, processes
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.execution.evaluation import DeviceLostError
 from flashtune.tuner.execution.gpu_worker import GpuWorker
-from flashtune.tuner.execution.processes import start_pool, stop_pool
+from flashtune.tuner.execution.processes import Workers, start_pool, stop_pool
 from tests.tuner.search import fakes
 from tests.tuner.search.fakes import FAMILY, a_config
 
@@ -33,6 +36,69 @@ def test_worker_compiles_a_kernel_without_a_gpu(scope: SearchTask) -> None:
     assert result.resources is not None
     assert result.resources.sram_bytes > 0
     assert result.kernel is not None
+
+
+class FakePool:
+    """A pool without processes, whose start takes a while."""
+
+    active = True
+
+    def __init__(self, made: list[FakePool]) -> None:
+        time.sleep(0.05)
+        self.stops = 0
+        made.append(self)
+
+    def schedule(self, *_: object, **__: object) -> Future[None]:
+        return Future()
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def join(self) -> None:
+        pass
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
+    pools: list[FakePool] = []
+    monkeypatch.setattr(processes, "start_pool", lambda _: FakePool(pools))
+    return pools
+
+
+def test_threads_start_one_pool(made: list[FakePool]) -> None:
+    workers = Workers(1)
+    threads = [threading.Thread(target=workers.schedule, args=(print, (), 1.0)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    workers.stop()
+    assert [pool.stops for pool in made] == [1]
+
+
+def test_stop_during_a_start_stops_the_pool(made: list[FakePool], monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = threading.Event()
+
+    def start(_: int) -> FakePool:
+        starting.set()
+        return FakePool(made)
+
+    monkeypatch.setattr(processes, "start_pool", start)
+    workers = Workers(1)
+    thread = threading.Thread(target=workers.schedule, args=(print, (), 1.0))
+    thread.start()
+    starting.wait()
+    workers.stop()
+    thread.join()
+    assert [pool.stops for pool in made] == [1]
+
+
+def test_stopped_workers_start_nothing(made: list[FakePool]) -> None:
+    workers = Workers(1)
+    workers.stop()
+    with pytest.raises(MachineError, match="were stopped"):
+        workers.schedule(print, (), 1.0)
+    assert made == []
 
 
 def test_signal_to_the_process_group_ends_workers_but_not_the_server() -> None:
