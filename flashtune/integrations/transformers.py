@@ -162,7 +162,7 @@ def attention(
         job = _job(*given)
         out = None if job is None else _served(job)
         if out is None and job is not None and job.short in _refused:
-            # There may be another job for the call.
+            # A bias has a second job, with the causal mask merged into it.
             job = _job(*given)
             out = None if job is None else _served(job)
         if out is not None:

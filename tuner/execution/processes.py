@@ -38,15 +38,23 @@ Result = TypeVar("Result")
 
 
 def start_pool(workers: int) -> ProcessPool:
-    """Returns a pool with time limits for jobs, and starts its workers. They end with this process."""
+    """Returns a pool with time limits for jobs, and starts its workers. They end with this process.
+
+    Raises:
+        MachineError: No process can be started.
+    """
     return started(ProcessPool(max_workers=workers, context=_context(), initializer=_become_worker))
 
 
 def started(pool: ProcessPool) -> ProcessPool:
-    """Starts the workers of a new pool, and returns it. After an error or Ctrl-C, none of them is left."""
+    """Starts the workers of a new pool, and returns it. After an error or Ctrl-C, none of them is left.
+
+    Raises:
+        MachineError: No process can be started.
+    """
     try:
         # Ctrl-C interrupts the main thread. A process that it was starting would then never be stopped.
-        with ThreadPoolExecutor(1) as starter:
+        with _starting(), ThreadPoolExecutor(1) as starter:
             starter.submit(lambda: pool.active).result()
     except BaseException:
         stop_pool(pool)
