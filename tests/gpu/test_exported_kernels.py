@@ -28,13 +28,19 @@ pytestmark = pytest.mark.gpu
         ("forward_kv_outer", ""),
         ("forward_hopper", ""),
         ("forward_hopper", "order=lpt,head_swizzle=0"),
+        ("forward_hopper", "head_swizzle=1"),
     ],
 )
-def test_an_exported_file_computes_attention(family_name: str, change: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_an_exported_file_computes_attention(
+    kv_heads: int, family_name: str, change: str, tmp_path: Path
+) -> None:
     target = device_target(0)
     if change and not target.has_descriptors:
         pytest.skip("this GPU takes no tensor descriptors")
-    (problem,) = parse_shape("heads=8,kv_heads=2,seqlen=1000,head_dim=128,dtype=bf16,causal,batch=2")
+    (problem,) = parse_shape(
+        f"heads=8,kv_heads={kv_heads},seqlen=1000,head_dim=128,dtype=bf16,causal,batch=2"
+    )
     family = find_family(family_name)
     reason = family.supports(problem, target)
     if reason:
@@ -60,7 +66,7 @@ def test_an_exported_file_computes_attention(family_name: str, change: str, tmp_
     spec.loader.exec_module(module)
     torch.manual_seed(0)
     q = torch.randn(2, 8, 1000, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(2, 2, 1000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(2, kv_heads, 1000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out, lse = module.attention(q, k, v)
     expected = torch.nn.functional.scaled_dot_product_attention(
         q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True
