@@ -25,13 +25,16 @@ HOSTILE: tuple[Any, ...] = (
 
 
 def base_records() -> tuple[Record, ...]:
-    """Two shipped records of each family."""
+    """Two shipped records of each family, all of different problems."""
     table = shipped_table(TARGET)
     assert table is not None
     chosen: dict[str, list[Record]] = {}
+    problems = set()
     for record in table.records:
-        if len(chosen.setdefault(record.family, [])) < 2:
-            chosen[record.family].append(record)
+        of_family = chosen.setdefault(record.family, [])
+        if len(of_family) < 2 and record.problem not in problems:
+            of_family.append(record)
+            problems.add(record.problem)
     return tuple(record for records in chosen.values() for record in records)
 
 
