@@ -1,15 +1,15 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention_backward(q, k, v, out, lse, dout, scale)` runs it. Selected for:
-#   nvidia-h200  backward_bf16_d128_h16x16_b2_q8192_k8192_bottom_right  2.3466 ms measured
+#   nvidia-h200  backward_bf16_d128_h32x8_b24_q8192_k8192_bottom_right_packed32768  4.3863 ms measured
 
 """Attention backward on Hopper, in Gluon: a producer warp and two consumer warpgroups.
 
 Problem      bf16, head dim 128, value head dim 128, causal bottom_right, dropout False, deterministic False,
              gradient of lse False, window -1:-1 (-1: none), softcap False,
-             packed False, sinks False
+             packed True, sinks False
 Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, early_dv True,
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
-             stagger_start False, interleaved_heads 1
+             stagger_start False, interleaved_heads 8
 Assumes      addresses and strides that are multiples of 16 bytes
 Template     backward_hopper 576ece0c4288
 
@@ -88,6 +88,10 @@ KEY_BYTES = gl.constexpr(16384)
 # Bytes of a block of sums, and of half of it.
 SUM_BYTES = gl.constexpr(32768)
 LOG2_E = gl.constexpr(1.4426950408889634)
+# Keys of a program.
+BLOCK_N = gl.constexpr(128)
+# Coordinate that marks the end of a sequence: see `descriptors`.
+FAR = gl.constexpr(2**30)
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -163,13 +167,22 @@ class TileScheduler:
     kv_heads: gl.tensor
     group_size: gl.tensor
     seqlen_q: gl.tensor
+    interleaved_heads: gl.tensor
     seqlen_kv: gl.tensor
     diagonal: gl.tensor
+    head_blocks: gl.tensor
+    n_block: gl.tensor
+    kv_head: gl.tensor
+    q_start: gl.tensor
+    kv_start: gl.tensor
+    m_start: gl.tensor
+    m_blocks: gl.tensor
 
     @gluon.constexpr_function
     def __init__(self, *fields):
         names = (
-            "blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal",
+            "blocks", "kv_heads", "group_size", "seqlen_q", "interleaved_heads", "seqlen_kv", "diagonal",
+            "head_blocks", "n_block", "kv_head", "q_start", "kv_start", "m_start", "m_blocks",
         )
         for name, field in zip(names, fields):
             setattr(self, name, field)
@@ -177,21 +190,28 @@ class TileScheduler:
     @gluon.jit
     def get_tile(self):
         """Returns this program's block of keys, batch and KV head."""
-        # Neighbours share a head. Under a causal mask the longest programs of a head are first.
-        n_block = gl.program_id(0) % self.blocks
-        head = gl.program_id(0) // self.blocks
-        return n_block, head // self.kv_heads, head % self.kv_heads
+        return self.n_block, 0, self.kv_head
 
     @gluon.jit
     def query_blocks(self, n_block):
         """Returns the range of a head's query blocks, the first one to process, and the number for all heads."""
-        m_max = (self.seqlen_q + BLOCK_M - 1) // BLOCK_M
+        m_max = self.m_blocks
         # Blocks before the diagonal are skipped, except for one: there is always a step.
         n_start = n_block * (2 * ROWS)
         m_min = gl.minimum(gl.maximum(n_start - self.diagonal, 0) // BLOCK_M, m_max - 1)
         m_block = m_min
         # LLVM must see that there is a step. Otherwise it copies accumulators for the case without steps.
         return m_min, m_max, m_block, gl.maximum((m_max - m_min) * self.group_size, 1)
+
+    @gluon.jit
+    def query_place(self, head, row):
+        """Returns the coordinates of a sequence's row of q and dout: see `descriptors`."""
+        return FAR, self.q_start + self.seqlen_q, head, FAR - self.seqlen_q + row, 0
+
+    @gluon.jit
+    def key_place(self, n_start):
+        """Returns the coordinates of a sequence's row of k, v, dk and dv."""
+        return FAR, self.kv_start + self.seqlen_kv, self.kv_head, FAR - self.seqlen_kv + n_start, 0
 
     @gluon.jit
     def first_full_block(self, n_start, m_max):
@@ -208,6 +228,44 @@ class TileScheduler:
         limits = gl.minimum(m_block * BLOCK_M + self.diagonal - n_start + queries + 1, self.seqlen_kv - n_start)
         p = gl.where(keys[:, None] < limits[None, :], p, 0.0)
         return p
+
+
+@gluon.jit
+def find_tile(cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_blocks, sequences, search_steps, interleaved_heads):
+    """Returns a scheduler with this program's block of keys and its sequence.
+
+    Sequence b owns the blocks of keys from cu_seqlens_kv[b] // BLOCK_N + b on. These are enough for any start of the
+    sequence. The program of an unused one gets a block after the last key, which has no effect.
+    """
+    # `interleaved_heads` heads are interleaved: the longest programs start first, and those of a head apart.
+    heads = gl.num_programs(0) // blocks
+    first = gl.program_id(0) // (interleaved_heads * blocks) * interleaved_heads
+    number = gl.program_id(0) - first * blocks
+    interleaved = gl.minimum(interleaved_heads, heads - first)
+    # This program waits for the head's earlier blocks. Their programs have lower numbers, so they have started.
+    n_block = number // interleaved
+    head = first + number % interleaved
+    sequence, end = 0, sequences
+    for _ in range(search_steps):
+        middle = (sequence + end) // 2
+        begun = gl.load(cu_seqlens_kv + middle) // BLOCK_N + middle <= n_block
+        sequence = gl.where(begun, middle, sequence)
+        end = gl.where(begun, end, middle)
+    q_start = gl.load(cu_seqlens_q + sequence)
+    seqlen_q = gl.load(cu_seqlens_q + sequence + 1) - q_start
+    kv_start = gl.load(cu_seqlens_kv + sequence)
+    seqlen_kv = gl.load(cu_seqlens_kv + sequence + 1) - kv_start
+    n_block -= kv_start // BLOCK_N + sequence
+    n_block = gl.where(n_block < 0, (seqlen_kv + BLOCK_N - 1) // BLOCK_N, n_block)
+    m_start = q_start // BLOCK_M + sequence
+    # There is always a step: a sequence without queries has a block of rows without weight.
+    m_blocks = gl.where(n_block * BLOCK_N < seqlen_kv, gl.maximum((seqlen_q + BLOCK_M - 1) // BLOCK_M, 1), 1)
+    diagonal = seqlen_kv - seqlen_q
+    kv_head = head % kv_heads
+    return TileScheduler(
+        blocks, kv_heads, group_size, seqlen_q, interleaved_heads, seqlen_kv, diagonal, head_blocks,
+        n_block, kv_head, q_start, kv_start, m_start, m_blocks
+    )
 
 
 def write_addition(count):
@@ -289,26 +347,28 @@ def produce(q_desc, k_desc, v_desc, do_desc, stats_desc, shared, scheduler):
     do_state = PipelineState(gl.to_tensor(0), gl.to_tensor(1))
     for step in range(steps):
         row = m_block * BLOCK_M
+        place_of_row = scheduler.query_place(head, row)
+        stat_row = row + scheduler.m_start * BLOCK_M
         stat = (batch * scheduler.kv_heads * scheduler.group_size + head) * 2
         if step == 0:
             for group in gl.static_range(2):
                 mbarrier.expect(shared.kv_full.index(2 * group), KEY_BYTES)
-                place = [batch, kv_head, (n_block * 2 + group) * ROWS, 0]
+                place = scheduler.key_place((n_block * 2 + group) * ROWS)
                 copy_in(k_desc, place, shared.kv_full.index(2 * group), shared.k_tiles.index(group))
         mbarrier.wait(shared.q_empty.index(q_state.stage), q_state.phase)
         mbarrier.expect(shared.q_full.index(q_state.stage), QUERY_BYTES)
-        copy_in(q_desc, [batch, head, row, 0], shared.q_full.index(q_state.stage), shared.q_tiles.index(q_state.stage))
-        copy_in(stats_desc, [stat, row], shared.q_full.index(q_state.stage), shared.lse_rows.index(q_state.stage))
+        copy_in(q_desc, place_of_row, shared.q_full.index(q_state.stage), shared.q_tiles.index(q_state.stage))
+        copy_in(stats_desc, [stat, stat_row], shared.q_full.index(q_state.stage), shared.lse_rows.index(q_state.stage))
         q_state = q_state.next(Q_STAGES)
         if step == 0:
             for group in gl.static_range(2):
                 mbarrier.expect(shared.kv_full.index(2 * group + 1), KEY_BYTES)
-                place = [batch, kv_head, (n_block * 2 + group) * ROWS, 0]
+                place = scheduler.key_place((n_block * 2 + group) * ROWS)
                 copy_in(v_desc, place, shared.kv_full.index(2 * group + 1), shared.v_tiles.index(group))
         mbarrier.wait(shared.do_empty.index(do_state.stage), do_state.phase)
         mbarrier.expect(shared.do_full.index(do_state.stage), QUERY_BYTES)
-        copy_in(do_desc, [batch, head, row, 0], shared.do_full.index(do_state.stage), shared.do_tiles.index(do_state.stage))
-        copy_in(stats_desc, [stat + 1, row], shared.do_full.index(do_state.stage), shared.delta_rows.index(do_state.stage))
+        copy_in(do_desc, place_of_row, shared.do_full.index(do_state.stage), shared.do_tiles.index(do_state.stage))
+        copy_in(stats_desc, [stat + 1, stat_row], shared.do_full.index(do_state.stage), shared.delta_rows.index(do_state.stage))
         do_state = do_state.next(DO_STAGES)
         m_block += 1
         wraps = m_block == m_max
@@ -341,6 +401,8 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, schedule
     n_start = (n_block * 2 + GROUP) * ROWS
     m_min, m_max, m_block, steps = scheduler.query_blocks(n_block)
     scale_log2 = scale * LOG2_E
+    # From the end of a head's blocks of queries to the start of the next head's.
+    gap = scheduler.head_blocks - m_max + m_min
     dk = opaque_zeros()
     dv = opaque_zeros()
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
@@ -350,7 +412,8 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, schedule
     q_state = PipelineState(gl.to_tensor(0), gl.to_tensor(0))
     do_state = PipelineState(gl.to_tensor(0), gl.to_tensor(0))
     ds_state = PipelineState(gl.to_tensor(0), gl.to_tensor(0))
-    first_block = ((batch * scheduler.kv_heads + kv_head) * scheduler.group_size).to(gl.int64) * m_max + m_block
+    first_block = ((batch * scheduler.kv_heads + kv_head) * scheduler.group_size).to(gl.int64) * scheduler.head_blocks + m_block
+    first_block += scheduler.m_start
     address = sums.to(gl.int64, bitcast=True) + first_block * SUM_BYTES
     # Of the step before. They are new values: Triton treats a name as constant in a loop if it is assigned its
     # value from before the loop.
@@ -405,7 +468,7 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, schedule
         address += SUM_BYTES
         wraps = m_block == m_max
         m_block = gl.where(wraps, m_min, m_block)
-        address = gl.where(wraps, address + m_min.to(gl.int64) * SUM_BYTES, address)
+        address = gl.where(wraps, address + gap.to(gl.int64) * SUM_BYTES, address)
     s = warpgroup_mma_wait(0, deps=[s])
     if (steps & 1) != GROUP:
         dq = issue_dq(GROUP, shared, last_state)
@@ -415,16 +478,17 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, schedule
     # This group's v is not needed any more: gradients leave through its memory.
     shared.v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(dv.to(DTYPE))
     fence_async_shared()
-    copy_out(dv_desc, [batch, kv_head, n_start, 0], shared.v_tiles.index(GROUP))
+    copy_out(dv_desc, scheduler.key_place(n_start), shared.v_tiles.index(GROUP))
     low_dk = (dk * scale).to(DTYPE)
     tma.store_wait(0)
     shared.v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(low_dk)
     fence_async_shared()
-    copy_out(dk_desc, [batch, kv_head, n_start, 0], shared.v_tiles.index(GROUP))
+    copy_out(dk_desc, scheduler.key_place(n_start), shared.v_tiles.index(GROUP))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal"])
+@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "head_blocks", "sequences", "search_steps",
+    "interleaved_heads"])
 def backward_hopper(
     q_desc,
     k_desc,
@@ -434,21 +498,24 @@ def backward_hopper(
     dk_desc,
     dv_desc,
     workspace_1,
+    cu_seqlens_q,
+    cu_seqlens_kv,
     scale,
     blocks,
     kv_heads,
     group_size,
-    seqlen_q,
-    seqlen_kv,
-    diagonal,
+    head_blocks,
+    sequences,
+    search_steps,
+    interleaved_heads,
 ):
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 5)
     STATS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
-    do_tiles = gl.allocate_shared_memory(DTYPE, [DO_STAGES, 1, 1, BLOCK_M, WIDTH], TILE)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [KEY_TILES, 1, 1, ROWS, WIDTH], TILE)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [KEY_TILES, 1, 1, ROWS, WIDTH], TILE)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, 1, 1, BLOCK_M, WIDTH], TILE)
+    do_tiles = gl.allocate_shared_memory(DTYPE, [DO_STAGES, 1, 1, 1, BLOCK_M, WIDTH], TILE)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [KEY_TILES, 1, 1, 1, ROWS, WIDTH], TILE)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [KEY_TILES, 1, 1, 1, ROWS, WIDTH], TILE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [KEY_TILES * DS_STAGES, ROWS, BLOCK_M], DS)
     lse_rows = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, BLOCK_M], STATS)
     delta_rows = gl.allocate_shared_memory(gl.float32, [DO_STAGES, 1, BLOCK_M], STATS)
@@ -464,7 +531,9 @@ def backward_hopper(
         q_tiles, k_tiles, v_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, q_full, q_empty, do_full,
         do_empty, kv_full, ds_full, ds_empty
     )
-    scheduler = TileScheduler(blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal)
+    scheduler = find_tile(
+        cu_seqlens_q, cu_seqlens_kv, blocks, kv_heads, group_size, head_blocks, sequences, search_steps, interleaved_heads
+    )
     gl.warp_specialize(
         [
             (consume, (0, shared, dk_desc, dv_desc, workspace_1, scale, scheduler)),
@@ -477,12 +546,30 @@ def backward_hopper(
 
 
 @triton.jit
+def find_rows(tile, cu_seqlens_q, sequences):
+    """Returns the rows of a block of queries, and whether each is one of the block's sequence.
+
+    Sequence b owns the blocks from cu_seqlens_q[b] // 64 + b on.
+    """
+    begun = 0
+    for start in tl.range(0, sequences, 128):
+        others = start + tl.arange(0, 128)
+        begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // 64 + others
+        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    sequence = tl.maximum(begun - 1, 0)
+    q_start = tl.load(cu_seqlens_q + sequence)
+    queries = q_start + (tile - q_start // 64 - sequence) * 64 + tl.arange(0, 64)
+    return queries, (queries >= q_start) & (queries < tl.load(cu_seqlens_q + sequence + 1))
+
+
+@triton.jit
 def prepare(
     out,
     dout,
     lse,
     workspace_0,
     workspace_1,
+    cu_seqlens_q,
     scale,
     stride_ob,
     stride_oh,
@@ -492,16 +579,16 @@ def prepare(
     stride_dos,
     heads,
     seqlen_q,
+    sequences,
 ):
     # One block of queries: its rows of workspace_0, and zeros for its sums.
-    tiles = tl.cdiv(seqlen_q, 64)
+    tiles = seqlen_q // 64 + sequences
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     batch = batch_head // heads
     head = batch_head % heads
-    queries = tile * 64 + tl.arange(0, 64)
+    queries, query_exists = find_rows(tile, cu_seqlens_q, sequences)
     columns = tl.arange(0, 128)
-    query_exists = queries < seqlen_q
     exists = query_exists[:, None]
     out_at = out + batch * stride_ob + head * stride_oh + queries.to(tl.int64)[:, None] * stride_os + columns[None, :]
     dout_at = dout + batch * stride_dob + head * stride_doh + queries.to(tl.int64)[:, None] * stride_dos + columns[None, :]
@@ -511,7 +598,7 @@ def prepare(
     row_lse = tl.load(lse + batch_head * seqlen_q + queries, mask=query_exists, other=float("inf"))
     # A row without visible keys, and one beyond the end, have probabilities of zero.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    stats = workspace_0 + batch_head * 2 * tiles * 64 + queries
+    stats = workspace_0 + batch_head * 2 * tiles * 64 + (tile * 64 + tl.arange(0, 64))
     tl.store(stats, -row_lse / scale)
     tl.store(stats + tiles * 64, -row_delta)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
@@ -523,15 +610,17 @@ def prepare(
 def finish(
     workspace_1,
     dq,
+    cu_seqlens_q,
     scale,
     stride_dqb,
     stride_dqh,
     stride_dqs,
     heads,
     seqlen_q,
+    sequences,
 ):
     # One block of sums becomes rows of dq. The first programs add up the gradients of the sinks of a sequence and a head.
-    tiles = tl.cdiv(seqlen_q, 64)
+    tiles = seqlen_q // 64 + sequences
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
@@ -540,19 +629,27 @@ def finish(
     sums = sums.reshape([2, 8, 4, 8, 4, 2, 2])
     # Halves of the columns.
     dq_tile = sums.permute((2, 5, 3, 0, 1, 4, 6)).reshape([64, 128])
-    queries = tile * 64 + tl.arange(0, 64)
+    queries, query_exists = find_rows(tile, cu_seqlens_q, sequences)
     columns = tl.arange(0, 128)
-    exists = (queries < seqlen_q)[:, None]
+    exists = query_exists[:, None]
     dq_base = dq + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
     tl.store(dq_base + queries.to(tl.int64)[:, None] * stride_dqs + columns[None, :], dq_tile, mask=exists)
 
 
-def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1):
+def descriptors(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv, workspace_0, workspace_1):
     """Returns the TMA descriptors of each tensor. TMA reads zeros beyond its ends, and writes nothing there."""
 
     def rows(tensor, count):
-        shape, strides = [*tensor.shape], [*tensor.stride()[:3], 1]
-        return (TensorDescriptor(tensor, shape, strides, [1, 1, count, 128], gl.NVMMASharedLayout(128, 16, 4)),)
+        """Returns the descriptor under which the rows of any sequence end where it does.
+
+        Row r of a sequence of n rows from s on has the coordinates (FAR, s + n, head, FAR - n + r): from r = n on it lies
+        outside. FAR steps of the first stride and of that of rows are a multiple of 2^64 together: addresses wrap around.
+        """
+        _, heads, _, width = tensor.shape
+        of_head, of_row = tensor.stride()[1:3]
+        beyond = 2**31 - 2**16
+        shape, strides = [beyond, beyond, heads, 2**30, width], [2**34 - of_row, of_row, of_head, of_row, 1]
+        return (TensorDescriptor(tensor, shape, strides, [1, 1, 1, count, 128], gl.NVMMASharedLayout(128, 16, 5)),)
 
     stats = TensorDescriptor(
         workspace_0, [*workspace_0.shape], [*workspace_0.stride()], [1, 64], gl.NVMMASharedLayout(0, 32, 2)
@@ -568,34 +665,38 @@ def descriptors(q, k, v, out, dout, dq, dk, dv, workspace_0, workspace_1):
     }
 
 
-def prologue_plan(q, k, v, out, dout, dq, dk, dv):
+def prologue_plan(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv):
     """Returns the grid of `prepare` and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
+    sequences = cu_seqlens_q.shape[0] - 1
+    return ((seqlen_q // 64 + sequences) * heads,), (*strides, heads, seqlen_q, sequences)
 
 
-def launch_plan(q, k, v, out, dout, dq, dk, dv):
+def launch_plan(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv):
     """Returns the grid of the main kernel, the shapes of float32 workspaces, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
-    blocks = triton.cdiv(seqlen_kv, 128)
-    tiles = triton.cdiv(seqlen_q, 64)
+    # Blocks for each sequence, wherever the sequences begin.
+    sequences = cu_seqlens_q.shape[0] - 1
+    blocks = seqlen_kv // 128 + sequences
+    tiles = seqlen_q // 64 + sequences
     workspaces = ((batch * heads * 2, tiles * 64), (batch * heads, tiles, 8192))
-    # The last key that query 0 sees, by causality or the right window; else its position.
-    diagonal = seqlen_kv - seqlen_q
-    integers = (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
+    interleaved = 8
+    # A search halves the sequences until one is left.
+    integers = (blocks, kv_heads, heads // kv_heads, tiles, sequences, (sequences - 1).bit_length(), interleaved)
     return (blocks * batch * kv_heads,), workspaces, integers
 
 
-def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv):
     """Returns the grid of `finish` and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [dq.stride(axis) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 64) * batch * heads,), (*strides, heads, seqlen_q)
+    sequences = cu_seqlens_q.shape[0] - 1
+    return ((seqlen_q // 64 + sequences) * heads,), (*strides, heads, seqlen_q, sequences)
 
 
-def attention_backward(q, k, v, out, lse, dout, scale=None):
+def attention_backward(q, k, v, out, lse, dout, scale=None, *, cu_seqlens_q, cu_seqlens_kv):
     """Returns the gradients dq, dk and dv of attention, with the shapes of q, k and v.
 
     q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
@@ -616,11 +717,11 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
     heads, seqlen_q = q.shape[1:3]
     kv_heads = k.shape[1]
-    batch = q.shape[0]
+    batch = max(cu_seqlens_q.numel() - 1, 0)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    rows = (batch, heads, seqlen_q)
-    keys = (batch, kv_heads, k.shape[2])
+    rows = (1, heads, seqlen_q)
+    keys = (1, kv_heads, k.shape[2])
     for name, tensor, expected, shape in (
         ("q", q, dtype, (*rows, 128)),
         ("k", k, dtype, (*keys, 128)),
@@ -628,6 +729,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
         ("out", out, dtype, (*rows, 128)),
         ("dout", dout, dtype, (*rows, 128)),
         ("lse", lse, torch.float32, rows),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,)),
+        ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (batch + 1,)),
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
@@ -659,7 +762,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq, dk, dv
-    planned = (q, k, v, out, dout, dq, dk, dv)
+    planned = (q, k, v, out, dout, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv)
     grid, shapes, integers = launch_plan(*planned)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     first_grid, first_integers = prologue_plan(*planned)
@@ -669,6 +772,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
         dout,
         lse,
         *workspaces,
+        cu_seqlens_q,
         scale,
         *first_integers,
         num_warps=4,
@@ -677,10 +781,11 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     backward_hopper[grid](
         *(one for parts in descriptors(*planned, *workspaces).values() for one in parts),
         *workspaces[1:],
+        cu_seqlens_q, cu_seqlens_kv,
         scale,
         *integers,
         num_warps=4,
         num_stages=2,
     )
-    finish[last_grid](workspaces[1], dq, scale, *last_integers, num_warps=4, num_stages=1)
+    finish[last_grid](workspaces[1], dq, cu_seqlens_q, scale, *last_integers, num_warps=4, num_stages=1)
     return -dq if negative else dq, dk, dv

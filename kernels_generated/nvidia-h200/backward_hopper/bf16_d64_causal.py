@@ -1,6 +1,6 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention_backward(q, k, v, out, lse, dout, scale)` runs it. Selected for:
-#   nvidia-h200  backward_bf16_d64_h32x32_b2_q8192_k8192_bottom_right  2.7348 ms measured
+#   nvidia-h200  backward_bf16_d64_h32x8_b2_q8192_k8192_bottom_right  2.5558 ms measured
 
 """Attention backward on Hopper, in Gluon: a producer warp and two consumer warpgroups.
 
@@ -8,8 +8,8 @@ Problem      bf16, head dim 64, value head dim 64, causal bottom_right, dropout 
              gradient of lse False, window -1:-1 (-1: none), softcap False,
              packed False, sinks False
 Config       block_m 128, block_n 128, num_stages 2, do_stages 2, ds_stages 2, early_dv False,
-             defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq False,
-             stagger_start False, interleaved_heads 1
+             defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
+             stagger_start False, interleaved_heads 8
 Assumes      addresses and strides that are multiples of 16 bytes
 Template     backward_hopper 576ece0c4288
 
@@ -33,7 +33,7 @@ Notation
                      with dropout two rows of random words: float32 [batch * heads * 2, queries in whole blocks]
   workspace_1        sums of dq: float32 [batch * heads, blocks, BLOCK_M * WIDTH], see `finish` for their order
   workspace_2        if deterministic, blocks of keys that have added to each part of dq:
-                     int32 [batch * heads, blocks, 2]
+                     int32 [batch * heads, blocks, 1]
   *_desc             TMA descriptor
   *_tiles            ring of tiles in shared memory
   *_full, *_empty    its barriers: a tile has arrived, a tile may be overwritten
@@ -87,11 +87,10 @@ QUERY_BYTES = gl.constexpr(16896)
 KEY_BYTES = gl.constexpr(8192)
 # Bytes of a block of sums, and of half of it.
 SUM_BYTES = gl.constexpr(32768)
-HALF_BYTES = gl.constexpr(16384)
 LOG2_E = gl.constexpr(1.4426950408889634)
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, DK_LAYOUT, 2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
@@ -164,13 +163,14 @@ class TileScheduler:
     kv_heads: gl.tensor
     group_size: gl.tensor
     seqlen_q: gl.tensor
+    interleaved_heads: gl.tensor
     seqlen_kv: gl.tensor
     diagonal: gl.tensor
 
     @gluon.constexpr_function
     def __init__(self, *fields):
         names = (
-            "blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal",
+            "blocks", "kv_heads", "group_size", "seqlen_q", "interleaved_heads", "seqlen_kv", "diagonal",
         )
         for name, field in zip(names, fields):
             setattr(self, name, field)
@@ -178,9 +178,14 @@ class TileScheduler:
     @gluon.jit
     def get_tile(self):
         """Returns this program's block of keys, batch and KV head."""
-        # Neighbours share a head. Under a causal mask the longest programs of a head are first.
-        n_block = gl.program_id(0) % self.blocks
-        head = gl.program_id(0) // self.blocks
+        # `interleaved_heads` heads are interleaved: the longest programs start first, and those of a head apart.
+        heads = gl.num_programs(0) // self.blocks
+        first = gl.program_id(0) // (self.interleaved_heads * self.blocks) * self.interleaved_heads
+        number = gl.program_id(0) - first * self.blocks
+        interleaved = gl.minimum(self.interleaved_heads, heads - first)
+        # This program waits for the head's earlier blocks. Their programs have lower numbers, so they have started.
+        n_block = number // interleaved
+        head = first + number % interleaved
         return n_block, head // self.kv_heads, head % self.kv_heads
 
     @gluon.jit
@@ -228,9 +233,9 @@ def write_addition(count):
 
 
 # Registers of a thread in the part of a block of dq that a warpgroup adds.
-SUMS = gl.constexpr(32)
-ADDITION = gl.constexpr(write_addition(32))
-ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32))
+SUMS = gl.constexpr(64)
+ADDITION = gl.constexpr(write_addition(64))
+ADDITION_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 64 + ["l"] * 64))
 
 
 @gluon.jit
@@ -323,7 +328,7 @@ def issue_dq(GROUP: gl.constexpr, shared, ds_state):
 
     In tiles of 64 columns it is transposed, and halves are queries. In wider tiles halves are columns.
     """
-    sums = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
+    sums = gl.zeros([64, 128], gl.float32, DQ_LAYOUT)
     for turn in gl.static_range(2):
         # ds of this group is complete first.
         source = GROUP if turn == 0 else 1 - GROUP
@@ -331,8 +336,7 @@ def issue_dq(GROUP: gl.constexpr, shared, ds_state):
         mbarrier.wait(shared.ds_full.index(slot), ds_state.phase)
         k_tile = shared.k_tiles.index(opaque(source)).reshape([ROWS, WIDTH])
         ds_tile = shared.ds_tiles.index(slot)
-        ds_half = ds_tile.slice(GROUP * 64, 64, 1)
-        sums = warpgroup_mma(k_tile.permute((1, 0)), ds_half, sums, use_acc=turn > 0, is_async=True)
+        sums = warpgroup_mma(k_tile.permute((1, 0)), ds_tile, sums, use_acc=turn > 0, is_async=True)
     return sums
 
 
@@ -354,15 +358,9 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, schedule
     ds_state = PipelineState(gl.to_tensor(0), gl.to_tensor(0))
     first_block = ((batch * scheduler.kv_heads + kv_head) * scheduler.group_size).to(gl.int64) * m_max + m_block
     address = sums.to(gl.int64, bitcast=True) + first_block * SUM_BYTES
-    address += GROUP * HALF_BYTES
-    # The step before the first one adds zeros.
-    shared.ds_tiles.index(GROUP * DS_STAGES).store(gl.zeros([ROWS, BLOCK_M], DTYPE, S_LAYOUT))
-    fence_async_shared()
-    mbarrier.arrive(shared.ds_full.index(GROUP * DS_STAGES))
-    last_state = ds_state
-    # A new value: Triton treats a name as constant in a loop if it is assigned its value from before the loop.
-    last_address = address + 0
-    ds_state = ds_state.next(DS_STAGES)
+    # Of the step before. They are new values: Triton treats a name as constant in a loop if it is assigned its
+    # value from before the loop.
+    last_state, last_address = PipelineState(gl.to_tensor(DS_STAGES - 1), gl.to_tensor(1)), address + 0
     mbarrier.wait(shared.kv_full.index(2 * GROUP), 0)
     # The other group's keys, for dq.
     mbarrier.wait(shared.kv_full.index(2 * (1 - GROUP)), 0)
@@ -393,22 +391,21 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, schedule
         shared.ds_tiles.index(GROUP * DS_STAGES + ds_state.stage).store(ds)
         fence_async_shared()
         mbarrier.arrive(shared.ds_full.index(GROUP * DS_STAGES + ds_state.stage))
-        # ds of the other group's last step is complete by now.
-        wanted_state, wanted_address = last_state, last_address
-        last_state, last_address = ds_state, address
-        dq = issue_dq(GROUP, shared, wanted_state)
-        # Both products of dq may still be in flight.
-        dv, dk = warpgroup_mma_wait(2, deps=[dv, dk])
+        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         mbarrier.arrive(shared.do_empty.index(do_state.stage))
         mbarrier.arrive(shared.q_empty.index(q_state.stage))
         q_state = q_state.next(Q_STAGES)
         do_state = do_state.next(DO_STAGES)
+        # Group 0 adds dq of even steps, in odd ones.
+        if (step > 0) & ((step & 1) != GROUP):
+            dq = issue_dq(GROUP, shared, last_state)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            mbarrier.arrive(shared.ds_empty.index(last_state.stage))
+            add_dq(GROUP, shared, last_address, dq, (step - 1) // 2, True)
         # The scores of the next block. After the last one they are computed from any data and not used.
         mbarrier.wait(shared.q_full.index(q_state.stage), q_state.phase, pred=step + 1 < steps)
         s = issue_product(shared.k_tiles, GROUP, shared.q_tiles, shared.lse_rows, q_state.stage)
-        dq = warpgroup_mma_wait(1, deps=[dq])
-        mbarrier.arrive(shared.ds_empty.index(wanted_state.stage))
-        add_dq(GROUP, shared, wanted_address, dq, step - 1, step > 0)
+        last_state, last_address = ds_state, address
         ds_state = ds_state.next(DS_STAGES)
         m_block += 1
         address += SUM_BYTES
@@ -416,9 +413,10 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, schedule
         m_block = gl.where(wraps, m_min, m_block)
         address = gl.where(wraps, address + m_min.to(gl.int64) * SUM_BYTES, address)
     s = warpgroup_mma_wait(0, deps=[s])
-    dq = issue_dq(GROUP, shared, last_state)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    add_dq(GROUP, shared, last_address, dq, steps - 1, True)
+    if (steps & 1) != GROUP:
+        dq = issue_dq(GROUP, shared, last_state)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        add_dq(GROUP, shared, last_address, dq, (steps - 1) // 2, True)
 
     # This group's v is not needed any more: gradients leave through its memory.
     shared.v_tiles.index(GROUP).reshape([ROWS, WIDTH]).store(dv.to(DTYPE))
@@ -432,7 +430,7 @@ def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, schedule
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal"])
+@gluon.jit(do_not_specialize=["blocks", "kv_heads", "group_size", "seqlen_q", "seqlen_kv", "diagonal", "interleaved_heads"])
 def backward_hopper(
     q_desc,
     k_desc,
@@ -449,6 +447,7 @@ def backward_hopper(
     seqlen_q,
     seqlen_kv,
     diagonal,
+    interleaved_heads,
 ):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     STATS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
@@ -466,13 +465,13 @@ def backward_hopper(
     do_empty = make_barriers(DO_STAGES, 2)
     kv_full = make_barriers(2 * KEY_TILES, 1)
     ds_full = make_barriers(KEY_TILES * DS_STAGES, 1)
-    ds_empty = make_barriers(DS_STAGES, 2)
+    ds_empty = make_barriers(DS_STAGES, 1)
     fence_async_shared()
     shared = SharedMemory(
         q_tiles, k_tiles, v_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, q_full, q_empty, do_full,
         do_empty, kv_full, ds_full, ds_empty
     )
-    scheduler = TileScheduler(blocks, kv_heads, group_size, seqlen_q, seqlen_kv, diagonal)
+    scheduler = TileScheduler(blocks, kv_heads, group_size, seqlen_q, interleaved_heads, seqlen_kv, diagonal)
     gl.warp_specialize(
         [
             (consume, (0, shared, dk_desc, dv_desc, workspace_1, scale, scheduler)),
@@ -592,7 +591,8 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv):
     workspaces = ((batch * heads * 2, tiles * 128), (batch * heads, tiles, 8192))
     # The last key that query 0 sees, by causality or the right window; else its position.
     diagonal = seqlen_kv - seqlen_q
-    integers = (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal)
+    interleaved = 8
+    integers = (blocks, kv_heads, heads // kv_heads, seqlen_q, seqlen_kv, diagonal, interleaved)
     return (blocks * batch * kv_heads,), workspaces, integers
 
 

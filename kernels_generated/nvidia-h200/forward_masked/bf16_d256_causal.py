@@ -1,14 +1,14 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d256_h16x8_b1_q4096_k4096_bottom_right_softcap  0.4204 ms measured
+#   nvidia-h200  forward_bf16_d256_h16x8_b1_q8192_k8192_bottom_right_softcap  1.4098 ms measured
 
 """Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
 keeps a tile of queries and streams K and V.
 
 Computes     bf16, head dim 256, value head dim 256, causal: bottom_right
 With         softcap
-Config       block_m 128, block_n 32, 8 warps, 4 stages, split_masked_loop False, split_head_dim False,
-             lpt True, heads_innermost True, maxnreg 0
+Config       block_m 128, block_n 64, 8 warps, 2 stages, split_masked_loop True, split_head_dim False,
+             lpt False, heads_innermost True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
 Template     forward_masked 60550adfa1af
 
@@ -45,7 +45,7 @@ import triton
 import triton.language as tl
 
 BLOCK_M = tl.constexpr(128)
-BLOCK_N = tl.constexpr(32)
+BLOCK_N = tl.constexpr(64)
 HEAD_DIM = tl.constexpr(256)
 VALUE_HEAD_DIM = tl.constexpr(256)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -60,7 +60,7 @@ def key_stop(position, seqlen_kv):
 
 
 @triton.jit
-def key_bounds(last_position, seqlen_kv):
+def key_bounds(first_position, last_position, seqlen_kv):
     """Returns ranges of keys for queries at first_position .. last_position. All bounds grow with the position.
 
     Blocks in n_min .. n_max have a key that some query sees.
@@ -69,7 +69,8 @@ def key_bounds(last_position, seqlen_kv):
     An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
     """
     n_max = key_stop(last_position, seqlen_kv)
-    return n_max
+    n_full_max = tl.maximum(key_stop(first_position, seqlen_kv), 0) // BLOCK_N * BLOCK_N
+    return n_max, n_full_max
 
 
 @triton.jit
@@ -80,11 +81,14 @@ def cap_scores(s, score_factor, cap_log2):
 
 
 @triton.jit
-def softmax_step(s, running_max, running_sum):
+def softmax_step(s, running_max, running_sum, IS_PARTIAL: tl.constexpr):
     """Returns p of a block of scores, the factor of earlier sums and outputs, the new row maxima and row sums."""
     new_max = tl.maximum(running_max, tl.max(s, 1))
-    # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    if IS_PARTIAL:
+        # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        shift = new_max
     p = tl.exp2(s - shift[:, None])
     rescale = tl.exp2(running_max - shift)
     return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
@@ -121,8 +125,6 @@ def forward_masked(
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile = tl.program_id(0) // all_heads
     batch_head = tl.program_id(0) % all_heads
-    # The last tiles see the most keys: started first, they do not end last.
-    tile = tiles - 1 - tile
     sequence = batch_head // heads
     head = batch_head % heads
     kv_head = head // group_size
@@ -145,9 +147,10 @@ def forward_masked(
 
     diagonal = seqlen_kv - seqlen_q
     positions = queries + diagonal
+    first_position = first_query + diagonal
     last_position = tl.minimum(first_query + BLOCK_M, seqlen_q) - 1 + diagonal
     row_end = key_stop(positions, seqlen_kv)
-    n_max = key_bounds(last_position, seqlen_kv)
+    n_max, n_full_max = key_bounds(first_position, last_position, seqlen_kv)
 
     # tanh(x) is 1 - 2 / (1 + exp(2x)).
     cap_log2 = softcap * LOG2_E
@@ -157,7 +160,22 @@ def forward_masked(
     accumulator = tl.zeros([BLOCK_M, 256], tl.float32)
 
     # Blocks that all queries of the tile see whole.
-    for start in tl.range(0, n_max, BLOCK_N):
+    for start in tl.range(0, n_full_max, BLOCK_N):
+        keys = start + key_offsets
+        # [BLOCK_N, 256]
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns_256[None, :],
+        )
+        s = tl.dot(q_tile, k_tile.T)
+        s = cap_scores(s, score_factor, cap_log2)
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, IS_PARTIAL=False)
+        p_low = p.to(q.dtype.element_ty)
+        # [BLOCK_N, 256]
+        v_tile = tl.load(
+            v_base + keys[:, None] * stride_vs + columns_256[None, :],
+        )
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
+    for start in tl.range(n_full_max, n_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 256]
         k_tile = tl.load(
@@ -169,7 +187,7 @@ def forward_masked(
         s = cap_scores(s, score_factor, cap_log2)
         visible = keys[None, :] < row_end[:, None]
         s = tl.where(visible, s, float("-inf"))
-        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum)
+        p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, IS_PARTIAL=True)
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 256]
         v_tile = tl.load(
@@ -187,6 +205,8 @@ def forward_masked(
         o_tile,
         mask=query_exists[:, None],
     )
+    row_lse = (running_max + tl.log2(running_sum)) * LN_2
+    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=query_exists)
 
 
 def launch_plan(q, k, v, out):
@@ -248,8 +268,9 @@ def attention(q, k, v, scale=None, *, softcap):
     if scale < 0:
         q, scale = -q, -scale
     out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = None
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if out.numel() == 0 or k.shape[2] == 0:
+        lse.copy_(torch.full_like(lse, float("-inf")))
         return out.zero_(), lse
     side = ()
     grid, workspace_shapes, integers = launch_plan(q, k, v, out, *side)
@@ -262,6 +283,6 @@ def attention(q, k, v, scale=None, *, softcap):
         softcap,
         *integers,
         num_warps=8,
-        num_stages=4,
+        num_stages=2,
     )
     return out, lse

@@ -1,14 +1,14 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h64x8_b1_q4096_k4096_bottom_right_sinks  0.3630 ms measured
+#   nvidia-h200  forward_bf16_d64_h64x8_b1_q8192_k8192_bottom_right_sinks  1.2304 ms measured
 
 """Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
 keeps a tile of queries and streams K and V.
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
 With         sinks
-Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
-             lpt True, heads_innermost False, maxnreg 0
+Config       block_m 64, block_n 64, 4 warps, 3 stages, split_masked_loop True, split_head_dim False,
+             lpt True, heads_innermost True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
 Template     forward_masked 60550adfa1af
 
@@ -44,7 +44,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_M = tl.constexpr(128)
+BLOCK_M = tl.constexpr(64)
 BLOCK_N = tl.constexpr(64)
 HEAD_DIM = tl.constexpr(64)
 VALUE_HEAD_DIM = tl.constexpr(64)
@@ -116,8 +116,8 @@ def forward_masked(
 ):
     # Which tile of queries, of which head of which sequence.
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    tile = tl.program_id(0) % tiles
-    batch_head = tl.program_id(0) // tiles
+    tile = tl.program_id(0) // all_heads
+    batch_head = tl.program_id(0) % all_heads
     # The last tiles see the most keys: started first, they do not end last.
     tile = tiles - 1 - tile
     sequence = batch_head // heads
@@ -203,13 +203,15 @@ def forward_masked(
         o_tile,
         mask=query_exists[:, None],
     )
+    row_lse = (running_max + tl.log2(running_sum)) * LN_2
+    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=query_exists)
 
 
 def launch_plan(q, k, v, out, sinks):
     """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
-    grid = (triton.cdiv(seqlen_q, 128) * heads * batch,)
+    grid = (triton.cdiv(seqlen_q, 64) * heads * batch,)
     strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
     return grid, (), (*strides, heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv)
 
@@ -265,8 +267,9 @@ def attention(q, k, v, scale=None, *, sinks):
     if scale < 0:
         q, scale = -q, -scale
     out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = None
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if out.numel() == 0 or k.shape[2] == 0:
+        lse.copy_(sinks[:, None].expand_as(lse))
         return out.zero_(), lse
     side = (sinks,)
     grid, workspace_shapes, integers = launch_plan(q, k, v, out, *side)
@@ -277,7 +280,7 @@ def attention(q, k, v, scale=None, *, sinks):
         *workspaces,
         max(scale, 1e-30),
         *integers,
-        num_warps=8,
+        num_warps=4,
         num_stages=3,
     )
     return out, lse

@@ -1,0 +1,1047 @@
+# A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
+# `attention(q, k, v, scale)` runs it. Selected for:
+#   nvidia-h200  forward_bf16_d32_h4x4_b128_q384_k384_none_bias-additive  0.1500 ms measured
+
+"""Attention forward on Hopper, in Gluon: a producer warp copies tiles, consumer groups of four warps compute.
+
+Computes     bf16, head dim 32, value head dim 32, causal: none, varlen: False, dropout: False
+Window       -1 keys to the left, -1 to the right; -1 is no bound
+Features     bias: additive, softcap: False, ALiBi: False, sinks: False, lengths: False, prefix: False, chunk: 0, first tokens: 0
+Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2, q_stages 2,
+             split_epilogue False, ping_pong True, defer_pv_wait False, conditional_rescale True,
+             p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 4,
+             lpt True, serpentine True, balanced_grid True, bias_stages 1
+Assumes      addresses and strides that are multiples of 16 bytes
+Template     forward_hopper 98b59728f20d
+
+Algorithm of a consumer group, for each tile of queries of a persistent program:
+  s = q k^T                                         last block of keys; issued before the previous tile is stored
+  row_max = max(s); p = exp2(s - row_max)
+  for each earlier block:
+    issue s' = q k'^T, issue accumulator += p v     both run during the softmax
+    row_max', rescale = max(row_max, max(s')), exp2(row_max - row_max')
+    p' = exp2(s' - row_max'); row_sum = row_sum * rescale + sum(p')
+    accumulator *= rescale                          if conditional_rescale, only after large growth
+  accumulator += p v
+  issue the first s of the next tile
+  out = accumulator / row_sum; lse = row_max + log(row_sum)
+The schedule is FlashAttention-3's (Shah et al., 2024); the conditional rescaling is FlashAttention-4's (2026).
+
+A prologue lists the blocks that some query of a tile sees. A group skips those of them that none of its queries sees.
+
+Names
+  *_desc                            TMA descriptor of a tensor: shape, strides, tile
+  q, k, v                           rings of tiles in shared memory, and barriers: a tile has arrived, may be overwritten
+  *_log2                            a quantity in units of log2, so that exp2 replaces exp
+  pack                              PACK query heads of one KV head, whose rows share a tile
+  head                              first query head of a pack, counted within its KV head's group
+Tunables
+  GROUPS, GROUP_M, BLOCK_N          consumer groups, rows of a group's tile, keys of a block
+  STAGES, Q_STAGES, P_STAGES        tiles in flight: of K and of V; of queries and of 8-bit probabilities for each group
+  PING_PONG                         groups issue their products in turn
+  DEFER_PV_WAIT                     the wait for the product with V is after the exponentials
+  CONDITIONAL_RESCALE               the accumulator is rescaled only if a maximum grew by RESCALE_THRESHOLD
+  LPT, SERPENTINE                   tiles with the most keys first; every second round of tiles reversed
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+try:
+    from triton.experimental.gluon import aggregate
+except ImportError:  # before Triton 3.9
+    from triton.language.core import _aggregate as aggregate
+
+# Triton 3.9 renamed the copies.
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+GROUPS = gl.constexpr(2)
+GROUP_M = gl.constexpr(64)
+BLOCK_N = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+Q_STAGES = gl.constexpr(2)
+PACK = gl.constexpr(1)
+# Query positions of a group's rows, and of a tile.
+GROUP_POSITIONS = gl.constexpr(64)
+TILE_POSITIONS = gl.constexpr(128)
+HEAD_DIM = gl.constexpr(32)
+VALUE_HEAD_DIM = gl.constexpr(32)
+# Numbers before the entries of a list, and bits of an entry below its block.
+LIST_HEADER = gl.constexpr(3)
+ENTRY_BITS = gl.constexpr(4)
+# Blocks that a step of the prologue lists.
+LISTED = gl.constexpr(128)
+# Blocks that a program of the prologue classifies.
+CLASSIFIED = gl.constexpr(8)
+BIAS_STAGES = gl.constexpr(1)
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+# Growth of a row's maximum, in log2, from which on the accumulator is rescaled.
+RESCALE_THRESHOLD = gl.constexpr(8.0)
+# Rows of a thread.
+THREAD_ROWS = gl.constexpr(2)
+ELEMENT = gl.constexpr(gl.bfloat16)
+OUT_ELEMENT = gl.constexpr(gl.bfloat16)
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, S_LAYOUT))
+O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT, 2))
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+
+@aggregate
+class PipelineState:
+    """The stage of a pipeline that comes next, and the parity of its barriers."""
+
+    stage: gl.tensor
+    phase: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, stage, phase
+    ):
+        self.stage = stage
+        self.phase = phase
+
+
+@aggregate
+class Pipeline:
+    """A ring of tiles in shared memory. A tile is a tuple of chunks of the head dim.
+
+    `full` and `empty` are the barriers of its slots: a tile has arrived, a tile may be overwritten. A stage has a
+    slot for each of `groups`.
+    """
+
+    tiles: gl.tuple
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+    groups: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, tiles, full, empty, stages, groups
+    ):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+        self.groups = gl.constexpr(groups)
+
+    @gluon.jit
+    def slot(self, state, group=0):
+        return state.stage * self.groups + group
+
+    @gluon.jit
+    def wait_full(self, state, group=0, pred=True):
+        mbarrier.wait(self.full.index(self.slot(state, group)), state.phase, pred=pred)
+
+    @gluon.jit
+    def wait_empty(self, state, group=0):
+        mbarrier.wait(self.empty.index(self.slot(state, group)), state.phase)
+
+    @gluon.jit
+    def release(self, state, group=0):
+        """Marks a slot as empty and returns the next state."""
+        mbarrier.arrive(self.empty.index(self.slot(state, group)))
+        return self.advance(state)
+
+    @gluon.jit
+    def advance(self, state):
+        """Returns the next state. The parity flips after the last stage."""
+        wraps = state.stage == self.stages - 1
+        stage = gl.where(wraps, 0, state.stage + 1)
+        return PipelineState(stage, gl.where(wraps, state.phase ^ 1, state.phase))
+
+
+@gluon.jit
+def start_pipeline(phase: gl.constexpr):
+    """Returns the first state: of consumers in phase 0, of the producer in phase 1, because all slots are empty."""
+    return PipelineState(gl.to_tensor(0), gl.to_tensor(phase))
+
+
+@gluon.jit
+def skip_block(GROUP: gl.constexpr, k, v, k_state, v_state):
+    """Releases a block of keys and values that the group does not see, and returns the next states."""
+    # In turn before the values: another group may be waiting for its turn with the values of an earlier block.
+    k_state = skip_keys(GROUP, k, k_state)
+    v.wait_full(v_state)
+    v_state = v.release(v_state)
+    return k_state, v_state
+
+
+@gluon.jit
+def skip_keys(GROUP: gl.constexpr, k, k_state):
+    """Releases a block of keys that the group does not see, and returns the next state.
+
+    The group skips the values after its product with those of an earlier block.
+    """
+    k.wait_full(k_state)
+    k_state = k.release(k_state)
+    wait_named_barrier(GROUP)
+    signal_named_barrier(GROUP)
+    return k_state
+
+
+@gluon.jit
+def wait_named_barrier(GROUP: gl.constexpr):
+    """Waits until the previous group has issued its products: one group multiplies during the other's softmax."""
+    asm: gl.constexpr = f"bar.sync {GROUP + 8}, 256; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
+def signal_named_barrier(GROUP: gl.constexpr):
+    """Lets the next group issue its products."""
+    asm: gl.constexpr = f"bar.arrive {(GROUP + 1) % GROUPS + 8}, 256; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,r", [0], gl.int32, False, 1)
+
+
+@aggregate
+class Tile:
+    """A tile of queries: its number within the sequence, KV head, first query head, and the sequence."""
+
+    m_block: gl.tensor
+    batch: gl.tensor
+    kv_head: gl.tensor
+    head: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_kv: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, m_block, batch, kv_head, head, seqlen_q, seqlen_kv
+    ):
+        self.m_block = m_block
+        self.batch = batch
+        self.kv_head = kv_head
+        self.head = head
+        self.seqlen_q = seqlen_q
+        self.seqlen_kv = seqlen_kv
+
+
+@aggregate
+class TileScheduler:
+    """The order of all tiles.
+
+    Heads are processed in groups of `heads_per_swizzle`, so that their keys stay in the L2 cache. Within such a
+    group, neighbours in order are different heads. A pack is PACK query heads of a KV head, which share a tile.
+    """
+
+    total: gl.tensor
+    m_blocks: gl.tensor
+    heads_per_swizzle: gl.tensor
+    all_packs: gl.tensor
+    packs: gl.tensor
+    packs_per_kv: gl.tensor
+    kv_heads: gl.tensor
+    group_size: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_kv: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, total, m_blocks, heads_per_swizzle, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q,
+        seqlen_kv
+    ):
+        self.total = total
+        self.m_blocks = m_blocks
+        self.heads_per_swizzle = heads_per_swizzle
+        self.all_packs = all_packs
+        self.packs = packs
+        self.packs_per_kv = packs_per_kv
+        self.kv_heads = kv_heads
+        self.group_size = group_size
+        self.seqlen_q = seqlen_q
+        self.seqlen_kv = seqlen_kv
+
+    @gluon.jit
+    def locate(self, index, num_programs):
+        """Returns the number of the index-th tile within its sequence, the sequence, KV head and first head."""
+        # Every second full round is reversed, so that a program with a long tile gets a short one.
+        turn = index // num_programs
+        is_reversed = (turn % 2 == 1) & ((turn + 1) * num_programs <= self.total)
+        index = gl.where(is_reversed, (2 * turn + 1) * num_programs - 1 - index, index)
+        first_pack = index // (self.heads_per_swizzle * self.m_blocks) * self.heads_per_swizzle
+        within = index % (self.heads_per_swizzle * self.m_blocks)
+        width = gl.minimum(self.heads_per_swizzle, self.all_packs - first_pack)
+        m_block = within // width
+        # The last tiles see the most keys and start first.
+        m_block = self.m_blocks - 1 - m_block
+        pack = first_pack + within % width
+        # The batches of a head are neighbours, because they may share its bias.
+        batches = self.all_packs // self.packs
+        pack = pack % batches * self.packs + pack // batches
+        batch = pack // self.packs
+        kv_head = pack % self.packs // self.packs_per_kv
+        return m_block, batch, kv_head, pack % self.packs % self.packs_per_kv * PACK
+
+    @gluon.jit
+    def get_tile(self, index, num_programs):
+        m_block, batch, kv_head, head = self.locate(index, num_programs)
+        return Tile(m_block, batch, kv_head, head, self.seqlen_q, self.seqlen_kv)
+
+
+@gluon.jit
+def get_n_block_max(tile, m_start, POSITIONS: gl.constexpr):
+    """Returns the end of the key blocks that some query from `m_start` on may see; at least 1."""
+    n_end = tile.seqlen_kv
+    return gl.maximum((n_end + BLOCK_N - 1) // BLOCK_N, 1)
+
+
+@gluon.jit
+def mask_from(s, n_end, n_block, n_offsets):
+    """Masks keys from `n_end` on. Columns of a thread differ by constants, so that one subtraction is enough."""
+    limits = n_end - n_block * BLOCK_N - (n_offsets & 6)[None, :]
+    return gl.where((n_offsets & -7)[None, :] < limits, s, float("-inf"))
+
+
+@gluon.jit
+def get_table(block_lists, tile, scheduler):
+    """Returns the batch and head of the mask or bias tensor or lists, and the number of the tile among its tiles."""
+    batch = gl.minimum(tile.batch, block_lists[1] - 1)
+    head = gl.minimum(tile.kv_head * scheduler.group_size + tile.head, block_lists[2] - 1)
+    return batch, head, (batch * block_lists[2] + head) * scheduler.m_blocks + tile.m_block
+
+@gluon.jit
+def get_list(block_lists, tile, scheduler, place):
+    """Returns the address of a list of the tile: the producer's at place 0, that of group g at g + 1.
+
+    With one list for all, the place does not matter.
+    """
+    _, _, table = get_table(block_lists, tile, scheduler)
+    n_blocks = (scheduler.seqlen_kv + BLOCK_N - 1) // BLOCK_N
+    return block_lists[0] + (table * (GROUPS + 1) + place).to(gl.int64) * (n_blocks + LIST_HEADER)
+
+
+@gluon.jit
+def load_bias(GROUP: gl.constexpr, bias, bias_state, is_partial):
+    """Returns the bias of the group's next partial block, and the next state. Other blocks have no tile."""
+    values = gl.zeros([GROUP_M, BLOCK_N], ELEMENT, S_LAYOUT)
+    if is_partial != 0:
+        bias.wait_full(bias_state, GROUP)
+        tile = bias.tiles[0].index(bias.slot(bias_state, GROUP)).reshape([GROUP_M, BLOCK_N])
+        values = tile.load(S_LAYOUT)
+        fence_async_shared()
+        bias_state = bias.release(bias_state, GROUP)
+    return values, bias_state
+
+@gluon.jit
+def add_bias(s, values, bias_factor, is_partial):
+    """Returns scores plus the bias of a partial block, in units of the scores."""
+    if is_partial != 0:
+        s = gl.fma(values.to(gl.float32), bias_factor, s)
+    return s
+
+@gluon.jit
+def copy_bias(GROUP: gl.constexpr, bias, bias_desc, state, block_lists, tile, scheduler, entry):
+    """Starts the copy of the group's tile of the bias, and returns the next state."""
+    batch, head, _ = get_table(block_lists, tile, scheduler)
+    position = tile.m_block * TILE_POSITIONS + GROUP * GROUP_POSITIONS
+    bias.wait_empty(state, GROUP)
+    full = bias.full.index(bias.slot(state, GROUP))
+    mbarrier.expect(full, 16384)
+    copy_in(
+        bias_desc, [batch, head, position, (entry >> ENTRY_BITS) * BLOCK_N],
+        full, bias.tiles[0].index(bias.slot(state, GROUP))
+    )
+    return bias.advance(state)
+
+
+@gluon.jit
+def issue_qk(GROUP: gl.constexpr, q, k, q_state, k_state, no_scores):
+    """Starts the product of queries and keys, and returns the scores in flight."""
+    q_tile = q.tiles[0].index(q.slot(q_state, GROUP)).reshape([GROUP_M, 32])
+    k_tile = k.tiles[0].index(k_state.stage).reshape([BLOCK_N, 32])
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    return s
+
+
+@gluon.jit
+def issue_pv(p, v, v_state, accumulator):
+    """Starts the product of probabilities and values, and returns the accumulators in flight."""
+    v_tile = v.tiles[0].index(v_state.stage).reshape([BLOCK_N, 32])
+    accumulator = warpgroup_mma(p, v_tile, accumulator, is_async=True)
+    return accumulator
+
+
+@gluon.jit
+def finite(row_max):
+    """Returns 0 for a row that has seen no key yet: -inf - -inf would be NaN."""
+    return gl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@gluon.jit
+def exponentiate(s, row_max, scale_log2):
+    """Returns the sums of a block's probabilities over the columns of each thread, and the probabilities."""
+    shift = finite(row_max)
+    p = gl.exp2(s * scale_log2 - shift[:, None])
+    return gl.sum(gl.sum(p.reshape([GROUP_M, BLOCK_N // 8, 4, 2]), 3), 1), p
+
+
+@gluon.jit
+def rescale_output(rescale, accumulator):
+    """Returns the accumulators, relative to a new maximum."""
+    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return accumulator
+
+
+@gluon.constexpr_function
+def constraints(returned, kind, count):
+    """Returns the constraints of PTX that returns some registers and takes `count` of a kind."""
+    return ",".join(["=r"] * returned + [kind] * count)
+
+
+@gluon.jit
+def declare_vote(GROUP: gl.constexpr):
+    """Declares a register that holds whether some row of the warp needs a new maximum."""
+    gl.inline_asm_elementwise(f".reg .b32 growth_{GROUP}; mov.b32 $0, 0;", "=r,r", [0], gl.int32, False, 1)
+
+@gluon.constexpr_function
+def voting(group, rows):
+    """Returns PTX that stores whether one of a thread's rows needs a new maximum in any lane of its warp."""
+    lines = ["{ .reg .pred any, one; setp.ne.s32 any, 0, 0;"]
+    for row in range(rows):
+        lines.append(f"setp.ne.s32 one, ${rows + row}, 0; or.pred any, any, one; mov.b32 ${row}, 0;")
+    return " ".join([*lines, f"vote.sync.any.pred any, any, 0xffffffff; selp.b32 growth_{group}, 1, 0, any; }}"])
+
+@gluon.jit
+def vote_rescale(grows, GROUP: gl.constexpr):
+    """Combines the votes of all lanes of the warp. Rows of other warps do not matter."""
+    asm: gl.constexpr = voting(GROUP, THREAD_ROWS)
+    kinds: gl.constexpr = constraints(THREAD_ROWS, "r", THREAD_ROWS)
+    gl.inline_asm_elementwise(asm, kinds, [grows], gl.int32, False, THREAD_ROWS)
+
+@gluon.jit
+def needs_rescale(GROUP: gl.constexpr):
+    """Returns whether some row of the warp voted for a rescale."""
+    return gl.inline_asm_elementwise(f"mov.b32 $0, growth_{GROUP};", "=r,r", [0], gl.int32, False, 1) != 0
+
+
+@gluon.jit
+def store_output(GROUP: gl.constexpr, o_tiles, o_descs, tile, m_start, factor, accumulator):
+    """Stores the accumulators times a factor for each row, through shared memory."""
+    o = (accumulator * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]).to(OUT_ELEMENT)
+    tma.store_wait(0)
+    o_tiles[0].index(GROUP).reshape([GROUP_M, 32]).store(o)
+    fence_async_shared()
+    copy_out(
+        o_descs[0], [tile.batch, tile.kv_head, tile.head, m_start, 0], o_tiles[0].index(GROUP)
+    )
+
+
+@gluon.jit
+def store_lse(lse, row_lse, tile, scheduler, positions, row_offsets):
+    """Stores the log-sum-exp of rows that exist."""
+    row_heads = tile.head + row_offsets // GROUP_POSITIONS
+    first_head = (tile.batch * scheduler.kv_heads + tile.kv_head) * scheduler.group_size
+    exists = (positions < tile.seqlen_q) & (row_heads < scheduler.group_size)
+    gl.store(lse + (first_head + row_heads).to(gl.int64) * tile.seqlen_q + positions, row_lse, mask=exists)
+
+
+@gluon.jit
+def produce(q_descs, k_descs, v_descs, q, k, v, scheduler, block_lists, bias_desc, bias):
+    """Copies the tiles of a program, in the order in which consumers read them."""
+    num_programs = gl.num_programs(0)
+    q_state = start_pipeline(1)
+    k_state = start_pipeline(1)
+    v_state = start_pipeline(1)
+    bias_state_0 = start_pipeline(1)
+    bias_state_1 = start_pipeline(1)
+    tile = scheduler.get_tile(gl.program_id(0), num_programs)
+    for index in range(gl.program_id(0), scheduler.total, num_programs):
+        # Blocks before the last one.
+        entries = get_list(block_lists, tile, scheduler, 0)
+        n_further = gl.load(entries) - 1
+        entries += LIST_HEADER
+        for group in gl.static_range(GROUPS):
+            q.wait_empty(q_state, group)
+            mbarrier.expect(q.full.index(q.slot(q_state, group)), 4096)
+            position = tile.m_block * TILE_POSITIONS + group * GROUP_POSITIONS
+            copy_in(
+                q_descs[0], [tile.batch, tile.kv_head, tile.head, position, 0],
+                q.full.index(q.slot(q_state, group)), q.tiles[0].index(q.slot(q_state, group))
+            )
+        q_state = q.advance(q_state)
+        this = tile
+        tile = scheduler.get_tile(gl.minimum(index + num_programs, scheduler.total - 1), num_programs)
+        # Consumers read the values of a block after the keys of the next one.
+        for step in range(n_further + 2):
+            if step <= n_further:
+                key = (gl.load(entries + step) >> ENTRY_BITS) * BLOCK_N
+                k.wait_empty(k_state)
+                mbarrier.expect(k.full.index(k_state.stage), 8192)
+                copy_in(
+                    k_descs[0], [this.batch, this.kv_head, key, 0],
+                    k.full.index(k_state.stage), k.tiles[0].index(k_state.stage)
+                )
+                k_state = k.advance(k_state)
+            if step > 0:
+                key = (gl.load(entries + (step - 1)) >> ENTRY_BITS) * BLOCK_N
+                v.wait_empty(v_state)
+                mbarrier.expect(v.full.index(v_state.stage), 8192)
+                copy_in(
+                    v_descs[0], [this.batch, this.kv_head, key, 0],
+                    v.full.index(v_state.stage), v.tiles[0].index(v_state.stage)
+                )
+                v_state = v.advance(v_state)
+            if step <= n_further:
+                entry = gl.load(entries + step)
+                if entry & 1 != 0:
+                    bias_state_0 = copy_bias(0, bias, bias_desc, bias_state_0, block_lists, this, scheduler, entry)
+                if entry & 2 != 0:
+                    bias_state_1 = copy_bias(1, bias, bias_desc, bias_state_1, block_lists, this, scheduler, entry)
+
+@gluon.jit
+def start_tile(GROUP: gl.constexpr, tile, pipelines, states, no_scores, passed, more,
+            block_lists, scheduler
+        ):
+    """Starts the first scores of a tile; without `more`, no tile follows.
+
+    The group skips blocks that other groups see: `passed` ones of the previous tile, then those of this tile that only
+    later groups see. Returns the first position, the last block, the scores in flight, and the states.
+    """
+    q, k, v = pipelines
+    q_state, k_state, v_state = states
+    m_start = tile.m_block * TILE_POSITIONS + GROUP * GROUP_POSITIONS
+    entries = get_list(block_lists, tile, scheduler, GROUP + 1)
+    n_last = gl.load(entries + LIST_HEADER) >> ENTRY_BITS
+    passed += gl.where(more, gl.load(entries + 1), 0)
+    for _ in range(passed):
+        k_state, v_state = skip_block(GROUP, k, v, k_state, v_state)
+    q.wait_full(q_state, GROUP, pred=more)
+    k.wait_full(k_state, pred=more)
+    return m_start, n_last, issue_qk(GROUP, q, k, q_state, k_state, no_scores), k_state, v_state
+
+
+@gluon.jit
+def consume(GROUP: gl.constexpr, q, k, v, outputs, scale_log2, scheduler, block_lists, bias):
+    """Computes one group's rows of every tile, from the last block of keys to the first."""
+    num_programs = gl.num_programs(0)
+    o_tiles, o_descs, lse = outputs
+    q_state = start_pipeline(0)
+    k_state = start_pipeline(0)
+    v_state = start_pipeline(0)
+    bias_state = start_pipeline(0)
+    row_offsets = gl.arange(0, GROUP_M, ROW_LAYOUT)
+    n_offsets = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+    no_scores = gl.zeros([GROUP_M, BLOCK_N], gl.float32, S_LAYOUT)
+    declare_vote(GROUP)
+    if GROUP == GROUPS - 1:
+        signal_named_barrier(GROUP)
+
+    tile = scheduler.get_tile(gl.program_id(0), num_programs)
+    states = q_state, k_state, v_state
+    m_start, n_last, s, k_state, v_state = start_tile(GROUP, tile, (q, k, v), states, no_scores, 0, True,
+            block_lists, scheduler
+        )
+    for index in range(gl.program_id(0), scheduler.total, num_programs):
+        this, this_m_start = tile, m_start
+        positions = m_start + row_offsets % GROUP_POSITIONS
+        s_scale_log2 = scale_log2
+        o_scale = 1.0
+        bias_factor = LOG2_E / s_scale_log2
+        entries = get_list(block_lists, this, scheduler, GROUP + 1)
+        n_entries = gl.load(entries)
+        passed = gl.load(entries + 2)
+        entries += LIST_HEADER
+        is_partial = gl.load(entries) & 1
+        # Entries are loaded a block ahead of their use.
+        next_entry = gl.load(entries + gl.minimum(n_entries - 1, 1))
+
+        # The first block has its own code: its scores were issued before the previous tile was stored.
+        s = warpgroup_mma_wait(0, deps=[s])
+        k_state = k.release(k_state)
+        bias_values, bias_state = load_bias(GROUP, bias, bias_state, is_partial)
+        s = add_bias(s, bias_values, bias_factor, is_partial)
+        if this.seqlen_kv % BLOCK_N != 0:
+            s = mask_from(s, this.seqlen_kv, n_last, n_offsets)
+        row_max = gl.max(s, 1) * s_scale_log2
+        running_sum, p = exponentiate(s, row_max, s_scale_log2)
+        p = gl.convert_layout(p.to(ELEMENT), P_LAYOUT)
+        accumulator = gl.zeros([GROUP_M, 32], gl.float32, O_LAYOUT)
+
+        for n_step in range(1, n_entries):
+            entry = next_entry
+            next_entry = gl.load(entries + gl.minimum(n_step + 1, n_entries - 1))
+            n_block = entry >> ENTRY_BITS
+            is_partial = entry & 1
+            n_skipped = entry >> 1 & 7
+            for _ in range(n_skipped):
+                k_state = skip_keys(GROUP, k, k_state)
+            k.wait_full(k_state)
+            wait_named_barrier(GROUP)
+            s = issue_qk(GROUP, q, k, q_state, k_state, no_scores)
+            v.wait_full(v_state)
+            accumulator = issue_pv(p, v, v_state, accumulator)
+            signal_named_barrier(GROUP)
+            s = warpgroup_mma_wait(1, deps=[s])
+            k_state = k.release(k_state)
+            bias_values, bias_state = load_bias(GROUP, bias, bias_state, is_partial)
+            s = add_bias(s, bias_values, bias_factor, is_partial)
+            block_max = gl.max(s, 1) * s_scale_log2
+            grows = block_max > row_max + RESCALE_THRESHOLD
+            vote_rescale(grows.to(gl.int32), GROUP)
+            new_max = gl.where(grows, block_max, row_max)
+            rescale = gl.exp2(row_max - finite(new_max))
+            row_max = new_max
+            block_sum, p = exponentiate(s, row_max, s_scale_log2)
+            sum_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, running_sum.type.layout))
+            running_sum = running_sum * sum_rescale[:, None] + block_sum
+            accumulator = warpgroup_mma_wait(0, deps=[accumulator])
+            v_state = v.release(v_state)
+            for _ in range(n_skipped):
+                v.wait_full(v_state)
+                v_state = v.release(v_state)
+            if needs_rescale(GROUP):
+                accumulator = rescale_output(rescale, accumulator)
+            p = gl.convert_layout(p.to(ELEMENT), P_LAYOUT)
+
+        q_state = q.release(q_state, GROUP)
+        v.wait_full(v_state)
+        accumulator = issue_pv(p, v, v_state, accumulator)
+        # The next tile is located during the last product: divisions take long.
+        more = index + num_programs < scheduler.total
+        tile = scheduler.get_tile(gl.where(more, index + num_programs, index), num_programs)
+        accumulator = warpgroup_mma_wait(0, deps=[accumulator])
+        v_state = v.release(v_state)
+        states = q_state, k_state, v_state
+        m_start, n_last, s, k_state, v_state = start_tile(GROUP, tile, (q, k, v), states, no_scores, passed, more,
+            block_lists, scheduler
+        )
+
+        # Rows that see no key have a sum of zero: their output is zero and their log-sum-exp -inf.
+        row_sum = gl.convert_layout(gl.sum(running_sum, 1), ROW_LAYOUT)
+        divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
+        factor = o_scale / divisor
+        store_output(GROUP, o_tiles, o_descs, this, this_m_start, factor, accumulator)
+        lse_log2 = row_max + gl.log2(row_sum)
+        row_lse = lse_log2 * LN_2
+        store_lse(lse, row_lse, this, scheduler, positions, row_offsets)
+    warpgroup_mma_wait(0, deps=[s])
+    tma.store_wait(0)
+
+
+@gluon.jit
+def forward_hopper(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    bias_desc,
+    lse,
+    lists,
+    scale,
+    heads,
+    group_size,
+    all_heads,
+    seqlen_q,
+    seqlen_kv,
+    heads_per_swizzle,
+    mask_batches,
+    mask_heads,
+):
+    q_tiles = gl.allocate_shared_memory(
+        ELEMENT, [Q_STAGES * GROUPS, 1, 1, PACK, GROUP_POSITIONS, 32], gl.NVMMASharedLayout(64, 16, 5)
+    )
+    k_tiles = gl.allocate_shared_memory(
+        ELEMENT, [STAGES, 1, 1, BLOCK_N, 32], gl.NVMMASharedLayout(64, 16, 4)
+    )
+    v_tiles = gl.allocate_shared_memory(
+        ELEMENT, [STAGES, 1, 1, BLOCK_N, 32], gl.NVMMASharedLayout(64, 16, 4)
+    )
+    o_tiles = gl.allocate_shared_memory(
+        OUT_ELEMENT, [GROUPS, 1, 1, PACK, GROUP_POSITIONS, 32], gl.NVMMASharedLayout(64, 16, 5)
+    )
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], BARRIER)
+    for slot in gl.static_range(Q_STAGES * GROUPS):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(q_empty.index(slot), count=1)
+    q = Pipeline((q_tiles,), q_full, q_empty, Q_STAGES, GROUPS)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(slot), count=1)
+        mbarrier.init(k_empty.index(slot), count=GROUPS)
+    k = Pipeline((k_tiles,), k_full, k_empty, STAGES, 1)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(v_full.index(slot), count=1)
+        mbarrier.init(v_empty.index(slot), count=GROUPS)
+    v = Pipeline((v_tiles,), v_full, v_empty, STAGES, 1)
+    bias_tiles = gl.allocate_shared_memory(
+        ELEMENT, [BIAS_STAGES * GROUPS, 1, 1, GROUP_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 4)
+    )
+    bias_full = gl.allocate_shared_memory(gl.int64, [BIAS_STAGES * GROUPS, 1], BARRIER)
+    bias_empty = gl.allocate_shared_memory(gl.int64, [BIAS_STAGES * GROUPS, 1], BARRIER)
+    for slot in gl.static_range(BIAS_STAGES * GROUPS):
+        mbarrier.init(bias_full.index(slot), count=1)
+        mbarrier.init(bias_empty.index(slot), count=1)
+    bias = Pipeline((bias_tiles,), bias_full, bias_empty, BIAS_STAGES, GROUPS)
+    fence_async_shared()
+
+    kv_heads = heads // group_size
+    # Heads of a pack beyond their group are read as zeros and not written.
+    packs_per_kv = (group_size + PACK - 1) // PACK
+    packs = kv_heads * packs_per_kv
+    all_packs = all_heads // heads * packs
+    m_blocks = (seqlen_q + TILE_POSITIONS - 1) // TILE_POSITIONS
+    total = m_blocks * all_packs
+    scale_log2 = scale * LOG2_E
+    scheduler = TileScheduler(
+        total, m_blocks, heads_per_swizzle, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q,
+        seqlen_kv
+    )
+    block_lists = (lists, mask_batches, mask_heads)
+    q_descs, k_descs = (q_desc,), (k_desc,)
+    v_descs, o_descs = (v_desc,), (o_desc,)
+    outputs = (o_tiles,), o_descs, lse
+    gl.warp_specialize(
+        [
+            (consume, (0, q, k, v, outputs, scale_log2, scheduler, block_lists, bias)),
+            (consume, (1, q, k, v, outputs, scale_log2, scheduler, block_lists, bias)),
+            (produce, (q_descs, k_descs, v_descs, q, k, v, scheduler, block_lists, bias_desc, bias)),
+        ],
+        [4, 1],
+        [240, 32],
+    )
+
+
+@triton.jit
+def get_bounds(queries, seqlen_q, seqlen_kv):
+    """Returns the keys that queries see by position: from a start to an end, and those before another end."""
+    positions = queries + seqlen_kv - seqlen_q
+    start = positions * 0
+    end = tl.where(queries < seqlen_q, seqlen_kv, 0)
+    lifted_end = start
+    return start, end, lifted_end
+
+
+@triton.jit
+def load_biases(rows, keys, seqlen_kv, last_key):
+    """Returns biases, zero beyond the last key, from the addresses of rows that exist."""
+    if last_key < seqlen_kv:
+        found = tl.load(rows + keys)
+    else:
+        found = tl.load(rows + keys, mask=keys < seqlen_kv, other=0.0)
+    return found
+
+@triton.jit
+def get_kind(bias, stride_bias_s, m_start, n_block, seqlen_q, seqlen_kv):
+    """Returns the kind of a group's block. It is visible in full if its biases of visible pairs are zero."""
+    queries = m_start + tl.arange(0, GROUP_M)[:, None]
+    rows = tl.multiple_of(bias + tl.maximum(tl.minimum(queries, seqlen_q - 1), 0) * stride_bias_s, (16, 1))
+    keys = n_block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    given = load_biases(rows, keys, seqlen_kv, n_block * BLOCK_N + BLOCK_N - 1)
+    start, end, lifted_end = get_bounds(queries, seqlen_q, seqlen_kv)
+    is_visible = ((keys >= start) & (keys < end)) | (keys < lifted_end)
+    n_open = tl.sum(tl.sum((is_visible & (given != float("-inf"))).to(tl.int32), 1), 0)
+    n_others = tl.sum(tl.sum((is_visible & (given != 0.0)).to(tl.int32), 1), 0)
+    return tl.where(n_open == 0, 0, tl.where(n_others == 0, 1, 2))
+
+@triton.jit
+def classify_blocks(
+    bias,
+    kinds,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_s,
+    mask_heads,
+    seqlen_q,
+    seqlen_kv,
+):
+    """Writes the kinds of some of a group's blocks.
+
+    The last row is read first. If it has another number than 0 and -inf in a block, the block is partial.
+    """
+    n_blocks = (seqlen_kv + BLOCK_N - 1) // BLOCK_N
+    n_parts = (n_blocks + CLASSIFIED - 1) // CLASSIFIED
+    n_block_min = tl.program_id(0) % n_parts * CLASSIFIED
+    group = tl.program_id(0) // n_parts
+    kinds += (tl.program_id(1) * (tl.num_programs(0) // n_parts) + group).to(tl.int64) * n_blocks
+    bias += tl.program_id(1) // mask_heads * stride_bias_b + tl.program_id(1) % mask_heads * stride_bias_h
+    m_start = group * GROUP_M
+    # A group may lie behind the last query.
+    last = tl.minimum(m_start + GROUP_M, seqlen_q) - 1
+    # TMA needs rows of a multiple of 16 bytes.
+    row = tl.multiple_of(bias + tl.maximum(last, 0) * stride_bias_s, 16)
+    blocks = n_block_min + tl.arange(0, CLASSIFIED)
+    keys = blocks[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    sample = load_biases(row, keys, seqlen_kv, (n_block_min + CLASSIFIED) * BLOCK_N - 1)
+    start, end, lifted_end = get_bounds(tl.where(last < m_start, seqlen_q, last) + blocks[:, None] * 0, seqlen_q, seqlen_kv)
+    is_visible = ((keys >= start) & (keys < end)) | (keys < lifted_end)
+    is_other = is_visible & (sample != 0.0) & (sample != float("-inf"))
+    others = tl.max(is_other.to(tl.int32), 1)
+    tl.store(kinds + blocks, 2, mask=(others != 0) & (blocks < n_blocks))
+    for n_block in range(n_block_min, tl.minimum(n_block_min + CLASSIFIED, n_blocks)):
+        if tl.sum(tl.where(blocks == n_block, others, 0), 0) == 0:
+            tl.store(kinds + n_block, get_kind(bias, stride_bias_s, m_start, n_block, seqlen_q, seqlen_kv))
+
+
+@triton.jit
+def largest(one, other):
+    return tl.maximum(one, other)
+
+@triton.jit
+def list_blocks(
+    kinds,
+    lists,
+    seqlen_kv,
+):
+    """Writes the lists of a tile of queries, the producer's and one for each group, from the kinds of blocks.
+
+    A block is hidden (0), visible in full (1) or partial (2). Blocks that all groups pass are not listed. A group
+    passes hidden blocks, but of STAGES in a row between two others it processes the last one as a partial one.
+    """
+    n_blocks = (seqlen_kv + BLOCK_N - 1) // BLOCK_N
+    width = n_blocks + LIST_HEADER
+    kinds += (tl.program_id(0) * GROUPS).to(tl.int64) * n_blocks
+    entries = lists + (tl.program_id(0) * (GROUPS + 1)).to(tl.int64) * width
+    n_listed, last_block, last_flags = 0, 0, 0
+    # The place of the last block that the group sees among the listed ones.
+    n_entries_0, last_seen_0, lead_0 = 0, -1, 0
+    # The place of the last block that the group sees among the listed ones.
+    n_entries_1, last_seen_1, lead_1 = 0, -1, 0
+    for first_step in range(0, n_blocks, LISTED):
+        steps = first_step + tl.arange(0, LISTED)
+        blocks = n_blocks - 1 - steps
+        is_listed, was_listed = steps * 0, steps * 0
+        kind_0 = tl.load(kinds + 0 * n_blocks + blocks, mask=steps < n_blocks, other=0)
+        before_0 = tl.load(kinds + 0 * n_blocks + blocks + 1, mask=(steps > 0) & (steps <= n_blocks), other=0)
+        is_listed = is_listed | (kind_0 != 0)
+        was_listed = was_listed | (before_0 != 0)
+        kind_1 = tl.load(kinds + 1 * n_blocks + blocks, mask=steps < n_blocks, other=0)
+        before_1 = tl.load(kinds + 1 * n_blocks + blocks + 1, mask=(steps > 0) & (steps <= n_blocks), other=0)
+        is_listed = is_listed | (kind_1 != 0)
+        was_listed = was_listed | (before_1 != 0)
+        places = n_listed + tl.cumsum(is_listed, 0) - is_listed
+        flags = steps * 0
+        # Of blocks before each one.
+        seen = tl.where(before_0 != 0, places - was_listed, last_seen_0)
+        seen = tl.associative_scan(seen, 0, largest)
+        n_passed = places - seen - 1
+        is_first = seen < 0
+        is_due = (is_first == 0) & (n_passed % STAGES == STAGES - 1)
+        is_taken = ((kind_0 != 0) | (is_listed & is_due)).to(tl.int32)
+        is_partial = is_taken & (kind_0 != 1)
+        skipped = tl.where(is_first, 0, n_passed % STAGES)
+        numbers = n_entries_0 + tl.cumsum(is_taken, 0) - is_taken
+        of_group = entries + 1 * width + LIST_HEADER
+        tl.store(of_group + numbers, (blocks << ENTRY_BITS) + skipped * 2 + is_partial, mask=is_taken != 0)
+        lead_0 += tl.sum(tl.where(is_first & (kind_0 != 0), places, 0), 0)
+        n_entries_0 += tl.sum(is_taken, 0)
+        last_seen_0 = tl.maximum(last_seen_0, tl.max(tl.where(kind_0 != 0, places, -1), 0))
+        flags += is_partial * 1
+        # Of blocks before each one.
+        seen = tl.where(before_1 != 0, places - was_listed, last_seen_1)
+        seen = tl.associative_scan(seen, 0, largest)
+        n_passed = places - seen - 1
+        is_first = seen < 0
+        is_due = (is_first == 0) & (n_passed % STAGES == STAGES - 1)
+        is_taken = ((kind_1 != 0) | (is_listed & is_due)).to(tl.int32)
+        is_partial = is_taken & (kind_1 != 1)
+        skipped = tl.where(is_first, 0, n_passed % STAGES)
+        numbers = n_entries_1 + tl.cumsum(is_taken, 0) - is_taken
+        of_group = entries + 2 * width + LIST_HEADER
+        tl.store(of_group + numbers, (blocks << ENTRY_BITS) + skipped * 2 + is_partial, mask=is_taken != 0)
+        lead_1 += tl.sum(tl.where(is_first & (kind_1 != 0), places, 0), 0)
+        n_entries_1 += tl.sum(is_taken, 0)
+        last_seen_1 = tl.maximum(last_seen_1, tl.max(tl.where(kind_1 != 0, places, -1), 0))
+        flags += is_partial * 2
+        tl.store(entries + LIST_HEADER + places, (blocks << ENTRY_BITS) + flags, mask=is_listed != 0)
+        n_new = tl.sum(is_listed, 0)
+        # The last listed block is the one with the lowest number.
+        lowest = tl.min(tl.where(is_listed != 0, blocks, n_blocks), 0)
+        last_block = tl.where(n_new > 0, lowest, last_block)
+        last_flags = tl.where(n_new > 0, tl.sum(tl.where(blocks == lowest, flags, 0), 0), last_flags)
+        n_listed += n_new
+    n_listed = tl.maximum(n_listed, 1)
+    # A group that sees no key processes the last block of the tile.
+    is_blind = n_entries_0 == 0
+    of_group = entries + 1 * width
+    tl.store(of_group + LIST_HEADER, (last_block << ENTRY_BITS) + 1, mask=is_blind)
+    tl.store(of_group, tl.maximum(n_entries_0, 1))
+    tl.store(of_group + 1, tl.where(is_blind, n_listed - 1, lead_0))
+    tl.store(of_group + 2, tl.where(is_blind, 0, (n_listed - 1 - last_seen_0) % STAGES))
+    last_flags += 1 * is_blind.to(tl.int32)
+    # A group that sees no key processes the last block of the tile.
+    is_blind = n_entries_1 == 0
+    of_group = entries + 2 * width
+    tl.store(of_group + LIST_HEADER, (last_block << ENTRY_BITS) + 1, mask=is_blind)
+    tl.store(of_group, tl.maximum(n_entries_1, 1))
+    tl.store(of_group + 1, tl.where(is_blind, n_listed - 1, lead_1))
+    tl.store(of_group + 2, tl.where(is_blind, 0, (n_listed - 1 - last_seen_1) % STAGES))
+    last_flags += 2 * is_blind.to(tl.int32)
+    tl.store(entries, n_listed)
+    tl.store(entries + LIST_HEADER + n_listed - 1, (last_block << ENTRY_BITS) + last_flags)
+
+
+def prologue_plan(q, k, v, out, bias):
+    """Grid of `list_blocks`, and its arguments from `seqlen_kv` on."""
+    mask_batches, mask_heads = distinct(bias)
+    tiles = triton.cdiv(q.shape[2], 128)
+    return (tiles * mask_batches * mask_heads,), (k.shape[2],)
+
+
+def first_plan(q, k, v, out, bias):
+    """Grid of `classify_blocks`, and its arguments from `stride_bias_b` on."""
+    mask_batches, mask_heads = distinct(bias)
+    row_groups = triton.cdiv(q.shape[2], 128) * 2
+    parts = triton.cdiv(k.shape[2], 1024)
+    return (row_groups * parts, mask_batches * mask_heads), (*bias.stride()[:3], mask_heads, q.shape[2], k.shape[2])
+
+
+def distinct(bias):
+    """Returns the numbers of batches and heads with values of their own."""
+    return tuple(1 if bias.stride(axis) == 0 else bias.shape[axis] for axis in (0, 1))
+
+def descriptors(q, k, v, out, bias):
+    """Returns the TMA descriptors of each tensor. Reads past its ends give zeros; writes there do nothing."""
+    kv_heads = k.shape[1]
+
+    def by_groups(tensor):
+        """Shape and strides with query heads as [kv_heads, group_size]."""
+        batch, heads, seqlen, width = tensor.shape
+        of_batch, of_head, of_position, _ = tensor.stride()
+        group_size = heads // kv_heads
+        shape = [batch, kv_heads, group_size, seqlen, width]
+        return shape, [of_batch, of_head * group_size, of_head, of_position, 1]
+
+    # Dimensions with one value for all have an extent of 1. Their strides do not matter, but are multiples of 16 bytes.
+    bias_shape = [*distinct(bias), *bias.shape[2:]]
+    bias_strides = [*(step if size > 1 else (bias.shape[3] + 7) // 8 * 8 for size, step in zip(bias_shape[:3], bias.stride())), 1]
+
+    return (
+        (
+            TensorDescriptor(
+                q, *by_groups(q), [1, 1, 1, 64, 32], gl.NVMMASharedLayout(64, 16, 5)
+            ),
+        ),
+        (
+            TensorDescriptor(
+                k, [*k.shape], [*k.stride()[:3], 1], [1, 1, 128, 32], gl.NVMMASharedLayout(64, 16, 4)
+            ),
+        ),
+        (
+            TensorDescriptor(
+                v, [*v.shape], [*v.stride()[:3], 1], [1, 1, 128, 32], gl.NVMMASharedLayout(64, 16, 4)
+            ),
+        ),
+        (
+            TensorDescriptor(
+                out, *by_groups(out), [1, 1, 1, 64, 32], gl.NVMMASharedLayout(64, 16, 5)
+            ),
+        ),
+        (
+            TensorDescriptor(
+                bias, bias_shape, bias_strides, [1, 1, 64, 128], gl.NVMMASharedLayout(128, 16, 4)
+            ),
+        ),
+    )
+
+
+def launch_plan(q, k, v, out, bias):
+    """Grid, shapes of float32 workspaces, and the kernel's arguments from `heads` on."""
+    batch, heads, seqlen_q, _ = q.shape
+    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
+    packs = batch * kv_heads * triton.cdiv(heads // kv_heads, 1)
+    tiles = triton.cdiv(seqlen_q, 128) * packs
+    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
+    # As few as finish in as many rounds.
+    grid = (triton.cdiv(tiles, triton.cdiv(tiles, multiprocessors)),)
+    heads_per_swizzle = min(packs, 4)
+    # Kinds of blocks, and lists.
+    mask_batches, mask_heads = distinct(bias)
+    tables = mask_batches * mask_heads * triton.cdiv(seqlen_q, 128)
+    n_blocks = triton.cdiv(seqlen_kv, 128)
+    kinds = (tables, 2, n_blocks)
+    workspaces = (kinds, (tables, 3, n_blocks + 3))
+    return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, heads_per_swizzle,
+        mask_batches, mask_heads)
+
+
+def attention(q, k, v, scale=None, *, bias):
+    """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
+
+    Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
+    [batch, heads, seqlen_q] in float32.
+    """
+    # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    dtype = torch.bfloat16
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in large:
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
+    heads, seqlen_q = q.shape[1:3]
+    kv_heads = k.shape[1]
+    batch = q.shape[0]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
+    rows = (batch, heads, seqlen_q)
+    keys = (batch, kv_heads, k.shape[2])
+    for name, tensor, expected, shape in (
+        ("q", q, dtype, (*rows, 32)),
+        ("k", k, dtype, (*keys, 32)),
+        ("v", v, dtype, (*keys, 32)),
+        ("bias", bias, dtype, (*rows, *k.shape[2:3])),
+    ):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {expected}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected 1 for the last dimension")
+    for name, tensor in large:
+        if any(stride % 8 for stride in tensor.stride()[:3]):
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+    # Offsets within a batch have 32 bits.
+    span = sum((bias.shape[i] - 1) * bias.stride(i) for i in (1, 2, 3)) + 1024 * (bias.stride(2) + 1)
+    if span >= 2**31:
+        raise ValueError(f"bias spans {span} elements in one batch, expected fewer than 2**31")
+    if not q.is_cuda:
+        raise ValueError(f"q is on {q.device}, expected a GPU")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    batch, heads, seqlen_q, _ = q.shape
+    out = torch.empty(batch, heads, seqlen_q, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
+    grid, workspaces, integers = launch_plan(q, k, v, out, bias)
+    tensors = (q, k, v, out, bias)
+    scratch = [torch.empty(shape, dtype=torch.int32, device=q.device) for shape in workspaces]
+    first_grid, first_integers = first_plan(q, k, v, out, bias)
+    classify_blocks[first_grid](bias, *scratch[:-1], *first_integers, num_warps=8)
+    list_grid, list_integers = prologue_plan(q, k, v, out, bias)
+    list_blocks[list_grid](scratch[0], scratch[-1], *list_integers, num_warps=1)
+    for parameter in forward_hopper.params[-len(integers) :]:
+        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors.
+        parameter.do_not_specialize = True
+    forward_hopper[grid](
+        *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
+        out if lse is None else lse,
+        *scratch[1:],
+        max(scale, 1e-30),
+        *integers,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out, lse
