@@ -699,6 +699,9 @@ def attention(q, k, v, scale=None, *, softcap):
         return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
     grid, _, integers = launch_plan(q, k, v, out)
     tensors = (q, k, v, out)
+    for parameter in forward_hopper.params[-len(integers) :]:
+        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors.
+        parameter.do_not_specialize = True
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
         out if lse is None else lse,

@@ -988,6 +988,9 @@ def attention(q, k, v, scale=None, *, bias):
     classify_blocks[first_grid](bias, *scratch[:-1], *first_integers, num_warps=4)
     list_grid, list_integers = prologue_plan(q, k, v, out, bias)
     list_blocks[list_grid](scratch[0], scratch[-1], *list_integers, num_warps=1)
+    for parameter in forward_hopper.params[-len(integers) :]:
+        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors.
+        parameter.do_not_specialize = True
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
         out if lse is None else lse,

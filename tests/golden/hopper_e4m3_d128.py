@@ -803,6 +803,9 @@ def attention(q, k, v, scale=None, q_scale=None, k_scale=None, v_scale=None):
     ones = torch.ones(batch * heads, dtype=torch.float32, device=q.device)
     scales = [ones if factor is None else factor for factor in (q_scale, k_scale, v_scale)]
     tensors = (q, k, transposed, out)
+    for parameter in forward_hopper.params[-len(integers) :]:
+        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors.
+        parameter.do_not_specialize = True
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
         out if lse is None else lse,

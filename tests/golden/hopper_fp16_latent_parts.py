@@ -611,6 +611,9 @@ def attention(q, k, v, scale=None, *, seqlens_kv):
     row_lse = out if lse is None else lse
     grid, shapes, integers = launch_plan(*tensors)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    for parameter in decode_latent_hopper.params[-len(integers) :]:
+        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors.
+        parameter.do_not_specialize = True
     decode_latent_hopper[grid](
         *(descriptor for parts in descriptors(*tensors[:4]) for descriptor in parts),
         row_lse,

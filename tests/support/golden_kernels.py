@@ -158,6 +158,7 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "ping_pong": True, "dynamic_schedule": True}, PLAIN,
     ),
+    "hopper_bf16_d128_full_blocks": (HOPPER, "bf16", (128, 128), "none", GROUPS, PLAIN),
     "hopper_bf16_d64_small_blocks": (HOPPER, "bf16", (64, 64), "none", {**GROUPS, "block_n": 64}, PLAIN),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
     "hopper_e4m3_d128_shared": (
@@ -178,6 +179,7 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "masked_bf16_d128_packed_large_pages": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
     "masked_bf16_d64_alibi": (MASKED, "bf16", (64, 64), "bottom_right", WIDE, PLAIN),
     "masked_bf16_d64_boolean": (MASKED, "bf16", (64, 64), "none", WIDE, PLAIN),
+    "masked_bf16_d128_full_blocks": (MASKED, "bf16", (128, 128), "none", WIDE, PLAIN),
     "masked_bf16_d128_blocks": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
     "backward_split_bf16_d64_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, PLAIN),
     "backward_fused_bf16_d64_dropout": (FUSED, "bf16", (64, 64), "none", SHARED, PLAIN),
@@ -219,6 +221,7 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     ),
     "backward_split_bf16_d64_constant_bias": (SPLIT, "bf16", (64, 64), "none", BOTH, CONSTANT_BIAS),
     "backward_fused_bf16_d128_causal": (FUSED, "bf16", (128, 128), "bottom_right", SHARED, ROW_SUMS),
+    "backward_fused_bf16_d64_mask": (FUSED, "bf16", (64, 64), "none", SHARED, PLAIN),
     "backward_fused_bf16_d256": (
         FUSED, "bf16", (256, 256), "none",
         {**SHARED, "block_m": 32, "block_n": 64, "split_masked_loop": False, "transpose_dq": True}, PLAIN,
@@ -278,6 +281,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d128_softcap": {"softcap": True},
     "hopper_bf16_d128_bias": {"bias": Bias.ADDITIVE},
     "hopper_bf16_d128_blocks": {"block_mask": 128, "block_lists": BlockLists.GROUP},
+    "hopper_bf16_d128_full_blocks": {"block_mask": 128},
     "hopper_bf16_d64_small_blocks": {"block_mask": 64},
     "hopper_bf16_d64_window_sinks": {"sinks": True, "window_left": 127},
     "hopper_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
@@ -295,6 +299,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "masked_bf16_d128_packed_large_pages": {"total_q": 1, "page_size": 256},
     "masked_bf16_d64_alibi": {"alibi": True},
     "masked_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
+    "masked_bf16_d128_full_blocks": {"block_mask": 128},
     "masked_bf16_d128_blocks": {"block_mask": 128, "block_lists": BlockLists.GROUP},
     "backward_split_bf16_d64_dropout": {"dropout": True, "alibi": True},
     "backward_fused_bf16_d64_dropout": {"dropout": True},
@@ -313,6 +318,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "attention_chunk": 64, "prefix": True,
         "seqlens_k": True,
     },
+    "backward_fused_bf16_d64_mask": {"bias": Bias.BOOLEAN},
     "backward_fused_fp16_d192_v128_packed": {"total_q": 1, "alibi": True},
     "backward_fused_fp32_d40_scores": {
         "softcap": True, "bias": Bias.ADDITIVE, "attention_chunk": 64, "prefix": True, "seqlens_k": True,

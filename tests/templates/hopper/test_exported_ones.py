@@ -1,4 +1,4 @@
-"""Tests of exported Hopper kernels with Triton's launcher, which by default makes an integer of 1 a constant."""
+"""Tests of exported Hopper kernels with Triton's launcher, which makes an integer of 1 a constant."""
 
 from __future__ import annotations
 
