@@ -25,9 +25,10 @@ from flashtune.tuner.bench.calls import bind_program, program_call, require_call
 from flashtune.tuner.bench.ceiling import clock_mhz
 from flashtune.tuner.bench.judging import output_judge
 from flashtune.tuner.bench.peer_runs import PEERS, Call, Contestant, bind_peer
-from flashtune.tuner.bench.results import OURS, Bench, LeftOut, Row, operations
+from flashtune.tuner.bench.results import OURS, Bench, LeftOut, Row
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.timing import measure_interleaved
+from flashtune.tuner.workloads.work import operations
 
 ROUNDS = 21
 # Host time is the time to queue calls: the device is kept busy for longer than a batch takes.

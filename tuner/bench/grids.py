@@ -9,8 +9,9 @@ import msgspec
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Causal, Dtype, Problem, feature_words
 from flashtune.core.record import ShortText
-from flashtune.tuner.bench.results import decode_case, is_decode
+from flashtune.tuner.bench.results import decode_case
 from flashtune.tuner.workloads.shapes import parse_shape
+from flashtune.tuner.workloads.work import is_decode
 
 MODEL_WIDTH = 2048
 TOKENS = 16_384

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 
-from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Milliseconds, NonNegative, ShortText, Versions
-from flashtune.verification.lengths import is_ragged, usual_lengths
+from flashtune.tuner.workloads.work import is_decode, kv_bytes
 
 OURS = "flashtune"
 
@@ -27,7 +25,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ms: Median GPU time of a CUDA-graph replay with a cold L2.
         p20: 20th percentile, in ms.
         p80: 80th percentile, in ms.
-        tflops: TFLOP/s by `operations`.
+        tflops: TFLOP/s by `work.operations`.
         host_us: Median host time of queueing one call, in microseconds.
         error: Largest row error as a multiple of the tolerance (1.0 is the limit).
     """
@@ -150,11 +148,6 @@ class Unit(enum.StrEnum):
     GBPS = "GB/s"
 
 
-def is_decode(problem: Problem) -> bool:
-    """Returns whether each head of a sequence has one query, so that most bytes are keys and values."""
-    return problem.seqlen_q == 1 and not problem.is_backward
-
-
 def unit_of(problem: Problem) -> Unit:
     """Returns the unit of a problem's speed."""
     return Unit.GBPS if is_decode(problem) else Unit.TFLOPS
@@ -163,31 +156,6 @@ def unit_of(problem: Problem) -> Unit:
 def speed_of(problem: Problem, row: Row) -> float:
     """Returns a row's speed in the problem's unit."""
     return kv_bytes(problem) / row.ms / 1e6 if is_decode(problem) else row.tflops
-
-
-def operations(problem: Problem) -> int:
-    """Returns `Problem.nominal_flops`; those of visible pairs if lengths of sequences differ."""
-    if not is_ragged(problem):
-        return problem.nominal_flops()
-    return sum(one.flops() for one in _sequences(problem))
-
-
-def kv_bytes(problem: Problem) -> int:
-    """Returns the bytes of visible keys and values, each read once for its KV head."""
-    keys = problem.kv_heads * sum(one.batch * distinct_keys(one.sight) for one in _sequences(problem))
-    width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
-    return keys * width * problem.kv_itemsize
-
-
-def _sequences(problem: Problem) -> Iterable[Problem]:
-    """Returns problems of equal lengths that together are as much work as a problem."""
-    if not is_ragged(problem):
-        return (problem,)
-    padded = msgspec.structs.replace(problem, batch=1, total_q=0, seqlens_k=False, page_size=0)
-    return (
-        msgspec.structs.replace(padded, seqlen_q=queries, seqlen_kv=keys)
-        for queries, keys in zip(*usual_lengths(problem), strict=True)
-    )
 
 
 def decode_case(problem: Problem) -> str | None:

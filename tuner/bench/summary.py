@@ -9,7 +9,8 @@ import msgspec
 
 from flashtune.tuner.bench.grids import Figures, PeerFile, case_of
 from flashtune.tuner.bench.peer_runs import CUDNN
-from flashtune.tuner.bench.results import OURS, Bench, BenchRun, is_decode, kv_bytes, speed_of
+from flashtune.tuner.bench.results import OURS, Bench, BenchRun, speed_of
+from flashtune.tuner.workloads.work import is_decode, kv_bytes
 
 ANY_PEER = "best peer"
 

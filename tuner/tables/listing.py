@@ -9,6 +9,7 @@ import msgspec
 from flashtune.core.record import Outcome, Provenance, Record, VerificationStatus
 from flashtune.dispatch.versions import NO_DRIVER, current_versions, is_proven, triton_version
 from flashtune.tuner.tables.lookup import Found
+from flashtune.tuner.workloads.work import operations
 
 SDPA = "sdpa-"
 
@@ -18,7 +19,7 @@ class Listed(msgspec.Struct, frozen=True):
 
     Attributes:
         found: The record and its source.
-        tflops: TFLOP/s from nominal FLOPs; None without a time.
+        tflops: TFLOP/s by `work.operations`; None without a time.
         best_sdpa_ms: Time of the fastest SDPA backend in the same run; None if none was timed.
         standing: Verification status under the versions installed here.
         is_fallback: Whether it is the fallback for tensors that the selection before it cannot address.
@@ -57,8 +58,8 @@ def ranked(found: Iterable[Found]) -> tuple[Found, ...]:
 
 
 def tflops(record: Record) -> float | None:
-    """Returns TFLOP/s from nominal FLOPs: 4·B·H·Sq·Sk·D, half of them for causal masks."""
-    return record.problem.nominal_flops() / record.ms / 1e9 if record.ms else None
+    """Returns TFLOP/s by `work.operations`: of 4·B·H·Sq·Sk·D operations, half of them for causal masks."""
+    return operations(record.problem) / record.ms / 1e9 if record.ms else None
 
 
 def best_sdpa_ms(record: Record) -> float | None:

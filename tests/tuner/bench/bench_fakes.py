@@ -13,8 +13,8 @@ from flashtune.tuner.bench.results import (
     Environment,
     LeftOut,
     Row,
-    kv_bytes,
 )
+from flashtune.tuner.workloads.work import kv_bytes
 
 VERSIONS = Versions("0.1.0", "0" * 32, "2.13.0", "3.7.1", "13.0", "580.1")
 DETAIL = "forward_q_outer block_m=128 (database)"

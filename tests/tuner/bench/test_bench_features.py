@@ -36,10 +36,9 @@ from flashtune.tuner.bench.flex import mask_pairs
 from flashtune.tuner.bench.grids import grid_problems
 from flashtune.tuner.bench.judging import output_judge
 from flashtune.tuner.bench.peer_runs import FLEX, PEER_FEATURES, UNFUSED, RefusalError, bind_peer
-from flashtune.tuner.bench.results import OURS, kv_bytes, operations
+from flashtune.tuner.bench.results import OURS
 from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.sdpa import BACKENDS
-from flashtune.verification.lengths import usual_lengths
 from tests.problems.features import expected
 from tests.tuner.bench.bench_problems import CACHES, CPU, DENSE, FEATURES, PACKED, PAGES, VARLEN, a_problem
 
@@ -203,23 +202,6 @@ def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.Mon
 def test_problems_that_no_call_computes_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         require_work(a_problem(**changes))
-
-
-def test_operations_and_bytes_count_the_lengths_of_sequences() -> None:
-    packed = a_problem(**PACKED)
-    lengths = usual_lengths(packed)
-    pairs = sum(count * (count + 1) // 2 for count in lengths.queries)
-    assert operations(packed) == pytest.approx(4 * 16 * 4 * pairs, rel=0.02)
-    chunk = a_problem(seqlen_q=32, **PAGES)
-    seen = sum(32 * keys - 32 * 31 // 2 for keys in usual_lengths(chunk).keys)
-    assert operations(chunk) == 4 * 16 * 4 * seen
-    cache = a_problem(seqlen_q=1, seqlens_k=True)
-    keys = sum(usual_lengths(cache).keys)
-    assert keys < 2 * 90
-    assert kv_bytes(cache) == keys * 2 * 2 * 16 * 2
-    plain = a_problem(seqlen_q=1)
-    assert kv_bytes(plain) == 2 * 90 * 2 * 2 * 16 * 2
-    assert operations(plain) == plain.nominal_flops()
 
 
 def test_calls_have_the_lengths_of_the_grid() -> None:

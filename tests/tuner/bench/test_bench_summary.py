@@ -13,8 +13,9 @@ from flashtune.core.errors import UsageError
 from flashtune.core.problem import Causal, Dtype, KvDtype, Problem
 from flashtune.tuner.bench.driver import read_report, report_of
 from flashtune.tuner.bench.grids import GRIDS, PeerFile, case_of, grid_problems, read_figures
-from flashtune.tuner.bench.results import OURS, LeftOut, kv_bytes
+from flashtune.tuner.bench.results import OURS, LeftOut
 from flashtune.tuner.bench.summary import ANY_PEER, against, of_copy, ratios
+from flashtune.tuner.workloads.work import kv_bytes
 from tests.tuner.bench.bench_fakes import SPEEDS, a_bench, a_reading_bench, a_run
 
 PEERS = Path(__file__).parents[3] / "benchmarks" / "peers"

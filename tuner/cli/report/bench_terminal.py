@@ -19,12 +19,12 @@ from flashtune.tuner.bench.results import (
     LeftOut,
     Row,
     Unit,
-    is_decode,
     speed_of,
     unit_of,
 )
 from flashtune.tuner.bench.summary import Against
 from flashtune.tuner.cli.output import console, note, plain, printable
+from flashtune.tuner.workloads.work import is_decode
 
 # Name of the ceilings in lists of contestants.
 CEILING = "matrix product"
