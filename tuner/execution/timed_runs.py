@@ -23,7 +23,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run, make_tensors
 from flashtune.tuner.execution.sdpa import BACKENDS, OTHER_LAYOUTS, sdpa_run
-from flashtune.tuner.execution.timing import Run, measure_interleaved
+from flashtune.tuner.execution.timing import Run, measure_interleaved, measure_sustained
 from flashtune.tuner.workloads.models import forward_of
 
 ROUNDS = 21
@@ -32,6 +32,8 @@ ROUNDS = 21
 CLOSE = 1.03
 MORE_ROUNDS = 5
 MORE_MS = 3000.0
+# If the clock is held down, so many of the fastest are timed alone instead, each at its own clock.
+SUSTAINED = 6
 # Unfused attention needs 2.5 times the memory of its scores, and some for the mask.
 SCORE_COPIES = 3
 # Its gradients need more: probabilities in two types, and the gradients of probabilities and scores.
@@ -192,14 +194,24 @@ def _with_peers(
 def _time_closest(
     runs: Sequence[Run], measured: Sequence[Measurement], device: torch.device, rounds: int
 ) -> tuple[Measurement, ...]:
-    """Times the fastest candidates with more samples, and scales their times to the clock of `measured`."""
+    """Times the fastest candidates with more samples, and scales their times to the clock of `measured`.
+
+    They are interleaved, or, if the clock was held down, timed alone under sustained load.
+    """
     fastest = min((one.ms for one in measured), default=0.0)
     close = [number for number, one in enumerate(measured) if one.ms <= CLOSE * fastest]
+    held_down = any(one.throttled for one in measured)
+    if held_down:
+        close = sorted(close, key=lambda number: measured[number].ms)[:SUSTAINED]
     before = sum(measured[number].ms for number in close)
     more = min(MORE_ROUNDS * rounds, int(MORE_MS / before)) if before else 0
     if len(close) < 2 or more <= rounds:
         return tuple(measured)
-    again = measure_interleaved([runs[number] for number in close], device, rounds=more)
+    chosen = [runs[number] for number in close]
+    if held_down:
+        again = measure_sustained(chosen, device)
+    else:
+        again = measure_interleaved(chosen, device, rounds=more)
     clock = before / sum(one.ms for one in again)
     found = list(measured)
     for number, one in zip(close, again, strict=True):

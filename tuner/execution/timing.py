@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -29,6 +30,8 @@ BATCH = 8
 # The GPU is throttled if the reference workload takes this many times its best time.
 THROTTLED_DRIFT = 1.05
 REFERENCE_SIDE = 4096
+# A launch repeats for this time, in seconds. Under a power limit its clock settles in the first half.
+SUSTAINED_SECONDS = 0.3
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -112,11 +115,33 @@ def measure_interleaved(
             # Every second round is in reverse order, so that no launch always follows the same one.
             order = range(len(runs)) if number % 2 == 0 else range(len(runs) - 1, -1, -1)
             times = _batch([runs[index] for index in (order[-1], *order)], device)[1:]
-            for index, time in zip(order, times, strict=True):
-                samples[index].append(time)
+            for index, sample in zip(order, times, strict=True):
+                samples[index].append(sample)
             if number % BATCH == 0:
                 throttled |= clock.is_throttled()
     return tuple(summarize(times, throttled=throttled) for times in samples)
+
+
+def measure_sustained(
+    runs: Sequence[Run], device: torch.device, *, seconds: float = SUSTAINED_SECONDS
+) -> tuple[Measurement, ...]:
+    """Times each launch while it repeats alone, for two periods of `seconds`.
+
+    Interleaved launches have a common clock. Under a power limit, a launch that takes less energy, for
+    example because it moves fewer bytes, has a higher clock of its own.
+
+    Returns:
+        One measurement for each of `runs`, of the second half of both periods.
+    """
+    samples: list[list[float]] = [[] for _ in runs]
+    with torch.cuda.device(device):
+        for number in (*range(len(runs)), *reversed(range(len(runs)))):
+            period: list[float] = []
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                period += _batch([runs[number]] * BATCH, device)
+            samples[number] += period[len(period) // 2 :]
+    return tuple(summarize(one, throttled=True) for one in samples)
 
 
 def _batch(runs: Sequence[Run], device: torch.device) -> list[float]:

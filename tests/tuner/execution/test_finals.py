@@ -69,12 +69,15 @@ def test_launches_of_the_final_measurement_receive_scales(monkeypatch: pytest.Mo
     assert given[0][-1] is tensors.side
 
 
+SUSTAINED_SAMPLES = 7
+
+
 def timed(
     monkeypatch: pytest.MonkeyPatch, first: list[float], again: list[float], *, throttled: bool = False
 ) -> list[Measurement]:
     """Finals of candidates that take so long each, beside a peer, and again those of them that run on.
 
-    `throttled` is whether the clock was held down in the common run.
+    `throttled` is whether the clock was held down in the common run. Later runs are then sustained ones.
     """
     asked: list[tuple[int, int]] = []
 
@@ -85,13 +88,21 @@ def timed(
         return tuple(Measurement(ms, ms, ms, rounds, held_down) for ms in times)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+
+    def measure_sustained(runs: list[object], _: object) -> tuple[Measurement, ...]:
+        assert throttled
+        asked.append((len(runs), SUSTAINED_SAMPLES))
+        return tuple(Measurement(ms, ms, ms, SUSTAINED_SAMPLES, True) for ms in again)
+
     monkeypatch.setattr(timed_runs, "measure_interleaved", measure)
+    monkeypatch.setattr(timed_runs, "measure_sustained", measure_sustained)
     monkeypatch.setattr(timed_runs, "kernel_run", lambda *_: None)
     monkeypatch.setattr(timed_runs, "peer_runs", lambda *_: [("peer", None)])
     family, target, cpu = find_family("forward_q_outer"), find_target("h200"), torch.device("cpu")
     candidates = (Candidate(family.name, family.default(PROBLEM, target)),) * len(first)
     found = timed_runs.run_finals(PROBLEM, candidates, Specialization(), target, cpu)
-    assert asked[1:] == ([(len(again), found[0].samples)] if again else [])
+    rounds = SUSTAINED_SAMPLES if throttled else found[0].samples
+    assert asked[1:] == ([(len(again), rounds)] if again else [])
     assert all([(peer.name, peer.ms) for peer in one.peers] == [("peer", 9.0)] for one in found)
     return list(found)
 
@@ -104,6 +115,20 @@ def test_ties_get_more_samples_scaled_to_the_common_clock(
     assert (one.ms, other.ms, third.ms) == pytest.approx((1.02, 1.0, 1.05))
     assert (one.p20, other.p80) == pytest.approx((1.02, 1.0))
     assert (one.samples, other.samples, third.samples) == (105, 105, 21)
+
+
+def test_ties_are_timed_alone_if_the_clock_is_held_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Alone, the second has a higher clock than the first.
+    one, other, third = timed(monkeypatch, [1.0, 1.02, 1.05], [2.04, 2.0], throttled=True)
+    assert (one.ms, other.ms, third.ms) == pytest.approx((1.02, 1.0, 1.05))
+    assert (one.samples, other.samples, third.samples) == (SUSTAINED_SAMPLES, SUSTAINED_SAMPLES, 21)
+
+
+def test_only_the_fastest_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = [1.02, 1.01, *[1.0] * (timed_runs.SUSTAINED - 1)]
+    found = timed(monkeypatch, first, [1.0] * timed_runs.SUSTAINED, throttled=True)
+    assert found[0].samples == 21
+    assert {one.samples for one in found[1:]} == {SUSTAINED_SAMPLES}
 
 
 def test_throttling_in_the_common_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -45,3 +46,19 @@ def test_equal_launches_have_equal_times_after_a_pause(launches: int) -> None:
 def test_every_launch_is_sampled_once_a_round() -> None:
     found = timing.measure_interleaved([lambda: None] * 3, CPU, rounds=15)
     assert [one.samples for one in found] == [15] * 3
+
+
+def test_sustained_launches_repeat_alone_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    order: list[str] = []
+    runs = [lambda: order.append("first"), lambda: order.append("second")]
+    found = timing.measure_sustained(runs, CPU, seconds=3.5)
+    # The clock is read once before a period and once before each batch.
+    batches = 3
+    each = [timing.BATCH * batches] * 4
+    names = ["first", "second", "second", "first"]
+    assert order == [name for name, count in zip(names, each, strict=True) for _ in range(count)]
+    # The first half of a period has another clock.
+    assert [one.samples for one in found] == [timing.BATCH * batches] * 2
+    assert all(one.throttled for one in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, Outcome, Provenance, Record
 from flashtune.dispatch.versions import current_versions
@@ -37,7 +38,7 @@ def timed(problem: Problem, ms: float) -> Record:
         target="nvidia-h200",
         family="forward_q_outer",
         config=None,
-        specialization=None,
+        specialization=Specialization(),
         kernel=None,
         outcome=Outcome.OK,
         provenance=Provenance.PREDICTED,
