@@ -3,7 +3,7 @@
 SDPA's flash backend and `torch.nn.attention.varlen` call them. Tensors are [batch, seqlen, heads, head_dim],
 or [tokens, heads, head_dim] of packed sequences, or pages [pages, page_size, heads, head_dim] of keys. The
 causal mask is aligned bottom-right. The log-sum-exp is natural and float32, [batch, heads, seqlen_q] or
-[heads, tokens].
+[heads, tokens]. Outputs and gradients have the order of the inputs' dimensions in memory.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class FlashForward:
     def inputs(self, *_: object) -> None:
         """Returns nothing: each call is read, because packed sequences differ in each."""
 
-    def results(self, result: Result, args: tuple[Any, ...], _: Options) -> tuple[Any, ...]:
+    def results(self, result: Result, args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
         """Returns all results of the operator."""
         out, lse = result
+        out = _in_layout(out, options.layout)
         return out, lse, *random_states(args[0], torch.uint64, 2), args[0].new_empty(0)
 
 
@@ -78,10 +79,10 @@ class FlashForwardInto:
     def inputs(self, *_: object) -> None:
         """Returns nothing, as `FlashForward`."""
 
-    def results(self, result: Result, args: tuple[Any, ...], _: Options) -> Tensor:
+    def results(self, result: Result, args: tuple[Any, ...], options: Options) -> Tensor:
         """Writes the output and returns the log-sum-exp."""
         out, lse = result
-        args[0].copy_(out)
+        args[0].copy_(_in_layout(out, options.layout))
         return lse
 
 
@@ -105,13 +106,16 @@ class FlashBackward:
             return None
         return _reading(args[1:4], args[6:10], causal, options, True)
 
-    def saved(self, args: tuple[Any, ...], _: Reading) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the output, the log-sum-exp and the gradient of the output."""
-        return args[4], args[5].contiguous(), args[0]
+    def saved(self, args: tuple[Any, ...], reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the output, the log-sum-exp and the gradient of the output, in the call's layout."""
+        layout = reading.call.options.layout
+        return _in_layout(args[4], layout), args[5].contiguous(), _in_layout(args[0], layout)
 
-    def results(self, gradients: Gradients, _: Reading) -> tuple[Tensor, Tensor, Tensor]:
+    def results(self, gradients: Gradients, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of query, key and value."""
-        return gradients.dq, gradients.dk, gradients.dv
+        layout, kv_layout = reading.call.options.layout, reading.call.options.kv_layout
+        dk, dv = _in_layout(gradients.dk, kv_layout), _in_layout(gradients.dv, kv_layout)
+        return _in_layout(gradients.dq, layout), dk, dv
 
 
 def _reading(
@@ -125,8 +129,6 @@ def _reading(
     q, k, v = tensors
     starts_q, starts_k, max_q, max_k = starts
     lengths, table = options.get("seqused_k"), options.get("block_table")
-    if not is_dense(q, tuple(range(q.dim() - 1))):
-        return None  # the output would have other strides
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % POINTER_ALIGNMENT:
         return None
     left, right = (_bound(options.get(f"window_size_{side}")) for side in ("left", "right"))
@@ -139,11 +141,19 @@ def _reading(
     }
     if starts_q is None:
         side = NO_EXTRA_INPUTS if lengths is None else ExtraInputs(seqlens_kv=lengths)
-        if table is not None:
+        layout, kv_layout = _layout(q), _layout(k)
+        if not needs_grad:
+            kv_layout = kv_layout or "bshd"
+        elif kv_layout != _layout(v):
+            return None  # a gradient would have other strides
+        if table is not None or not layout or not kv_layout:
             return None
         usual = USUAL
-        found = Options(layout="bshd", kv_layout="bshd", **mask)
+        found = Options(layout=layout, kv_layout=kv_layout, **mask)
+        q, k, v = _in_layout(q, layout), _in_layout(k, kv_layout), _in_layout(v, kv_layout)
     else:
+        if not is_dense(q, (0, 1)):
+            return None  # the output would have other strides
         usual = None
         if table is not None and lengths is not None:
             side = ExtraInputs(cu_seqlens_q=starts_q, seqlens_kv=lengths, block_table=table)
@@ -159,3 +169,13 @@ def _reading(
 def _bound(size: int | None) -> int | None:
     """Returns a window's bound. Negative sizes mean none."""
     return None if size is None or size < 0 else size
+
+
+def _layout(tensor: Tensor) -> str:
+    """Returns the order of a tensor's dimensions in memory; empty if it is neither "bshd" nor "bhsd"."""
+    return "bshd" if is_dense(tensor, (0, 1, 2)) else "bhsd" if is_dense(tensor, (0, 2, 1)) else ""
+
+
+def _in_layout(tensor: Tensor, layout: str) -> Tensor:
+    """Returns a view of a dense tensor in a layout, or the inverse view, which is the same."""
+    return tensor.transpose(1, 2) if layout == "bhsd" else tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.integrations import operator_overrides
-from flashtune.integrations.flash_operators import FlashForward
+from flashtune.integrations.flash_operators import FlashBackward, FlashForward
 from flashtune.integrations.operator_overrides import Kernel, forward_override, random_states
 from flashtune.integrations.sdpa_operators import CUDNN, EFFICIENT, DenseBackward, DenseForward
 from flashtune.request.call import Call
@@ -65,6 +66,45 @@ def test_calls_with_unknown_arguments_are_passed_on() -> None:
     override = forward_override(FlashForward(), lambda *_, **__: "torch")
     with pytest.warns(FlashtuneWarning, match="its override failed"):
         assert override(None, q, q, q, None, None, 16, 16, 0.0, False, False, "new") == "torch"
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+def test_results_of_flash_have_the_order_of_the_inputs(served: list[Tensor], order: str) -> None:
+    def tensor(length: int, heads: int) -> Tensor:
+        if order == "bshd":
+            return torch.zeros(1, length, heads, 32, dtype=torch.bfloat16)
+        return torch.zeros(1, heads, length, 32, dtype=torch.bfloat16).transpose(1, 2)
+
+    q, k = tensor(16, 4), tensor(24, 2)
+    numbers = 16, 24, 0.0, False
+    override = forward_override(FlashForward(), lambda *_, **__: "torch")
+    out, _, state, unused, _ = override(None, q, k, k, None, None, *numbers, False)
+    assert len(served) == 1
+    assert served[0].is_contiguous()
+    assert (out.shape, out.stride()) == (q.shape, q.stride())
+    backward = FlashBackward()
+    arguments = q, q, k, k, out, torch.zeros(1, 4, 16), None, None, *numbers, state, unused
+    reading = backward.read(arguments, {})
+    assert reading is not None
+    call = reading.call
+    assert call.options.layout == call.options.kv_layout == order
+    assert all(one.is_contiguous() for one in (call.q, call.k, call.v, *backward.saved(arguments, reading)))
+    gradients = SimpleNamespace(dq=call.q, dk=call.k, dv=call.v)
+    found = backward.results(gradients, reading)  # type: ignore[arg-type]
+    for one, other in zip(found, (q, k, k), strict=True):
+        assert (one.shape, one.stride()) == (other.shape, other.stride())
+
+
+def test_calls_of_flash_with_other_strides_are_passed_on() -> None:
+    q = torch.zeros(1, 16, 4, 32, dtype=torch.bfloat16)
+    mixed = torch.zeros(16, 4, 1, 32, dtype=torch.bfloat16).permute(2, 0, 1, 3)[:, :, :1].expand(1, 16, 4, 32)
+    numbers = None, None, 16, 16, 0.0, False, False
+    with torch.enable_grad():
+        assert FlashForward().read((q, q, q, *numbers), {}) is not None
+        assert FlashForward().read((mixed, q, q, *numbers), {}) is None
+        assert FlashForward().read((q, mixed, q, *numbers), {}) is None
+    with torch.no_grad():
+        assert FlashForward().read((q, mixed, q, *numbers), {}) is not None
 
 
 @pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
