@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from flashtune.core.problem import Causal, Direction, Problem
 from flashtune.core.record import Record
@@ -17,34 +18,70 @@ from flashtune.db.table import shipped_table
 from flashtune.tuner.bench.grids import grid_problems
 from flashtune.tuner.bench.peer_runs import CUDNN
 from flashtune.tuner.cli.output import table
+from flashtune.tuner.cli.report.bench_terminal import lengths_of, title_of
+from flashtune.tuner.workloads.shapes_file import read_shapes_file
+from flashtune.tuner.workloads.work import operations
 
 SCRIPT = "benchmarks/kernels/shipped_report.py"
-TARGET = "nvidia-h100"
+PLAIN = "nvidia-h100"
+FEATURES = "nvidia-h200"
+# Files of shapes, and the names of their tables.
+SHAPES = {"feature_shapes.txt": "shipped-features", "masked_shapes.txt": "shipped-masks"}
+SDPA = "sdpa-"
 
 
 def texts() -> dict[str, str]:
     """Returns the tables by name."""
-    shipped = shipped_table(TARGET)
+    found = {PLAIN: "\n".join(_grids(PLAIN, _selected(PLAIN)))}
+    for file, name in SHAPES.items():
+        problems = read_shapes_file(Path(__file__).with_name(file))
+        found[name] = "\n".join(_shapes(FEATURES, problems, _selected(FEATURES)))
+    return found
+
+
+def _selected(target: str) -> dict[Problem, Record]:
+    """Returns the selection of each problem of a shipped table."""
+    shipped = shipped_table(target)
     assert shipped is not None
-    return {TARGET: "\n".join(_lines(shipped.records))}
-
-
-def _lines(records: Sequence[Record]) -> Iterator[str]:
-    """The speed of each shape of the grids `paper` and `backward`, and that over cuDNN's."""
-    versions = records[0].versions
     # The first record of a problem is its selection. Others serve tensors with other strides.
     selected: dict[Problem, Record] = {}
-    for record in records:
+    for record in shipped.records:
         selected.setdefault(record.problem, record)
+    return selected
+
+
+def _shapes(target: str, problems: Sequence[Problem], selected: dict[Problem, Record]) -> Iterator[str]:
+    """The speed of each shape, and that over SDPA's fastest backend."""
+    yield _headline(target, selected, "SDPA's fastest backend")
+    yield ""
+    rows = []
+    for problem in problems:
+        measured = selected[problem].measurement
+        assert measured is not None
+        peers = [peer.ms for peer in measured.peers if peer.name.startswith(SDPA)]
+        ratio = f" ({min(peers) / measured.ms:.2f})" if peers else ""
+        speed = f"{operations(problem) / measured.ms / 1e9:.0f}{ratio}"
+        rows.append((f"{title_of(problem)}, {lengths_of(problem)}", selected[problem].family, speed))
+    yield from table(("shape", "family", "speed"), rows)
+
+
+def _headline(target: str, selected: dict[Problem, Record], peer: str) -> str:
+    gpu = target.removeprefix("nvidia-").upper()
+    versions = next(iter(selected.values())).versions
+    return (
+        f"TFLOP/s on an NVIDIA {gpu}, and in brackets the speed over {peer} in the same run "
+        f"(torch {versions.torch}, Triton {versions.triton}, driver {versions.driver}):"
+    )
+
+
+def _grids(target: str, selected: dict[Problem, Record]) -> Iterator[str]:
+    """The speed of each shape of the grids `paper` and `backward`, and that over cuDNN's."""
     problems = [one for grid in ("paper", "backward") for one in grid_problems(grid) if one in selected]
     lines: dict[str, dict[int, str]] = {}
     for problem in problems:
         lines.setdefault(_title(problem), {})[problem.seqlen_kv] = _cell(selected[problem])
     lengths = sorted({problem.seqlen_kv for problem in problems})
-    yield (
-        f"TFLOP/s on an NVIDIA {TARGET.removeprefix('nvidia-').upper()}, and in brackets the speed over "
-        f"cuDNN in the same run (torch {versions.torch}, Triton {versions.triton}, driver {versions.driver}):"
-    )
+    yield _headline(target, selected, "cuDNN")
     yield ""
     rows = ((title, *(cells.get(length, "") for length in lengths)) for title, cells in lines.items())
     yield from table(("16k tokens", *map(str, lengths)), rows)
