@@ -27,7 +27,7 @@ from flashtune.tuner.bench.judging import output_judge
 from flashtune.tuner.bench.peer_runs import PEERS, Call, Contestant, bind_peer
 from flashtune.tuner.bench.results import OURS, Bench, LeftOut, Row
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
-from flashtune.tuner.execution.timing import measure_interleaved
+from flashtune.tuner.execution.timing import measure_interleaved, measure_sustained
 from flashtune.tuner.workloads.work import operations
 
 ROUNDS = 21
@@ -37,8 +37,15 @@ HOST_CALLS = 10
 HOST_PAUSE_CYCLES = 10_000_000
 
 
-def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rounds: int = ROUNDS) -> Bench:
-    """Times the contestants at one problem.
+def run_bench(
+    problem: Problem,
+    index: int,
+    *,
+    peers: Sequence[str] = PEERS,
+    rounds: int = ROUNDS,
+    sustained: bool = False,
+) -> Bench:
+    """Times the contestants at one problem: interleaved, or with `sustained` each alone.
 
     Raises:
         TargetError: There is no such GPU.
@@ -56,7 +63,11 @@ def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rou
         admission = _admit_gradients if problem.is_backward else _admit_outputs
         family_name, entries = admission(problem, tensors, peers, target)
         admitted = [entry for entry in entries if isinstance(entry, Admitted)]
-        measured = measure_interleaved([entry.replay for entry in admitted], device, rounds=rounds)
+        replays = [entry.replay for entry in admitted]
+        if sustained:
+            measured = measure_sustained(replays, device)
+        else:
+            measured = measure_interleaved(replays, device, rounds=rounds)
         clock = clock_mhz(device)
         hosts = host_times([entry.contestant for entry in admitted], device)
     return Bench(
@@ -67,11 +78,12 @@ def run_bench(problem: Problem, index: int, *, peers: Sequence[str] = PEERS, rou
             for entry, measurement, host in zip(admitted, measured, hosts, strict=True)
         ),
         left_out=tuple(entry for entry in entries if isinstance(entry, LeftOut)),
-        rounds=rounds,
+        rounds=min((one.samples for one in measured), default=0),
         throttled=any(measurement.throttled for measurement in measured),
         clock_mhz=clock,
         seconds=time.perf_counter() - start,
         versions=current_versions(family_name),
+        sustained=sustained,
     )
 
 

@@ -36,6 +36,7 @@ class BenchRequest(msgspec.Struct, frozen=True):
         peers: Baselines of the selected kernels.
         rounds: Samples of each contestant.
         command: The command line, for the report.
+        sustained: Whether each contestant is timed alone, under sustained load. `rounds` is ignored then.
     """
 
     problems: tuple[Problem, ...]
@@ -43,6 +44,7 @@ class BenchRequest(msgspec.Struct, frozen=True):
     peers: tuple[str, ...]
     rounds: int
     command: str
+    sustained: bool = False
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,7 +106,13 @@ def run_benches(request: BenchRequest, watch: Callable[[BenchRun], None]) -> Ben
     copy = measure_copy(device, rounds=request.rounds)
     run = BenchRun(request.command, environment(device), ceilings, (), copy)
     for problem in request.problems:
-        bench = run_bench(problem, request.device, peers=request.peers, rounds=request.rounds)
+        bench = run_bench(
+            problem,
+            request.device,
+            peers=request.peers,
+            rounds=request.rounds,
+            sustained=request.sustained,
+        )
         run = msgspec.structs.replace(run, benches=(*run.benches, bench))
         watch(run)
     return run

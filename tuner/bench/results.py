@@ -55,16 +55,17 @@ class LeftOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bench(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All contestants at one problem on one GPU, with interleaved timing.
+    """The times of all contestants at one problem on one GPU.
 
     Attributes:
         rows: Contestants with correct outputs.
         left_out: The others.
-        rounds: Samples of each.
+        rounds: Least number of samples of one.
         throttled: Whether the clock was throttled during sampling.
         clock_mhz: The SMs' clock right after the last sample.
         seconds: Wall clock time of this problem, with compilation and verification.
         versions: Versions of our row.
+        sustained: Whether each was timed alone, under sustained load, and not interleaved.
     """
 
     problem: Problem
@@ -76,6 +77,7 @@ class Bench(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clock_mhz: float
     seconds: float
     versions: Versions
+    sustained: bool = False
 
     def row(self, name: str) -> Row | None:
         """Returns a contestant's row, None if it has none."""

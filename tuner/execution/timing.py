@@ -141,7 +141,7 @@ def measure_sustained(
             while time.monotonic() < end:
                 period += _batch([runs[number]] * BATCH, device)
             samples[number] += period[len(period) // 2 :]
-    return tuple(summarize(one, throttled=True) for one in samples)
+    return tuple(map(summarize, samples))
 
 
 def _batch(runs: Sequence[Run], device: torch.device) -> list[float]:

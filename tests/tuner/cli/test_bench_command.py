@@ -144,11 +144,14 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     timed: list[Problem] = []
     empty = a_run()
 
-    def fake_bench(problem: Problem, index: int, *, peers: tuple[str, ...], rounds: int) -> Bench:
+    def fake_bench(
+        problem: Problem, index: int, *, peers: tuple[str, ...], rounds: int, sustained: bool
+    ) -> Bench:
         timed.append(problem)
         if len(timed) > 3:
             raise KeyboardInterrupt
-        return a_bench(problem, {name: SPEEDS[name] for name in (OURS, *peers)})
+        bench = a_bench(problem, {name: SPEEDS[name] for name in (OURS, *peers)})
+        return msgspec.structs.replace(bench, sustained=sustained)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(driver, "device_target", lambda index: None)
@@ -158,6 +161,17 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     monkeypatch.setattr(driver, "environment", lambda device: empty.environment)
     monkeypatch.setattr(driver, "run_bench", fake_bench)
     return timed
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_sustained_times_are_marked_as_such(run: Callable[..., Result], tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    result = run("bench", "--shape", SHAPE, "--no-peers", "--sustained", "--markdown", str(page))
+    assert "Each was timed alone, under sustained load." in " ".join(result.output.split())
+    assert "each contestant alone under sustained load, median of" in page.read_text()
+    plain = run("bench", "--shape", SHAPE, "--no-peers", "--markdown", str(page))
+    assert "sustained" not in plain.output
+    assert "contestants in turn, median of" in page.read_text()
 
 
 def test_given_baselines_replace_the_default_ones(fake_gpu: list[Problem]) -> None:

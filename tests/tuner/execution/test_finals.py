@@ -92,7 +92,7 @@ def timed(
     def measure_sustained(runs: list[object], _: object) -> tuple[Measurement, ...]:
         assert throttled
         asked.append((len(runs), SUSTAINED_SAMPLES))
-        return tuple(Measurement(ms, ms, ms, SUSTAINED_SAMPLES, True) for ms in again)
+        return tuple(Measurement(ms, ms, ms, SUSTAINED_SAMPLES) for ms in again)
 
     monkeypatch.setattr(timed_runs, "measure_interleaved", measure)
     monkeypatch.setattr(timed_runs, "measure_sustained", measure_sustained)

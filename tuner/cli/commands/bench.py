@@ -84,6 +84,11 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     show_default=True,
     help="Samples of each implementation.",
 )
+@click.option(
+    "--sustained",
+    is_flag=True,
+    help="Time each implementation alone, at the clock that its power allows.",
+)
 @_file_option(
     "against",
     "JSON file with speeds of other implementations from another run. The report compares with them.",
@@ -102,6 +107,7 @@ def command(
     peers: tuple[str, ...],
     no_peers: bool,
     rounds: int,
+    sustained: bool,
     against_file: Path | None,
     save_file: Path | None,
     load_file: Path | None,
@@ -111,6 +117,9 @@ def command(
     as_json: bool,
 ) -> None:
     """Time the selected kernels of shapes and other implementations, interleaved.
+
+    At its power limit, a GPU lowers its clock, and interleaved kernels have one clock. With --sustained each
+    has its own.
 
     GPU times are of CUDA-graph replays with a cold L2 cache. Host times are in a separate column. The time
     of a backward shape is that of the gradients alone, as autograd computes them. An implementation whose
@@ -136,7 +145,7 @@ def command(
             # Bench the kernels that a program gets. Programs name their database by this variable.
             os.environ["FLASHTUNE_DB"] = db
         listed, chosen = _all_problems(problems, grids), _chosen_peers(peers, no_peers)
-        request = BenchRequest(listed, device, chosen, rounds, command_line())
+        request = BenchRequest(listed, device, chosen, rounds, command_line(), sustained)
         run = _timed(request, figures, files, as_json)
     report = report_of(run, figures)
     if figures is not None and report.against is None:

@@ -48,7 +48,11 @@ def _made_by(run: BenchRun) -> Iterator[str]:
         f"triton {made.triton}, ptxas {made.ptxas},"
     )
     yield f"CUDA {peers.cuda}, cuDNN {peers.cudnn or 'none'}, flash-attn-4 {peers.flash_attn_4 or 'none'}."
-    yield f"GPU time of CUDA-graph replays with a cold L2, contestants in turn, median of {bench.rounds}."
+    if bench.sustained:
+        order = f"each contestant alone under sustained load, median of {bench.rounds} or more"
+    else:
+        order = f"contestants in turn, median of {bench.rounds}"
+    yield f"GPU time of CUDA-graph replays with a cold L2, {order}."
     yield "TFLOP/s count 4·B·H·Sq·Sk·D operations, half of them when causal. Host time is that of queueing"
     yield "one call. Error is the largest row error against a float64 reference, over what the gate allows."
     if any(one.problem.is_backward for one in run.benches):

@@ -147,6 +147,8 @@ def notes(bench: Bench) -> tuple[str, ...]:
     """Returns the notes under the table."""
     found = [f"{row.name} is {row.detail}." for row in bench.rows if row.detail]
     found += [f"{left.name} is left out: {_why(left)}." for left in bench.left_out]
+    if bench.sustained:
+        found.append("Each was timed alone, under sustained load.")
     if bench.throttled:
         found.append("The clock was held down while sampling: compare within this run alone.")
     return tuple(map(printable, found))
