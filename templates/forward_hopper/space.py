@@ -360,10 +360,14 @@ def _has_chunks_alone(problem: Problem) -> bool:
 def _usual_swizzle(problem: Problem) -> int:
     """Returns the default number of heads that are processed together; 0 for all.
 
-    Tiles of block masks share few keys, so that fewer heads are better.
+    Tiles of equal length need no other heads to balance programs. Those of one head share keys, so that the
+    fewest bytes pass from the L2 to the multiprocessors, which takes the least power. Tiles of block masks
+    share few keys, so that fewer heads are better.
     """
     if _is_in_one_order(problem) and not _has_chunks_alone(problem):
         return 0
+    if not problem.block_mask and problem.group_size == 1 and not tiles_differ(problem):
+        return 1
     if not problem.block_mask or problem.group_size > 1 or problem.sight.right is not None:
         return 4
     return 1 if problem.seqlen_kv > LONG else 2
