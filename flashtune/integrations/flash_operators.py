@@ -3,7 +3,7 @@
 SDPA's flash backend and `torch.nn.attention.varlen` call them. Tensors are [batch, seqlen, heads, head_dim],
 or [tokens, heads, head_dim] of packed sequences, or pages [pages, page_size, heads, head_dim] of keys. The
 causal mask is aligned bottom-right. The log-sum-exp is natural and float32, [batch, heads, seqlen_q] or
-[heads, tokens]. Outputs and gradients have the order of the inputs' dimensions in memory.
+[heads, tokens]. Outputs and gradients have the strides of the inputs, or are dense in the same order.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class FlashForward:
 
     name = "_flash_attention_forward"
     flags = 1
+    has_options = True
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
         """Returns the call, or None with dropout, a debug mask or options that change results otherwise."""
@@ -68,6 +69,7 @@ class FlashForwardInto:
 
     name = "_flash_attention_forward_no_dropout_inplace"
     flags = 2
+    has_options = True
 
     def __init__(self) -> None:
         self._forward = FlashForward()
@@ -113,9 +115,7 @@ class FlashBackward:
 
     def results(self, gradients: Gradients, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of query, key and value."""
-        layout, kv_layout = reading.call.options.layout, reading.call.options.kv_layout
-        dk, dv = _in_layout(gradients.dk, kv_layout), _in_layout(gradients.dv, kv_layout)
-        return _in_layout(gradients.dq, layout), dk, dv
+        return _in_layout(gradients.dq, reading.call.options.layout), gradients.dk, gradients.dv
 
 
 def _reading(
@@ -141,16 +141,12 @@ def _reading(
     }
     if starts_q is None:
         side = NO_EXTRA_INPUTS if lengths is None else ExtraInputs(seqlens_kv=lengths)
-        layout, kv_layout = _layout(q), _layout(k)
-        if not needs_grad:
-            kv_layout = kv_layout or "bshd"
-        elif kv_layout != _layout(v):
-            return None  # a gradient would have other strides
-        if table is not None or not layout or not kv_layout:
-            return None
+        layout = _layout(q)
+        if table is not None or not layout:
+            return None  # without a layout the output would have other strides
         usual = USUAL
-        found = Options(layout=layout, kv_layout=kv_layout, **mask)
-        q, k, v = _in_layout(q, layout), _in_layout(k, kv_layout), _in_layout(v, kv_layout)
+        found = Options(layout=layout, kv_layout="bshd", **mask)
+        q = _in_layout(q, layout)
     else:
         if not is_dense(q, (0, 1)):
             return None  # the output would have other strides

@@ -77,10 +77,12 @@ class ForwardOperator(Protocol):
     Attributes:
         name: Its name in the library `aten`.
         flags: The number of arguments after the fourth that are not numbers.
+        has_options: Whether calls differ by options, and by whether gradients are recorded.
     """
 
     name: str
     flags: int
+    has_options: bool
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any], /) -> Reading | None:
         """Returns the call, or None if flashtune does not compute such calls of the operator."""
@@ -130,14 +132,17 @@ def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
     ) -> Any:
         # These lines are the host time of calls that are passed on.
         given = None if other is None else (other.shape, other.stride(), other.dtype)
-        short = q.shape, k.shape, q.dtype, given, flags[skipped:]
+        exact = same_bits()
+        short: tuple[object, ...] = q.shape, k.shape, q.dtype, given, flags[skipped:], exact
+        if operator.has_options:
+            short = *short, torch.is_grad_enabled(), *_settings(options)
         if short in refused or (_disabled and threading.get_ident() in _disabled):
             return original(keyset, q, k, v, other, *flags, **options)
         args = q, k, v, other, *flags
         scale = options.get("scale")
         strides = q.stride(), k.stride(), v.stride()
         devices = q.device, k.device, v.device, None if other is None else other.device
-        key = short, strides, v.shape, k.dtype, v.dtype, devices, same_bits()
+        key = short, strides, v.shape, k.dtype, v.dtype, devices
         found = served.get(key)
         if found is not None and (scale is None or 0.0 <= scale <= MAX_FLOAT32):
             inputs = operator.inputs(q, k, v, other, found.options)
@@ -157,6 +162,13 @@ def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
         return operator.results(result, args, call.options)
 
     return override
+
+
+def _settings(options: dict[str, Any]) -> Iterator[object]:
+    """Yields the names and values of options, without the scale and the values of tensors."""
+    for name in sorted(options):
+        if name != "scale" and options[name] is not None:
+            yield name, options[name] if isinstance(options[name], int) else True
 
 
 def backward_override(operator: BackwardOperator, original: Kernel) -> Kernel:

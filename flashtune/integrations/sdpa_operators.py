@@ -43,6 +43,7 @@ class DenseForward:
     """
 
     flags = 0
+    has_options = False
 
     def __init__(self, name: str) -> None:
         self.name = name

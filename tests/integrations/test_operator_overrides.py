@@ -87,24 +87,49 @@ def test_results_of_flash_have_the_order_of_the_inputs(served: list[Tensor], ord
     reading = backward.read(arguments, {})
     assert reading is not None
     call = reading.call
-    assert call.options.layout == call.options.kv_layout == order
-    assert all(one.is_contiguous() for one in (call.q, call.k, call.v, *backward.saved(arguments, reading)))
+    assert call.options.layout == order
+    assert all(one.is_contiguous() for one in (call.q, *backward.saved(arguments, reading)))
     gradients = SimpleNamespace(dq=call.q, dk=call.k, dv=call.v)
     found = backward.results(gradients, reading)  # type: ignore[arg-type]
     for one, other in zip(found, (q, k, k), strict=True):
         assert (one.shape, one.stride()) == (other.shape, other.stride())
 
 
-def test_calls_of_flash_with_other_strides_are_passed_on() -> None:
+def test_a_refused_call_of_flash_refuses_no_other_kind(
+    served: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = torch.zeros(1, 16, 4, 32, dtype=torch.bfloat16)
+    given = q, q, q, None, None, 16, 16, 0.0, True, False
+    override = forward_override(FlashForward(), lambda *_, **__: "torch")
+    usual = deferred.kind_of
+
+    def kind_of(call: Call, *others: Any) -> Kind | None:
+        refused = Kind(None, None)
+        refused.is_refused, refused.count, refused.properties = True, None, ()
+        is_refused = call.options.window_left is not None or torch.is_grad_enabled()
+        return refused if is_refused else usual(call, *others)
+
+    monkeypatch.setattr(deferred, "kind_of", kind_of)
+    for _ in range(2):
+        with torch.enable_grad():
+            assert override(None, *given) == "torch"
+        with torch.no_grad():
+            assert override(None, *given, window_size_left=5) == "torch"
+    assert served == []
+    with torch.no_grad():
+        override(None, *given)
+    assert len(served) == 1
+
+
+def test_calls_of_flash_are_passed_on_if_the_output_would_have_other_strides() -> None:
     q = torch.zeros(1, 16, 4, 32, dtype=torch.bfloat16)
     mixed = torch.zeros(16, 4, 1, 32, dtype=torch.bfloat16).permute(2, 0, 1, 3)[:, :, :1].expand(1, 16, 4, 32)
     numbers = None, None, 16, 16, 0.0, False, False
     with torch.enable_grad():
         assert FlashForward().read((q, q, q, *numbers), {}) is not None
         assert FlashForward().read((mixed, q, q, *numbers), {}) is None
-        assert FlashForward().read((q, mixed, q, *numbers), {}) is None
-    with torch.no_grad():
-        assert FlashForward().read((q, mixed, q, *numbers), {}) is not None
+        # Gradients have the strides of each input.
+        assert FlashForward().read((q, mixed, mixed, *numbers), {}) is not None
 
 
 @pytest.mark.parametrize("name", [CUDNN, EFFICIENT])

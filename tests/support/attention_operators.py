@@ -137,7 +137,8 @@ class Originals:
         scale = options.get("scale")
         out, lse = by_definition(*tensors, causal=args[5], scale=scale, bottom_right=True)
         states = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
-        return out.transpose(1, 2).to(q.dtype).contiguous(), lse.float().contiguous(), *states, q.new_empty(0)
+        own = torch.empty_like(q[..., : v.shape[3]]).copy_(out.transpose(1, 2))
+        return own, lse.float().contiguous(), *states, q.new_empty(0)
 
     def flash_into(self, out: Tensor, *args: Any, **options: Any) -> Tensor:
         self.calls[FLASH_INTO] += 1
@@ -156,7 +157,8 @@ class Originals:
             scale=options.get("scale"),
             bottom_right=True,
         )
-        return tuple(one.transpose(1, 2) for one in found)
+        pairs = zip(args[:3], found, strict=True)
+        return tuple(torch.empty_like(own).copy_(one.transpose(1, 2)) for own, one in pairs)
 
 
 @contextmanager

@@ -240,8 +240,12 @@ def test_other_calls_are_passed_on_unchanged(originals: Originals, kind: str) ->
             assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def test_flash_attention_of_dense_tensors(originals: Originals) -> None:
-    given = tuple(one.transpose(1, 2) for one in tensors(20, 28))
+@pytest.mark.parametrize("heads_first", [(), (0,), (0, 1), (1, 2), (0, 1, 2)])
+def test_flash_attention_of_dense_tensors(originals: Originals, heads_first: tuple[int, ...]) -> None:
+    given = tuple(
+        one.contiguous().transpose(1, 2) if place in heads_first else one.transpose(1, 2).contiguous()
+        for place, one in enumerate(tensors(20, 28))
+    )
     for tensor in given:
         tensor.requires_grad_()
     out, lse, state, unused, _ = prepared(
@@ -262,6 +266,9 @@ def test_flash_attention_of_dense_tensors(originals: Originals) -> None:
         found, torch.autograd.grad(want.transpose(1, 2), given, dout.double()), strict=True
     ):
         close(one, other)
+    usual = torch.empty_like(given[0][..., : given[2].shape[3]])
+    for one, like in zip((out, *found), (usual, *given), strict=True):
+        assert (one.shape, one.stride()) == (like.shape, like.stride())
 
 
 STARTS = torch.tensor([0, 5, 5, 21], dtype=torch.int32)
