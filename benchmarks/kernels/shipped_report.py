@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from flashtune.core.errors import TableError
 from flashtune.core.problem import Causal, Direction, Problem
 from flashtune.core.record import Record
 from flashtune.db.table import shipped_table
@@ -51,17 +52,19 @@ def _selected(target: str) -> dict[Problem, Record]:
 
 
 def _shapes(target: str, problems: Sequence[Problem], selected: dict[Problem, Record]) -> Iterator[str]:
-    """The speed of each shape, and that over SDPA's fastest backend."""
+    """Yields the lines of a table: the speed of each shape, and that over SDPA's fastest backend."""
     yield _headline(target, selected, "SDPA's fastest backend")
     yield ""
     rows = []
     for problem in problems:
-        measured = selected[problem].measurement
-        assert measured is not None
+        record = selected.get(problem)
+        if record is None or record.measurement is None:
+            raise TableError(f"the table of {target} has no time of {problem.key}: search it")
+        measured = record.measurement
         peers = [peer.ms for peer in measured.peers if peer.name.startswith(SDPA)]
         ratio = f" ({min(peers) / measured.ms:.2f})" if peers else ""
         speed = f"{operations(problem) / measured.ms / 1e9:.0f}{ratio}"
-        rows.append((f"{title_of(problem)}, {lengths_of(problem)}", selected[problem].family, speed))
+        rows.append((f"{title_of(problem)}, {lengths_of(problem)}", record.family, speed))
     yield from table(("shape", "family", "speed"), rows)
 
 
@@ -75,7 +78,7 @@ def _headline(target: str, selected: dict[Problem, Record], peer: str) -> str:
 
 
 def _grids(target: str, selected: dict[Problem, Record]) -> Iterator[str]:
-    """The speed of each shape of the grids `paper` and `backward`, and that over cuDNN's."""
+    """Yields the lines of a table: the speed of each shape of two grids, and that over cuDNN's."""
     problems = [one for grid in ("paper", "backward") for one in grid_problems(grid) if one in selected]
     lines: dict[str, dict[int, str]] = {}
     for problem in problems:
@@ -96,4 +99,4 @@ def _cell(record: Record) -> str:
     assert record.measurement is not None
     ms = record.measurement.ms
     peers = {peer.name: peer.ms for peer in record.measurement.peers}
-    return f"{record.problem.nominal_flops() / ms / 1e9:.0f} ({peers[CUDNN] / ms:.2f})"
+    return f"{operations(record.problem) / ms / 1e9:.0f} ({peers[CUDNN] / ms:.2f})"

@@ -150,8 +150,8 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
     def nominal_flops(self) -> int:
         """Returns the nominal number of operations: 4·B·H·Sq·Sk·D, 2.5 times that backward, half if causal.
 
-        Reported TFLOP/s use it. With a window, chunks, a block mask or varlen sequences only visible pairs
-        count.
+        Reported TFLOP/s use it if all sequences have one length. With a window, chunks, a block mask or
+        varlen sequences only visible pairs count.
         """
         if any(FEATURES[feature].is_sparse for feature in self.features):
             return self.flops()

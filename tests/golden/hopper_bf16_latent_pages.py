@@ -572,7 +572,8 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
     grid, shapes, integers = launch_plan(*tensors)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     for parameter in decode_latent_hopper.params[-len(integers) :]:
-        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors.
+        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors. A decorator would
+        # change the digest of the kernel.
         parameter.do_not_specialize = True
     decode_latent_hopper[grid](
         *(descriptor for parts in descriptors(*tensors[:4]) for descriptor in parts),

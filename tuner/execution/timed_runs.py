@@ -32,8 +32,10 @@ ROUNDS = 21
 CLOSE = 1.03
 MORE_ROUNDS = 5
 MORE_MS = 3000.0
-# If the clock is held down, so many of the fastest are timed alone instead, each at its own clock.
+# If the clock is held down, so many of the fastest are timed alone instead, each at its own clock. Slower
+# launches than SUSTAINED_MS are not.
 SUSTAINED = 6
+SUSTAINED_MS = 50.0
 # Unfused attention needs 2.5 times the memory of its scores, and some for the mask.
 SCORE_COPIES = 3
 # Its gradients need more: probabilities in two types, and the gradients of probabilities and scores.
@@ -196,23 +198,25 @@ def _time_closest(
 ) -> tuple[Measurement, ...]:
     """Times the fastest candidates with more samples, and scales their times to the clock of `measured`.
 
-    They are interleaved, or, if the clock was held down, timed alone under sustained load.
+    They are interleaved, or, if the clock was held down, timed alone under sustained load. The fastest one
+    alone keeps its time in `measured`, because baselines were timed in the same run.
     """
     fastest = min((one.ms for one in measured), default=0.0)
     close = [number for number, one in enumerate(measured) if one.ms <= CLOSE * fastest]
-    held_down = any(one.throttled for one in measured)
-    if held_down:
+    if any(one.throttled for one in measured) and fastest <= SUSTAINED_MS:
         close = sorted(close, key=lambda number: measured[number].ms)[:SUSTAINED]
-    before = sum(measured[number].ms for number in close)
-    more = min(MORE_ROUNDS * rounds, int(MORE_MS / before)) if before else 0
-    if len(close) < 2 or more <= rounds:
-        return tuple(measured)
-    chosen = [runs[number] for number in close]
-    if held_down:
-        again = measure_sustained(chosen, device)
+        if len(close) < 2:
+            return tuple(measured)
+        again = measure_sustained([runs[number] for number in close], device)
+        before, best = min(zip(close, again, strict=True), key=lambda pair: pair[1].ms)
+        clock = measured[before].ms / best.ms
     else:
-        again = measure_interleaved(chosen, device, rounds=more)
-    clock = before / sum(one.ms for one in again)
+        total = sum(measured[number].ms for number in close)
+        more = min(MORE_ROUNDS * rounds, int(MORE_MS / total)) if total else 0
+        if len(close) < 2 or more <= rounds:
+            return tuple(measured)
+        again = measure_interleaved([runs[number] for number in close], device, rounds=more)
+        clock = total / sum(one.ms for one in again)
     found = list(measured)
     for number, one in zip(close, again, strict=True):
         throttled = one.throttled or measured[number].throttled

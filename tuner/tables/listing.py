@@ -58,7 +58,7 @@ def ranked(found: Iterable[Found]) -> tuple[Found, ...]:
 
 
 def tflops(record: Record) -> float | None:
-    """Returns TFLOP/s by `work.operations`: of 4·B·H·Sq·Sk·D operations, half of them for causal masks."""
+    """Returns TFLOP/s by `work.operations`; None without a time."""
     return operations(record.problem) / record.ms / 1e9 if record.ms else None
 
 

@@ -1019,7 +1019,8 @@ def attention(q, k, v, scale=None, *, bias):
     list_grid, list_integers = prologue_plan(q, k, v, out, bias)
     list_blocks[list_grid](scratch[0], scratch[-1], *list_integers, num_warps=1)
     for parameter in forward_hopper.params[-len(integers) :]:
-        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors.
+        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors. A decorator would
+        # change the digest of the kernel.
         parameter.do_not_specialize = True
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),

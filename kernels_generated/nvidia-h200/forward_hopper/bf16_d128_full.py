@@ -638,7 +638,8 @@ def attention(q, k, v, scale=None):
     grid, _, integers = launch_plan(q, k, v, out)
     tensors = (q, k, v, out)
     for parameter in forward_hopper.params[-len(integers) :]:
-        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors.
+        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors. A decorator would
+        # change the digest of the kernel.
         parameter.do_not_specialize = True
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),

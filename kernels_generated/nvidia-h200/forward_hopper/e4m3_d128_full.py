@@ -768,7 +768,8 @@ def attention(q, k, v, scale=None, q_scale=None, k_scale=None, v_scale=None):
     scales = [ones if factor is None else factor for factor in (q_scale, k_scale, v_scale)]
     tensors = (q, k, transposed, out)
     for parameter in forward_hopper.params[-len(integers) :]:
-        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors.
+        # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors. A decorator would
+        # change the digest of the kernel.
         parameter.do_not_specialize = True
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),

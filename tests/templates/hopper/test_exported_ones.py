@@ -17,7 +17,7 @@ from tests.problems import hopper, latent
 
 
 class OnGpu(torch.Tensor):
-    """A tensor in host memory that says that it is on a GPU."""
+    """A tensor in host memory with a true `is_cuda`."""
 
     is_cuda = True
 

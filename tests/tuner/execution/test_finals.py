@@ -118,9 +118,9 @@ def test_ties_get_more_samples_scaled_to_the_common_clock(
 
 
 def test_ties_are_timed_alone_if_the_clock_is_held_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Alone, the second has a higher clock than the first.
-    one, other, third = timed(monkeypatch, [1.0, 1.02, 1.05], [2.04, 2.0], throttled=True)
-    assert (one.ms, other.ms, third.ms) == pytest.approx((1.02, 1.0, 1.05))
+    # Alone, the second has a higher clock than the first, and keeps its time in the common run.
+    one, other, third = timed(monkeypatch, [1.0, 1.02, 1.05], [2.08, 2.0], throttled=True)
+    assert (one.ms, other.ms, third.ms) == pytest.approx((1.04 * 1.02, 1.02, 1.05))
     assert (one.samples, other.samples, third.samples) == (SUSTAINED_SAMPLES, SUSTAINED_SAMPLES, 21)
 
 
@@ -129,6 +129,10 @@ def test_only_the_fastest_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> No
     found = timed(monkeypatch, first, [1.0] * timed_runs.SUSTAINED, throttled=True)
     assert found[0].samples == 21
     assert {one.samples for one in found[1:]} == {SUSTAINED_SAMPLES}
+
+
+def test_slow_kernels_are_not_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [one.samples for one in timed(monkeypatch, [80.0, 80.0], [], throttled=True)] == [21, 21]
 
 
 def test_throttling_in_the_common_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,11 +53,19 @@ def test_sustained_launches_repeat_alone_in_both_orders(monkeypatch: pytest.Monk
     monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
     order: list[str] = []
     runs = [lambda: order.append("first"), lambda: order.append("second")]
-    found = timing.measure_sustained(runs, CPU, seconds=3.5)
+
+    def batch(launches: Sequence[timing.Run], _: torch.device) -> list[float]:
+        # The clock changes once in a period, after its first half.
+        is_early = len(order) % period < period // 2
+        for launch in launches:
+            launch()
+        return [2.0 if is_early else 1.0] * len(launches)
+
+    period = 4 * timing.BATCH
+    monkeypatch.setattr(timing, "_batch", batch)
+    found = timing.measure_sustained(runs, CPU, seconds=4.5)
     # The clock is read once before a period and once before each batch.
-    batches = 3
-    each = [timing.BATCH * batches] * 4
+    each = [period] * 4
     names = ["first", "second", "second", "first"]
     assert order == [name for name, count in zip(names, each, strict=True) for _ in range(count)]
-    # The first half of a period has another clock.
-    assert [one.samples for one in found] == [timing.BATCH * batches] * 2
+    assert [(one.samples, one.ms, one.p80) for one in found] == [(period, 1.0, 1.0)] * 2
