@@ -46,6 +46,7 @@ POLL_SECONDS = 0.2
 
 Progress = Callable[[str, int, int], None]
 Key = TypeVar("Key", bound=Hashable)
+Result = TypeVar("Result")
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -315,7 +316,9 @@ class Runs:
         """
         if not jobs or self.ended:
             return {}
-        pool = start()
+        pool = self._held(start)
+        if pool is None:
+            return {}
         try:
             futures = {key: pool.schedule(function, args=job, timeout=seconds) for key, job in jobs.items()}
             pending: set[Future[Any]] = set(futures.values())
@@ -331,14 +334,18 @@ class Runs:
 
     def _result(self, job: Future[Any]) -> tuple[str, Any] | None:
         """Returns why a job has no result, and its result; None after a held error."""
+        lost = self._held(lambda: failure(job))
+        return None if lost is None else (lost, None if lost else job.result())
+
+    def _held(self, call: Callable[[], Result]) -> Result | None:
+        """Returns the result of a call; None if it raised an error that is held."""
         try:
-            lost = failure(job)
+            return call()
         except Exception as error:
             if not self._holds_errors:
                 raise
             self.error = self.error or error
             return None
-        return lost, None if lost else job.result()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from flashtune.core.errors import VerificationError
+from flashtune.core.errors import MachineError, VerificationError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict
@@ -328,3 +328,15 @@ def test_slowest_interpreted_kernels_start_first(
     sizes = [task.problem.head_dim * getattr(task.config, "num_splits", 1) for task in begun]
     assert len(set(sizes)) > 2
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_failed_start_of_workers_is_held_so_that_results_can_be_stored() -> None:
+    def start() -> Any:
+        raise MachineError("no process can be started")
+
+    runs = Runs(hold_errors=True)
+    assert runs.run("checking", start, print, {"job": ()}, 1.0) == {}
+    assert isinstance(runs.error, MachineError)
+    assert runs.ended
+    with pytest.raises(MachineError, match="no process can be started"):
+        Runs().run("checking", start, print, {"job": ()}, 1.0)
