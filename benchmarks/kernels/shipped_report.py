@@ -20,15 +20,14 @@ from flashtune.tuner.bench.grids import grid_problems
 from flashtune.tuner.bench.peer_runs import CUDNN
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.cli.report.bench_terminal import lengths_of, title_of
+from flashtune.tuner.tables.listing import best_sdpa_ms, tflops
 from flashtune.tuner.workloads.shapes_file import read_shapes_file
-from flashtune.tuner.workloads.work import operations
 
 SCRIPT = "benchmarks/kernels/shipped_report.py"
 PLAIN = "nvidia-h100"
 FEATURES = "nvidia-h200"
 # Files of shapes, and the names of their tables.
 SHAPES = {"feature_shapes.txt": "shipped-features", "masked_shapes.txt": "shipped-masks"}
-SDPA = "sdpa-"
 
 
 def texts() -> dict[str, str]:
@@ -58,12 +57,11 @@ def _shapes(target: str, problems: Sequence[Problem], selected: dict[Problem, Re
     rows = []
     for problem in problems:
         record = selected.get(problem)
-        if record is None or record.measurement is None:
+        if record is None or record.ms is None:
             raise TableError(f"the table of {target} has no time of {problem.key}: search it")
-        measured = record.measurement
-        peers = [peer.ms for peer in measured.peers if peer.name.startswith(SDPA)]
-        ratio = f" ({min(peers) / measured.ms:.2f})" if peers else ""
-        speed = f"{operations(problem) / measured.ms / 1e9:.0f}{ratio}"
+        peer_ms = best_sdpa_ms(record)
+        ratio = f" ({peer_ms / record.ms:.2f})" if peer_ms else ""
+        speed = f"{tflops(record):.0f}{ratio}"
         rows.append((f"{title_of(problem)}, {lengths_of(problem)}", record.family, speed))
     yield from table(("shape", "family", "speed"), rows)
 
@@ -99,4 +97,4 @@ def _cell(record: Record) -> str:
     assert record.measurement is not None
     ms = record.measurement.ms
     peers = {peer.name: peer.ms for peer in record.measurement.peers}
-    return f"{operations(record.problem) / ms / 1e9:.0f} ({peers[CUDNN] / ms:.2f})"
+    return f"{tflops(record):.0f} ({peers[CUDNN] / ms:.2f})"

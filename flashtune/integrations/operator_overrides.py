@@ -132,8 +132,7 @@ def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
     ) -> Any:
         # These lines are the host time of calls that are passed on.
         given = None if other is None else (other.shape, other.stride(), other.dtype)
-        exact = same_bits()
-        short: tuple[object, ...] = q.shape, k.shape, q.dtype, given, flags[skipped:], exact
+        short: tuple[object, ...] = q.shape, k.shape, q.dtype, given, flags[skipped:], same_bits()
         if operator.has_options:
             short = *short, torch.is_grad_enabled(), *_settings(options)
         if short in refused or (_disabled and threading.get_ident() in _disabled):

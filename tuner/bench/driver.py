@@ -36,7 +36,8 @@ class BenchRequest(msgspec.Struct, frozen=True):
         peers: Baselines of the selected kernels.
         rounds: Samples of each contestant.
         command: The command line, for the report.
-        sustained: Whether each contestant is timed alone, under sustained load. `rounds` is ignored then.
+        sustained: Whether each contestant is timed alone, under sustained load, as often as it
+            can be in a fixed time. `rounds` then counts for the ceilings alone.
     """
 
     problems: tuple[Problem, ...]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated
 
 import msgspec
 
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Milliseconds, NonNegative, ShortText, Versions
-from flashtune.tuner.workloads.work import is_decode, kv_bytes
+from flashtune.tuner.workloads.work import Unit, is_decode, rate
 
 OURS = "flashtune"
 
@@ -143,21 +142,9 @@ class BenchRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy: Copy | None = None
 
 
-class Unit(enum.StrEnum):
-    """A unit of speed."""
-
-    TFLOPS = "TFLOP/s"
-    GBPS = "GB/s"
-
-
-def unit_of(problem: Problem) -> Unit:
-    """Returns the unit of a problem's speed."""
-    return Unit.GBPS if is_decode(problem) else Unit.TFLOPS
-
-
 def speed_of(problem: Problem, row: Row) -> float:
     """Returns a row's speed in the problem's unit."""
-    return kv_bytes(problem) / row.ms / 1e6 if is_decode(problem) else row.tflops
+    return rate(problem, row.ms)
 
 
 def decode_case(problem: Problem) -> str | None:

@@ -198,27 +198,41 @@ def _time_closest(
 ) -> tuple[Measurement, ...]:
     """Times the fastest candidates with more samples, and scales their times to the clock of `measured`.
 
-    They are interleaved, or, if the clock was held down, timed alone under sustained load. The fastest one
-    alone keeps its time in `measured`, because baselines were timed in the same run.
+    They are interleaved, or, if the clock was held down, timed alone.
     """
     fastest = min((one.ms for one in measured), default=0.0)
     close = [number for number, one in enumerate(measured) if one.ms <= CLOSE * fastest]
     if any(one.throttled for one in measured) and fastest <= SUSTAINED_MS:
-        close = sorted(close, key=lambda number: measured[number].ms)[:SUSTAINED]
-        if len(close) < 2:
-            return tuple(measured)
-        again = measure_sustained([runs[number] for number in close], device)
-        before, best = min(zip(close, again, strict=True), key=lambda pair: pair[1].ms)
-        clock = measured[before].ms / best.ms
-    else:
-        total = sum(measured[number].ms for number in close)
-        more = min(MORE_ROUNDS * rounds, int(MORE_MS / total)) if total else 0
-        if len(close) < 2 or more <= rounds:
-            return tuple(measured)
-        again = measure_interleaved([runs[number] for number in close], device, rounds=more)
-        clock = total / sum(one.ms for one in again)
+        close.sort(key=lambda number: measured[number].ms)
+        return _time_alone(runs, measured, close[:SUSTAINED], device)
+    before = sum(measured[number].ms for number in close)
+    more = min(MORE_ROUNDS * rounds, int(MORE_MS / before)) if before else 0
+    if len(close) < 2 or more <= rounds:
+        return tuple(measured)
+    again = measure_interleaved([runs[number] for number in close], device, rounds=more)
+    return _replaced(measured, close, again, before / sum(one.ms for one in again))
+
+
+def _time_alone(
+    runs: Sequence[Run], measured: Sequence[Measurement], close: Sequence[int], device: torch.device
+) -> tuple[Measurement, ...]:
+    """Times candidates under sustained load, and scales their times to the clock of `measured`.
+
+    The fastest of them keeps its time in `measured`, because baselines were timed in that run.
+    """
+    if len(close) < 2:
+        return tuple(measured)
+    again = measure_sustained([runs[number] for number in close], device)
+    number, best = min(zip(close, again, strict=True), key=lambda pair: pair[1].ms)
+    return _replaced(measured, close, again, measured[number].ms / best.ms)
+
+
+def _replaced(
+    measured: Sequence[Measurement], numbers: Sequence[int], again: Sequence[Measurement], clock: float
+) -> tuple[Measurement, ...]:
+    """Returns measurements with those of `numbers` replaced, their times multiplied by `clock`."""
     found = list(measured)
-    for number, one in zip(close, again, strict=True):
+    for number, one in zip(numbers, again, strict=True):
         throttled = one.throttled or measured[number].throttled
         found[number] = msgspec.structs.replace(
             one, ms=one.ms * clock, p20=one.p20 * clock, p80=one.p80 * clock, throttled=throttled

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from flashtune.core.canonical import shape_text
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.tuner.search.request import SearchResult
-from flashtune.tuner.workloads.work import is_decode, kv_bytes, operations
+from flashtune.tuner.workloads.work import rate, unit_of
 
 LABEL_WIDTH = 15
 
@@ -89,19 +89,16 @@ def _against(ms: float, best_ms: float) -> str:
 
 
 def describe_time(record: Record) -> str:
-    """Describes a record's time, its rate in TFLOP/s or, for decoding, GB/s, and whether it is predicted."""
+    """Describes a record's time, its speed in the problem's unit, and whether it is predicted."""
     if not record.ms:
         return "no time"
-    if is_decode(record.problem):
-        rate = f"{kv_bytes(record.problem) / record.ms * 1e-6:.0f} GB/s"
-    else:
-        rate = f"{operations(record.problem) / record.ms * 1e-9:.0f} TFLOP/s"
+    speed = f"{rate(record.problem, record.ms):.0f} {unit_of(record.problem)}"
     spread = ""
     measurement = record.measurement
     if measurement and measurement.samples:
         spread = f" ({measurement.p20:.4f} to {measurement.p80:.4f})"
     predicted = " predicted" if record.provenance is Provenance.PREDICTED else ""
-    return f"{record.ms:.4f} ms{spread}{predicted}, {rate}"
+    return f"{record.ms:.4f} ms{spread}{predicted}, {speed}"
 
 
 def _tried(result: SearchResult) -> str:

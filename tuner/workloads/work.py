@@ -1,7 +1,8 @@
-"""Floating-point operations and bytes of a problem with its usual lengths of sequences."""
+"""Operations, bytes and speed of a problem with its usual lengths of sequences."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 
 import msgspec
@@ -11,9 +12,26 @@ from flashtune.core.problem import Problem
 from flashtune.verification.lengths import is_ragged, usual_lengths
 
 
+class Unit(enum.StrEnum):
+    """A unit of speed."""
+
+    TFLOPS = "TFLOP/s"
+    GBPS = "GB/s"
+
+
 def is_decode(problem: Problem) -> bool:
     """Returns whether each head of a sequence has one query, so that most bytes are keys and values."""
     return problem.seqlen_q == 1 and not problem.is_backward
+
+
+def unit_of(problem: Problem) -> Unit:
+    """Returns the unit of a problem's speed."""
+    return Unit.GBPS if is_decode(problem) else Unit.TFLOPS
+
+
+def rate(problem: Problem, ms: float) -> float:
+    """Returns the speed of a run of `ms` milliseconds, in the problem's unit."""
+    return kv_bytes(problem) / ms / 1e6 if is_decode(problem) else operations(problem) / ms / 1e9
 
 
 def operations(problem: Problem) -> int:

@@ -112,7 +112,7 @@ def tensors(
     requires_grad: bool = False,
     heads_first: bool = False,
 ) -> Triple:
-    """Queries, keys and values, whose tokens precede heads in memory without `heads_first`."""
+    """Queries, keys and values. Tokens precede heads in memory, or heads tokens with `heads_first`."""
     generator = torch.Generator("cuda").manual_seed(seqlen_q)
 
     def normal(count: int, length: int) -> Tensor:

@@ -21,12 +21,13 @@ from flashtune.tuner.bench.driver import report_of
 from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
 from flashtune.tuner.bench.grids import case_of, grid_problems
 from flashtune.tuner.bench.peer_runs import FLEX, UNFUSED
-from flashtune.tuner.bench.results import OURS, LeftOut, Unit, unit_of
+from flashtune.tuner.bench.results import OURS, LeftOut
 from flashtune.tuner.cli.commands.bench import GRIDS
 from flashtune.tuner.cli.report.bench_markdown import markdown
 from flashtune.tuner.cli.report.bench_terminal import title_of
 from flashtune.tuner.execution import timed_runs
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
+from flashtune.tuner.workloads.work import Unit, unit_of
 from tests.support.unfused import unfused
 from tests.tuner.bench.bench_fakes import a_bench, a_run
 

@@ -87,7 +87,7 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
 @click.option(
     "--sustained",
     is_flag=True,
-    help="Time each implementation alone, at the clock that its power allows.",
+    help="Time each implementation alone, at the clock that its power allows, in place of --rounds.",
 )
 @_file_option(
     "against",

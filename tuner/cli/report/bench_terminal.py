@@ -18,13 +18,11 @@ from flashtune.tuner.bench.results import (
     Copy,
     LeftOut,
     Row,
-    Unit,
     speed_of,
-    unit_of,
 )
 from flashtune.tuner.bench.summary import Against
 from flashtune.tuner.cli.output import console, note, plain, printable
-from flashtune.tuner.workloads.work import is_decode
+from flashtune.tuner.workloads.work import Unit, is_decode, unit_of
 
 # Name of the ceilings in lists of contestants.
 CEILING = "matrix product"

@@ -39,7 +39,7 @@ def test_worker_compiles_a_kernel_without_a_gpu(scope: SearchTask) -> None:
 
 
 class FakePool:
-    """A pool without processes, whose start takes a while."""
+    """A pool without processes. Its start takes a while."""
 
     active = True
 
