@@ -32,9 +32,10 @@ ROUNDS = 21
 CLOSE = 1.03
 MORE_ROUNDS = 5
 MORE_MS = 3000.0
-# If the clock is held down, so many of the fastest are timed alone instead, each at its own clock. Slower
-# launches than SUSTAINED_MS are not.
+# If the clock is held down, or launches are as long as LONG_MS, which the power limit then slows in use, so
+# many of the fastest are timed alone instead, each at its own clock. Slower launches than SUSTAINED_MS are not.
 SUSTAINED = 6
+LONG_MS = 1.0
 SUSTAINED_MS = 50.0
 # Unfused attention needs 2.5 times the memory of its scores, and some for the mask.
 SCORE_COPIES = 3
@@ -198,11 +199,12 @@ def _time_closest(
 ) -> tuple[Measurement, ...]:
     """Times the fastest candidates with more samples, and scales their times to the clock of `measured`.
 
-    They are interleaved, or, if the clock was held down, timed alone.
+    They are interleaved, or, if the power limit matters, timed alone.
     """
     fastest = min((one.ms for one in measured), default=0.0)
     close = [number for number, one in enumerate(measured) if one.ms <= CLOSE * fastest]
-    if any(one.throttled for one in measured) and fastest <= SUSTAINED_MS:
+    is_limited = fastest >= LONG_MS or any(one.throttled for one in measured)
+    if is_limited and fastest <= SUSTAINED_MS:
         close.sort(key=lambda number: measured[number].ms)
         return _time_alone(runs, measured, close[:SUSTAINED], device)
     before = sum(measured[number].ms for number in close)

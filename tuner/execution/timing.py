@@ -31,7 +31,7 @@ BATCH = 8
 THROTTLED_DRIFT = 1.05
 REFERENCE_SIDE = 4096
 # A launch repeats for this time, in seconds. Under a power limit its clock settles in the first half.
-SUSTAINED_SECONDS = 0.3
+SUSTAINED_SECONDS = 0.6
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -73,11 +73,17 @@ SUSTAINED_SAMPLES = 7
 
 
 def timed(
-    monkeypatch: pytest.MonkeyPatch, first: list[float], again: list[float], *, throttled: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    first: list[float],
+    again: list[float],
+    *,
+    throttled: bool = False,
+    alone: bool = False,
 ) -> list[Measurement]:
     """Finals of candidates that take so long each, beside a peer, and again those of them that run on.
 
-    `throttled` is whether the clock was held down in the common run. Later runs are then sustained ones.
+    `throttled` is whether the clock was held down in the common run. Later runs are then sustained ones, and
+    also if `alone`.
     """
     asked: list[tuple[int, int]] = []
 
@@ -90,7 +96,7 @@ def timed(
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
 
     def measure_sustained(runs: list[object], _: object) -> tuple[Measurement, ...]:
-        assert throttled
+        assert throttled or alone
         asked.append((len(runs), SUSTAINED_SAMPLES))
         return tuple(Measurement(ms, ms, ms, SUSTAINED_SAMPLES) for ms in again)
 
@@ -101,7 +107,7 @@ def timed(
     family, target, cpu = find_family("forward_q_outer"), find_target("h200"), torch.device("cpu")
     candidates = (Candidate(family.name, family.default(PROBLEM, target)),) * len(first)
     found = timed_runs.run_finals(PROBLEM, candidates, Specialization(), target, cpu)
-    rounds = SUSTAINED_SAMPLES if throttled else found[0].samples
+    rounds = SUSTAINED_SAMPLES if throttled or alone else found[0].samples
     assert asked[1:] == ([(len(again), rounds)] if again else [])
     assert all([(peer.name, peer.ms) for peer in one.peers] == [("peer", 9.0)] for one in found)
     return list(found)
@@ -111,9 +117,9 @@ def test_ties_get_more_samples_scaled_to_the_common_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The second and the first change places, at half the clock; the third was too far behind.
-    one, other, third = timed(monkeypatch, [1.0, 1.02, 1.05], [2.04, 2.0])
-    assert (one.ms, other.ms, third.ms) == pytest.approx((1.02, 1.0, 1.05))
-    assert (one.p20, other.p80) == pytest.approx((1.02, 1.0))
+    one, other, third = timed(monkeypatch, [0.5, 0.51, 0.525], [1.02, 1.0])
+    assert (one.ms, other.ms, third.ms) == pytest.approx((0.51, 0.5, 0.525))
+    assert (one.p20, other.p80) == pytest.approx((0.51, 0.5))
     assert (one.samples, other.samples, third.samples) == (105, 105, 21)
 
 
@@ -122,6 +128,11 @@ def test_ties_are_timed_alone_if_the_clock_is_held_down(monkeypatch: pytest.Monk
     one, other, third = timed(monkeypatch, [1.0, 1.02, 1.05], [2.08, 2.0], throttled=True)
     assert (one.ms, other.ms, third.ms) == pytest.approx((1.04 * 1.02, 1.02, 1.05))
     assert (one.samples, other.samples, third.samples) == (SUSTAINED_SAMPLES, SUSTAINED_SAMPLES, 21)
+
+
+def test_long_kernels_are_timed_alone_at_any_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = timed(monkeypatch, [3.0, 3.06], [3.3, 3.0], alone=True)
+    assert (one.ms, other.ms) == pytest.approx((1.1 * 3.06, 3.06))
 
 
 def test_only_the_fastest_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +153,7 @@ def test_throttling_in_the_common_run_is_reported(monkeypatch: pytest.MonkeyPatc
 def test_clear_winners_and_slow_kernels_get_no_more_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.samples for one in timed(monkeypatch, [1.0, 1.05], [])] == [21, 21]
     assert [one.samples for one in timed(monkeypatch, [100.0, 101.0], [])] == [21, 21]
-    assert [one.samples for one in timed(monkeypatch, [30.0, 30.0], [30.0, 30.0])] == [50, 50]
+    assert [one.samples for one in timed(monkeypatch, [60.0, 60.0], [60.0, 60.0])] == [25, 25]
 
 
 MASKED = msgspec.structs.replace(
@@ -183,17 +194,17 @@ class SharedFinals:
 
 
 def test_eligible_kernels_and_sdpa_are_timed_with_shared_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = SharedFinals(monkeypatch, [1.1, 1.0, 1.5, 1.0])
+    made = SharedFinals(monkeypatch, [0.55, 0.5, 0.75, 0.5])
     monkeypatch.setattr(timed_runs, "MORE_MS", 0.0)
     found = made.run(MASKED)
     # Times of the first and the third can be told from the fastest ones.
     assert [bool(one.shared) for one in found] == [False, True, False, True]
     for one in (found[1], found[3]):
-        assert one.ms == 1.0
+        assert one.ms == 0.5
         assert [peer.name for peer in one.peers] == ["sdpa-math", "unfused"]
         # The peer's times are numbered by run.
         assert one.shared == tuple(
-            SharedTime(way, 0.5, (PeerTime("sdpa-math", 4.0 + number),))
+            SharedTime(way, 0.25, (PeerTime("sdpa-math", 4.0 + number),))
             for number, way in enumerate(MaskSharing)
         )
     assert [len(run) for run in made.masks] == [4, 2, 2, 2, 2]
