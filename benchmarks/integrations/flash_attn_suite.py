@@ -2,7 +2,7 @@
 
     python -m benchmarks.integrations.flash_attn_suite FOLDER --version 2 --workers 8 --out FILE
 
-FOLDER has files of the repository Dao-AILab/flash-attention, at their places there:
+FOLDER has files of the repository Dao-AILab/flash-attention at commit 0251105a2fb1, at their places there:
 
 - version 2: `tests/test_flash_attn.py`.
 - version 3: `hopper/test_flash_attn.py`, `hopper/test_util.py` and `hopper/padding.py`.
