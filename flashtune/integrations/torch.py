@@ -112,8 +112,42 @@ class Activation:
             deactivate()
 
 
+class RegisteredNames:
+    """Names in torch's registry of FlashAttention implementations, the first of them active.
+
+    `remove` restores their earlier implementations and the one that was active before.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Registers flashtune under the names."""
+        # The registry has no public way to read an implementation.
+        self._registered = vars(torch_attention._registry)["_FLASH_ATTENTION_IMPLS"]
+        self._earlier = {name: self._registered.get(name) for name in names}
+        self._active = torch_attention.current_flash_attention_impl()
+        try:
+            for name in names:
+                torch_attention.register_flash_attention_impl(name, register_fn=_register_flash)
+            torch_attention.activate_flash_attention_impl(names[0])
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Restores the registry."""
+        was_active = torch_attention.current_flash_attention_impl() in self._earlier
+        if was_active:
+            torch_attention.restore_flash_attention_impl()
+        for name, earlier in self._earlier.items():
+            if earlier is None:
+                self._registered.pop(name, None)
+            else:
+                torch_attention.register_flash_attention_impl(name, register_fn=earlier)
+        if was_active and self._active in self._registered:
+            torch_attention.activate_flash_attention_impl(self._active)
+
+
 _dense: Overrides | None = None
-_names: tuple[str, ...] = ()
+_names: RegisteredNames | None = None
 
 
 def activate(*, names: Sequence[str] = ("flashtune",)) -> Activation:
@@ -140,13 +174,11 @@ def activate(*, names: Sequence[str] = ("flashtune",)) -> Activation:
             raise UsageError("names is empty: pass at least one, such as ('flashtune',)")
         dense = Overrides(FORWARD, BACKWARD, KEY)
         try:
-            for name in names:
-                torch_attention.register_flash_attention_impl(name, register_fn=_register_flash)
-            torch_attention.activate_flash_attention_impl(names[0])
+            registered = RegisteredNames(names)
         except BaseException:
             dense.remove()
             raise
-        _dense, _names = dense, tuple(names)
+        _dense, _names = dense, registered
         warm_up()
         return Activation(began=True)
 
@@ -158,12 +190,11 @@ def deactivate() -> None:
     """
     global _dense, _names
     with _changing:
-        if _dense is None:
+        if _dense is None or _names is None:
             return
         _dense.remove()
-        if torch_attention.current_flash_attention_impl() in _names:
-            torch_attention.restore_flash_attention_impl()
-        _dense, _names = None, ()
+        _names.remove()
+        _dense = _names = None
         forget()
 
 

@@ -99,7 +99,8 @@ def test_the_context_ends_with_an_error(originals: Originals) -> None:
 def test_another_name_is_taken(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import _registry
 
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(_registry._FLASH_ATTENTION_IMPLS))
+    registered = dict(_registry._FLASH_ATTENTION_IMPLS)
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(registered))
     integration.activate(names=("FA3", "flashtune"))
     assert torch_attention.current_flash_attention_impl() == "FA3"
     # As torchtitan does.
@@ -107,6 +108,7 @@ def test_another_name_is_taken(originals: Originals, monkeypatch: pytest.MonkeyP
     assert set(overridden().values()) == {True}
     integration.deactivate()
     assert set(overridden().values()) == {False}
+    assert registered == _registry._FLASH_ATTENTION_IMPLS
     with pytest.raises(UsageError, match="names is empty"):
         integration.activate(names=())
 
@@ -128,6 +130,33 @@ def test_another_implementation_is_left_alone(originals: Originals, monkeypatch:
     integration.deactivate()
     assert torch_attention.current_flash_attention_impl() == "other"
     _registry._FLASH_ATTENTION_ACTIVE = None
+
+
+@pytest.mark.parametrize("names", [("FA3",), ("flashtune", "FA3"), ("flashtune",)])
+def test_the_implementation_from_before_returns(
+    originals: Originals, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    from torch.nn.attention import _registry
+
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {})
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
+    changes: list[str] = []
+
+    class Handle:
+        def __init__(self) -> None:
+            changes.append("added")
+
+        def remove(self) -> None:
+            changes.append("removed")
+
+    torch_attention.register_flash_attention_impl("FA3", register_fn=Handle)
+    torch_attention.activate_flash_attention_impl("FA3")
+    with integration.activate(names=names):
+        assert torch_attention.current_flash_attention_impl() == names[0]
+        assert changes == ["added", "removed"]
+    assert _registry._FLASH_ATTENTION_IMPLS == {"FA3": Handle}
+    assert torch_attention.current_flash_attention_impl() == "FA3"
+    assert changes == ["added", "removed", "added"]
 
 
 def test_a_thousand_activations_leave_nothing(originals: Originals) -> None:

@@ -60,6 +60,9 @@ def attend_sequences(
 
     Returns:
         The output in q's shape, and the log-sum-exp. Tokens that do not count get zeros and -inf.
+
+    Raises:
+        UnsupportedError: Queries of 8 bits go with `qv`.
     """
     if qv is not None:
         with torch.no_grad():
@@ -117,6 +120,9 @@ def attend_cache(
         qv: As in `attend_sequences`.
         descales: Factors of 8-bit inputs.
         wants_lse: Whether to return the log-sum-exp.
+
+    Raises:
+        UnsupportedError: Queries of 8 bits go with `qv`.
     """
     with torch.no_grad():
         if not queries.is_whole:
@@ -135,6 +141,8 @@ def attend_cache(
                 wants_lse=wants_lse,
             )
             return _in_place(out, lse, q, queries, how)
+        if qv is not None and q.dtype.itemsize == 1:
+            raise UnsupportedError("qv is for queries of 16 bits, in flash_attn too: convert q, k, v and qv")
         pages = None if skipped is not None or qv is not None else caches.kernel_pages(cache)
         latent = 0
         if pages is None:

@@ -32,6 +32,10 @@ HIGH_SINK, LOW_SINK = 11.0, -1e4
 # Shares of keys, of blocks with a few rows, and of rows that a bias hides.
 HIDDEN_KEYS, HIDDEN_BLOCKS, HIDDEN_ROWS = 0.2, 0.3, 0.08
 ROWS_OF_A_BLOCK = 16
+# Regions of a bias, in rows and in blocks of keys. Of every second one, so many are hidden and so many are
+# visible in full. Kernels that classify tiles find empty and full ones there.
+ROWS_OF_A_REGION, BLOCKS_OF_A_REGION = 256, 3
+HIDDEN_REGIONS, FULL_REGIONS = 0.35, 0.45
 # Share of visible blocks of a block mask, and shares of its lists without any block and with all blocks.
 VISIBLE_BLOCKS, EMPTY_LISTS, FULL_LISTS = 0.5, 0.1, 0.2
 # Largest bias in elements. Beyond, sequences share one bias, and then heads do.
@@ -105,7 +109,8 @@ def _slopes(draw: Draw) -> dict[str, Tensor]:
 def _bias(draw: Draw) -> dict[str, Tensor]:
     """Returns a bias [batch, heads, seqlen_q, seqlen_kv]. Large ones are broadcast with a stride of zero.
 
-    False or -inf hides random keys, random blocks of keys and rows, and random rows.
+    False or -inf hides random keys, random blocks of keys and rows, random rows, and random regions. Other
+    regions are visible in full: True, or a bias of zero.
     """
     probe, problem, _, block, generator = draw
     pairs = problem.seqlen_q * problem.seqlen_kv
@@ -126,13 +131,29 @@ def _bias(draw: Draw) -> dict[str, Tensor]:
     seen = blocks.expand(-1, -1, -1, ROWS_OF_A_BLOCK, -1, block).flatten(4, 5).flatten(2, 3).contiguous()
     seen = seen[:, :, : shape[2], : shape[3]].mul_(kept(HIDDEN_KEYS, *shape))
     seen.mul_(kept(HIDDEN_ROWS, batch, heads, shape[2], 1))
+    is_full, is_hidden = _regions(drawn, shape, block * BLOCKS_OF_A_REGION)
+    seen.masked_fill_(is_full, 1.0).masked_fill_(is_hidden, 0.0)
     full = (problem.batch, problem.heads, *shape[2:])
     if problem.bias is Bias.BOOLEAN:
         return {"bias": seen.bool().expand(full)}
     size = 1.5 if probe in LOUD else 0.1
     normal = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-    bias = normal.mul_(size).add_(seen.log_())
+    bias = normal.mul_(size).masked_fill_(is_full, 0.0).add_(seen.log_())
     return {"bias": bias.to(TORCH_DTYPES[problem.dtype]).expand(full)}
+
+
+def _regions(
+    drawn: Callable[..., Tensor], shape: tuple[int, int, int, int], width: int
+) -> tuple[Tensor, Tensor]:
+    """Returns which elements of a bias are in regions that are visible in full, and which in hidden ones."""
+    rows, columns = -(-shape[2] // ROWS_OF_A_REGION), -(-shape[3] // width)
+    share = drawn(*shape[:2], rows, columns)
+    # Neighbours of these regions, and the first region, are in neither.
+    number = torch.arange(rows, device=share.device)[:, None] + torch.arange(columns, device=share.device)
+    share.masked_fill_(number % 2 == 0, FULL_REGIONS)
+    share = share[:, :, :, None, :, None].expand(-1, -1, -1, ROWS_OF_A_REGION, -1, width)
+    share = share.flatten(4, 5).flatten(2, 3)[:, :, : shape[2], : shape[3]]
+    return share < FULL_REGIONS, share > 1.0 - HIDDEN_REGIONS
 
 
 def _sinks(draw: Draw) -> dict[str, Tensor]:

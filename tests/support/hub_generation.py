@@ -1,0 +1,160 @@
+"""Generation by transformers through a kernel package in a new process.
+
+Transformers imports the attention functions of one package for the whole process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.support.transformers_models import VOCABULARY, model_of
+
+ROOT = Path(__file__).parents[2]
+# Continuous batching decodes from pages only if a digit follows "flash" in the name.
+PAGED = "org/flashtune-fa2"
+NAME = "org/flashtune"
+NEW_TOKENS = 8
+LENGTHS = (21, 5, 34)
+
+
+class Generation(NamedTuple):
+    """What a process found.
+
+    Attributes:
+        origins: Files of the functions that transformers calls.
+        calls: Names of arguments that transformers passed, for each function that it called.
+        lengths: Generated tokens of each prompt.
+        slack: The most that the best token's logit exceeds a chosen one's, in standard deviations of logits.
+        served: Calls that a kernel computed.
+        by_torch: Calls that torch computed.
+    """
+
+    origins: list[str]
+    calls: dict[str, list[str]]
+    lengths: list[int]
+    slack: float
+    served: int
+    by_torch: int
+
+
+def generation_of(package: Path, name: str, device: str, dtype: str, head_dim: int, page: int) -> Generation:
+    """Returns what a new process found. With a page size of 0, it generates without continuous batching."""
+    environment = {**os.environ, "LOCAL_KERNELS": f"{name}={package}", "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONSAFEPATH", None)
+    if device == "cpu":
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    program = [sys.executable, "-m", "tests.support.hub_generation", name, device, dtype]
+    done = subprocess.run(
+        [*program, str(head_dim), str(page)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Generation(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def imported() -> Any:
+    """Returns transformers, which takes any version of `kernels` here. It imports `kernels` after this."""
+    import transformers
+    from transformers.utils import import_utils
+
+    if not import_utils.is_kernels_available():
+        # Transformers 5.23 asks for a newer version than pip finds.
+        for module in (import_utils, transformers.utils):
+            module.is_kernels_available = lambda *_: True
+    return transformers
+
+
+def record(flash: Any, calls: dict[str, list[str]]) -> list[str]:
+    """Returns the files of the functions that transformers calls, and records the arguments of their calls."""
+    origins = []
+    for name in ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn"):
+        function = getattr(flash, name)
+        inner = inspect.unwrap(function)
+        origins.append(inspect.getfile(inner))
+
+        def called(*tensors: Any, function: Any = function, inner: Any = inner, **options: Any) -> Any:
+            given = inspect.signature(inner).bind(*tensors, **options).arguments
+            calls[inner.__name__] = sorted(key for key, value in given.items() if value is not None)
+            return function(*tensors, **options)
+
+        setattr(flash, name, called)
+    return origins
+
+
+def slack_of(reference: Any, rows: list[tuple[list[int], list[int]]]) -> float:
+    """Returns the slack of generated tokens by a model; see `Generation`."""
+    most = 0.0
+    for prompt, tokens in rows:
+        with torch.no_grad():
+            logits = reference(input_ids=torch.tensor([prompt + tokens])).logits[0].double()
+        chosen = logits[len(prompt) - 1 : -1]
+        apart = chosen.max(-1).values - chosen.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        most = max(most, float((apart / chosen.std(-1)).max()))
+    return most
+
+
+def pages_on_the_cpu(transformers: Any) -> None:
+    """Lets continuous batching decode from pages on the CPU too."""
+    from transformers.generation.continuous_batching import initialization
+
+    del transformers
+    initialization.ensure_decode_fast_path_is_available = lambda *_args, **_options: None
+
+
+def main() -> None:
+    """Prints a `Generation` as JSON."""
+    name, device, kind, head_dim, page = sys.argv[1:]
+    transformers = imported()
+    from transformers import modeling_flash_attention_utils as flash
+
+    changes = {"head_dim": int(head_dim)}
+    dtype = getattr(torch, kind)
+    model = model_of(transformers, "llama", name, device, dtype, **changes)
+    found: dict[str, list[str]] = {}
+    package = inspect.unwrap(flash._flash_fn).__globals__
+    origins = record(flash, found)
+    kernels: list[bool] = []
+    find = package["find"]
+    package["find"] = lambda call: kernels.append((entry := find(call)) is not None) or entry
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    warnings.filterwarnings("ignore", message="no kernel of this package")
+    if int(page):
+        if device == "cpu":
+            pages_on_the_cpu(transformers)
+        batching = transformers.ContinuousBatchingConfig(
+            page_size=int(page), num_blocks=64, max_batch_tokens=48
+        )
+        results = model.generate_batch(
+            prompts,
+            generation_config=transformers.GenerationConfig(**options, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=batching,
+        )
+        made = [result.generated_tokens for result in results.values()]
+    else:
+        made = [
+            model.generate(torch.tensor([prompt], device=device), **options)[0, len(prompt) :].tolist()
+            for prompt in prompts
+        ]
+    # The weights of the model, which its type may have rounded.
+    reference = model_of(transformers, "llama", "sdpa", **changes)
+    reference.load_state_dict({key: value.float().cpu() for key, value in model.state_dict().items()})
+    rows = list(zip(prompts, made, strict=True))
+    slack = slack_of(reference, rows)
+    generation = Generation(
+        origins, found, [*map(len, made)], slack, sum(kernels), len(kernels) - sum(kernels)
+    )
+    print(json.dumps(generation._asdict()))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
