@@ -24,7 +24,7 @@ LENGTHS = (64, 512, 4096)
 # beyond this many multiply-adds of a thread.
 MAX_UNROLLED = 4096
 DTYPES = (Dtype.BF16, Dtype.BF16, Dtype.FP16, Dtype.FP16, Dtype.FP32)
-# Features for families without plain attention.
+# Features. Families leave out those that they do not compute.
 FEATURES: tuple[dict[str, Any], ...] = (
     {"window_left": 256},
     {"window_left": 256, "sink_tokens": 4, "sinks": True},
@@ -115,8 +115,8 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     """Returns a point, or None if the family or its space has none."""
     problem = _draw_problem(draw, family)
     if _takes_queries(family, target):
-        if not _is_plain(family, target):
-            problem = msgspec.structs.replace(problem, **draw.choice(FEATURES))
+        plain = ({},) if _is_plain(family, target) else ()
+        problem = msgspec.structs.replace(problem, **draw.choice((*plain, *FEATURES)))
     else:
         problem = msgspec.structs.replace(problem, **draw.choice(({}, *FEATURES)))
         problem = msgspec.structs.replace(problem, **draw.choice(DECODED))

@@ -1,0 +1,46 @@
+"""Tests of the extra inputs that a check draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtune.core.problem import Bias, Problem
+from flashtune.tuner.workloads.shapes import parse_shape
+from flashtune.verification.inputs.side_inputs import make_side
+from flashtune.verification.lengths import equal_lengths
+from flashtune.verification.probes import Probe
+
+ROWS, KEYS = 128, 64
+
+
+def tiles(problem: Problem) -> torch.Tensor:
+    """Which elements of a drawn bias change nothing, and which hide keys, of each tile."""
+    bias = make_side(
+        Probe.RANDOM, problem, equal_lengths(problem), KEYS, torch.Generator().manual_seed(0)
+    ).bias
+    assert bias is not None
+    seen = bias if problem.bias is Bias.BOOLEAN else bias == 0
+    hidden = ~bias if problem.bias is Bias.BOOLEAN else bias == -torch.inf
+    both = torch.stack((seen, hidden))
+    return both.unflatten(4, (-1, KEYS)).unflatten(3, (-1, ROWS)).transpose(4, 5).flatten(5)
+
+
+@pytest.mark.parametrize("bias", ["boolean", "additive"])
+def test_some_tiles_of_a_mask_are_empty_and_some_full(bias: str) -> None:
+    (problem,) = parse_shape(f"heads=4,seqlen=1024,head_dim=128,batch=2,bias={bias}")
+    is_full, is_empty = tiles(problem).all(-1)
+    assert is_full.float().mean() > 0.1
+    assert is_empty.float().mean() > 0.1
+    assert (~is_full & ~is_empty).float().mean() > 0.4
+    # The first keys have partial tiles in each head, so that no head is hidden or plain as a whole.
+    assert not (is_full | is_empty)[:, :, :2, 0].all(-1).any()
+
+
+@pytest.mark.parametrize("bias", ["boolean", "additive"])
+def test_full_and_empty_tiles_follow_each_other(bias: str) -> None:
+    (problem,) = parse_shape(f"heads=4,seqlen=1024,head_dim=128,batch=2,bias={bias}")
+    is_full, is_empty = tiles(problem).all(-1)
+    for kind in (is_full, is_empty):
+        assert (kind[..., 1:] & kind[..., :-1]).any(), "several tiles in a row"
+        assert (kind[..., 1:] & ~kind[..., :-1]).any(), "after a partial one"
