@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashtune.core.errors import UsageError
 
@@ -25,7 +25,7 @@ def host_library(
         distribution: Name of the package, if it is not that of the module.
 
     Raises:
-        UsageError: The library is missing, too old or too new.
+        UsageError: The library is missing, too old or too new, or lacks the module.
     """
     package = distribution or module.partition(".")[0]
     needed = f"{package} >= {least}" + ("" if below is None else f", < {below}")
@@ -39,7 +39,35 @@ def host_library(
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        # The package is there, and its oldest version that works has this module.
+        if "." in (error.name or "") and f"{module}.".startswith(f"{error.name}."):
+            raise _too_new(package, found, error.name, least) from error
         raise UsageError(f"{module} cannot be imported ({error}): install {needed}") from error
+
+
+def host_attribute(module: str, name: str, least: str, below: str | None = None) -> Any:
+    """Returns a class, function or constant of another library, whose module is imported now.
+
+    Args:
+        module: Name of the module, whose first part names the package.
+        name: Name in the module.
+        least: The oldest version that works.
+        below: The first version that does not work any more. None if there is none.
+
+    Raises:
+        UsageError: The library is missing, too old or too new, or lacks the name.
+    """
+    found = host_library(module, least, below)
+    try:
+        return getattr(found, name)
+    except AttributeError as error:
+        package = module.partition(".")[0]
+        raise _too_new(package, metadata.version(package), f"{module}.{name}", least) from error
+
+
+def _too_new(package: str, found: str, missing: str | None, least: str) -> UsageError:
+    """Returns the error about a name that was there in the oldest version that works."""
+    return UsageError(f"{package} {found} has no {missing}: install {package} {least} or a newer flashtune")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Registers flashtune as an attention backend of SGLang.
 
-SGLang calls `register` in each of its processes, by an entry point of the group `sglang.srt.plugins`. The
+SGLang calls `plugin` in each of its processes, by an entry point of the group `sglang.srt.plugins`. The
 backend is then selected by name:
 
     python -m sglang.launch_server --model-path MODEL --attention-backend flashtune --page-size 64
@@ -11,20 +11,33 @@ result. The number of splits of the keys depends on the batch and its longest se
 
 from __future__ import annotations
 
-from flashtune.integrations.host_library import host_library
+from flashtune.core.errors import UsageError
+from flashtune.core.notices import warn_once
+from flashtune.integrations.host_library import host_attribute
 from flashtune.integrations.sglang_backend import LEAST, make_backend
 
 NAME = "flashtune"
+CHOICES = "sglang.srt.arg_groups.choices"
+REGISTRY = "sglang.srt.layers.attention.attention_registry"
 
 
 def register() -> None:
     """Registers the backend and its name for `--attention-backend`. A repeated call changes nothing.
 
     Raises:
-        UsageError: SGLang is missing or too old.
+        UsageError: SGLang is missing, too old or too new.
     """
-    choices = host_library("sglang.srt.arg_groups.choices", LEAST)
-    registry = host_library("sglang.srt.layers.attention.attention_registry", LEAST)
-    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.add_attention_backend_choices([NAME])
-    registry.register_attention_backend(NAME)(make_backend)
+    names = host_attribute(CHOICES, "ATTENTION_BACKEND_CHOICES", LEAST)
+    add_names = host_attribute(CHOICES, "add_attention_backend_choices", LEAST)
+    register_backend = host_attribute(REGISTRY, "register_attention_backend", LEAST)
+    if NAME not in names:
+        add_names([NAME])
+    register_backend(NAME)(make_backend)
+
+
+def plugin() -> None:
+    """Registers the backend, or warns: an error here would stop all servers of an unsupported SGLang."""
+    try:
+        register()
+    except UsageError as error:
+        warn_once("sglang", f"sglang has no attention backend {NAME}: {error}")

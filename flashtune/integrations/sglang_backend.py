@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import PAGE_SIZES
-from flashtune.integrations.host_library import host_library
+from flashtune.integrations.host_library import host_attribute
 from flashtune.integrations.paged_batch import (
     PagedBatch,
     cache_call,
@@ -40,7 +40,7 @@ BOTH_WAYS = ("encoder_only", "decoder_bidirectional")
 @functools.cache
 def backend_class() -> Any:
     """Returns the subclass that extends SGLang's class."""
-    base = host_library("sglang.srt.layers.attention.base_attn_backend", LEAST).AttentionBackend
+    base = host_attribute("sglang.srt.layers.attention.base_attn_backend", "AttentionBackend", LEAST)
     return type(base)("Backend", (ServingBackend, base), {"__module__": __name__})
 
 
@@ -89,9 +89,9 @@ class ServingBackend:
         # The first slot of each page of the longest sequence.
         self._starts = torch.arange(0, length, self.page_size, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        pools = host_library("sglang.srt.mem_cache.base_swa_memory_pool", LEAST)
-        self._has_window_pool = isinstance(self.token_to_kv_pool, pools.BaseSWAKVPool)
-        self._slots = host_library("sglang.srt.mem_cache.memory_pool", LEAST).KVWriteLoc
+        pool = host_attribute("sglang.srt.mem_cache.base_swa_memory_pool", "BaseSWAKVPool", LEAST)
+        self._has_window_pool = isinstance(self.token_to_kv_pool, pool)
+        self._slots = host_attribute("sglang.srt.mem_cache.memory_pool", "KVWriteLoc", LEAST)
         self.forward_metadata: Metadata | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

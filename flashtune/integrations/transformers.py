@@ -24,7 +24,7 @@ from flashtune.core.errors import UsageError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.dispatch.masked_sdpa import chosen_backend
 from flashtune.integrations import transformers_masks as masks
-from flashtune.integrations.host_library import host_library
+from flashtune.integrations.host_library import host_attribute, host_library
 from flashtune.integrations.transformers_masks import Structure
 from flashtune.recording.recorder import on_change
 from flashtune.request.call import Call, Options
@@ -36,6 +36,7 @@ from flashtune.runtime.torch_ops import call_operator
 __all__ = ["attention", "register"]
 
 NEEDED = ("5.17", "6")
+SDPA = "transformers.integrations.sdpa_attention"
 # Devices on which flashtune serves. Tests replace it by the CPU, and `prepared` by a function that computes.
 DEVICES = {"cuda"}
 HALF = (torch.bfloat16, torch.float16)
@@ -93,12 +94,15 @@ def register(name: str = "tuned_attention") -> str:
         )
     if not name or name in TAKEN or not name.isidentifier():
         raise UsageError(f"name is {name!r}: pass a new one of letters, digits and underscores")
-    modeling = host_library("transformers.modeling_utils", *NEEDED)
-    sdpa = host_library("transformers.integrations.sdpa_attention", *NEEDED)
+    functions = host_attribute("transformers.modeling_utils", "AttentionInterface", *NEEDED)
+    mask_functions = host_attribute(masks.MODULE, "AttentionMaskInterface", *NEEDED)
     masks.host = host_library(masks.MODULE, *NEEDED)
-    _sdpa_attention, _bias_mask = sdpa.sdpa_attention_forward, sdpa.create_position_bias_mask
-    modeling.AttentionInterface.register(name, attention)
-    masks.host.AttentionMaskInterface.register(name, masks.attention_mask)
+    _sdpa_attention, _bias_mask = (
+        host_attribute(SDPA, each, *NEEDED)
+        for each in ("sdpa_attention_forward", "create_position_bias_mask")
+    )
+    functions.register(name, attention)
+    mask_functions.register(name, masks.attention_mask)
     return name
 
 

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from flashtune.core.errors import UsageError
 from flashtune.core.notices import warn_once
-from flashtune.integrations.host_library import host_library
+from flashtune.integrations.host_library import host_attribute
 
 NAME = "FLASHTUNE"
 BACKEND = "flashtune.integrations.vllm_backend.Backend"
 # Before this version, a cache has keys and values in separate pages, and backends have no names of their own.
 LEAST = "0.33"
+REGISTRY = "vllm.v1.attention.backends.registry"
 
 
 def register() -> None:
     """Registers the backend, unless this process has registered it.
 
     Raises:
-        UsageError: vLLM is missing or too old.
+        UsageError: vLLM is missing, too old or too new.
     """
-    registry = host_library("vllm.v1.attention.backends.registry", LEAST)
-    if NAME not in registry.AttentionBackendEnum.__members__:
-        registry.register_backend(NAME, BACKEND)
+    names = host_attribute(REGISTRY, "AttentionBackendEnum", LEAST).__members__
+    register_backend = host_attribute(REGISTRY, "register_backend", LEAST)
+    if NAME not in names:
+        register_backend(NAME, BACKEND)
 
 
 def plugin() -> None:

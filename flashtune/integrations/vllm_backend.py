@@ -20,7 +20,7 @@ from torch import Tensor
 from flashtune.core.canonical import rounded_up
 from flashtune.core.errors import ProblemError
 from flashtune.core.problem import MAX_HEAD_DIM, PAGE_SIZES
-from flashtune.integrations.host_library import host_library
+from flashtune.integrations.host_library import host_attribute
 from flashtune.integrations.paged_batch import (
     PagedBatch,
     cache_call,
@@ -61,14 +61,14 @@ ATTENTION_TYPES = (DECODER, *ENCODERS, "encoder_decoder")
 @functools.cache
 def host_classes() -> dict[str, Any]:
     """Returns the subclasses that extend vLLM's classes, by name."""
-    host = host_library("vllm.v1.attention.backend", LEAST)
+    host = functools.partial(host_attribute, "vllm.v1.attention.backend", least=LEAST)
     bases = {
-        "Backend": (Configurations, host.AttentionBackend),
-        "Builder": (BatchBuilder, host.AttentionMetadataBuilder),
-        "Impl": (LayerAttention, host.AttentionImpl),
+        "Backend": (Configurations, host("AttentionBackend")),
+        "Builder": (BatchBuilder, host("AttentionMetadataBuilder")),
+        "Impl": (LayerAttention, host("AttentionImpl")),
     }
     made = {name: type(pair[1])(name, pair, {"__module__": __name__}) for name, pair in bases.items()}
-    made["Builder"]._cudagraph_support = host.AttentionCGSupport.ALWAYS
+    made["Builder"]._cudagraph_support = host("AttentionCGSupport").ALWAYS
     return made
 
 
@@ -164,7 +164,7 @@ class Configurations:
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """Returns all layouts. The first one has the rows of a page and a head next to one another."""
-        layouts = host_library("vllm.v1.kv_cache_layout", LEAST).KVCacheLayout
+        layouts = host_attribute("vllm.v1.kv_cache_layout", "KVCacheLayout", LEAST)
         return layouts.LBHNC, *(layout for layout in layouts if layout is not layouts.LBHNC)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from flashtune import UsageError
 from flashtune.integrations import wait
-from flashtune.integrations.host_library import host_library
+from flashtune.integrations.host_library import host_attribute, host_library
 
 
 def test_an_installed_library_is_imported() -> None:
@@ -47,6 +47,24 @@ def test_a_library_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(metadata, "version", lambda name: "1.0")
     with pytest.raises(UsageError, match="no_such_module cannot be imported"):
         host_library("no_such_module", "1.0")
+
+
+def test_a_module_that_a_newer_version_lacks_is_named() -> None:
+    found = metadata.version("msgspec")
+    says = f"^msgspec {found} has no msgspec.gone: install msgspec 0.1 or a newer flashtune$"
+    with pytest.raises(UsageError, match=says):
+        host_library("msgspec.gone", "0.1")
+    with pytest.raises(UsageError, match=says):
+        host_library("msgspec.gone.inner", "0.1")
+
+
+def test_a_name_that_a_newer_version_lacks_is_named() -> None:
+    assert host_attribute("msgspec.json", "encode", "0.1") is msgspec.json.encode
+    says = r"^msgspec \S+ has no msgspec.json.gone: install msgspec 0.1 or a newer flashtune$"
+    with pytest.raises(UsageError, match=says):
+        host_attribute("msgspec.json", "gone", "0.1")
+    with pytest.raises(UsageError, match=r"is too new: install msgspec >= 0\.1, < 0\.2$"):
+        host_attribute("msgspec.json", "gone", "0.1", "0.2")
 
 
 def test_nothing_is_waited_for_without_calls() -> None:
