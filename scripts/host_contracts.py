@@ -1,18 +1,21 @@
-"""Compares the parts of serving libraries that flashtune's backends rely on with those of another version.
+"""Compares the parts of other libraries that flashtune's integrations rely on with those of another version.
 
     python -m scripts.host_contracts vllm WHEEL          # or a folder with the package `vllm`
     python -m scripts.host_contracts vllm WHEEL --write  # freezes this version's parts
+    python -m scripts.host_contracts vllm WHEEL --later  # adds the parts that the frozen version lacks
     python -m scripts.host_contracts --newest            # downloads the newest wheels of all libraries by pip
 
 It prints one line for each difference and fails if there is one. Sources are parsed, never imported. The
 frozen parts are `tests/data/contracts/LIBRARY.json`: signatures without annotations, abstract methods, values
-of constants and of enum members, and annotations of fields.
+of constants and of enum members, and annotations of fields. Of some functions, they are single parameters or
+the body. Of callers, they are the keywords of attention and mask functions.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import subprocess
 import sys
@@ -25,14 +28,24 @@ from typing import Any
 FROZEN = Path(__file__).resolve().parent.parent / "tests/data/contracts"
 ABSTRACT = "abstract methods"
 BASES = "bases"
+# The statements of a function, or of its inner function, and the outer parameters that the inner one reads.
+BODY = "body"
+FREE = "free variables"
+# The keywords of calls in a function or class, by which transformers calls flashtune's functions.
+TO_ATTENTION = "keywords of attention_interface"
+TO_MASK = "keywords of mask_interface"
+CALLED = {"attention_interface": TO_ATTENTION, "mask_interface": TO_MASK}
 # Classes that flashtune's extend: a new abstract method breaks these.
 EXTENDED = ("AttentionBackend", "AttentionImpl", "AttentionImplBase", "AttentionMetadataBuilder")
 # Other base classes are the library's own matter.
-KNOWN_BASES = ("AttentionImplBase", "Enum", "IntEnum", "str")
+KNOWN_BASES = ("AttentionImplBase", "Enum", "GeneralInterface", "IntEnum", "str")
 
 Contract = dict[str, Any]
 
-# The names of each module, and of a class those of its members.
+# The first parameters of all attention functions of transformers.
+ATTENTION = ("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "kwargs")
+
+# The names of each module, and of a class or function those of its members.
 RELIED: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "vllm": {
         "vllm.plugins": {"DEFAULT_PLUGINS_GROUP": ()},
@@ -172,6 +185,67 @@ RELIED: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             )
         },
     },
+    "transformers": {
+        "transformers.modeling_utils": {"AttentionInterface": (BASES,)},
+        "transformers.integrations.sdpa_attention": {
+            "sdpa_attention_forward": (*ATTENTION, "is_causal", "position_bias"),
+            "create_position_bias_mask": (),
+        },
+        "transformers.utils.generic": {
+            "GeneralInterface": ("register",),
+            "TransformersKwargs": (
+                "cu_seq_lens_q",
+                "cu_seq_lens_k",
+                "max_length_q",
+                "max_length_k",
+                "output_attentions",
+            ),
+        },
+        "transformers.masking_utils": {
+            "AttentionMaskInterface": (BASES,),
+            "sdpa_mask": (
+                "batch_size",
+                "q_length",
+                "kv_length",
+                "q_offset",
+                "kv_offset",
+                "mask_function",
+                "attention_mask",
+                "allow_is_causal_skip",
+                "allow_is_bidirectional_skip",
+                "use_vmap",
+                "device",
+            ),
+            # `transformers_masks.structure_of` reads these functions.
+            "causal_mask_function": (BODY,),
+            "bidirectional_mask_function": (BODY,),
+            "and_masks": (BODY, FREE),
+            "sliding_window_overlay": (BODY, FREE),
+            "sliding_window_bidirectional_overlay": (BODY, FREE),
+            "packed_sequence_mask_function": (BODY, FREE),
+            "remap_positions_for_packed_sequence": (BODY, FREE),
+            # These call `transformers_masks.attention_mask`.
+            "create_causal_mask": (TO_MASK,),
+            "create_bidirectional_mask": (TO_MASK,),
+            "create_sliding_window_causal_mask": (TO_MASK,),
+            "create_bidirectional_sliding_window_mask": (TO_MASK,),
+            "create_chunked_causal_mask": (TO_MASK,),
+        },
+        # One model for each argument of attention, and for each setting that masks depend on.
+        "transformers.models.gemma2.modeling_gemma2": {
+            "Gemma2Attention": (TO_ATTENTION,),
+            "eager_attention_forward": (*ATTENTION, "softcap"),
+        },
+        "transformers.models.gpt_oss.modeling_gpt_oss": {
+            "GptOssAttention": (TO_ATTENTION,),
+            "eager_attention_forward": ATTENTION,
+        },
+        "transformers.models.t5.modeling_t5": {"T5Attention": (TO_ATTENTION,)},
+        "transformers.models.deepseek_v32.modeling_deepseek_v32": {"DeepseekV32Attention": (TO_ATTENTION,)},
+        "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl": {"MiniMaxM3VLAttention": (TO_ATTENTION,)},
+        "transformers.models.deepseek_v32.configuration_deepseek_v32": {"DeepseekV32Config": ("index_topk",)},
+        "transformers.models.gemma4.configuration_gemma4": {"Gemma4TextConfig": ("num_kv_shared_layers",)},
+    },
 }
 
 
@@ -184,7 +258,7 @@ def contract_of(library: str, path: Path) -> Contract:
         if not file.is_file():
             file = root / f"{module.replace('.', '/')}/__init__.py"
         if file.is_file():
-            parts = dict(_parts(ast.parse(file.read_text(encoding="utf-8"))))
+            parts = dict(_parts(ast.parse(file.read_text(encoding="utf-8")), names))
             modules[module] = {
                 name: _chosen(name, parts[name], names[name]) for name in sorted(names) if name in parts
             }
@@ -194,8 +268,28 @@ def contract_of(library: str, path: Path) -> Contract:
 
 
 def differences(frozen: Contract, found: Contract) -> list[str]:
-    """Returns one sentence for each part that is gone or differs, and for each new abstract method."""
-    return [*_differences("", frozen["modules"], found["modules"])]
+    """Returns one sentence for each part that is gone or differs.
+
+    New abstract methods and new keywords have one too. The frozen version itself lacks its `later` parts.
+    """
+    lines = [*_differences("", frozen["modules"], found["modules"])]
+    if "later" in frozen and found["version"] != frozen["version"]:
+        lines += _differences("", frozen["later"]["modules"], found["modules"])
+    return lines
+
+
+def later_parts(frozen: Contract, found: Contract) -> Contract:
+    """Returns the parts of a newer version whose names the frozen version lacks."""
+    modules = {
+        module: new
+        for module, parts in found["modules"].items()
+        if (
+            new := {
+                name: part for name, part in parts.items() if name not in frozen["modules"].get(module, {})
+            }
+        )
+    }
+    return {"version": found["version"], "modules": modules}
 
 
 def _differences(name: str, frozen: Any, found: Any) -> Iterator[str]:
@@ -206,9 +300,9 @@ def _differences(name: str, frozen: Any, found: Any) -> Iterator[str]:
                 yield from _differences(inner, value, found[key])
             else:
                 yield f"{inner} is gone"
-    elif isinstance(frozen, list) and isinstance(found, list) and name.endswith(ABSTRACT):
-        for method in sorted({*frozen} ^ {*found}):
-            yield f"{name}: {method} is {'new' if method in found else 'gone'}"
+    elif isinstance(frozen, list) and isinstance(found, list):
+        for item in sorted({*frozen} ^ {*found}):
+            yield f"{name}: {item} is {'new' if item in found else 'gone'}"
     elif frozen != found:
         yield f"{name} was {frozen} and is {found}"
 
@@ -216,18 +310,65 @@ def _differences(name: str, frozen: Any, found: Any) -> Iterator[str]:
 def _chosen(name: str, part: Any, members: tuple[str, ...]) -> Any:
     if not isinstance(part, dict):
         return part
-    kept = {member: part[member] for member in sorted(members) if member in part}
+    kept = {member: part[member] for member in sorted(members) if member in part and member != BASES}
+    if BASES not in part:
+        return kept
     abstract = {ABSTRACT: part[ABSTRACT]} if name in EXTENDED else {}
     return {BASES: [base for base in part[BASES] if base in KNOWN_BASES], **abstract, **kept}
 
 
-def _parts(module: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Yields functions and constants as text, and classes as their members."""
+def _parts(module: ast.Module, names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
+    """Yields functions and constants as text. Classes, and functions with members, are dicts of these."""
     for node in module.body:
-        if isinstance(node, ast.ClassDef):
-            yield node.name, _class_parts(node)
-        else:
-            yield from _texts(node)
+        match node:
+            case ast.ClassDef(name=name) if name in names:
+                yield name, _class_parts(node)
+            case ast.FunctionDef(name=name) if names.get(name):
+                yield name, _function_parts(node, names[name])
+            case _:
+                yield from _texts(node)
+
+
+def _function_parts(node: ast.FunctionDef, members: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the parameters of a function, its body or its inner function's, and keywords of its calls.
+
+    Parameters before the first one that is no member have a number, because calls may pass them by place.
+    """
+    given = node.args
+    by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    defaults = dict(zip(reversed(by_place), reversed(given.defaults), strict=False))
+    defaults |= {
+        argument.arg: value
+        for argument, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        if value
+    }
+    parts: dict[str, Any] = {}
+    numbered = [*itertools.takewhile(lambda name: name in members, by_place)]
+    for name in (*by_place, *(argument.arg for argument in given.kwonlyargs)):
+        kind = f"argument {numbered.index(name)}" if name in numbered else "keyword"
+        parts[name] = f"{kind} = {ast.unparse(defaults[name])}" if name in defaults else kind
+    if given.kwarg is not None:
+        parts[given.kwarg.arg] = "other keywords"
+    inner = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+    done = inner[0] if inner else node
+    body = done.body[1:] if ast.get_docstring(done) is not None else done.body
+    if inner:
+        read = {each.id for item in body for each in ast.walk(item) if isinstance(each, ast.Name)}
+        outer = {*by_place, *([given.vararg.arg] if given.vararg else [])}
+        parts[FREE] = sorted(read & outer)
+    parts[BODY] = "; ".join(ast.unparse(item) for item in body)
+    return parts | _keywords(node)
+
+
+def _keywords(node: ast.AST) -> dict[str, list[str]]:
+    """Returns the keywords that are passed to attention and mask functions, if these are called."""
+    found: dict[str, set[str]] = {}
+    for each in ast.walk(node):
+        match each:
+            case ast.Call(func=ast.Name(id=name), keywords=keywords) if name in CALLED:
+                passed = found.setdefault(CALLED[name], set())
+                passed.update(keyword.arg for keyword in keywords if keyword.arg is not None)
+    return {member: sorted(passed) for member, passed in found.items()}
 
 
 def _class_parts(node: ast.ClassDef) -> dict[str, Any]:
@@ -236,6 +377,7 @@ def _class_parts(node: ast.ClassDef) -> dict[str, Any]:
     parts: dict[str, Any] = {name: "attribute" for method in methods for name in _set_on_self(method)}
     for item in node.body:
         parts.update(_texts(item))
+    parts |= _keywords(node)
     parts[BASES] = [ast.unparse(base).partition("[")[0] for base in node.bases]
     parts[ABSTRACT] = sorted(one.name for one in methods if "abstractmethod" in _decorators(one))
     return parts
@@ -308,6 +450,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("library", nargs="?", choices=sorted(RELIED))
     parser.add_argument("path", nargs="?", type=Path)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--later", action="store_true")
     parser.add_argument("--newest", action="store_true")
     given = parser.parse_args(arguments)
     if given.newest:
@@ -318,9 +461,12 @@ def main(arguments: list[str] | None = None) -> int:
         return int(count > 0)
     if given.library is None or given.path is None:
         parser.error("pass a library and its wheel or folder, or --newest")
-    if given.write:
-        text = json.dumps(contract_of(given.library, given.path), indent=1)
-        (FROZEN / f"{given.library}.json").write_text(text + "\n", encoding="utf-8")
+    if given.write or given.later:
+        file, found = FROZEN / f"{given.library}.json", contract_of(given.library, given.path)
+        if given.later:
+            frozen = json.loads(file.read_text(encoding="utf-8"))
+            found = {**frozen, "later": later_parts(frozen, found)}
+        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return 0
     return int(compare(given.library, given.path) > 0)
 

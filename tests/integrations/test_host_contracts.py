@@ -1,9 +1,11 @@
-"""Tests of the frozen contracts of serving libraries, and of flashtune's classes against them."""
+"""Tests of the frozen contracts of other libraries, and of flashtune's classes against them."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -15,10 +17,11 @@ import pytest
 
 from flashtune import FlashtuneWarning, UsageError
 from flashtune.core import notices
-from flashtune.integrations import sglang, sglang_backend, vllm
+from flashtune.integrations import sglang, sglang_backend, transformers_masks, vllm
 from scripts import host_contracts
 from tests.support import host_stubs
 
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = sorted(host_contracts.RELIED)
 VLLM = "vllm.v1.attention.backend"
 SGLANG = "sglang.srt.layers.attention.base_attn_backend"
@@ -37,10 +40,22 @@ CLASSES = [
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_frozen_contracts_have_all_names(library: str) -> None:
-    frozen = host_stubs.contract(library)["modules"]
+    frozen = host_stubs.contract(library)
+    later = frozen.get("later", {"modules": {}})["modules"]
     for module, names in host_contracts.RELIED[library].items():
+        parts = {**frozen["modules"][module], **later.get(module, {})}
         for name, members in names.items():
-            assert {*members} <= {*frozen[module][name]} if members else name in frozen[module]
+            assert {*members} <= {*parts[name]} if members else name in parts
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_installed_library_has_the_frozen_contract(library: str) -> None:
+    try:
+        folder = metadata.distribution(library).locate_file("")
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{library} is not installed")
+    found = host_contracts.contract_of(library, Path(str(folder)))
+    assert host_contracts.differences(host_stubs.contract(library), found) == []
 
 
 @pytest.mark.parametrize(("library", "name", "hosts"), CLASSES, ids=["backend", "builder", "impl", "sglang"])
@@ -114,6 +129,76 @@ def test_differences_name_the_change() -> None:
     assert host_contracts.differences(frozen, gone) == ["pkg.mod.f is gone"]
 
 
+def test_later_parts_are_compared_with_other_versions() -> None:
+    old: dict[str, Any] = {"version": "1", "modules": {"pkg.mod": {"f": "(x)"}}}
+    new: dict[str, Any] = {
+        "version": "2",
+        "modules": {"pkg.mod": {"f": "(x, y=0)", "g": {"body": "return 1", "keywords": ["a"]}}},
+    }
+    frozen = {**old, "later": host_contracts.later_parts(old, new)}
+    assert frozen["later"] == {"version": "2", "modules": {"pkg.mod": {"g": new["modules"]["pkg.mod"]["g"]}}}
+    assert host_contracts.differences(frozen, old) == []
+    assert host_contracts.differences(frozen, {**old, "version": "3"}) == ["pkg.mod.g is gone"]
+    changed = {"f": "(x)", "g": {"body": "return 2", "keywords": ["a", "b"]}}
+    assert host_contracts.differences(frozen, {"version": "3", "modules": {"pkg.mod": changed}}) == [
+        "pkg.mod.g.body was return 1 and is return 2",
+        "pkg.mod.g.keywords: b is new",
+    ]
+
+
+MASKS = '''
+def and_masks(*mask_functions: Callable) -> Callable:
+    def and_mask(q, kv):
+        """Returns whether all hold."""
+        return all(mask(q, kv) for mask in mask_functions)
+    return and_mask
+
+def causal_mask_function(q: int, kv: int) -> bool:
+    """Returns whether a query sees a key."""
+    return kv <= q
+
+def sdpa_mask(batch_size, q_length=1, local_size=None, q_offset=0, *, device="cpu", **kwargs): ...
+
+def create_causal_mask(config):
+    return mask_interface(batch_size=1, mask_function=and_masks(), **options)
+'''
+
+
+def test_functions_with_members_are_frozen_in_parts(tmp_path: Path) -> None:
+    module = tmp_path / "transformers/masking_utils.py"
+    module.parent.mkdir()
+    (tmp_path / "transformers-6.0.dist-info").mkdir()
+    module.write_text(MASKS, encoding="utf-8")
+    found = host_contracts.contract_of("transformers", tmp_path)
+    assert found["modules"]["transformers.masking_utils"] == {
+        "and_masks": {
+            "body": "return all((mask(q, kv) for mask in mask_functions))",
+            "free variables": ["mask_functions"],
+        },
+        "causal_mask_function": {"body": "return kv <= q"},
+        "sdpa_mask": {
+            "batch_size": "argument 0",
+            "q_length": "argument 1 = 1",
+            "q_offset": "keyword = 0",
+            "device": "keyword = 'cpu'",
+        },
+        "create_causal_mask": {"keywords of mask_interface": ["batch_size", "mask_function"]},
+    }
+    lines = host_contracts.differences(host_stubs.contract("transformers"), found)
+    assert "transformers.masking_utils.sdpa_mask.kv_length is gone" in lines
+    assert "transformers.masking_utils.create_causal_mask.keywords of mask_interface: config is gone" in lines
+    assert "transformers.masking_utils.sliding_window_overlay is gone" in lines
+
+
+def test_masks_take_what_transformers_passes() -> None:
+    """The keywords of its calls are parameters, or ignored for the reasons here."""
+    parts = host_stubs.contract("transformers")["modules"]["transformers.masking_utils"]
+    taken = {*inspect.signature(transformers_masks.attention_mask).parameters}
+    passed = {word for part in parts.values() for word in part.get(host_contracts.TO_MASK, ())}
+    # `config` is read from `others`. Additive masks alone have a type. Mask functions have the window.
+    assert passed - taken == {"config", "dtype", "local_size"}
+
+
 def test_signatures_are_frozen_without_annotations(tmp_path: Path) -> None:
     module = tmp_path / "vllm/v1/attention/backend.py"
     module.parent.mkdir(parents=True)
@@ -173,8 +258,55 @@ def test_a_missing_or_old_library_is_named(
         register()
 
 
-def test_an_old_vllm_starts_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("library", "plugin"), [("vllm", vllm.plugin), ("sglang", sglang.plugin)])
+def test_an_old_library_starts_with_a_warning(
+    library: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(notices, "_seen_messages", set())
-    monkeypatch.setattr(metadata, "version", lambda _: "0.32.1")
-    with pytest.warns(FlashtuneWarning, match="FLASHTUNE: vllm 0.32.1 is too old"):
-        vllm.plugin()
+    monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")
+    with pytest.warns(FlashtuneWarning, match=f"(?i)backend flashtune: {library} 0.0.1 is too old"):
+        plugin()
+
+
+@pytest.mark.parametrize(
+    ("library", "host", "missing", "least"),
+    [
+        ("vllm", vllm, "vllm.v1.attention.backends.registry.register_backend", "0.33"),
+        ("sglang", sglang, "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES", "0.5.23"),
+    ],
+    ids=["vllm", "sglang"],
+)
+def test_a_name_that_a_newer_library_lacks_is_named(
+    library: str, host: Any, missing: str, least: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_stubs.install(library, monkeypatch)
+    monkeypatch.setattr(metadata, "version", lambda _: "99.1")
+    says = f"{library} 99.1 has no {missing}: install {library} {least} or a newer flashtune$"
+    with pytest.raises(UsageError, match=f"^{says}"):
+        host.register()
+    monkeypatch.setattr(notices, "_seen_messages", set())
+    with pytest.warns(FlashtuneWarning, match=says):
+        host.plugin()
+
+
+def test_a_module_that_a_newer_library_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_stubs.install("vllm", monkeypatch)
+    monkeypatch.delitem(sys.modules, vllm.REGISTRY)
+    with pytest.raises(UsageError, match=f"vllm 0.33.0 has no {vllm.REGISTRY}: install vllm 0.33"):
+        vllm.register()
+
+
+@pytest.mark.parametrize(
+    ("library", "module", "group"),
+    [
+        ("vllm", "vllm.plugins", "DEFAULT_PLUGINS_GROUP"),
+        ("sglang", "sglang.srt.plugins", "GENERAL_PLUGINS_GROUP"),
+    ],
+    ids=["vllm", "sglang"],
+)
+def test_entry_points_warn_instead_of_raising(library: str, module: str, group: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    name = host_stubs.contract(library)["modules"][module][group].removeprefix("= ").strip("'")
+    points = project["entry-points"][name]
+    assert points == {"flashtune": f"flashtune.integrations.{library}:plugin"}
+    assert metadata.EntryPoint("flashtune", points["flashtune"], name).load().__name__ == "plugin"
