@@ -21,7 +21,16 @@ from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
 from benchmarks.host import first_use
 from benchmarks.integrations import report as integrations_report
-from benchmarks.kernels import fastest, fp8_error, random_report, serving, shipped_report, sram_audit, tritons
+from benchmarks.kernels import (
+    fastest,
+    fp8_error,
+    limits,
+    random_report,
+    serving,
+    shipped_report,
+    sram_audit,
+    tritons,
+)
 from benchmarks.numbers import pages
 from benchmarks.saved import RESULTS, ROOT
 from benchmarks.search import report as search_report
@@ -45,6 +54,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     tritons.SCRIPT: tritons.texts,
     first_use.SCRIPT: first_use.texts,
     fp8_error.SCRIPT: fp8_error.texts,
+    limits.SCRIPT: limits.texts,
     random_report.SCRIPT: random_report.texts,
     integrations_report.SCRIPT: integrations_report.texts,
     "scripts/reference.py": lambda: {"features": feature_table()},

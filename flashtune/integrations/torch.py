@@ -142,7 +142,7 @@ class RegisteredNames:
                 self._registered.pop(name, None)
             else:
                 torch_attention.register_flash_attention_impl(name, register_fn=earlier)
-        if was_active and self._active in self._registered:
+        if was_active and self._active is not None and self._active in self._registered:
             torch_attention.activate_flash_attention_impl(self._active)
 
 

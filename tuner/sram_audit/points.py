@@ -115,8 +115,8 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     """Returns a point, or None if the family or its space has none."""
     problem = _draw_problem(draw, family)
     if _takes_queries(family, target):
-        plain = ({},) if _is_plain(family, target) else ()
-        problem = msgspec.structs.replace(problem, **draw.choice((*plain, *FEATURES)))
+        choices = ({}, *FEATURES) if _is_plain(family, target) else FEATURES
+        problem = msgspec.structs.replace(problem, **draw.choice(choices))
     else:
         problem = msgspec.structs.replace(problem, **draw.choice(({}, *FEATURES)))
         problem = msgspec.structs.replace(problem, **draw.choice(DECODED))

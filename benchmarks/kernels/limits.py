@@ -1,0 +1,225 @@
+"""Shares of the GPU's peak rates that the selected kernels reach, counted by Nsight Compute.
+
+    python -m benchmarks.kernels.limits  # prints the table, in Markdown
+    python -m benchmarks.kernels.limits --save benchmarks/results/nvidia-h200-limits.json
+
+Saving runs `ncu`, which must be on PATH and may read the counters. Each shape runs once after a warm-up. If a
+call launches several kernels, the row is of the longest one. The profiler repeats kernels at another clock
+than usual, so that rows have cycles and no times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.saved import RESULTS, load, save
+from flashtune.core.errors import KernelError, UsageError
+from flashtune.core.problem import Problem
+from flashtune.tuner.bench import backward
+from flashtune.tuner.bench.calls import bind_program, program_call
+from flashtune.tuner.bench.results import OURS
+from flashtune.tuner.cli.output import table
+from flashtune.tuner.cli.report.bench_terminal import lengths_of, title_of
+from flashtune.tuner.execution.inputs import make_tensors
+from flashtune.tuner.workloads.shapes import parse_shape
+
+SCRIPT = "benchmarks/kernels/limits.py"
+SAVED = RESULTS / "nvidia-h200-limits.json"
+LONG = "dtype=bf16,tokens=16384,seqlen=16384"
+DENSE = "dtype=bf16,heads=16,head_dim=128,tokens=16384,seqlen=4096"
+GPT_OSS = "dtype=bf16,heads=64,kv_heads=8,head_dim=64,seqlen=16384,causal,sinks"
+GQA = "dtype=bf16,heads=32,kv_heads=8,head_dim=128"
+PACKED = f"{GQA},batch=24,seqlen=8192,total_q=32768,causal"
+CHUNKED = f"{GQA},batch=16,seqlen_q=512,seqlen_kv=8192,causal=bottom_right,page_size=64"
+SHAPES = (
+    f"{LONG},heads=32,head_dim=64",
+    f"{LONG},heads=16,head_dim=128",
+    f"{LONG},heads=8,head_dim=256",
+    f"{DENSE},causal",
+    f"{DENSE},causal,softcap",
+    f"{DENSE},causal,attention_chunk=2048",
+    f"{DENSE},bias=additive",
+    "dtype=bf16,heads=32,head_dim=64,tokens=16384,seqlen=4096,bias=additive",
+    f"{DENSE},bias=boolean",
+    f"{DENSE},block_mask=128",
+    f"{GPT_OSS},window=127",
+    GPT_OSS,
+    PACKED,
+    f"{PACKED},softcap",
+    CHUNKED,
+    f"{CHUNKED},kv_dtype=e4m3",
+    f"{GQA},batch=16,seqlen_q=1,seqlen_kv=8192,page_size=16",
+    f"{DENSE},causal,backward",
+    f"{DENSE},causal,window=1023,backward",
+    f"{DENSE},causal,softcap,backward",
+)
+ELAPSED = "avg.pct_of_peak_sustained_elapsed"
+CYCLES = "sm__cycles_elapsed.max"
+L2_BYTES = "lts__t_bytes.sum"
+# Columns of the table, with the counter of each share.
+SHARES = {
+    "matrix units": f"sm__pipe_tensor_cycles_active.{ELAPSED}",
+    "exponential units": f"sm__inst_executed_pipe_xu.{ELAPSED}",
+    "issue slots": f"sm__inst_issued.{ELAPSED}",
+    "shared memory": f"l1tex__data_bank_reads.{ELAPSED}",
+    "L2": f"lts__t_bytes.{ELAPSED}",
+    "device memory": f"dram__throughput.{ELAPSED}",
+}
+# The kernel of `torch.cuda._sleep`, which is between those of two shapes.
+SEPARATOR = "spin_kernel"
+
+
+class Row(NamedTuple):
+    """Counters of one shape's longest kernel.
+
+    Attributes:
+        shape: The shape, as for `flashtune bench --shape`.
+        kernel: The kernel's name.
+        cycles: Cycles of the multiprocessors.
+        l2_bytes: Bytes that L2 transfers.
+        shares: Percentages of peak rates by column.
+    """
+
+    shape: str
+    kernel: str
+    cycles: float
+    l2_bytes: float
+    shares: dict[str, float]
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--save", type=Path, help="count and write this file")
+    parser.add_argument("--run", action="store_true", help="only run the kernels, as ncu's program")
+    arguments = parser.parse_args()
+    if arguments.run:
+        run_shapes()
+        return
+    if arguments.save is not None:
+        rows = counted()
+        save(arguments.save, rows)
+        print("\n".join(_table(rows)))
+        return
+    print(texts()["limits"])
+
+
+def texts(path: Path = SAVED) -> dict[str, str]:
+    """Returns the table by its name.
+
+    Raises:
+        TableError: The file has other rows.
+    """
+    if not path.exists():
+        return {"limits": "Not measured."}
+    found = load(path, list[Row])
+    heading = f"On an {found.source.gpu} (Triton {found.source.triton}), in percent of the peak rates:"
+    return {"limits": "\n".join((heading, "", *_table(found.rows)))}
+
+
+def counted() -> list[Row]:
+    """Returns the counters of all shapes.
+
+    Raises:
+        UsageError: There is no `ncu`.
+        KernelError: `ncu` failed.
+    """
+    if shutil.which("ncu") is None:
+        raise UsageError("ncu is not on PATH: install Nsight Compute")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
+        command += ["--metrics", ",".join((CYCLES, L2_BYTES, *SHARES.values())), "--log-file", str(log)]
+        command += [sys.executable, "-m", "benchmarks.kernels.limits", "--run"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = log.read_text() if log.exists() else ""
+            raise KernelError(f"ncu ended with {done.returncode}: {(said + done.stderr)[-2000:]}")
+        return rows_of(log.read_text().splitlines(), SHAPES)
+
+
+def run_shapes() -> None:
+    """Runs each shape once under the profiler, with a separator after it."""
+    device = torch.device("cuda")
+    for shape in SHAPES:
+        (problem,) = parse_shape(shape)
+        with backward.recording(device) if problem.is_backward else torch.no_grad():
+            run = _run_of(problem, device)
+            for _ in range(2):
+                run()
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaProfilerStart()
+            run()
+            torch.cuda._sleep(1000)
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaProfilerStop()
+
+
+def rows_of(lines: Sequence[str], shapes: Sequence[str]) -> list[Row]:
+    """Returns the row of each shape, from the lines that `ncu` writes.
+
+    Raises:
+        KernelError: The lines have kernels of another number of shapes, or lack a counter.
+    """
+    header, _, *rest = csv.reader(line for line in lines if line.startswith('"'))
+    groups: list[list[dict[str, str]]] = [[]]
+    for one in rest:
+        kernel = dict(zip(header, one, strict=True))
+        if SEPARATOR in kernel["Kernel Name"]:
+            groups.append([])
+        else:
+            groups[-1].append(kernel)
+    if len(groups) != len(shapes) + 1 or not all(groups[:-1]):
+        raise KernelError(
+            f"ncu counted {len(groups) - 1} shapes of {len(shapes)}: update the separator's name"
+        )
+    return [_row(shape, group) for shape, group in zip(shapes, groups, strict=False)]
+
+
+def _row(shape: str, kernels: Sequence[dict[str, str]]) -> Row:
+    def number(kernel: dict[str, str], counter: str) -> float:
+        try:
+            return float(kernel[counter].replace(",", ""))
+        except (KeyError, ValueError) as error:
+            raise KernelError(f"ncu has no counter {counter} on this GPU") from error
+
+    longest = max(kernels, key=lambda kernel: number(kernel, CYCLES))
+    shares = {name: number(longest, counter) for name, counter in SHARES.items()}
+    return Row(
+        shape,
+        longest["Kernel Name"].partition("(")[0],
+        number(longest, CYCLES),
+        number(longest, L2_BYTES),
+        shares,
+    )
+
+
+def _run_of(problem: Problem, device: torch.device) -> Callable[[], object]:
+    tensors = make_tensors(problem, device)
+    if problem.is_backward:
+        return backward.gradient_binders(problem, tensors, "", ())[OURS]().run
+    return bind_program(program_call(problem, tensors), "").run
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields the lines of the table."""
+    cells = []
+    for row in rows:
+        (problem,) = parse_shape(row.shape)
+        shares = (f"{row.shares[name]:.0f}" for name in SHARES)
+        cells.append((f"{title_of(problem)}, {lengths_of(problem)}", *shares, f"{row.l2_bytes / 1e9:.1f}"))
+    yield from table(("shape", *SHARES, "L2, GB"), cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Tests of the counters by Nsight Compute."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kernels import limits
+from benchmarks.saved import save
+from flashtune.core.errors import KernelError, UsageError
+
+COUNTERS = (limits.CYCLES, limits.L2_BYTES, *limits.SHARES.values())
+SHAPES = limits.SHAPES[:2]
+
+
+def lines(kernels: Sequence[tuple[str, float]], counters: Sequence[str] = COUNTERS) -> list[str]:
+    """What `ncu` writes for kernels with these names and values of the first counter."""
+    text = io.StringIO()
+    rows = csv.writer(text, quoting=csv.QUOTE_ALL)
+    rows.writerow(("ID", "Kernel Name", *counters))
+    rows.writerow(("", "", *("unit" for _ in counters)))
+    for number, (name, cycles) in enumerate(kernels):
+        rows.writerow(
+            (number, name, f"{cycles:,}", *(f"{index + 1}.25" for index in range(len(counters) - 1)))
+        )
+    return ["==PROF== Connected", *text.getvalue().splitlines()]
+
+
+def test_the_longest_kernel_of_each_shape_counts() -> None:
+    found = limits.rows_of(
+        lines(
+            [
+                ("prepare", 10.0),
+                ("main(a)", 2000.0),
+                ("spin_kernel", 5000.0),
+                ("only", 7.0),
+                ("spin_kernel", 1.0),
+            ]
+        ),
+        SHAPES,
+    )
+    assert [(row.shape, row.kernel, row.cycles) for row in found] == [
+        (SHAPES[0], "main", 2000.0),
+        (SHAPES[1], "only", 7.0),
+    ]
+    assert found[0].l2_bytes == 1.25
+    assert list(found[0].shares.values()) == [number + 2.25 for number in range(len(limits.SHARES))]
+
+
+@pytest.mark.parametrize("names", [["main", "spin_kernel"], ["main", "spin_kernel", "spin_kernel"]])
+def test_missing_kernels_are_an_error(names: list[str]) -> None:
+    with pytest.raises(KernelError, match="of 2"):
+        limits.rows_of(lines([(name, 1.0) for name in names]), SHAPES)
+
+
+def test_a_missing_counter_is_an_error() -> None:
+    kernels = [("main", 1.0), ("spin_kernel", 1.0)]
+    with pytest.raises(KernelError, match="has no counter sm__pipe_tensor"):
+        limits.rows_of(lines(kernels, COUNTERS[:2]), SHAPES[:1])
+
+
+def test_a_machine_without_the_profiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(UsageError, match="install Nsight Compute"):
+        limits.counted()
+
+
+def test_the_table_has_a_row_for_each_shape(tmp_path: Path) -> None:
+    path = tmp_path / "limits.json"
+    assert limits.texts(path) == {"limits": "Not measured."}
+    shares = dict.fromkeys(limits.SHARES, 41.6)
+    save(path, [limits.Row(shape, "main", 1.0, 6.5e9, shares) for shape in limits.SHAPES])
+    text = limits.texts(path)["limits"]
+    assert text.count("| 42 | 42 | 42 | 42 | 42 | 42 | 6.5 |") == len(limits.SHAPES)
+    assert "bf16, head dim 128, 16 heads, causal, 4096, batch 4" in text
