@@ -32,8 +32,8 @@ ROUNDS = 21
 CLOSE = 1.03
 MORE_ROUNDS = 5
 MORE_MS = 3000.0
-# If the clock is held down, or launches are as long as LONG_MS, which the power limit then slows in use, so
-# many of the fastest are timed alone instead, each at its own clock. Slower launches than SUSTAINED_MS are not.
+# If the clock is held down, so many of the fastest are timed alone instead, each at its own clock. So are
+# launches from LONG_MS on, which reach the power limit in use, and not those beyond SUSTAINED_MS.
 SUSTAINED = 6
 LONG_MS = 1.0
 SUSTAINED_MS = 50.0

@@ -195,6 +195,14 @@ def by_torch(call: Call) -> Tensor:
         batch = len(starts) - 1
     else:
         return _dense(call, inputs)
+    if _is_captured(call.q):
+        # The lengths are unknown on the host.
+        if starts is not None:
+            raise RuntimeError(
+                "no kernel of this package computes these packed sequences, and torch cannot in a CUDA graph"
+            )
+        keys, values = (_all_rows(cache, table) for cache in (call.k, call.v))
+        return _dense(call._replace(k=keys, v=values), inputs, lengths)
     out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
     for sequence in range(batch):
         # Packed sequences are parts of one row of the batch.
@@ -248,26 +256,46 @@ def _rows(
     return pages.transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 
-def _dense(call: Call, inputs: dict[str, Any]) -> Tensor:
-    """Returns the output of sequences of equal lengths, with all scores in memory if necessary."""
+def _is_captured(tensor: Tensor) -> bool:
+    """Returns whether a CUDA graph is being captured."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _all_rows(cache: Tensor, table: Tensor | None) -> Tensor:
+    """Returns all keys or values that sequences have room for, [batch, kv_heads, keys, width]."""
+    if table is None:
+        return cache
+    # Pages after a sequence's last one may have the number -1.
+    return cache[table.long().clamp(min=0)].transpose(1, 2).flatten(2, 3)
+
+
+def _dense(call: Call, inputs: dict[str, Any], lengths: Tensor | None = None) -> Tensor:
+    """Returns the output of sequences in one call, with all scores in memory if necessary.
+
+    The first `lengths` keys of each sequence count; all if it is None.
+    """
     q, k, v = call.q, call.k, call.v
     queries, keys = q.shape[2], k.shape[2]
     if not keys:
         return q.new_zeros(*q.shape[:3], v.shape[3])
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    ahead = torch.arange(keys, device=q.device) - torch.arange(keys - queries, keys, device=q.device)[:, None]
+    key = torch.arange(keys, device=q.device)
+    first = keys - queries if lengths is None else lengths[:, None, None, None] - queries
+    ahead = key - first - torch.arange(queries, device=q.device)[:, None]
     left, right = call.window[0], 0 if call.causal else call.window[1]
     hidden = torch.zeros_like(ahead, dtype=torch.bool)
     if left is not None:
         hidden |= ahead < -left
     if right is not None:
         hidden |= ahead > right
+    if lengths is not None:
+        hidden |= key >= lengths[:, None, None, None]
     if not {"softcap", "sinks", "slopes"} & {*inputs}:
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, ~hidden, dropout_p=call.dropout, scale=call.scale
         )
-        return out.masked_fill(hidden.all(-1)[:, None], 0.0)
+        return out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     scores = (q.float() @ k.float().mT) * call.scale
     if "softcap" in inputs:
         scores = inputs["softcap"] * torch.tanh(scores / inputs["softcap"])
@@ -278,7 +306,7 @@ def _dense(call: Call, inputs: dict[str, Any]) -> Tensor:
         sinks = inputs["sinks"].view(-1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     else:
-        weights = scores.softmax(-1).masked_fill(hidden.all(-1)[:, None], 0.0)
+        weights = scores.softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
     weights = torch.nn.functional.dropout(weights, call.dropout)
     return (weights @ v.float()).to(q.dtype)
 
@@ -429,12 +457,20 @@ def flash_attn_with_kvcache(
 def _append(
     caches: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], lengths: Tensor, table: Tensor | None
 ) -> None:
-    """Writes new rows [batch, new, kv_heads, width] after the first `lengths` keys of each sequence."""
+    """Writes new rows [batch, new, kv_heads, width] after the first `lengths` keys of each sequence.
+
+    With pages, later sequences of -1 keys have no rows. Transformers fills up batches with them.
+    """
     places = lengths[:, None].long() + torch.arange(rows[0].shape[1], device=lengths.device)
     if table is None:
         at = torch.arange(len(lengths), device=lengths.device)[:, None], places
     else:
         size = caches[0].shape[1]
+        # Those write the first sequence's rows once more, since their number is unknown on the host.
+        source = torch.arange(len(lengths), device=lengths.device).where(lengths >= 0, 0)
+        places, table = places[source], table[source]
+        keys, values = (new[source] for new in rows)
+        rows = keys, values
         at = table.long().gather(1, places // size), places % size
     for cache, new in zip(caches, rows, strict=True):
         cache[at] = new
