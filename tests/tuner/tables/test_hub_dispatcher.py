@@ -70,3 +70,42 @@ def test_sinks_that_require_grad_get_it(monkeypatch: pytest.MonkeyPatch) -> None
     hub_dispatcher.flash_attn_func(q, q, q, s_aux=sinks).sum().backward()
     assert sinks.grad is not None
     assert sinks.grad.any()
+
+
+PER_HEAD = torch.tensor([0.5, -1.0])
+FEATURES: list[dict[str, Any]] = [{}, {"softcap": 2.0}, {"s_aux": PER_HEAD}, {"alibi_slopes": PER_HEAD.abs()}]
+
+
+@pytest.mark.filterwarnings("ignore:no kernel of this package")
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
+@pytest.mark.parametrize("features", FEATURES, ids=lambda features: "".join(features) or "plain")
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_torch_computes_captured_calls_without_lengths_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], features: dict[str, Any], has_pages: bool
+) -> None:
+    monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
+    q = torch.randn(3, 2, 2, 8)
+    table = torch.tensor([[2, 0, 4], [1, -1, -1], [-1, -1, -1]], dtype=torch.int32) if has_pages else None
+    k, v = (torch.randn(5, 4, 1, 8) if has_pages else torch.randn(3, 12, 1, 8) for _ in "kv")
+    lengths = torch.tensor([9, 1, 0], dtype=torch.int32)
+    given: dict[str, Any] = {
+        "cache_seqlens": lengths,
+        "block_table": table,
+        "causal": True,
+        "window_size": window,
+        **features,
+    }
+    expected = hub_dispatcher.flash_attn_with_kvcache(q, k, v, **given)
+    monkeypatch.setattr(hub_dispatcher, "_is_captured", lambda _: True)
+    monkeypatch.setattr(hub_dispatcher, "_rows", None)
+    captured = hub_dispatcher.flash_attn_with_kvcache(q, k, v, **given)
+    torch.testing.assert_close(captured, expected)
+
+
+@pytest.mark.filterwarnings("ignore:no kernel of this package")
+def test_captured_packed_sequences_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
+    monkeypatch.setattr(hub_dispatcher, "_is_captured", lambda _: True)
+    q, starts = torch.randn(10, 2, 8), torch.tensor([0, 10], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="CUDA graph"):
+        hub_dispatcher.flash_attn_varlen_func(q, q, q, starts, starts, 10, 10, softcap=1.0)
