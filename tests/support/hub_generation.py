@@ -5,6 +5,7 @@ Transformers imports the attention functions of one package for the whole proces
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -46,7 +48,9 @@ class Generation(NamedTuple):
     by_torch: int
 
 
-def generation_of(package: Path, name: str, device: str, dtype: str, head_dim: int, page: int) -> Generation:
+def generation_of(
+    package: Path, name: str, device: str, dtype: str, head_dim: int, page: int, graphs: bool = False
+) -> Generation:
     """Returns what a new process found. With a page size of 0, it generates without continuous batching."""
     environment = {**os.environ, "LOCAL_KERNELS": f"{name}={package}", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONSAFEPATH", None)
@@ -54,7 +58,12 @@ def generation_of(package: Path, name: str, device: str, dtype: str, head_dim: i
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     program = [sys.executable, "-m", "tests.support.hub_generation", name, device, dtype]
     done = subprocess.run(
-        [*program, str(head_dim), str(page)], cwd=ROOT, env=environment, capture_output=True, text=True
+        [*program, str(head_dim), str(page), str(int(graphs))],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return Generation(**json.loads(done.stdout.splitlines()[-1]))
@@ -62,8 +71,8 @@ def generation_of(package: Path, name: str, device: str, dtype: str, head_dim: i
 
 def imported() -> Any:
     """Returns transformers, which takes any version of `kernels` here. It imports `kernels` after this."""
-    import transformers
-    from transformers.utils import import_utils
+    transformers: Any = importlib.import_module("transformers")
+    import_utils: Any = importlib.import_module("transformers.utils.import_utils")
 
     if not import_utils.is_kernels_available():
         # Transformers 5.23 asks for a newer version than pip finds.
@@ -73,7 +82,7 @@ def imported() -> Any:
 
 
 def record(flash: Any, calls: dict[str, list[str]]) -> list[str]:
-    """Returns the files of the functions that transformers calls, and records the arguments of their calls."""
+    """Returns the files of the functions that transformers calls, and records their arguments."""
     origins = []
     for name in ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn"):
         function = getattr(flash, name)
@@ -101,21 +110,25 @@ def slack_of(reference: Any, rows: list[tuple[list[int], list[int]]]) -> float:
     return most
 
 
-def pages_on_the_cpu(transformers: Any) -> None:
-    """Lets continuous batching decode from pages on the CPU too."""
+def decode_from_pages() -> None:
+    """Continuous batching decodes from pages on the CPU too, as it does on a GPU."""
     from transformers.generation.continuous_batching import initialization
 
-    del transformers
-    initialization.ensure_decode_fast_path_is_available = lambda *_args, **_options: None
+    original = initialization.ensure_decode_fast_path_is_available
+
+    def ensured(*args: Any, **options: Any) -> None:
+        with mock.patch.object(torch.cuda, "is_available", return_value=True):
+            original(*args, **options)
+
+    initialization.ensure_decode_fast_path_is_available = ensured
 
 
 def main() -> None:
     """Prints a `Generation` as JSON."""
-    name, device, kind, head_dim, page = sys.argv[1:]
+    name, device, kind, head_dim, page, graphs = sys.argv[1:]
     transformers = imported()
-    from transformers import modeling_flash_attention_utils as flash
-
-    changes = {"head_dim": int(head_dim)}
+    flash: Any = importlib.import_module("transformers.modeling_flash_attention_utils")
+    changes: Any = {"head_dim": int(head_dim)}
     dtype = getattr(torch, kind)
     model = model_of(transformers, "llama", name, device, dtype, **changes)
     found: dict[str, list[str]] = {}
@@ -123,16 +136,22 @@ def main() -> None:
     origins = record(flash, found)
     kernels: list[bool] = []
     find = package["find"]
-    package["find"] = lambda call: kernels.append((entry := find(call)) is not None) or entry
+
+    def recorded(call: Any) -> Any:
+        entry = find(call)
+        kernels.append(entry is not None)
+        return entry
+
+    package["find"] = recorded
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     warnings.filterwarnings("ignore", message="no kernel of this package")
     if int(page):
         if device == "cpu":
-            pages_on_the_cpu(transformers)
+            decode_from_pages()
         batching = transformers.ContinuousBatchingConfig(
-            page_size=int(page), num_blocks=64, max_batch_tokens=48
+            page_size=int(page), num_blocks=64, max_batch_tokens=48, use_cuda_graph=bool(int(graphs))
         )
         results = model.generate_batch(
             prompts,

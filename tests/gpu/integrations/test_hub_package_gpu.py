@@ -15,6 +15,7 @@ from flashtune.tuner.tables.hub_package import is_served, package_files
 from flashtune.tuner.tables.lookup import shipped_selections
 from tests.gpu.marks import ON_HOPPER
 from tests.problems.serving_batches import Batch, Case, expected, fill_earlier, make_batch
+from tests.support.hub_generation import LENGTHS, NEW_TOKENS, PAGED, generation_of
 
 pytestmark = [pytest.mark.gpu, ON_HOPPER]
 
@@ -34,12 +35,31 @@ def chosen() -> list[Record]:
     return [*found.values()]
 
 
+def batched() -> list[Record]:
+    """Causal selections of packed sequences, and of decoding with pages of 16 keys; head dim 128."""
+    found = []
+    for selection in shipped_selections():
+        record = selection.record
+        problem = record.problem
+        decodes = record.family == "decode_split_kv"
+        features, page = ({Feature.PAGES}, 16) if decodes else ({Feature.VARLEN}, 0)
+        fits = problem.head_dim == problem.value_head_dim == 128 and problem.causal == "bottom_right"
+        fits = fits and problem.features == features and problem.page_size == page
+        if is_served(record) and fits and problem.dtype == "bf16":
+            found.append(record)
+    return found
+
+
+def write(folder: Path, records: list[Record]) -> None:
+    for name, text in package_files(records).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
 @pytest.fixture(name="package", scope="module")
 def loaded_package(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("package")
-    for name, text in package_files(chosen()).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
+    write(folder, chosen())
     path: Path = folder / "build/torch-cuda/__init__.py"
     spec = importlib.util.spec_from_file_location("flashtune_hub_package", path)
     assert spec is not None
@@ -82,3 +102,48 @@ def test_torch_computes_packed_sequences(package: Any) -> None:
     q, k, v, starts = (tensor.cuda() for tensor in (batch.q, batch.k, batch.v, batch.starts))
     out = package.flash_attn_varlen_func(q, k, v, starts, starts, 300, 300, causal=True)
     close(out, batch)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("page", [16, 32])
+def test_transformers_batches_continuously_through_a_package(tmp_path: Path, page: int, graphs: bool) -> None:
+    """Kernels serve pages of 16 keys. Torch decodes from pages of 32, in CUDA graphs too."""
+    pytest.importorskip("transformers", minversion="5.17")
+    pytest.importorskip("kernels", minversion="0.17")
+    write(tmp_path, batched())
+    found = generation_of(tmp_path, PAGED, "cuda", "bfloat16", 128, page, graphs)
+    assert {*found.origins} == {str(tmp_path / "build/torch-cuda/__init__.py")}
+    assert {*found.calls} == {"flash_attn_varlen_func", "flash_attn_with_kvcache"}
+    assert found.lengths == [NEW_TOKENS] * len(LENGTHS)
+    assert found.served
+    assert (found.by_torch == 0) == (page == 16)
+    # Rounding to bf16 alone gives 0.01; a key less gives 1.6.
+    assert found.slack < 0.1
+
+
+@pytest.mark.filterwarnings("ignore:no kernel of this package")
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_torch_decodes_in_a_cuda_graph(package: Any, softcap: float) -> None:
+    """With pages of 32 keys, which no kernel of the package takes. The last sequence fills up the batch."""
+    q, k, v = (torch.randn(4, 1, heads, 128, device="cuda", dtype=BF16) for heads in (4, 2, 2))
+    before = [torch.randn(13, 32, 2, 128, device="cuda", dtype=BF16) for _ in "kv"]
+    table = torch.arange(12, dtype=torch.int32, device="cuda").view(4, 3)
+    table[-1] = -1
+    known = torch.tensor([40, 0, 95, -1], dtype=torch.int32, device="cuda")
+
+    def run(caches: list[torch.Tensor]) -> torch.Tensor:
+        given = {"cache_seqlens": known, "block_table": table, "causal": True, "softcap": softcap}
+        out: torch.Tensor = package.flash_attn_with_kvcache(q, *caches, k, v, **given)
+        return out
+
+    eager = [cache.clone() for cache in before]
+    wanted = run(eager)
+    captured = [cache.clone() for cache in before]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(captured)
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(out, wanted, atol=1e-2, rtol=1e-2)
+    assert all(map(torch.equal, captured, eager))
+    assert not out[-1].any()

@@ -17,6 +17,7 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.tuner.tables.hub_package import is_served, package_files
 from flashtune.tuner.workloads.shapes import parse_shape
+from tests.support.hub_generation import LENGTHS, NAME, NEW_TOKENS, PAGED, generation_of
 
 SHAPE = "heads=4,kv_heads=2,head_dim=32,dtype=fp32,causal"
 SHAPES = [
@@ -27,6 +28,21 @@ SHAPES = [
     ("forward_masked", f"{SHAPE},seqlen=64,batch=3,total_q=128,alibi"),
     ("decode_split_kv", f"{SHAPE},seqlen_q=1,seqlen_kv=128,batch=3,page_size=16"),
 ]
+# Arguments that transformers passes besides the query, the scale and the mask.
+GIVEN = {
+    "flash_attn_func": {"k", "v", "dropout_p", "deterministic"},
+    "flash_attn_varlen_func": {
+        "k",
+        "v",
+        "dropout_p",
+        "deterministic",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
+    },
+    "flash_attn_with_kvcache": {"k", "v", "k_cache", "v_cache", "cache_seqlens", "block_table"},
+}
 LOADING = """
 import importlib.util, json, sys, warnings
 import torch
@@ -98,15 +114,22 @@ for more in (None, slopes):
 table = torch.randperm(12).view(3, 4).int()
 caches = [draw(12, 16, 2, 32) for _ in "kv"]
 rows = [[cache[pages.long()].flatten(0, 1) for pages in table] for cache in caches]
-new = [draw(3, 1, 2, 32) for _ in "kv"]
-known = torch.tensor([20, 47, 0], dtype=torch.int32)
-q = draw(3, 1, 4, 32)
-out = module.flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=known, block_table=table, causal=True)
+# The last sequence has no keys and no pages, as transformers fills up batches of CUDA graphs.
+new = [draw(4, 1, 2, 32) for _ in "kv"]
+known = torch.tensor([20, 47, 0, -1], dtype=torch.int32)
+filled = torch.cat([table, torch.full((1, 4), -1).int()])
+q = draw(4, 1, 4, 32)
+before = [cache.clone() for cache in caches]
+out = module.flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=known, block_table=filled, causal=True)
 for i in range(3):
     keys, values = (torch.cat([all[i][: known[i]], one[i]]) for all, one in zip(rows, new))
     close(out[i], attention(q[i], keys, values))
     # The new rows are in the pages.
-    assert torch.equal(caches[0][table[i, known[i] // 16], known[i] % 16], new[0][i, 0])
+    for cache, old, one in zip(caches, before, new):
+        old[table[i, known[i] // 16], known[i] % 16] = one[i, 0]
+assert all(map(torch.equal, caches, before))
+assert out[3].isfinite().all()
+q, known, new = q[:3], known[:3], [one[:3] for one in new]
 # One query needs no causal mask.
 module.flash_attn_with_kvcache(q, *caches, cache_seqlens=known + 1, block_table=table)
 assert len(served) == 7 and len({*served}) == 5
@@ -190,6 +213,18 @@ def written_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(name="cpu_package", scope="module")
+def package_for_the_cpu(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same package for the CPU: the library loads none for another backend than torch's own."""
+    folder = tmp_path_factory.mktemp("cpu_package")
+    built = folder / "build/torch-cpu"
+    for path in sources(package / "build/torch-cuda"):
+        target = built / path.relative_to(package / "build/torch-cuda")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(path.read_text("utf-8").replace('"type": "cuda"', '"type": "cpu"'), "utf-8")
+    return folder
+
+
 def check(package: Path, loading: str) -> None:
     command = [sys.executable, "-c", LOADING + loading + CHECKS, str(package)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
@@ -205,15 +240,31 @@ def test_a_package_computes_attention_without_flashtune(package: Path) -> None:
     check(package, BY_PATH)
 
 
-def test_the_kernels_library_loads_a_package(package: Path, tmp_path: Path) -> None:
-    pytest.importorskip("kernels", minversion="0.17")
-    # This library loads no package for another backend than torch's own.
-    built = tmp_path / "build/torch-cpu"
-    for path in sources(package / "build/torch-cuda"):
-        target = built / path.relative_to(package / "build/torch-cuda")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(path.read_text("utf-8").replace('"type": "cuda"', '"type": "cpu"'), "utf-8")
-    check(tmp_path, BY_LIBRARY)
+def test_the_kernels_library_loads_a_package(cpu_package: Path) -> None:
+    check(cpu_package, BY_LIBRARY)
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "functions"),
+    [
+        (NAME, 0, {"flash_attn_func"}),
+        (NAME, 16, {"flash_attn_varlen_func"}),
+        (PAGED, 16, {"flash_attn_varlen_func", "flash_attn_with_kvcache"}),
+    ],
+    ids=["generate", "continuous batching", "continuous batching from pages"],
+)
+def test_transformers_generates_through_a_package(
+    cpu_package: Path, name: str, page: int, functions: set[str]
+) -> None:
+    found = generation_of(cpu_package, name, "cpu", "float32", 32, page)
+    assert {*found.origins} == {str(cpu_package / "build/torch-cpu/__init__.py")}
+    assert {*found.calls} == functions
+    for function, given in found.calls.items():
+        assert {*given} == {"q", "softmax_scale", "causal"} | GIVEN[function]
+    assert found.lengths == [NEW_TOKENS] * len(LENGTHS)
+    assert found.served
+    assert not found.by_torch
+    assert found.slack < 1e-4
 
 
 def test_metadata_hashes_all_other_files(package: Path) -> None:
