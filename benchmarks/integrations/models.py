@@ -34,6 +34,8 @@ from flashtune.integrations.host_library import host_library
 VOCABULARY = 2048
 LAYERS = 16
 ROUNDS = 6
+# Runs that prepare the tuned records, the kernels, and their launches.
+WARM_UPS = 3
 PROMPT, NEW_TOKENS, FEW_TOKENS = 2048, 128, 32
 
 
@@ -182,7 +184,7 @@ def workloads(model: Any, registered: Any) -> dict[str, Runs]:
 
 def measured(name: str, runs: Runs, rounds: int, version: str) -> Row:
     """Returns the times of a workload with both kinds of attention in turn, each after the other."""
-    for _ in range(2):
+    for _ in range(WARM_UPS):
         with runs.context():
             runs.flashtune()
             flashtune.integrations.wait()

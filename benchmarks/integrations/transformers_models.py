@@ -30,6 +30,8 @@ from flashtune.integrations.host_library import host_library
 
 VOCABULARY = 2048
 ROUNDS = 9
+# Runs that prepare the tuned records, the kernels, and their launches.
+WARM_UPS = 3
 # Runs of each of transformers' implementations, of which the fastest counts.
 TRIALS = 3
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
@@ -210,7 +212,7 @@ def measured(
     times = {one: ms for one, ms in trials.items() if isinstance(ms, float)}
     usual = min(times, key=lambda one: times[one])
     use(model, ours)
-    for _ in range(2):
+    for _ in range(WARM_UPS):
         run()
         flashtune.integrations.wait()
     found: dict[str, list[float]] = {usual: [], ours: []}

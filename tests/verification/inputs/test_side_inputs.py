@@ -16,13 +16,11 @@ ROWS, KEYS = 128, 64
 
 def tiles(problem: Problem) -> torch.Tensor:
     """Which elements of a drawn bias change nothing, and which hide keys, of each tile."""
-    bias = make_side(
-        Probe.RANDOM, problem, equal_lengths(problem), KEYS, torch.Generator().manual_seed(0)
-    ).bias
+    generator = torch.Generator().manual_seed(0)
+    bias = make_side(Probe.RANDOM, problem, equal_lengths(problem), KEYS, generator).bias
     assert bias is not None
-    seen = bias if problem.bias is Bias.BOOLEAN else bias == 0
-    hidden = ~bias if problem.bias is Bias.BOOLEAN else bias == -torch.inf
-    both = torch.stack((seen, hidden))
+    is_boolean = problem.bias is Bias.BOOLEAN
+    both = torch.stack((bias, ~bias) if is_boolean else (bias == 0, bias == -torch.inf))
     return both.unflatten(4, (-1, KEYS)).unflatten(3, (-1, ROWS)).transpose(4, 5).flatten(5)
 
 
