@@ -21,7 +21,8 @@ def tiles(problem: Problem) -> torch.Tensor:
     assert bias is not None
     is_boolean = problem.bias is Bias.BOOLEAN
     both = torch.stack((bias, ~bias) if is_boolean else (bias == 0, bias == -torch.inf))
-    return both.unflatten(4, (-1, KEYS)).unflatten(3, (-1, ROWS)).transpose(4, 5).flatten(5)
+    split: torch.Tensor = both.unflatten(4, (-1, KEYS)).unflatten(3, (-1, ROWS))
+    return split.transpose(4, 5).flatten(5)
 
 
 @pytest.mark.parametrize("bias", ["boolean", "additive"])
