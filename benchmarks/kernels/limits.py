@@ -3,9 +3,9 @@
     python -m benchmarks.kernels.limits  # prints the table, in Markdown
     python -m benchmarks.kernels.limits --save benchmarks/results/nvidia-h200-limits.json
 
-Saving runs `ncu`, which must be on PATH and may read the counters. Each shape runs once after a warm-up. If a
-call launches several kernels, the row is of the longest one. The profiler repeats kernels at another clock
-than usual, so that rows have cycles and no times.
+Saving runs `ncu`, which must be on PATH and be allowed to read the counters. Each shape runs once after a
+warm-up. If a call launches several kernels, the row is of the longest one. The profiler repeats kernels at
+another clock than usual, so that rows have cycles and no times.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ SHARES = {
     "L2": f"lts__t_bytes.{ELAPSED}",
     "device memory": f"dram__throughput.{ELAPSED}",
 }
-# The kernel of `torch.cuda._sleep`, which is between those of two shapes.
+# The kernel of `torch.cuda._sleep`, which follows those of each shape.
 SEPARATOR = "spin_kernel"
 
 
@@ -169,21 +169,25 @@ def rows_of(lines: Sequence[str], shapes: Sequence[str]) -> list[Row]:
     """Returns the row of each shape, from the lines that `ncu` writes.
 
     Raises:
-        KernelError: The lines have kernels of another number of shapes, or lack a counter.
+        KernelError: The lines lack the kernels of a shape, or a counter.
     """
-    header, _, *rest = csv.reader(line for line in lines if line.startswith('"'))
+    found = list(csv.reader(line for line in lines if line.startswith('"')))
     groups: list[list[dict[str, str]]] = [[]]
-    for one in rest:
-        kernel = dict(zip(header, one, strict=True))
+    for one in found[2:]:  # after names and units
+        kernel = dict(zip(found[0], one, strict=True))
         if SEPARATOR in kernel["Kernel Name"]:
             groups.append([])
         else:
             groups[-1].append(kernel)
-    if len(groups) != len(shapes) + 1 or not all(groups[:-1]):
+    *complete, after = groups
+    if len(complete) != len(shapes) or after:
         raise KernelError(
-            f"ncu counted {len(groups) - 1} shapes of {len(shapes)}: update the separator's name"
+            f"ncu counted {len(complete)} of {len(shapes)} shapes: look for the program's error"
         )
-    return [_row(shape, group) for shape, group in zip(shapes, groups, strict=False)]
+    for shape, group in zip(shapes, complete, strict=True):
+        if not group:
+            raise KernelError(f"ncu counted no kernel of {shape}: run it alone")
+    return [_row(shape, group) for shape, group in zip(shapes, complete, strict=True)]
 
 
 def _row(shape: str, kernels: Sequence[dict[str, str]]) -> Row:

@@ -19,7 +19,7 @@ SHAPES = limits.SHAPES[:2]
 
 
 def lines(kernels: Sequence[tuple[str, float]], counters: Sequence[str] = COUNTERS) -> list[str]:
-    """What `ncu` writes for kernels with these names and values of the first counter."""
+    """Returns the lines that `ncu` writes for kernels with these names and values of the first counter."""
     text = io.StringIO()
     rows = csv.writer(text, quoting=csv.QUOTE_ALL)
     rows.writerow(("ID", "Kernel Name", *counters))
@@ -52,10 +52,23 @@ def test_the_longest_kernel_of_each_shape_counts() -> None:
     assert list(found[0].shares.values()) == [number + 2.25 for number in range(len(limits.SHARES))]
 
 
-@pytest.mark.parametrize("names", [["main", "spin_kernel"], ["main", "spin_kernel", "spin_kernel"]])
-def test_missing_kernels_are_an_error(names: list[str]) -> None:
-    with pytest.raises(KernelError, match="of 2"):
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], "0 of 2"),
+        (["main", "spin_kernel"], "1 of 2"),
+        (["main", "spin_kernel", "main", "spin_kernel", "more"], "2 of 2"),
+        (["main", "spin_kernel", "spin_kernel"], "no kernel of"),
+    ],
+)
+def test_missing_kernels_are_an_error(names: list[str], said: str) -> None:
+    with pytest.raises(KernelError, match=said):
         limits.rows_of(lines([(name, 1.0) for name in names]), SHAPES)
+
+
+def test_no_lines_are_an_error() -> None:
+    with pytest.raises(KernelError, match="0 of 2"):
+        limits.rows_of(["==PROF== Connected"], SHAPES)
 
 
 def test_a_missing_counter_is_an_error() -> None:

@@ -32,10 +32,10 @@ HIGH_SINK, LOW_SINK = 11.0, -1e4
 # Shares of keys, of blocks with a few rows, and of rows that a bias hides.
 HIDDEN_KEYS, HIDDEN_BLOCKS, HIDDEN_ROWS = 0.2, 0.3, 0.08
 ROWS_OF_A_BLOCK = 16
-# Regions of a bias, in rows and in blocks of keys. Of every second one, so many are hidden and so many are
-# visible in full. Kernels that classify tiles find empty and full ones there.
-ROWS_OF_A_REGION, BLOCKS_OF_A_REGION = 256, 3
-HIDDEN_REGIONS, FULL_REGIONS = 0.35, 0.45
+# Regions of a bias, in rows and in blocks of keys. Of every second one, so many are hidden, and so many are
+# visible in full in this share of the rows. Kernels that classify tiles find empty and full ones there.
+ROWS_OF_A_REGION, BLOCKS_OF_A_REGION = 256, 2
+HIDDEN_REGIONS, FULL_REGIONS, HAVE_FULL = 0.3, 0.7, 0.5
 # Share of visible blocks of a block mask, and shares of its lists without any block and with all blocks.
 VISIBLE_BLOCKS, EMPTY_LISTS, FULL_LISTS = 0.5, 0.1, 0.2
 # Largest bias in elements. Beyond, sequences share one bias, and then heads do.
@@ -148,12 +148,16 @@ def _regions(
     """Returns which elements of a bias are in regions that are visible in full, and which in hidden ones."""
     rows, columns = -(-shape[2] // ROWS_OF_A_REGION), -(-shape[3] // width)
     share = drawn(*shape[:2], rows, columns)
-    # Neighbours of these regions, and the first region, are in neither.
-    number = torch.arange(rows, device=share.device)[:, None] + torch.arange(columns, device=share.device)
-    share.masked_fill_(number % 2 == 0, FULL_REGIONS)
-    share = share[:, :, :, None, :, None].expand(-1, -1, -1, ROWS_OF_A_REGION, -1, width)
-    share = share.flatten(4, 5).flatten(2, 3)[:, :, : shape[2], : shape[3]]
-    return share < FULL_REGIONS, share > 1.0 - HIDDEN_REGIONS
+    # Half of the rows have no full region, so that random rows remain without keys.
+    has_full = drawn(*shape[:2], rows, 1) < HAVE_FULL
+    row, column = (torch.arange(size, device=share.device) for size in (rows, columns))
+    # The first region and every second one are in neither.
+    is_drawn = (row[:, None] + column) % 2 == 1
+    is_full = is_drawn & has_full & (share < FULL_REGIONS)
+    is_hidden = is_drawn & (share > 1.0 - HIDDEN_REGIONS)
+    of_row = torch.arange(shape[2], device=share.device) // ROWS_OF_A_REGION
+    of_key = torch.arange(shape[3], device=share.device) // width
+    return is_full[:, :, of_row][..., of_key], is_hidden[:, :, of_row][..., of_key]
 
 
 def _sinks(draw: Draw) -> dict[str, Tensor]:
