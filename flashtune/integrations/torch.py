@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -105,6 +105,11 @@ class Overrides:
             self._library.impl(name, override, key, with_keyset=True)
         self._kernels.append(torch.library.get_kernel(getattr(torch.ops.aten, name).default, key))
 
+    @property
+    def are_registered(self) -> bool:
+        """Whether they were not removed yet."""
+        return self._library is not None
+
     def remove(self) -> None:
         """Restores torch's operators."""
         _removed.append(self._kernels)
@@ -135,30 +140,56 @@ class RegisteredNames:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Registers flashtune under the names."""
+        """Registers flashtune under the names.
+
+        Raises:
+            UsageError: This version of torch has another registry.
+        """
         # The registry has no public way to read an implementation.
-        self._registered = vars(torch_attention._registry)["_FLASH_ATTENTION_IMPLS"]
-        self._earlier = {name: self._registered.get(name) for name in names}
+        registered = vars(torch_attention._registry).get("_FLASH_ATTENTION_IMPLS")
+        if registered is None:
+            raise UsageError(
+                f"torch {torch.__version__} is too new: install another one or a newer flashtune"
+            )
+        self._registered: dict[str, Callable[..., Any]] = registered
+        self._earlier = {name: registered.get(name) for name in names}
         self._active = torch_attention.current_flash_attention_impl()
+        self._overrides: Overrides | None = None
         try:
             for name in names:
-                torch_attention.register_flash_attention_impl(name, register_fn=_register_flash)
+                torch_attention.register_flash_attention_impl(name, register_fn=self._activated)
             torch_attention.activate_flash_attention_impl(names[0])
         except BaseException:
-            self.remove()
+            self._restore_names()
+            # torch removed the earlier implementation before it called this one.
+            if torch_attention.current_flash_attention_impl() is None:
+                self._restore_active()
             raise
 
+    def _activated(self) -> Overrides:
+        self._overrides = Overrides(FLASH_FORWARD, FLASH_BACKWARD, KEY)
+        return self._overrides
+
     def remove(self) -> None:
-        """Restores the registry."""
-        was_active = torch_attention.current_flash_attention_impl() in self._earlier
-        if was_active:
+        """Restores the registry. Implementations that were registered or activated later stay."""
+        is_active = self._overrides is not None and self._overrides.are_registered
+        if is_active:
             torch_attention.restore_flash_attention_impl()
+        self._restore_names()
+        if is_active:
+            self._restore_active()
+
+    def _restore_names(self) -> None:
         for name, earlier in self._earlier.items():
+            if self._registered.get(name) != self._activated:
+                continue
             if earlier is None:
-                self._registered.pop(name, None)
+                del self._registered[name]
             else:
                 torch_attention.register_flash_attention_impl(name, register_fn=earlier)
-        if was_active and self._active is not None and self._active in self._registered:
+
+    def _restore_active(self) -> None:
+        if self._active is not None and self._active in self._registered:
             torch_attention.activate_flash_attention_impl(self._active)
 
 
@@ -215,10 +246,11 @@ def deactivate() -> None:
     with _changing:
         if _dense is None or _names is None:
             return
-        _dense.remove()
-        _names.remove()
+        dense, names = _dense, _names
         _dense, _names = None, None
         forget()
+        dense.remove()
+        names.remove()
 
 
 def is_active() -> bool:
@@ -247,10 +279,6 @@ def disable_for(module: Module) -> DisabledModule:
     It does not affect compiled modules. Compile them after a call of `deactivate`.
     """
     return DisabledModule(module)
-
-
-def _register_flash() -> Overrides:
-    return Overrides(FLASH_FORWARD, FLASH_BACKWARD, KEY)
 
 
 def _original(name: str, key: str) -> Kernel | None:

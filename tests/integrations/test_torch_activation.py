@@ -154,9 +154,84 @@ def test_the_implementation_from_before_returns(
     with integration.activate(names=names):
         assert torch_attention.current_flash_attention_impl() == names[0]
         assert changes == ["added", "removed"]
-    assert _registry._FLASH_ATTENTION_IMPLS == {"FA3": Handle}
+    assert {"FA3": Handle} == _registry._FLASH_ATTENTION_IMPLS
     assert torch_attention.current_flash_attention_impl() == "FA3"
     assert changes == ["added", "removed", "added"]
+
+
+def test_an_implementation_of_the_same_name_is_left_alone(
+    originals: Originals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import _registry
+
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {})
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
+
+    class Handle:
+        def remove(self) -> None:
+            raise AssertionError("removed by another one")
+
+    with integration.activate(names=("FA3",)):
+        torch_attention.register_flash_attention_impl("FA3", register_fn=Handle)
+        torch_attention.activate_flash_attention_impl("FA3")
+    assert {"FA3": Handle} == _registry._FLASH_ATTENTION_IMPLS
+    assert torch_attention.current_flash_attention_impl() == "FA3"
+
+
+def test_a_failed_activation_restores_the_registry(
+    originals: Originals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import _registry
+
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {})
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
+
+    class Handle:
+        def remove(self) -> None:
+            pass
+
+    torch_attention.register_flash_attention_impl("FA3", register_fn=Handle)
+    torch_attention.activate_flash_attention_impl("FA3")
+    monkeypatch.setattr(integration, "FLASH_FORWARD", (None,))
+    with pytest.raises(AttributeError):
+        integration.activate()
+    assert not integration.is_active()
+    assert set(overridden().values()) == {False}
+    assert {"FA3": Handle} == _registry._FLASH_ATTENTION_IMPLS
+    assert torch_attention.current_flash_attention_impl() == "FA3"
+
+
+def test_a_failed_restoration_leaves_flashtune_inactive(
+    originals: Originals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import _registry
+
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {})
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
+    integration.activate()
+    names = integration._names
+    assert names is not None
+
+    def fail() -> None:
+        raise KeyError("its library is gone")
+
+    torch_attention.register_flash_attention_impl("FA3", register_fn=fail)
+    names._active = "FA3"
+    with pytest.raises(KeyError, match="its library is gone"):
+        integration.deactivate()
+    assert not integration.is_active()
+    assert set(overridden().values()) == {False}
+    with integration.activate():
+        assert integration.is_active()
+
+
+def test_another_registry_of_torch_is_an_error(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import _registry
+
+    monkeypatch.delattr(_registry, "_FLASH_ATTENTION_IMPLS")
+    with pytest.raises(UsageError, match="is too new"):
+        integration.activate()
+    assert set(overridden().values()) == {False}
 
 
 def test_a_thousand_activations_leave_nothing(originals: Originals) -> None:
