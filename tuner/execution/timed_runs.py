@@ -23,7 +23,12 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run, make_tensors
 from flashtune.tuner.execution.sdpa import BACKENDS, OTHER_LAYOUTS, sdpa_run
-from flashtune.tuner.execution.timing import Run, measure_interleaved, measure_sustained
+from flashtune.tuner.execution.timing import (
+    SUSTAINED_SECONDS,
+    Run,
+    measure_interleaved,
+    measure_sustained,
+)
 from flashtune.tuner.workloads.models import forward_of
 
 ROUNDS = 21
@@ -32,11 +37,11 @@ ROUNDS = 21
 CLOSE = 1.03
 MORE_ROUNDS = 5
 MORE_MS = 3000.0
-# If the clock is held down, so many of the fastest are timed alone instead, each at its own clock. So are
-# launches from LONG_MS on, which reach the power limit in use, and not those beyond SUSTAINED_MS.
-SUSTAINED = 6
+# If the clock is held down, they are timed alone instead, at their own clocks, for so many seconds together.
+# So are launches from LONG_MS on, which reach the power limit in use, and not those beyond SUSTAINED_MS.
+ALONE_SECONDS = 8.0
 LONG_MS = 1.0
-SUSTAINED_MS = 50.0
+SUSTAINED_MS = 25.0
 # Unfused attention needs 2.5 times the memory of its scores, and some for the mask.
 SCORE_COPIES = 3
 # Its gradients need more: probabilities in two types, and the gradients of probabilities and scores.
@@ -205,8 +210,7 @@ def _time_closest(
     close = [number for number, one in enumerate(measured) if one.ms <= CLOSE * fastest]
     is_limited = fastest >= LONG_MS or any(one.throttled for one in measured)
     if is_limited and fastest <= SUSTAINED_MS:
-        close.sort(key=lambda number: measured[number].ms)
-        return _time_alone(runs, measured, close[:SUSTAINED], device)
+        return _time_alone(runs, measured, close, device)
     before = sum(measured[number].ms for number in close)
     more = min(MORE_ROUNDS * rounds, int(MORE_MS / before)) if before else 0
     if len(close) < 2 or more <= rounds:
@@ -224,7 +228,8 @@ def _time_alone(
     """
     if len(close) < 2:
         return tuple(measured)
-    again = measure_sustained([runs[number] for number in close], device)
+    seconds = min(SUSTAINED_SECONDS, ALONE_SECONDS / (2 * len(close)))
+    again = measure_sustained([runs[number] for number in close], device, seconds=seconds)
     number, best = min(zip(close, again, strict=True), key=lambda pair: pair[1].ms)
     return _replaced(measured, close, again, measured[number].ms / best.ms)
 

@@ -95,8 +95,9 @@ def timed(
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
 
-    def measure_sustained(runs: list[object], _: object) -> tuple[Measurement, ...]:
+    def measure_sustained(runs: list[object], _: object, *, seconds: float) -> tuple[Measurement, ...]:
         assert throttled or alone
+        assert seconds == min(0.6, timed_runs.ALONE_SECONDS / (2 * len(runs)))
         asked.append((len(runs), SUSTAINED_SAMPLES))
         return tuple(Measurement(ms, ms, ms, SUSTAINED_SAMPLES) for ms in again)
 
@@ -135,11 +136,9 @@ def test_long_kernels_are_timed_alone_at_any_clock(monkeypatch: pytest.MonkeyPat
     assert (one.ms, other.ms) == pytest.approx((1.1 * 3.06, 3.06))
 
 
-def test_only_the_fastest_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = [1.02, 1.01, *[1.0] * (timed_runs.SUSTAINED - 1)]
-    found = timed(monkeypatch, first, [1.0] * timed_runs.SUSTAINED, throttled=True)
-    assert found[0].samples == 21
-    assert {one.samples for one in found[1:]} == {SUSTAINED_SAMPLES}
+def test_many_ties_are_timed_alone_in_shorter_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = timed(monkeypatch, [1.0] * 20, [1.0] * 20, throttled=True)
+    assert {one.samples for one in found} == {SUSTAINED_SAMPLES}
 
 
 def test_slow_kernels_are_not_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
