@@ -39,8 +39,10 @@ def host_library(
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        # The package is there, and its oldest version that works has this module.
-        if "." in (error.name or "") and f"{module}.".startswith(f"{error.name}."):
+        # The package is there, and its oldest version that works has this module. Errors of other kinds, such
+        # as a missing name, come from a module that is there.
+        missing = isinstance(error, ModuleNotFoundError) and "." in (error.name or "")
+        if missing and f"{module}.".startswith(f"{error.name}."):
             raise _too_new(package, found, error.name, least) from error
         raise UsageError(f"{module} cannot be imported ({error}): install {needed}") from error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -56,6 +58,35 @@ def test_a_module_that_a_newer_version_lacks_is_named() -> None:
         host_library("msgspec.gone", "0.1")
     with pytest.raises(UsageError, match=says):
         host_library("msgspec.gone.inner", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (
+            "from host_of_test.v1 import moved_helper",
+            "cannot import name 'moved_helper' from 'host_of_test.v1'",
+        ),
+        (
+            "from host_of_test.v1.registry import later\nlater = 1",
+            "cannot import name 'later' from partially",
+        ),
+        ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
+    ],
+    ids=["name", "circle", "other"],
+)
+def test_the_error_of_a_module_that_is_there_is_told(
+    source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "host_of_test/v1"
+    package.mkdir(parents=True)
+    (package / "registry.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(metadata, "version", lambda name: "1.0")
+    for name in ("host_of_test", "host_of_test.v1"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(UsageError, match=rf"^host_of_test.v1.registry cannot be imported \({says}"):
+        host_library("host_of_test.v1.registry", "1.0")
 
 
 def test_a_name_that_a_newer_version_lacks_is_named() -> None:
