@@ -2,21 +2,20 @@
 
     python -m scripts.host_contracts vllm WHEEL          # or a folder with the package `vllm`
     python -m scripts.host_contracts vllm WHEEL --write  # freezes this version's parts
-    python -m scripts.host_contracts vllm WHEEL --later  # adds the parts that the frozen version lacks
     python -m scripts.host_contracts --newest            # downloads the newest wheels of all libraries by pip
 
 It prints one line for each difference and fails if there is one. Sources are parsed, never imported. The
 frozen parts are `tests/data/contracts/LIBRARY.json`: signatures without annotations, abstract methods, values
-of constants and of enum members, and annotations of fields. Of some functions, they are single parameters or
-the body. Of callers, they are the keywords of attention and mask functions.
+of constants and of enum members, and annotations of fields. Of functions whose closures are read, they are
+the source. Of callers, they are the keywords of attention and mask functions.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,9 +27,8 @@ from typing import Any
 FROZEN = Path(__file__).resolve().parent.parent / "tests/data/contracts"
 ABSTRACT = "abstract methods"
 BASES = "bases"
-# The statements of a function, or of its inner function, and the outer parameters that the inner one reads.
-BODY = "body"
-FREE = "free variables"
+# The text of a function and of its inner function.
+SOURCE = "source"
 # The keywords of calls in a function or class, by which transformers calls flashtune's functions.
 TO_ATTENTION = "keywords of attention_interface"
 TO_MASK = "keywords of mask_interface"
@@ -39,13 +37,14 @@ CALLED = {"attention_interface": TO_ATTENTION, "mask_interface": TO_MASK}
 EXTENDED = ("AttentionBackend", "AttentionImpl", "AttentionImplBase", "AttentionMetadataBuilder")
 # Other base classes are the library's own matter.
 KNOWN_BASES = ("AttentionImplBase", "Enum", "GeneralInterface", "IntEnum", "str")
+# What older versions that flashtune takes lack, and the first version that has it.
+ADDED = {"transformers.masking_utils.remap_positions_for_packed_sequence": (5, 23)}
+# Optional parameters that only some versions have, and that flashtune does not pass.
+IGNORED = {"sdpa_attention_forward": "cache", "sdpa_mask": "allow_torch_fix"}
 
 Contract = dict[str, Any]
 
-# The first parameters of all attention functions of transformers.
-ATTENTION = ("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "kwargs")
-
-# The names of each module, and of a class or function those of its members.
+# The names of each module, and the parts of classes and of some functions. Others have their signature.
 RELIED: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "vllm": {
         "vllm.plugins": {"DEFAULT_PLUGINS_GROUP": ()},
@@ -188,7 +187,7 @@ RELIED: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "transformers": {
         "transformers.modeling_utils": {"AttentionInterface": (BASES,)},
         "transformers.integrations.sdpa_attention": {
-            "sdpa_attention_forward": (*ATTENTION, "is_causal", "position_bias"),
+            "sdpa_attention_forward": (),
             "create_position_bias_mask": (),
         },
         "transformers.utils.generic": {
@@ -203,27 +202,15 @@ RELIED: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
         "transformers.masking_utils": {
             "AttentionMaskInterface": (BASES,),
-            "sdpa_mask": (
-                "batch_size",
-                "q_length",
-                "kv_length",
-                "q_offset",
-                "kv_offset",
-                "mask_function",
-                "attention_mask",
-                "allow_is_causal_skip",
-                "allow_is_bidirectional_skip",
-                "use_vmap",
-                "device",
-            ),
+            "sdpa_mask": (),
             # `transformers_masks.structure_of` reads these functions.
-            "causal_mask_function": (BODY,),
-            "bidirectional_mask_function": (BODY,),
-            "and_masks": (BODY, FREE),
-            "sliding_window_overlay": (BODY, FREE),
-            "sliding_window_bidirectional_overlay": (BODY, FREE),
-            "packed_sequence_mask_function": (BODY, FREE),
-            "remap_positions_for_packed_sequence": (BODY, FREE),
+            "causal_mask_function": (SOURCE,),
+            "bidirectional_mask_function": (SOURCE,),
+            "and_masks": (SOURCE,),
+            "sliding_window_overlay": (SOURCE,),
+            "sliding_window_bidirectional_overlay": (SOURCE,),
+            "packed_sequence_mask_function": (SOURCE,),
+            "remap_positions_for_packed_sequence": (SOURCE,),
             # These call `transformers_masks.attention_mask`.
             "create_causal_mask": (TO_MASK,),
             "create_bidirectional_mask": (TO_MASK,),
@@ -234,11 +221,11 @@ RELIED: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         # One model for each argument of attention, and for each setting that masks depend on.
         "transformers.models.gemma2.modeling_gemma2": {
             "Gemma2Attention": (TO_ATTENTION,),
-            "eager_attention_forward": (*ATTENTION, "softcap"),
+            "eager_attention_forward": (),
         },
         "transformers.models.gpt_oss.modeling_gpt_oss": {
             "GptOssAttention": (TO_ATTENTION,),
-            "eager_attention_forward": ATTENTION,
+            "eager_attention_forward": (),
         },
         "transformers.models.t5.modeling_t5": {"T5Attention": (TO_ATTENTION,)},
         "transformers.models.deepseek_v32.modeling_deepseek_v32": {"DeepseekV32Attention": (TO_ATTENTION,)},
@@ -270,26 +257,12 @@ def contract_of(library: str, path: Path) -> Contract:
 def differences(frozen: Contract, found: Contract) -> list[str]:
     """Returns one sentence for each part that is gone or differs.
 
-    New abstract methods and new keywords have one too. The frozen version itself lacks its `later` parts.
+    New abstract methods and new keywords have one too. Older versions may lack what was `ADDED` later.
     """
-    lines = [*_differences("", frozen["modules"], found["modules"])]
-    if "later" in frozen and found["version"] != frozen["version"]:
-        lines += _differences("", frozen["later"]["modules"], found["modules"])
-    return lines
-
-
-def later_parts(frozen: Contract, found: Contract) -> Contract:
-    """Returns the parts of a newer version whose names the frozen version lacks."""
-    modules = {
-        module: new
-        for module, parts in found["modules"].items()
-        if (
-            new := {
-                name: part for name, part in parts.items() if name not in frozen["modules"].get(module, {})
-            }
-        )
-    }
-    return {"version": found["version"], "modules": modules}
+    version = tuple(int(number) for number in re.findall(r"\d+", found["version"]))
+    lacking = [f"{name} is gone" for name, first in ADDED.items() if version < first]
+    lines = _differences("", frozen["modules"], found["modules"])
+    return [line for line in lines if line not in lacking]
 
 
 def _differences(name: str, frozen: Any, found: Any) -> Iterator[str]:
@@ -318,46 +291,15 @@ def _chosen(name: str, part: Any, members: tuple[str, ...]) -> Any:
 
 
 def _parts(module: ast.Module, names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
-    """Yields functions and constants as text. Classes, and functions with members, are dicts of these."""
+    """Yields functions and constants as text. Classes, and functions with listed parts, are dicts."""
     for node in module.body:
         match node:
             case ast.ClassDef(name=name) if name in names:
                 yield name, _class_parts(node)
             case ast.FunctionDef(name=name) if names.get(name):
-                yield name, _function_parts(node, names[name])
+                yield name, {SOURCE: _text(node), **_keywords(node)}
             case _:
                 yield from _texts(node)
-
-
-def _function_parts(node: ast.FunctionDef, members: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the parameters of a function, its body or its inner function's, and keywords of its calls.
-
-    Parameters before the first one that is no member have a number, because calls may pass them by place.
-    """
-    given = node.args
-    by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)]
-    defaults = dict(zip(reversed(by_place), reversed(given.defaults), strict=False))
-    defaults |= {
-        argument.arg: value
-        for argument, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-        if value
-    }
-    parts: dict[str, Any] = {}
-    numbered = [*itertools.takewhile(lambda name: name in members, by_place)]
-    for name in (*by_place, *(argument.arg for argument in given.kwonlyargs)):
-        kind = f"argument {numbered.index(name)}" if name in numbered else "keyword"
-        parts[name] = f"{kind} = {ast.unparse(defaults[name])}" if name in defaults else kind
-    if given.kwarg is not None:
-        parts[given.kwarg.arg] = "other keywords"
-    inner = [item for item in node.body if isinstance(item, ast.FunctionDef)]
-    done = inner[0] if inner else node
-    body = done.body[1:] if ast.get_docstring(done) is not None else done.body
-    if inner:
-        read = {each.id for item in body for each in ast.walk(item) if isinstance(each, ast.Name)}
-        outer = {*by_place, *([given.vararg.arg] if given.vararg else [])}
-        parts[FREE] = sorted(read & outer)
-    parts[BODY] = "; ".join(ast.unparse(item) for item in body)
-    return parts | _keywords(node)
 
 
 def _keywords(node: ast.AST) -> dict[str, list[str]]:
@@ -386,7 +328,10 @@ def _class_parts(node: ast.ClassDef) -> dict[str, Any]:
 def _texts(node: ast.stmt) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.FunctionDef):
         kinds = [kind for kind in ("staticmethod", "classmethod", "property") if kind in _decorators(node)]
-        yield node.name, " ".join([*kinds, f"({_signature(node.args)})"])
+        parameters = _text(node.args)
+        if node.name in IGNORED:
+            parameters = re.sub(rf", {IGNORED[node.name]}=\w+", "", parameters)
+        yield node.name, " ".join([*kinds, f"({parameters})"])
     elif isinstance(node, ast.Assign):
         for target in node.targets:
             if isinstance(target, ast.Name):
@@ -407,12 +352,15 @@ def _decorators(node: ast.FunctionDef) -> set[str]:
     return {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
 
 
-def _signature(arguments: ast.arguments) -> str:
-    """Returns parameters and defaults as text, without annotations."""
-    for argument in ast.walk(arguments):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    return ast.unparse(arguments)
+def _text(node: ast.arguments | ast.FunctionDef) -> str:
+    """Returns parameters, or a whole function, as text without annotations and docstrings."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+        elif isinstance(each, ast.FunctionDef):
+            each.returns = None
+            each.body = each.body[ast.get_docstring(each) is not None :]
+    return ast.unparse(node)
 
 
 def newest_wheel(library: str, folder: Path) -> Path:
@@ -450,7 +398,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("library", nargs="?", choices=sorted(RELIED))
     parser.add_argument("path", nargs="?", type=Path)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--later", action="store_true")
     parser.add_argument("--newest", action="store_true")
     given = parser.parse_args(arguments)
     if given.newest:
@@ -461,12 +408,9 @@ def main(arguments: list[str] | None = None) -> int:
         return int(count > 0)
     if given.library is None or given.path is None:
         parser.error("pass a library and its wheel or folder, or --newest")
-    if given.write or given.later:
-        file, found = FROZEN / f"{given.library}.json", contract_of(given.library, given.path)
-        if given.later:
-            frozen = json.loads(file.read_text(encoding="utf-8"))
-            found = {**frozen, "later": later_parts(frozen, found)}
-        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if given.write:
+        found = json.dumps(contract_of(given.library, given.path), indent=1)
+        (FROZEN / f"{given.library}.json").write_text(found + "\n", encoding="utf-8")
         return 0
     return int(compare(given.library, given.path) > 0)
 

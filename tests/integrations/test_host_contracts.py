@@ -41,9 +41,8 @@ CLASSES = [
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_frozen_contracts_have_all_names(library: str) -> None:
     frozen = host_stubs.contract(library)
-    later = frozen.get("later", {"modules": {}})["modules"]
     for module, names in host_contracts.RELIED[library].items():
-        parts = {**frozen["modules"][module], **later.get(module, {})}
+        parts = frozen["modules"][module]
         for name, members in names.items():
             assert {*members} <= {*parts[name]} if members else name in parts
 
@@ -129,72 +128,78 @@ def test_differences_name_the_change() -> None:
     assert host_contracts.differences(frozen, gone) == ["pkg.mod.f is gone"]
 
 
-def test_later_parts_are_compared_with_other_versions() -> None:
-    old: dict[str, Any] = {"version": "1", "modules": {"pkg.mod": {"f": "(x)"}}}
-    new: dict[str, Any] = {
-        "version": "2",
-        "modules": {"pkg.mod": {"f": "(x, y=0)", "g": {"body": "return 1", "keywords": ["a"]}}},
-    }
-    frozen = {**old, "later": host_contracts.later_parts(old, new)}
-    assert frozen["later"] == {"version": "2", "modules": {"pkg.mod": {"g": new["modules"]["pkg.mod"]["g"]}}}
-    assert host_contracts.differences(frozen, old) == []
-    assert host_contracts.differences(frozen, {**old, "version": "3"}) == ["pkg.mod.g is gone"]
-    changed = {"f": "(x)", "g": {"body": "return 2", "keywords": ["a", "b"]}}
-    assert host_contracts.differences(frozen, {"version": "3", "modules": {"pkg.mod": changed}}) == [
-        "pkg.mod.g.body was return 1 and is return 2",
-        "pkg.mod.g.keywords: b is new",
-    ]
+def test_older_versions_may_lack_what_was_added_later() -> None:
+    frozen = host_stubs.contract("transformers")
+    (name,) = host_contracts.ADDED
+    module, _, function = name.rpartition(".")
+    parts = {key: part for key, part in frozen["modules"][module].items() if key != function}
+    older: dict[str, Any] = {"version": "5.17.0", "modules": {**frozen["modules"], module: parts}}
+    assert host_contracts.differences(frozen, older) == []
+    assert host_contracts.differences(frozen, {**older, "version": "5.23.0"}) == [f"{name} is gone"]
 
 
 MASKS = '''
-def and_masks(*mask_functions: Callable) -> Callable:
-    def and_mask(q, kv):
+def and_masks(*mask_functions: Callable, kind=None) -> Callable:
+    """Returns whether all hold."""
+    def and_mask(q: int, kv: int) -> bool:
         """Returns whether all hold."""
         return all(mask(q, kv) for mask in mask_functions)
     return and_mask
 
-def causal_mask_function(q: int, kv: int) -> bool:
-    """Returns whether a query sees a key."""
-    return kv <= q
-
-def sdpa_mask(batch_size, q_length=1, local_size=None, q_offset=0, *, device="cpu", **kwargs): ...
+def sdpa_mask(batch_size: int, q_length=1, *, allow_torch_fix=True, device="cpu", **kwargs): ...
 
 def create_causal_mask(config):
     return mask_interface(batch_size=1, mask_function=and_masks(), **options)
 '''
+AND_MASKS = """def and_masks(*mask_functions, kind=None):
+
+    def and_mask(q, kv):
+        return all((mask(q, kv) for mask in mask_functions))
+    return and_mask"""
 
 
-def test_functions_with_members_are_frozen_in_parts(tmp_path: Path) -> None:
-    module = tmp_path / "transformers/masking_utils.py"
-    module.parent.mkdir()
-    (tmp_path / "transformers-6.0.dist-info").mkdir()
-    module.write_text(MASKS, encoding="utf-8")
-    found = host_contracts.contract_of("transformers", tmp_path)
+def test_functions_are_frozen_as_signature_or_source_or_keywords(tmp_path: Path) -> None:
+    found = masks_of(MASKS, tmp_path)
     assert found["modules"]["transformers.masking_utils"] == {
-        "and_masks": {
-            "body": "return all((mask(q, kv) for mask in mask_functions))",
-            "free variables": ["mask_functions"],
-        },
-        "causal_mask_function": {"body": "return kv <= q"},
-        "sdpa_mask": {
-            "batch_size": "argument 0",
-            "q_length": "argument 1 = 1",
-            "q_offset": "keyword = 0",
-            "device": "keyword = 'cpu'",
-        },
+        "and_masks": {"source": AND_MASKS},
+        "sdpa_mask": "(batch_size, q_length=1, *, device='cpu', **kwargs)",
         "create_causal_mask": {"keywords of mask_interface": ["batch_size", "mask_function"]},
     }
     lines = host_contracts.differences(host_stubs.contract("transformers"), found)
-    assert "transformers.masking_utils.sdpa_mask.kv_length is gone" in lines
     assert "transformers.masking_utils.create_causal_mask.keywords of mask_interface: config is gone" in lines
     assert "transformers.masking_utils.sliding_window_overlay is gone" in lines
+
+
+def test_new_parameters_are_named(tmp_path: Path) -> None:
+    frozen = masks_of(MASKS, tmp_path)
+    changed = MASKS.replace("allow_torch_fix=True", "brand_new").replace("kind=None", "kind")
+    both = host_contracts.differences(frozen, masks_of(changed, tmp_path))
+    of_masks, of_sdpa = (line.removeprefix("transformers.masking_utils.") for line in both)
+    assert of_masks.startswith(
+        f"and_masks.source was {AND_MASKS} and is def and_masks(*mask_functions, kind)"
+    )
+    assert of_sdpa.endswith("and is (batch_size, q_length=1, *, brand_new, device='cpu', **kwargs)")
+
+
+def masks_of(source: str, folder: Path) -> dict[str, Any]:
+    """The contract of a version of transformers that has only these masks."""
+    module = folder / "transformers/masking_utils.py"
+    for parent in (module.parent, folder / "transformers-6.0.dist-info"):
+        parent.mkdir(exist_ok=True)
+    module.write_text(source, encoding="utf-8")
+    return host_contracts.contract_of("transformers", folder)
 
 
 def test_masks_take_what_transformers_passes() -> None:
     """The keywords of its calls are parameters, or ignored for the reasons here."""
     parts = host_stubs.contract("transformers")["modules"]["transformers.masking_utils"]
     taken = {*inspect.signature(transformers_masks.attention_mask).parameters}
-    passed = {word for part in parts.values() for word in part.get(host_contracts.TO_MASK, ())}
+    passed = {
+        word
+        for part in parts.values()
+        if isinstance(part, dict)
+        for word in part.get(host_contracts.TO_MASK, ())
+    }
     # `config` is read from `others`. Additive masks alone have a type. Mask functions have the window.
     assert passed - taken == {"config", "dtype", "local_size"}
 
