@@ -278,10 +278,15 @@ def _dense(call: Call, inputs: dict[str, Any], lengths: Tensor | None = None) ->
     queries, keys = q.shape[2], k.shape[2]
     if not keys:
         return q.new_zeros(*q.shape[:3], v.shape[3])
+    key = torch.arange(keys, device=q.device)
+    first: Tensor | int = keys - queries
+    if lengths is not None:
+        first = lengths[:, None, None, None] - queries
+        # Later rows of a cache may be uninitialized, and NaN times a weight of 0 is NaN.
+        unused = key[:, None] >= lengths[:, None, None, None]
+        k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    key = torch.arange(keys, device=q.device)
-    first = keys - queries if lengths is None else lengths[:, None, None, None] - queries
     ahead = key - first - torch.arange(queries, device=q.device)[:, None]
     left, right = call.window[0], 0 if call.causal else call.window[1]
     hidden = torch.zeros_like(ahead, dtype=torch.bool)
@@ -290,7 +295,7 @@ def _dense(call: Call, inputs: dict[str, Any], lengths: Tensor | None = None) ->
     if right is not None:
         hidden |= ahead > right
     if lengths is not None:
-        hidden |= key >= lengths[:, None, None, None]
+        hidden |= unused.mT
     if not {"softcap", "sinks", "slopes"} & {*inputs}:
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, ~hidden, dropout_p=call.dropout, scale=call.scale
@@ -441,7 +446,11 @@ def flash_attn_with_kvcache(
         # Without lengths, all keys of the cache count.
         full = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
         known = full if cache_seqlens is None else cache_seqlens
-        lengths = torch.as_tensor(known, dtype=torch.int32, device=q.device).expand(batch)
+        if isinstance(known, Tensor):
+            lengths = known.to(q.device, torch.int32).expand(batch)
+        else:
+            # CUDA graphs can capture this, but no copy from the host.
+            lengths = torch.full((batch,), known, dtype=torch.int32, device=q.device)
         if k is not None and v is not None:
             _append((k_cache, v_cache), (k, v), lengths, block_table)
             lengths = lengths + k.shape[1]
@@ -466,11 +475,13 @@ def _append(
         at = torch.arange(len(lengths), device=lengths.device)[:, None], places
     else:
         size = caches[0].shape[1]
-        # Those write the first sequence's rows once more, since their number is unknown on the host.
-        source = torch.arange(len(lengths), device=lengths.device).where(lengths >= 0, 0)
-        places, table = places[source], table[source]
-        keys, values = (new[source] for new in rows)
-        rows = keys, values
-        at = table.long().gather(1, places // size), places % size
+        if len(lengths) > 1:
+            # Those write the first sequence's rows once more, since their number is unknown on the host.
+            has_rows = lengths[:, None] >= 0
+            places = places.where(has_rows, places[:1])
+            table = table.where(has_rows, table[:1])
+            keys, values = (new.where(has_rows[..., None, None], new[:1]) for new in rows)
+            rows = keys, values
+        at = table.gather(1, places // size).long(), places % size
     for cache, new in zip(caches, rows, strict=True):
         cache[at] = new

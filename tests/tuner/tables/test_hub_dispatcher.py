@@ -76,6 +76,16 @@ PER_HEAD = torch.tensor([0.5, -1.0])
 FEATURES: list[dict[str, Any]] = [{}, {"softcap": 2.0}, {"s_aux": PER_HEAD}, {"alibi_slopes": PER_HEAD.abs()}]
 
 
+def cache_of(lengths: Tensor, table: Tensor | None) -> Tensor:
+    """Returns a cache of 12 rows a sequence, or of 5 pages of 4. Rows after the lengths are NaN."""
+    cache = torch.full((3, 12, 1, 8) if table is None else (5, 4, 1, 8), torch.nan)
+    for sequence, length in enumerate(lengths.tolist()):
+        for key in range(length):
+            at = (sequence, key) if table is None else (int(table[sequence, key // 4]), key % 4)
+            cache[at] = torch.randn(1, 8)
+    return cache
+
+
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "".join(features) or "plain")
@@ -86,8 +96,8 @@ def test_torch_computes_captured_calls_without_lengths_on_the_host(
     monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
     q = torch.randn(3, 2, 2, 8)
     table = torch.tensor([[2, 0, 4], [1, -1, -1], [-1, -1, -1]], dtype=torch.int32) if has_pages else None
-    k, v = (torch.randn(5, 4, 1, 8) if has_pages else torch.randn(3, 12, 1, 8) for _ in "kv")
     lengths = torch.tensor([9, 1, 0], dtype=torch.int32)
+    k, v = (cache_of(lengths, table) for _ in "kv")
     given: dict[str, Any] = {
         "cache_seqlens": lengths,
         "block_table": table,
@@ -99,7 +109,44 @@ def test_torch_computes_captured_calls_without_lengths_on_the_host(
     monkeypatch.setattr(hub_dispatcher, "_is_captured", lambda _: True)
     monkeypatch.setattr(hub_dispatcher, "_rows", None)
     captured = hub_dispatcher.flash_attn_with_kvcache(q, k, v, **given)
+    assert expected.isfinite().all()
     torch.testing.assert_close(captured, expected)
+
+
+@pytest.mark.filterwarnings("ignore:no kernel of this package")
+@pytest.mark.parametrize(("known", "lengths"), [(None, [8, 8]), (5, [5, 5])])
+def test_all_sequences_may_have_one_length(
+    monkeypatch: pytest.MonkeyPatch, known: int | None, lengths: list[int]
+) -> None:
+    monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
+    q, k, v = torch.randn(2, 1, 2, 8), torch.randn(4, 4, 1, 8), torch.randn(4, 4, 1, 8)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    out, expected = (
+        hub_dispatcher.flash_attn_with_kvcache(q, k, v, cache_seqlens=given, block_table=table)
+        for given in (known, torch.tensor(lengths, dtype=torch.int32))
+    )
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.filterwarnings("ignore:no kernel of this package")
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_sequences_of_minus_one_keys_write_no_rows(
+    monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
+    monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
+    monkeypatch.setattr(hub_dispatcher, "_is_captured", lambda _: is_captured)
+    caches = [torch.zeros(5, 4, 1, 8) for _ in "kv"]
+    q, k, v = (torch.randn(3, 1, heads, 8) for heads in (2, 1, 1))
+    table = torch.tensor([[2, 0], [1, -1], [-1, -1]], dtype=torch.int32)
+    lengths = torch.tensor([5, 3, -1], dtype=torch.int32)
+    out = hub_dispatcher.flash_attn_with_kvcache(
+        q, caches[0], caches[1], k, v, cache_seqlens=lengths, block_table=table, causal=True
+    )
+    for cache, rows in zip(caches, (k, v), strict=True):
+        wanted = torch.zeros(5, 4, 1, 8)
+        wanted[0, 1], wanted[1, 3] = rows[0, 0], rows[1, 0]
+        assert torch.equal(cache, wanted)
+    assert not out[2].any()
 
 
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
