@@ -28,8 +28,28 @@ NEW_TOKENS = 8
 LENGTHS = (21, 5, 34)
 
 
+class Settings(NamedTuple):
+    """Settings of a process.
+
+    Attributes:
+        name: Name of the package in transformers.
+        device: Device of the model.
+        dtype: Type of the weights, as torch names it.
+        head_dim: Head dim of the model.
+        page: Keys of a page; 0 generates without continuous batching.
+        graphs: Whether continuous batching captures CUDA graphs.
+    """
+
+    name: str
+    device: str
+    dtype: str
+    head_dim: int
+    page: int
+    graphs: bool = False
+
+
 class Generation(NamedTuple):
-    """What a process found.
+    """Results of a process.
 
     Attributes:
         origins: Files of the functions that transformers calls.
@@ -48,17 +68,14 @@ class Generation(NamedTuple):
     by_torch: int
 
 
-def generation_of(
-    package: Path, name: str, device: str, dtype: str, head_dim: int, page: int, graphs: bool = False
-) -> Generation:
-    """Returns what a new process found. With a page size of 0, it generates without continuous batching."""
-    environment = {**os.environ, "LOCAL_KERNELS": f"{name}={package}", "HF_HUB_OFFLINE": "1"}
+def generation_of(package: Path, settings: Settings) -> Generation:
+    """Returns the results of a new process."""
+    environment = {**os.environ, "LOCAL_KERNELS": f"{settings.name}={package}", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONSAFEPATH", None)
-    if device == "cpu":
+    if settings.device == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    program = [sys.executable, "-m", "tests.support.hub_generation", name, device, dtype]
     done = subprocess.run(
-        [*program, str(head_dim), str(page), str(int(graphs))],
+        [sys.executable, "-m", "tests.support.hub_generation", json.dumps(settings._asdict())],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -111,7 +128,7 @@ def slack_of(reference: Any, rows: list[tuple[list[int], list[int]]]) -> float:
 
 
 def decode_from_pages() -> None:
-    """Continuous batching decodes from pages on the CPU too, as it does on a GPU."""
+    """Makes continuous batching decode from pages on the CPU, as on a GPU."""
     from transformers.generation.continuous_batching import initialization
 
     original = initialization.ensure_decode_fast_path_is_available
@@ -125,12 +142,12 @@ def decode_from_pages() -> None:
 
 def main() -> None:
     """Prints a `Generation` as JSON."""
-    name, device, kind, head_dim, page, graphs = sys.argv[1:]
+    settings = Settings(**json.loads(sys.argv[1]))
     transformers = imported()
     flash: Any = importlib.import_module("transformers.modeling_flash_attention_utils")
-    changes: Any = {"head_dim": int(head_dim)}
-    dtype = getattr(torch, kind)
-    model = model_of(transformers, "llama", name, device, dtype, **changes)
+    changes: Any = {"head_dim": settings.head_dim}
+    dtype = getattr(torch, settings.dtype)
+    model = model_of(transformers, "llama", settings.name, settings.device, dtype, **changes)
     found: dict[str, list[str]] = {}
     package = inspect.unwrap(flash._flash_fn).__globals__
     origins = record(flash, found)
@@ -147,11 +164,11 @@ def main() -> None:
     prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     warnings.filterwarnings("ignore", message="no kernel of this package")
-    if int(page):
-        if device == "cpu":
+    if settings.page:
+        if settings.device == "cpu":
             decode_from_pages()
         batching = transformers.ContinuousBatchingConfig(
-            page_size=int(page), num_blocks=64, max_batch_tokens=48, use_cuda_graph=bool(int(graphs))
+            page_size=settings.page, num_blocks=64, max_batch_tokens=48, use_cuda_graph=settings.graphs
         )
         results = model.generate_batch(
             prompts,
@@ -160,10 +177,8 @@ def main() -> None:
         )
         made = [result.generated_tokens for result in results.values()]
     else:
-        made = [
-            model.generate(torch.tensor([prompt], device=device), **options)[0, len(prompt) :].tolist()
-            for prompt in prompts
-        ]
+        inputs = [torch.tensor([prompt], device=settings.device) for prompt in prompts]
+        made = [model.generate(one, **options)[0, one.shape[1] :].tolist() for one in inputs]
     # The weights of the model, which its type may have rounded.
     reference = model_of(transformers, "llama", "sdpa", **changes)
     reference.load_state_dict({key: value.float().cpu() for key, value in model.state_dict().items()})

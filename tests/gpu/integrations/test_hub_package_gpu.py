@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flashtune.tuner.tables.hub_package import is_served, package_files
 from flashtune.tuner.tables.lookup import shipped_selections
 from tests.gpu.marks import ON_HOPPER
 from tests.problems.serving_batches import Batch, Case, expected, fill_earlier, make_batch
-from tests.support.hub_generation import LENGTHS, NEW_TOKENS, PAGED, generation_of
+from tests.support.hub_generation import LENGTHS, NEW_TOKENS, PAGED, Settings, generation_of
 
 pytestmark = [pytest.mark.gpu, ON_HOPPER]
 
@@ -111,7 +112,7 @@ def test_transformers_batches_continuously_through_a_package(tmp_path: Path, pag
     pytest.importorskip("transformers", minversion="5.17")
     pytest.importorskip("kernels", minversion="0.17")
     write(tmp_path, batched())
-    found = generation_of(tmp_path, PAGED, "cuda", "bfloat16", 128, page, graphs)
+    found = generation_of(tmp_path, Settings(PAGED, "cuda", "bfloat16", 128, page, graphs))
     assert {*found.origins} == {str(tmp_path / "build/torch-cuda/__init__.py")}
     assert {*found.calls} == {"flash_attn_varlen_func", "flash_attn_with_kvcache"}
     assert found.lengths == [NEW_TOKENS] * len(LENGTHS)
@@ -121,12 +122,26 @@ def test_transformers_batches_continuously_through_a_package(tmp_path: Path, pag
     assert found.slack < 0.1
 
 
+def replayed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Returns the output of a replayed CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return out
+
+
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_torch_decodes_in_a_cuda_graph(package: Any, softcap: float) -> None:
     """With pages of 32 keys, which no kernel of the package takes. The last sequence fills up the batch."""
     q, k, v = (torch.randn(4, 1, heads, 128, device="cuda", dtype=BF16) for heads in (4, 2, 2))
-    before = [torch.randn(13, 32, 2, 128, device="cuda", dtype=BF16) for _ in "kv"]
+    before = [torch.full((13, 32, 2, 128), torch.nan, device="cuda", dtype=BF16) for _ in "kv"]
+    for cache in before:
+        # A sequence has three pages. Rows without a key stay NaN.
+        for pages, length in zip(cache[:9].view(3, 96, 2, 128), (40, 0, 95), strict=True):
+            pages[:length].normal_()
     table = torch.arange(12, dtype=torch.int32, device="cuda").view(4, 3)
     table[-1] = -1
     known = torch.tensor([40, 0, 95, -1], dtype=torch.int32, device="cuda")
@@ -139,11 +154,23 @@ def test_torch_decodes_in_a_cuda_graph(package: Any, softcap: float) -> None:
     eager = [cache.clone() for cache in before]
     wanted = run(eager)
     captured = [cache.clone() for cache in before]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(captured)
-    graph.replay()
-    torch.cuda.synchronize()
+    out = replayed(lambda: run(captured))
     torch.testing.assert_close(out, wanted, atol=1e-2, rtol=1e-2)
-    assert all(map(torch.equal, captured, eager))
+    torch.testing.assert_close(captured, eager, atol=0, rtol=0, equal_nan=True)
     assert not out[-1].any()
+
+
+@pytest.mark.filterwarnings("ignore:no kernel of this package")
+@pytest.mark.parametrize("known", [None, 70])
+def test_a_cuda_graph_captures_lengths_from_the_host(package: Any, known: int | None) -> None:
+    q, *caches = (torch.randn(6, 32, heads, 128, device="cuda", dtype=BF16) for heads in (4, 2, 2))
+    table = torch.arange(6, dtype=torch.int32, device="cuda").view(2, 3)
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = package.flash_attn_with_kvcache(
+            q[:2, :1], *caches, cache_seqlens=known, block_table=table, causal=True
+        )
+        return out
+
+    wanted = run()
+    torch.testing.assert_close(replayed(run), wanted, atol=1e-2, rtol=1e-2)

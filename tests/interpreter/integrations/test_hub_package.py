@@ -17,7 +17,7 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.tuner.tables.hub_package import is_served, package_files
 from flashtune.tuner.workloads.shapes import parse_shape
-from tests.support.hub_generation import LENGTHS, NAME, NEW_TOKENS, PAGED, generation_of
+from tests.support.hub_generation import LENGTHS, NAME, NEW_TOKENS, PAGED, Settings, generation_of
 
 SHAPE = "heads=4,kv_heads=2,head_dim=32,dtype=fp32,causal"
 SHAPES = [
@@ -256,7 +256,7 @@ def test_the_kernels_library_loads_a_package(cpu_package: Path) -> None:
 def test_transformers_generates_through_a_package(
     cpu_package: Path, name: str, page: int, functions: set[str]
 ) -> None:
-    found = generation_of(cpu_package, name, "cpu", "float32", 32, page)
+    found = generation_of(cpu_package, Settings(name, "cpu", "float32", 32, page))
     assert {*found.origins} == {str(cpu_package / "build/torch-cpu/__init__.py")}
     assert {*found.calls} == functions
     for function, given in found.calls.items():
