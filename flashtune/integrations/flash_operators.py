@@ -57,9 +57,7 @@ class FlashForward:
     def inputs(self, *_: object) -> None:
         """Returns nothing: each call is read, because packed sequences differ in each."""
 
-    def results(
-        self, result: Result, args: tuple[Any, ...], options: Options, _: object = None
-    ) -> tuple[Any, ...]:
+    def results(self, result: Result, args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
         """Returns all results of the operator."""
         out, lse = result
         out = _in_layout(out, options.layout)
@@ -83,7 +81,7 @@ class FlashForwardInto:
     def inputs(self, *_: object) -> None:
         """Returns nothing, as `FlashForward`."""
 
-    def results(self, result: Result, args: tuple[Any, ...], options: Options, _: object = None) -> Tensor:
+    def results(self, result: Result, args: tuple[Any, ...], options: Options) -> Tensor:
         """Writes the output and returns the log-sum-exp."""
         out, lse = result
         args[0].copy_(_in_layout(out, options.layout))

@@ -18,7 +18,6 @@ from flashtune.core.notices import warn_once
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
 from flashtune.recording.recorder import on_change, recording
-from flashtune.request.dropout import write_seed
 from flashtune.runtime import deferred
 
 if TYPE_CHECKING:
@@ -35,15 +34,11 @@ LIMIT = 4096
 # The address of a served call's first random state, modulo a number that divides those of other states.
 # Compilers assert that it is a multiple of 16.
 MARK, MEMORY_ALIGNMENT = 16, 64
-# The offset of a served call with dropout. Offsets of torch's generator are not negative.
-DRAWN = -1
 
 # Bound once, because each call uses it.
 same_bits = torch.are_deterministic_algorithms_enabled
 # Queries, keys, values and extra inputs of a call, in its layout.
 Inputs = tuple["Tensor", "Tensor", "Tensor", "ExtraInputs"]
-# The seed and the offset of torch's generator, which a forward operator returns and a backward operator gets.
-States = tuple["Tensor", "Tensor"]
 # A kernel of an operator, called with the dispatcher's keys and then the operator's arguments.
 Kernel = Callable[..., Any]
 
@@ -62,13 +57,11 @@ class Reading(NamedTuple):
         call: The call.
         needs_grad: Whether a backward pass may follow.
         usual: Name of the replaced operator in records, or None if it has no measurements.
-        states: The random states of a forward pass with dropout. They have no values until it is served.
     """
 
     call: Call
     needs_grad: bool
     usual: str | None
-    states: States | None = None
 
 
 class Served(NamedTuple):
@@ -101,10 +94,8 @@ class ForwardOperator(Protocol):
         """Returns the inputs of a later call with the same options. None if each call must be read."""
         ...
 
-    def results(
-        self, result: Result, args: tuple[Any, ...], options: Options, states: States | None = None, /
-    ) -> Any:
-        """Returns the operator's results from those of a kernel for a call with these options and states."""
+    def results(self, result: Result, args: tuple[Any, ...], options: Options, /) -> Any:
+        """Returns the operator's results from those of a kernel for a call with these options."""
         ...
 
 
@@ -157,21 +148,17 @@ def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
             if inputs is not None:
                 q_, k_, v_, side = inputs
                 return operator.results(found.forward(q_, k_, v_, scale, side), args, found.options)
-        known = known_passes(operator, args, options, refused, short)
+        known = _known(operator, args, options, refused, short)
         if known is None:
             return original(keyset, *args, **options)
         reading, passes = known
         call = reading.call
-        states = reading.states
-        if states is not None:
-            # Each call has another seed, so that each call is read.
-            draw(states)
-        elif not recording() and operator.inputs(q, k, v, other, call.options) is not None:
+        if not recording() and operator.inputs(q, k, v, other, call.options) is not None:
             if len(served) >= LIMIT:
                 served.clear()
             served[key] = Served(passes.forward, call.options)
         result = passes.forward(call.q, call.k, call.v, call.scale, call.side)
-        return operator.results(result, args, call.options, states)
+        return operator.results(result, args, call.options)
 
     return override
 
@@ -187,7 +174,7 @@ def backward_override(operator: BackwardOperator, original: Kernel) -> Kernel:
     """Returns the override of a backward operator with an original kernel."""
 
     def override(keyset: object, *args: Any, **options: Any) -> Any:
-        known = known_passes(operator, args, options)
+        known = _known(operator, args, options)
         backward = None if known is None else known[1].backward
         if known is None or backward is None:
             return original(keyset, *args, **options)
@@ -200,7 +187,7 @@ def backward_override(operator: BackwardOperator, original: Kernel) -> Kernel:
     return override
 
 
-def known_passes(
+def _known(
     operator: ForwardOperator | BackwardOperator,
     args: tuple[Any, ...],
     options: dict[str, Any],
@@ -264,7 +251,7 @@ def leave_disabled() -> None:
         del _disabled[thread]
 
 
-def random_states(like: Tensor, dtype: torch.dtype, *sizes: int) -> States:
+def random_states(like: Tensor, dtype: torch.dtype, *sizes: int) -> tuple[Tensor, Tensor]:
     """Returns the random states that an operator returns, without values, because nothing is random.
 
     The address of the first one is a mark, because torch's memory begins at multiples of 64 bytes. The
@@ -294,18 +281,6 @@ def _allocators(
     shape = (before + (sizes[0] if sizes else 1),)
     first, second = (torch.empty(one, dtype=dtype, device="meta") for one in (shape, ()))
     return allocator(first, device), allocator(second, device), before
-
-
-def dropout_states(like: Tensor) -> States:
-    """Returns the random states of a call with dropout, which are both marked. `draw` writes them."""
-    return random_states(like, torch.int64)[0], random_states(like, torch.int64)[0]
-
-
-def draw(states: States) -> None:
-    """Writes a seed from torch's generator of the device, and an offset that torch never has."""
-    seed, offset = states
-    write_seed(seed)
-    offset.fill_(DRAWN)
 
 
 def is_marked(state: Tensor | None) -> bool:

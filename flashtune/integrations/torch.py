@@ -35,7 +35,6 @@ from flashtune.integrations.operator_overrides import (
     forward_override,
     leave_disabled,
 )
-from flashtune.integrations.sdpa_dropout import DropoutBackward, dropout_override
 from flashtune.integrations.sdpa_operators import CUDNN, EFFICIENT, DenseBackward, DenseForward
 from flashtune.runtime.deferred import warm_up
 
@@ -46,8 +45,6 @@ KEY = "CUDA"
 
 FORWARD: tuple[ForwardOperator, ...] = (DenseForward(CUDNN), DenseForward(EFFICIENT))
 BACKWARD: tuple[BackwardOperator, ...] = (DenseBackward(CUDNN), DenseBackward(EFFICIENT))
-DROPOUT_FORWARD: tuple[ForwardOperator, ...] = tuple(DenseForward(name, True) for name in (CUDNN, EFFICIENT))
-DROPOUT_BACKWARD = (DropoutBackward(CUDNN), DropoutBackward(EFFICIENT))
 FLASH_FORWARD: tuple[ForwardOperator, ...] = (FlashForward(), FlashForwardInto())
 FLASH_BACKWARD: tuple[BackwardOperator, ...] = (FlashBackward(),)
 
@@ -64,19 +61,9 @@ class Overrides:
     """Registered overrides of operators, which `remove` takes away."""
 
     def __init__(
-        self,
-        forward: Sequence[ForwardOperator],
-        backward: Sequence[BackwardOperator],
-        key: str = KEY,
-        dropout: Sequence[DropoutBackward] = (),
+        self, forward: Sequence[ForwardOperator], backward: Sequence[BackwardOperator], key: str = KEY
     ) -> None:
         """Registers overrides. Operators that this version of torch does not have are left out.
-
-        Args:
-            forward: Forward operators.
-            backward: Backward operators.
-            key: The dispatch key of their kernels.
-            dropout: Backward operators of calls with dropout.
 
         Raises:
             UsageError: torch has no kernels of an operator for GPUs.
@@ -90,9 +77,6 @@ class Overrides:
             for other in backward:
                 if (original := _original(other.name, key)) is not None:
                     self._register(other.name, backward_override(other, original), key)
-            for last in dropout:
-                if (original := _original(last.name, key)) is not None:
-                    self._register(last.name, dropout_override(last, original), key)
         except BaseException:
             self.remove()
             raise
@@ -195,11 +179,9 @@ class RegisteredNames:
 
 _dense: Overrides | None = None
 _names: RegisteredNames | None = None
-# Backward passes of calls with dropout. Nothing removes them, because other kernels would drop other weights.
-_dropout: list[Overrides] = []
 
 
-def activate(*, names: Sequence[str] = ("flashtune",), dropout: bool = False) -> Activation:
+def activate(*, names: Sequence[str] = ("flashtune",)) -> Activation:
     """Serves torch's attention by flashtune from now on. It is also a context manager.
 
     A second call does nothing, and its context neither.
@@ -207,9 +189,6 @@ def activate(*, names: Sequence[str] = ("flashtune",), dropout: bool = False) ->
     Args:
         names: Names under which flashtune is registered in torch's registry of FlashAttention
             implementations. `("FA3",)` lets torchtitan use it, which activates this name by itself.
-        dropout: Whether to compute calls with dropout too, as soon as their kernels are prepared. They were
-            not timed, and drop other weights than torch's operators would. Calls of torch's flash backend
-            are passed on. The overrides of backward passes stay after `deactivate`, for earlier calls.
 
     Raises:
         UsageError: torch is too old or has no attention operators for GPUs.
@@ -224,9 +203,7 @@ def activate(*, names: Sequence[str] = ("flashtune",), dropout: bool = False) ->
             raise UsageError(f"torch {torch.__version__} has no registry of attention: install {NEEDED}")
         if not names:
             raise UsageError("names is empty: pass at least one, such as ('flashtune',)")
-        if dropout and not _dropout:
-            _dropout.append(Overrides((), (), KEY, DROPOUT_BACKWARD))
-        dense = Overrides(DROPOUT_FORWARD if dropout else FORWARD, BACKWARD, KEY)
+        dense = Overrides(FORWARD, BACKWARD, KEY)
         try:
             registered = RegisteredNames(names)
         except BaseException:
@@ -238,7 +215,7 @@ def activate(*, names: Sequence[str] = ("flashtune",), dropout: bool = False) ->
 
 
 def deactivate() -> None:
-    """Restores torch's operators. Backward passes of earlier calls without dropout then run them too.
+    """Restores torch's operators. Backward passes of earlier calls then run torch's operators too.
 
     torch does not guard its table of operators against calls of other threads. Let them finish first.
     """

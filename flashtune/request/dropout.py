@@ -15,8 +15,6 @@ from torch import Tensor
 
 WORD = 2**32
 LOW = WORD - 1
-# Seeds are less than this number.
-SEEDS = 2**63 - 1
 # From lowbias32 (Wellons, 2018): shifts and multipliers of a permutation with full bit diffusion.
 SCRAMBLE = ((16, 0x7FEB352D), (15, 0x846CA68B))
 # From the golden ratio: the step of a Weyl sequence over keys. It also makes the two words of a row differ.
@@ -34,12 +32,7 @@ class RowStates(NamedTuple):
 
 def draw_seed(device: torch.device) -> Tensor:
     """Returns a seed from torch's default generator of a device, int64 [1]."""
-    return torch.randint(SEEDS, (1,), dtype=torch.int64, device=device)
-
-
-def write_seed(seed: Tensor) -> None:
-    """Writes the seed that `draw_seed` would return to an int64 tensor of one element."""
-    seed.random_(SEEDS)
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def threshold(dropout: float) -> int:

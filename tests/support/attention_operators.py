@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from flashtune.request.dropout import kept_weights
-
 CUDNN = "_scaled_dot_product_cudnn_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 FLASH = "_flash_attention_forward"
@@ -30,9 +28,8 @@ def by_definition(
     causal: bool = False,
     scale: float | None = None,
     bottom_right: bool = False,
-    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in the type of q, heads first. `factors` of dropout multiply the weights."""
+    """Output and log-sum-exp in the type of q, heads first."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
@@ -46,19 +43,7 @@ def by_definition(
     scores = scores.masked_fill(blind, 0.0)
     lse = scores.logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
     weights = scores.softmax(-1).masked_fill(blind, 0.0)
-    if factors is not None:
-        weights = weights * factors
     return weights @ v, lse
-
-
-def dropout_factors(seed: Tensor, q: Tensor, k: Tensor, dropout: float) -> Tensor:
-    """The factors of flashtune's dropout by a seed, float64 [batch, heads, seqlen_q, seqlen_kv]."""
-    batch, heads, rows = q.shape[:3]
-    number = torch.arange(batch * heads, device=q.device)
-    places = torch.arange(rows, device=q.device)
-    kept = kept_weights(seed.reshape(1), number, places, k.shape[2], dropout)
-    factors: Tensor = (kept.double() / (1 - dropout)).unflatten(0, (batch, heads))
-    return factors
 
 
 def derived(dout: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, **options: Any) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import statistics
@@ -24,7 +23,7 @@ from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime import deferred
 from tests.gpu.calls import forget
-from tests.support.attention_operators import by_definition, dropout_factors
+from tests.support.attention_operators import by_definition
 
 pytestmark = [
     pytest.mark.gpu,
@@ -323,126 +322,6 @@ def test_calls_that_are_not_faster_have_the_bits_of_torch(
         want = both_passes(call, given, dout)
     assert torch.equal(found[0], want[0])
     assert not +table.passes
-
-
-DROPOUT = 0.2
-
-
-@pytest.fixture
-def dropping(served: Served) -> Iterator[Served]:
-    """As `served`, with dropout."""
-    integration.deactivate()
-    with integration.activate(dropout=True):
-        yield served
-
-
-def with_dropout(given: Triple, seed: Tensor) -> Tensor:
-    """The output in float32 with flashtune's dropout by a seed. Queries before a key do not see it."""
-    q, k, v = (one.float() for one in given)
-    factors = dropout_factors(seed, q, k, DROPOUT).float()
-    return by_definition(q, k, v, causal=True, factors=factors)[0]
-
-
-def saved_seed(out: Tensor) -> Tensor:
-    """The seed that a call of SDPA saved for its backward pass."""
-    seed = getattr(out.grad_fn, "_saved_philox_seed", None)
-    assert isinstance(seed, Tensor), f"{out.grad_fn} saved no seed"
-    return seed
-
-
-@pytest.mark.parametrize("backend", ["cudnn", "efficient"])
-@pytest.mark.parametrize("later", ["active", "deactivated", "copied"])
-def test_dropout(dropping: Served, backend: str, later: str) -> None:
-    given = tensors(kv_heads=8, requires_grad=True)
-    dout = torch.randn_like(given[0])
-
-    def call() -> Tensor:
-        with sdpa_kernel(BACKENDS[backend]):
-            return sdpa(*given, dropout_p=DROPOUT, is_causal=True)
-
-    prepared(lambda: both_passes(call, given, dout))
-    dropping.clear()
-    torch.manual_seed(3)
-    first, second = call(), call()
-    torch.manual_seed(3)
-    assert torch.equal(call(), first)
-    assert not torch.equal(first, second)
-    assert dropping.passes["forward"] == 3
-    if later == "copied":
-        with torch.autograd.graph.save_on_cpu():
-            torch.manual_seed(3)
-            out = call()
-        assert torch.equal(out, first)
-    else:
-        out = first
-    # Hooks return copies, also here.
-    seed = saved_seed(out).clone()
-    if later == "deactivated":
-        integration.deactivate()
-    found = out, *torch.autograd.grad(out, given, dout)
-    want = both_passes(lambda: with_dropout(given, seed), given, dout)
-    for one, other in zip(found, want, strict=True):
-        close(one, other)
-
-
-def test_a_checkpoint_with_dropout(dropping: Served) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    given = tensors(kv_heads=8, requires_grad=True)
-    dout = torch.randn_like(given[0])
-
-    def call() -> Tensor:
-        with sdpa_kernel(BACKENDS["cudnn"]):
-            return sdpa(*given, dropout_p=DROPOUT, is_causal=True)
-
-    prepared(lambda: both_passes(call, given, dout))
-    torch.manual_seed(3)
-    want = both_passes(call, given, dout)
-    torch.manual_seed(3)
-    dropping.clear()
-    out = checkpoint(lambda *_: call(), *given, use_reentrant=False)
-    assert isinstance(out, Tensor)
-    torch.rand(3, device="cuda")
-    found = out, *torch.autograd.grad(out, given, dout)
-    assert dropping.passes["forward"] == 2
-    for one, other in zip(found, want, strict=True):
-        close(one, other)
-
-
-@pytest.mark.parametrize("backend", ["cudnn", "efficient"])
-def test_dropout_in_a_cuda_graph(dropping: Served, backend: str) -> None:
-    """Each replay draws another seed, because torch registers the device's generator in the graph."""
-    given = tensors(kv_heads=8, requires_grad=True)
-    dout = torch.randn_like(given[0])
-
-    def call() -> Tensor:
-        with sdpa_kernel(BACKENDS[backend]):
-            return sdpa(*given, dropout_p=DROPOUT, is_causal=True)
-
-    prepared(lambda: both_passes(call, given, dout))
-    # Autograd's first backward pass on a stream must not be in a capture.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        both_passes(call, given, dout)
-    torch.cuda.current_stream().wait_stream(stream)
-    dropping.clear()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = call()
-        seed = saved_seed(out)
-        gradients = torch.autograd.grad(out, given, dout)
-    assert dropping.passes["forward"] == 1
-    replays = []
-    for _ in range(2):
-        graph.replay()
-        own = seed.clone()
-        want = both_passes(functools.partial(with_dropout, given, own), given, dout)
-        for one, other in zip((out, *gradients), want, strict=True):
-            close(one, other)
-        replays.append((own, out.detach().clone()))
-    assert not torch.equal(replays[0][0], replays[1][0])
-    assert not torch.equal(replays[0][1], replays[1][1])
 
 
 STARTS = (0, 70, 70, 300, 555)
