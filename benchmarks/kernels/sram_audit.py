@@ -2,7 +2,8 @@
 
     python -m benchmarks.kernels.sram_audit  # prints them, in Markdown
 
-No GPU is needed. benchmarks/results/sram-audit.json holds the output of `flashtune sram-audit --json`.
+No GPU is needed. benchmarks/results/sram-audit.json holds the output of `flashtune sram-audit --json`, and
+h100-sram-audit.json that of a run with more points and `--target h100`.
 `python -m benchmarks.documents --write` puts the sums into docs/sram-audit.md and the rows into
 benchmarks/results/sram-audit.md.
 """
@@ -19,7 +20,7 @@ from flashtune.tuner.cli.commands.sram_audit import markdown_parts
 from flashtune.tuner.sram_audit.audit import Audit
 
 SCRIPT = "benchmarks/kernels/sram_audit.py"
-SAVED = RESULTS / "sram-audit.json"
+SAVED, HOPPER = RESULTS / "sram-audit.json", RESULTS / "h100-sram-audit.json"
 
 
 def main() -> None:
@@ -27,23 +28,28 @@ def main() -> None:
     print("\n\n".join(texts().values()))
 
 
-def texts(path: Path = SAVED) -> dict[str, str]:
+def texts(path: Path = SAVED, hopper: Path = HOPPER) -> dict[str, str]:
     """Returns the tables by name: the sums and each GPU that misses the bar, and the rows.
 
     Raises:
-        TableError: The file is missing or holds no audit.
+        TableError: A file is missing or holds no audit.
     """
-    try:
-        audit = msgspec.json.decode(path.read_bytes(), type=Audit)
-    except (OSError, msgspec.DecodeError) as error:
-        raise TableError(f"{path} holds no audit of the SRAM models: {error}") from error
+    audit = _audit(path)
     missed = [f"- {failure}" for failure in audit.failures()] or ["- none"]
     *sums, rows = markdown_parts(audit)
     missing = "\n".join(missed)
     return {
         "sram-audit": "\n\n".join((*sums, "GPUs and families that miss the bar:", missing)),
         "sram-audit-rows": rows,
+        "sram-audit-h100": "\n\n".join(markdown_parts(_audit(hopper))[:2]),
     }
+
+
+def _audit(path: Path) -> Audit:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Audit)
+    except (OSError, msgspec.DecodeError) as error:
+        raise TableError(f"{path} holds no audit of the SRAM models: {error}") from error
 
 
 if __name__ == "__main__":
