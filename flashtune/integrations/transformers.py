@@ -12,6 +12,7 @@ are compiled on a worker thread. Compiled models compile their kernels at the fi
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from flashtune.integrations.host_library import host_attribute, host_library
 from flashtune.integrations.transformers_masks import Structure
 from flashtune.recording.recorder import on_change
 from flashtune.request.call import Call, Options
+from flashtune.request.dropout import draw_seed
 from flashtune.request.request import Executor
 from flashtune.runtime import deferred
 from flashtune.runtime.torch_modes import is_compiling, runs_eagerly
@@ -75,11 +77,13 @@ class Job(NamedTuple):
     short: tuple[object, ...] | None = None
 
 
-def register(name: str = "tuned_attention") -> str:
+def register(name: str = "tuned_attention", *, dropout: bool = False) -> str:
     """Registers flashtune's attention and mask functions in transformers.
 
     Args:
         name: The name to register, which the result repeats.
+        dropout: Whether to compute dropout too, which drops other weights than transformers does. The first
+            call of a kind then waits for its kernels, so that layers computed again drop the same weights.
 
     Returns:
         The name, for `attn_implementation` of a model.
@@ -101,7 +105,8 @@ def register(name: str = "tuned_attention") -> str:
         host_attribute(SDPA, each, *NEEDED)
         for each in ("sdpa_attention_forward", "create_position_bias_mask")
     )
-    functions.register(name, attention)
+    computed = functools.partial(attention, computes_dropout=True) if dropout else attention
+    functions.register(name, computed)
     mask_functions.register(name, masks.attention_mask)
     return name
 
@@ -118,6 +123,7 @@ def attention(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    computes_dropout: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the attention of one layer, [batch, seqlen_q, heads, value_head_dim], and None.
@@ -130,12 +136,13 @@ def attention(
         key: [batch, kv_heads, seqlen_kv, head_dim].
         value: [batch, kv_heads, seqlen_kv, value_head_dim].
         attention_mask: A mask of `transformers_masks`, an additive mask, or None.
-        dropout: The fraction of weights to drop. Transformers' attention serves unless it is 0.
+        dropout: The fraction of weights to drop.
         scaling: Factor of the scores; 1 / sqrt(head_dim) by default.
         softcap: Scores s become softcap · tanh(s / softcap).
         is_causal: Whether queries see no later keys, if there is no mask.
         s_aux: Logits of sinks [heads], in any type.
         position_bias: Bias that is added to the scores, [batch or 1, heads, seqlen_q, seqlen_kv].
+        computes_dropout: Whether to compute calls with dropout. Otherwise transformers' attention serves.
         **others: Arguments for transformers' attention. Of these, `cu_seq_lens_q`, `cu_seq_lens_k`,
             `max_length_q` and `max_length_k` describe packed sequences. `indices` are the keys that each
             query sees, integers [batch, seqlen_q, keys].
@@ -156,18 +163,19 @@ def attention(
     is_served = (
         query.device.type in DEVICES
         and (is_compiling() or runs_eagerly(query, key, value))
-        and not dropout
+        and (not dropout or (computes_dropout and dropout < 1.0))
         and not others.get("output_attentions")
         and query.dtype is key.dtype is value.dtype
         and not (query.dtype is torch.float32 and torch.is_autocast_enabled(query.device.type))
     )
     if is_served:
         given = query, key, value, attention_mask, scaling, softcap, causal, s_aux, position_bias, others
-        job = _job(*given)
+        drops = (dropout, draw_seed(query.device)) if dropout else None
+        job = _job(*given, drops)
         out = None if job is None else _served(job)
         if out is None and job is not None and job.short in _refused:
             # A bias has a second job, with the causal mask merged into it.
-            job = _job(*given)
+            job = _job(*given, drops)
             out = None if job is None else _served(job)
         if out is not None:
             return out.reshape(query.shape[0], query.shape[2], *out.shape[-2:]).contiguous(), None
@@ -213,14 +221,15 @@ def _served(job: Job) -> Tensor | None:
 def prepared(job: Job) -> Executor | None:
     """Returns the executor of a job, or None if transformers' attention serves it.
 
-    It waits only where autograd's tensors are saved by hooks. Those of gradient checkpointing require that a
-    layer which is computed again has the same attention.
+    It waits only with dropout, and where autograd's tensors are saved by hooks, as in gradient checkpointing.
+    A layer that is computed again must have the same attention.
     """
+    waits = job.call.side.seed is not None or saving_hooks(True) is not None
     for _ in range(STEPS):
         kind = deferred.kind_of(job.call, job.usual, caller="transformers")
         passes = None if kind is None else deferred.passes_of(kind, job.call)
         is_settled = passes is not None or (kind is not None and kind.is_refused)
-        if is_settled or saving_hooks(True) is None:
+        if is_settled or not waits:
             break
         deferred.wait()
     if job.short is not None and kind is not None and kind.is_refused and kind.count is None:
@@ -241,13 +250,19 @@ def _job(
     s_aux: Tensor | None,
     position_bias: Tensor | None,
     others: dict[str, Any],
+    drops: tuple[float, Tensor] | None = None,
 ) -> Job | None:
-    """Returns the call of flashtune for a layer, or None if it computes no such call."""
+    """Returns the call of flashtune for a layer, or None if it computes no such call.
+
+    `drops` are the fraction of weights to drop and the seed.
+    """
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     scale = float(scaling) if isinstance(scaling, int) else scaling
     side = NO_EXTRA_INPUTS
     if softcap is not None or s_aux is not None:
         side = ExtraInputs(softcap=softcap, sinks=None if s_aux is None else s_aux.float())
+    if drops is not None:
+        side = side._replace(dropout=drops[0], seed=drops[1])
     pattern = None if mask is None else masks.pattern_of(mask, seqlen_q, seqlen_kv)
     starts = _starts(q, mask, seqlen_kv, others)
     if starts is not None:

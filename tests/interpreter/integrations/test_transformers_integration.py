@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from flashtune.integrations import transformers as integration
 from flashtune.integrations.transformers import Job
+from flashtune.request.dropout import draw_seed, kept_weights
 from flashtune.runtime import deferred
 from tests.support.transformers_models import (
     ARCHITECTURES,
@@ -129,3 +131,56 @@ def test_layers_that_are_computed_again(served: list[bool], side: str) -> None:
     found = passes_of(model, inputs, use_cache=False)
     assert served == [True] * 4
     assert all(one < 1e-4 for one in error(found, want))
+
+
+def layer(seed: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Returns the attention of a causal layer with dropout, by flashtune."""
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"dropout": 0.4, "scaling": 0.3, "computes_dropout": True}
+    return integration.attention(torch.nn.Module(), q, k, v, None, **options)[0]
+
+
+def dropped(seed: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Returns the same by definition."""
+    torch.manual_seed(seed)
+    heads, length = q.shape[0] * q.shape[1], q.shape[2]
+    kept = kept_weights(draw_seed(q.device), torch.arange(heads), torch.arange(length), length, 0.4)
+    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+    scores = 0.3 * q @ k.mT + torch.full((length, length), -torch.inf).triu(1)
+    weights = scores.softmax(-1) * kept.view(scores.shape) / 0.6
+    out: torch.Tensor = weights @ v
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("how", ["alone", "checkpoint", "reentrant checkpoint"])
+def test_dropout_on_request(served: list[bool], how: str) -> None:
+    inputs = [torch.randn(2, heads, 20, 16) for heads in (4, 2, 2)]
+    weight = torch.randn(2, 20, 4, 16)
+
+    def passes(function: Callable[..., torch.Tensor], seed: int) -> list[torch.Tensor]:
+        given = [one.clone().requires_grad_() for one in inputs]
+        if how == "alone" or function is dropped:
+            out = function(seed, *given)
+        else:
+            out = checkpoint(function, seed, *given, use_reentrant=how.startswith("reentrant"))
+        out.backward(weight)
+        return [out.detach(), *(one.grad for one in given if one.grad is not None)]
+
+    for seed in (1, 2):
+        torch.testing.assert_close(passes(layer, seed), passes(dropped, seed), atol=1e-4, rtol=1e-4)
+    assert served
+    assert all(served), "also the first call"
+
+
+def test_models_drop_weights_on_request(served: list[bool]) -> None:
+    name = integration.register("tuned_dropout", dropout=True)
+    inputs = inputs_of("llama", "none")
+    model = model_of(transformers, "llama", name, attention_dropout=0.5).train()
+    outs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        outs.append(model(inputs["input_ids"]).logits)
+    assert served
+    assert all(served)
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
