@@ -167,8 +167,10 @@ def main() -> None:
     if settings.page:
         if settings.device == "cpu":
             decode_from_pages()
-        batching = transformers.ContinuousBatchingConfig(
-            page_size=settings.page, num_blocks=64, max_batch_tokens=48, use_cuda_graph=settings.graphs
+        config = transformers.ContinuousBatchingConfig
+        size = {"page_size", "block_size"} & inspect.signature(config).parameters.keys()  # by version
+        batching = config(
+            **{size.pop(): settings.page}, num_blocks=64, max_batch_tokens=48, use_cuda_graph=settings.graphs
         )
         results = model.generate_batch(
             prompts,
