@@ -20,9 +20,9 @@ from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import tuned_records
 from flashtune.tuner.bench.admission import Bind, Judge
 from flashtune.tuner.bench.calls import described, program_call
-from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
+from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4, flash_attn_4_gradients
 from flashtune.tuner.bench.judging import SequenceLayout
-from flashtune.tuner.bench.peer_runs import FLEX, Contestant, RefusalError, bind_peer
+from flashtune.tuner.bench.peer_runs import FLEX, Contestant, bind_peer
 from flashtune.tuner.bench.results import OURS
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run
@@ -71,14 +71,15 @@ def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
 
 
 def _peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
-    if name == FLASH_ATTN_4:
-        raise RefusalError("its backward pass is not timed: it needs gradients in another layout")
     if name == FLEX:
         # Otherwise a compiled backward pass would donate its saved tensors, and could run only once.
         import torch._functorch.config as compiling
 
         compiling.donated_buffer = False
     contestant = bind_peer(name, forward_of(problem), tensors)
+    if name == FLASH_ATTN_4:
+        own = flash_attn_4_gradients(problem, tensors)
+        return Contestant(name, contestant.detail, own, own)
     with contestant.setting():
         run = gradient_run(contestant.run, tensors)
     return Contestant(name, contestant.detail, run, run)

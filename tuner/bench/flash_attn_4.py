@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashtune.core.problem import Feature, Problem
@@ -27,8 +28,31 @@ def flash_attn_4_version() -> str:
 
 def flash_attn_4_call(problem: Problem, tensors: Tensors) -> tuple[Callable[[], Any], Callable[[], Tensor]]:
     """Returns a call as in a program, and a run whose output has heads before tokens."""
+    call = _call(problem, tensors, *(_own(problem, one) for one in (tensors.q, tensors.k, tensors.v)))
+    return call, lambda: _heads_first(problem, _output(call()))
+
+
+def flash_attn_4_gradients(problem: Problem, tensors: Tensors) -> Callable[[], tuple[Tensor, ...]]:
+    """Runs a forward pass, and returns a run of its backward pass alone.
+
+    The run returns the gradients of q, k and v with heads before tokens.
+    """
+    assert tensors.backward is not None
+    given = tensors.q, tensors.k, tensors.v
+    leaves = [_own(problem, one).detach().requires_grad_() for one in given]
+    with torch.enable_grad():
+        out = _output(_call(problem, tensors, *leaves)())
+    dout = _own(problem, tensors.backward.dout)
+
+    def run() -> tuple[Tensor, ...]:
+        gradients = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return tuple(_heads_first(problem, one) for one in gradients)
+
+    return run
+
+
+def _call(problem: Problem, tensors: Tensors, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
     module: Any = importlib.import_module("flash_attn.cute")
-    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (tensors.q, tensors.k, tensors.v))
     options: dict[str, Any] = {"softmax_scale": tensors.scale, "causal": problem.is_causal}
     side = tensors.side
     if problem.window_left is not None or problem.window_right is not None:
@@ -38,24 +62,31 @@ def flash_attn_4_call(problem: Problem, tensors: Tensors) -> tuple[Callable[[], 
         options["softcap"] = side.softcap
     if side.sinks is not None:
         options["learnable_sink"] = side.sinks
-    if problem.total_q:
-        call = functools.partial(
-            module.flash_attn_varlen_func,
-            q[0],
-            k[0],
-            v[0],
-            cu_seqlens_q=side.cu_seqlens_q,
-            cu_seqlens_k=side.cu_seqlens_kv,
-            max_seqlen_q=problem.seqlen_q,
-            max_seqlen_k=problem.seqlen_kv,
-            **options,
-        )
-    else:
-        call = functools.partial(module.flash_attn_func, q, k, v, **options)
+    if not problem.total_q:
+        return functools.partial(module.flash_attn_func, q, k, v, **options)
+    return functools.partial(
+        module.flash_attn_varlen_func,
+        q,
+        k,
+        v,
+        cu_seqlens_q=side.cu_seqlens_q,
+        cu_seqlens_k=side.cu_seqlens_kv,
+        max_seqlen_q=problem.seqlen_q,
+        max_seqlen_k=problem.seqlen_kv,
+        **options,
+    )
 
-    def run() -> Tensor:
-        result = call()
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return (out[None] if problem.total_q else out).transpose(1, 2)
 
-    return call, run
+def _output(result: Any) -> Tensor:
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+def _own(problem: Problem, tensor: Tensor) -> Tensor:
+    """Returns a contiguous copy with tokens before heads, [tokens, heads, width] of packed sequences."""
+    swapped = tensor.transpose(1, 2).contiguous()
+    return swapped[0] if problem.total_q else swapped
+
+
+def _heads_first(problem: Problem, tensor: Tensor) -> Tensor:
+    return (tensor[None] if problem.total_q else tensor).transpose(1, 2)

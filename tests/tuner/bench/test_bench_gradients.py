@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -119,7 +121,56 @@ def test_implementation_that_cannot_be_timed_has_a_reason(peers: tuple[str, ...]
     (ours, other) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLASH_ATTN_4,))
     assert isinstance(ours, Admitted)
     assert isinstance(other, LeftOut)
-    assert "not timed" in other.message
+    assert other.message == "it does not take fp32"
+
+
+class FakeFlashAttention4:
+    """flash-attn-4's interface over the standard computation, with gradients. It requires its own layout."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def flash_attn_func(
+        self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool
+    ) -> tuple[Tensor, None]:
+        assert causal == self._problem.is_causal
+        assert q.shape[1:] == (self._problem.seqlen_q, self._problem.heads, self._problem.head_dim)
+        assert all(one.is_contiguous() and one.is_leaf and one.requires_grad for one in (q, k, v))
+        given = (one.transpose(1, 2) for one in (q, k, v))
+        return unfused(*given, scale=softmax_scale, causal=self._problem.causal)[0].transpose(1, 2), None
+
+    def flash_attn_varlen_func(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
+    ) -> tuple[Tensor, None]:
+        assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (
+            self._problem.seqlen_q,
+            self._problem.seqlen_kv,
+        )
+        made = []
+        bounds = (list(pairwise(starts.tolist())) for starts in (cu_seqlens_q, cu_seqlens_k))
+        for (first, last), (head, end) in zip(*bounds, strict=True):
+            given = (one.transpose(0, 1)[None] for one in (q[first:last], k[head:end], v[head:end]))
+            out, _ = unfused(*given, scale=options["softmax_scale"], causal=self._problem.causal)
+            made.append(out[0].transpose(0, 1))
+        return torch.cat(made), None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_flash_attn_4_are_judged_in_its_own_layout(
+    peers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    problem = msgspec.structs.replace(PROBLEM, total_q=100, seqlen_kv=70) if packed else PROBLEM
+    monkeypatch.setitem(peer_runs.PEER_DTYPES, FLASH_ATTN_4, (Dtype.FP32,))
+    monkeypatch.setattr("importlib.import_module", lambda name: FakeFlashAttention4(problem))
+    tensors = make_tensors(problem, CPU)
+    binders = gradient_binders(problem, tensors, "", (FLASH_ATTN_4,))
+    judge = gradient_judge(problem, tensors)
+    run = binders[FLASH_ATTN_4]().run
+    assert 0 < judge(run()) <= 1
+    assert 0 < judge(run()) <= 1, "the backward pass runs repeatedly"
+    gradients = run()
+    assert isinstance(gradients, tuple)
+    assert not judge((*gradients[:2], gradients[2].flip(1))) <= 1
 
 
 def test_flex_attention_supports_repeated_backward_passes(
