@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Feature
 from flashtune.core.target import find_target
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.verification.inputs.prepared import prepare
 from tests.gpu.random.random_cases import random_case
-from tests.gpu.random.random_problems import feature_sets, subjects, trials
+from tests.gpu.random.random_problems import STORED_PAGES, feature_sets, subjects, trials
 from tests.problems.plain_masks import plain_attention
 
 H200 = find_target("h200")
@@ -27,8 +28,17 @@ def test_all_supported_features_and_pairs_are_drawn() -> None:
     # drops weights of latent keys.
     pairs = {("seqlens_k", "pages"), ("bias", "varlen"), ("mla", "dropout")}
     pairs |= {("block_mask", other) for other in ("varlen", "pages", "mla")}
-    assert absent == set(map(frozenset, pairs))
+    assert absent == {asked for asked in feature_sets() if any(asked.issuperset(pair) for pair in pairs)}
     assert {subject.family for subject in SUBJECTS} >= {"forward_masked", "decode_split_kv", "forward_hopper"}
+
+
+def test_hopper_kernels_of_8_bit_pages_are_drawn_with_other_features() -> None:
+    drawn = {subject.problem.features for subject in SUBJECTS if subject.family == "forward_hopper"}
+    others = {"window", "sink_tokens", "attention_chunk", "prefix", "softcap", "alibi", "sinks"}
+    expected = {STORED_PAGES, STORED_PAGES | {Feature.VARLEN}}
+    expected |= {STORED_PAGES | {Feature(other)} for other in others}
+    expected |= {STORED_PAGES | {Feature(other), Feature.VARLEN} for other in others}
+    assert expected == {features for features in drawn if features >= STORED_PAGES}
 
 
 def test_kernels_are_reused_and_problems_are_supported() -> None:

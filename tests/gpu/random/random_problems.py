@@ -46,7 +46,9 @@ WIDTHS = ((64, 64), (128, 128), (96, 96), (40, 24), (256, 256), (192, 128), (16,
 LATENT_WIDTHS = ((576, 512), (96, 64), (80, 64))
 DTYPES = (Dtype.BF16,) * 6 + (Dtype.FP16,) * 3 + (Dtype.FP32,)
 # Draws of a problem and of a config until a family takes one.
-DRAWS = 24
+DRAWS = 48
+# An 8-bit cache in pages. It counts as one feature in the pairs.
+STORED_PAGES = frozenset({Feature.PAGES, Feature.QUANTIZED_KV})
 # What the compiler may add to what the SRAM model counts.
 SPARE_BYTES = 1024
 
@@ -68,10 +70,15 @@ class Trial(NamedTuple):
 
 
 def feature_sets() -> tuple[frozenset[Feature], ...]:
-    """No feature, each by itself, and every pair."""
+    """No feature, each by itself, and every pair.
+
+    An 8-bit cache in pages counts as one feature. Each set with pages is also there with packed queries.
+    """
     singles = [frozenset({feature}) for feature in DRAWN]
     pairs = [frozenset(pair) for pair in itertools.combinations(DRAWN, 2)]
-    return (frozenset(), *singles, *pairs)
+    pairs += [STORED_PAGES | single for single in singles]
+    packed = [pair | {Feature.VARLEN} for pair in pairs if Feature.PAGES in pair]
+    return tuple(dict.fromkeys((frozenset(), *singles, *pairs, *packed)))
 
 
 def subjects(seed: int, target: Target) -> Iterator[Subject]:
@@ -85,9 +92,10 @@ def subjects(seed: int, target: Target) -> Iterator[Subject]:
 
 
 def trials(count: int, seed: int, target: Target) -> Iterator[Trial]:
-    """So many random problems, dealt to all subjects in turn; the same ones for the same seed."""
+    """So many random problems, dealt to all subjects in a random order; the same ones for the same seed."""
     kernels = list(subjects(seed, target))
     chance = random.Random(f"{seed} cases")
+    chance.shuffle(kernels)
     for subject in itertools.islice(itertools.cycle(kernels), count):
         yield Trial(subject, _case(subject, chance, target))
 
