@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
+from flashtune.core.config import Config
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale
+from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.record import Resources
+from flashtune.db.table import shipped_table
 from flashtune.launch.compilation import compile_kernel
+from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
 from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sram_bytes
@@ -127,23 +134,59 @@ COMPILED = {
 }
 
 
+# A shipped problem of the H200, its changes, and the spilled bytes of its config under Triton 3.7.1.
+SHIPPED: dict[str, tuple[str, dict[str, Any], int]] = {
+    # Triton 3.6.0 spills 40 bytes.
+    "boolean mask": ("forward_bf16_d128_h16x16_b4_q4096_k4096_none_bias-boolean", {}, 0),
+    "first tokens and sinks": (
+        "forward_bf16_d64_h64x8_b1_q8192_k8192_bottom_right_window127:_sinks",
+        {"sink_tokens": 4},
+        32,
+    ),
+    "first tokens in three groups": (
+        "forward_bf16_d128_h32x8_b1_q16384_k16384_bottom_right_window4095:",
+        {"sink_tokens": 4},
+        0,
+    ),
+    "lists of groups": ("forward_bf16_d128_h32x8_b1_q16384_k16384_bottom_right_blocks128-group", {}, 0),
+}
+
+
+def checked_resources(problem: Problem, config: Config, specialization: Specialization) -> Resources:
+    """The resources of a compiled kernel, after checks of its SRAM, its warps and its products."""
+    resources = read_resources(render(FAMILY, problem, config, specialization), H200)
+    assert isinstance(config, HopperConfig)
+    # The compiler adds the exchange between roles and aligns what it allocates.
+    assert 0 <= resources.sram_bytes - sram_bytes(problem, config) <= 1024
+    assert resources.sram_bytes <= H200.sram_per_block
+    # Groups of four warps; the producer's warp is rounded up to four as well.
+    assert resources.warps == 4 * (config.num_consumer_groups + 1 + (problem.kv_dtype is not None))
+    assert not resources.serialized_wgmma
+    return resources
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", COMPILED)
 def test_sram_model_is_a_lower_bound_of_compiled_sram(name: str) -> None:
     problem, changes, lse = COMPILED[name]
     config = a_config(problem, **changes)
-    kernel = render(FAMILY, problem, config, Specialization(lse=lse))
-    resources = read_resources(kernel, H200)
-    # The compiler adds the exchange between roles and aligns what it allocates.
-    assert 0 <= resources.sram_bytes - sram_bytes(problem, config) <= 1024
-    assert resources.sram_bytes <= H200.sram_per_block
-    # Groups of four warps; the producer's warp is rounded up to four as well.
-    assert resources.warps == 4 * (config.num_consumer_groups + 1 + (problem.kv_dtype is not None))
-    # Products are never serialised, nor are tiles spilled; an address or two may be, and some more where
-    # three groups need their registers for tiles: numbers that the loop over keys does not ask for.
-    assert not resources.serialized_wgmma
+    resources = checked_resources(problem, config, Specialization(lse=lse))
+    # Tiles are not spilled; an address or two may be, and some more where three groups need their registers
+    # for tiles: numbers that the loop over keys does not ask for.
     assert resources.spill_bytes <= (48 if config.p_stages else 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_spill_no_more_than_measured(name: str) -> None:
+    key, changes, spilled = SHIPPED[name]
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    record = next(one for one in table.records if one.problem.key == key and one.family == FAMILY.name)
+    problem = msgspec.structs.replace(record.problem, **changes)
+    assert FAMILY.space(problem, H200).admits(record.config)
+    assert checked_resources(problem, record.config, record.specialization).spill_bytes <= spilled
 
 
 def test_descriptors_match_the_launcher_metadata() -> None:

@@ -1,0 +1,55 @@
+"""Prints the shipped records of Hopper families whose kernels spill registers or serialise products.
+
+python -m tests.templates.hopper.shipped_spills
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import click
+
+from flashtune.core.record import Resources
+from flashtune.db.table import shipped_table
+
+GPUS = ("nvidia-h100", "nvidia-h200")
+FAMILIES = ("forward_hopper", "backward_hopper")
+
+
+class Compiled(NamedTuple):
+    """A shipped kernel and what the compiler reported of it."""
+
+    gpu: str
+    family: str
+    problem: str
+    resources: Resources
+
+
+def shipped_kernels() -> Iterator[Compiled]:
+    """The kernels of all shipped records of the Hopper families."""
+    for gpu in GPUS:
+        table = shipped_table(gpu)
+        assert table is not None
+        for record in table.records:
+            if record.family in FAMILIES:
+                assert record.resources is not None, record.problem.key
+                yield Compiled(gpu, record.family, record.problem.key, record.resources)
+
+
+def main() -> int:
+    """Prints the kernels, the most spilled bytes first, and counts them."""
+    kernels = list(shipped_kernels())
+    found = [one for one in kernels if one.resources.spill_bytes or one.resources.serialized_wgmma]
+    for one in sorted(found, key=lambda one: (one.gpu, one.family, -one.resources.spill_bytes)):
+        serialized = "  serialised" if one.resources.serialized_wgmma else ""
+        click.echo(f"{one.gpu}  {one.family}  {one.resources.spill_bytes:3} B  {one.problem}{serialized}")
+    spilling = sum(one.resources.spill_bytes > 0 for one in kernels)
+    serialized = sum(one.resources.serialized_wgmma for one in kernels)
+    click.echo(f"{len(kernels)} kernels: {spilling} spill, {serialized} have serialised products")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
