@@ -21,8 +21,9 @@ from flashtune.dispatch.tables import tuned_records
 from flashtune.tuner.bench.admission import Bind, Judge
 from flashtune.tuner.bench.calls import described, program_call
 from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4, flash_attn_4_gradients
+from flashtune.tuner.bench.flashinfer import FLASHINFER
 from flashtune.tuner.bench.judging import SequenceLayout
-from flashtune.tuner.bench.peer_runs import FLEX, Contestant, bind_peer
+from flashtune.tuner.bench.peer_runs import FLEX, Contestant, RefusalError, bind_peer
 from flashtune.tuner.bench.results import OURS
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run
@@ -76,6 +77,8 @@ def _peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
         import torch._functorch.config as compiling
 
         compiling.donated_buffer = False
+    if name == FLASHINFER:
+        raise RefusalError("it has no backward pass")
     contestant = bind_peer(name, forward_of(problem), tensors)
     if name == FLASH_ATTN_4:
         own = flash_attn_4_gradients(problem, tensors)

@@ -14,9 +14,9 @@ from flashtune.core.target import Target, device_target
 from flashtune.dispatch.tables import tuned_records
 from flashtune.tuner.bench.bench import require_gpu, require_work, run_bench
 from flashtune.tuner.bench.ceiling import measure_ceiling, measure_copy
-from flashtune.tuner.bench.flash_attn_4 import flash_attn_4_version
+from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
 from flashtune.tuner.bench.grids import PeerFile
-from flashtune.tuner.bench.peer_runs import cudnn_version
+from flashtune.tuner.bench.peer_runs import cudnn_version, version_of
 from flashtune.tuner.bench.results import BenchRun, Environment
 from flashtune.tuner.bench.summary import Against, OfCopy, Ratios, against, of_copy, ratios
 from flashtune.tuner.candidates import contiguous_specialization
@@ -125,7 +125,7 @@ def environment(device: torch.device) -> Environment:
         gpu=torch.cuda.get_device_name(device),
         cuda=torch.version.cuda or "",
         cudnn=cudnn_version(),
-        flash_attn_4=flash_attn_4_version(),
+        flash_attn_4=version_of(FLASH_ATTN_4),
     )
 
 

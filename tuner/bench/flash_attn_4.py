@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -16,14 +15,6 @@ from flashtune.tuner.execution.inputs import Tensors
 
 FLASH_ATTN_4 = "flash-attn-4"
 COMPUTED = frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.VARLEN})
-
-
-def flash_attn_4_version() -> str:
-    """Returns the installed flash-attn-4's version, empty if it is not installed."""
-    try:
-        return metadata.version(FLASH_ATTN_4)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def flash_attn_4_call(problem: Problem, tensors: Tensors) -> tuple[Callable[[], Any], Callable[[], Tensor]]:

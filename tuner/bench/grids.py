@@ -49,6 +49,12 @@ GRIDS: dict[str, tuple[str, ...]] = {
         "dtype=bf16,heads=32,kv_heads=1,head_dim=128,seqlen_q=1,batch=16,seqlen_kv=8192",
         "dtype=bf16,heads=16,kv_heads=16,head_dim=64,seqlen_q=1,batch=64,seqlen_kv=4096",
     ),
+    "paged": (
+        f"{GQA},seqlen_q=1,batch=1,seqlen_kv=1024|4096|65536,page_size=16",
+        f"{GQA},seqlen_q=1,batch=16,seqlen_kv=8192,page_size=16",
+        f"{GQA},seqlen_q=1,batch=64,seqlen_kv=4096,page_size=16|64",
+        "dtype=bf16,heads=64,kv_heads=8,head_dim=128,seqlen_q=1,batch=128,seqlen_kv=4096,page_size=16",
+    ),
     "features": (
         *(f"{CAUSAL}{more}" for more in ("", ",window=1023", ",softcap", ",alibi", ",attention_chunk=2048")),
         f"{GPT_OSS},window=127",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
 
 import msgspec
 import torch
@@ -12,8 +13,9 @@ from torch.nn.attention import sdpa_kernel
 
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Causal, Dtype, Feature, Problem, score_bytes
-from flashtune.tuner.bench import flash_attn_4, flex
-from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4, flash_attn_4_call, flash_attn_4_version
+from flashtune.tuner.bench import flash_attn_4, flashinfer, flex
+from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4, flash_attn_4_call
+from flashtune.tuner.bench.flashinfer import FLASHINFER, flashinfer_run
 from flashtune.tuner.bench.flex import flex_run, mask_pairs
 from flashtune.tuner.execution.inputs import Tensors
 from flashtune.tuner.execution.sdpa import BACKENDS, MASKED, OTHER_LAYOUTS, sdpa_call, sdpa_run
@@ -31,17 +33,20 @@ FLEX = "flex"
 CUDNN = "sdpa-cudnn"
 # FlexAttention takes about 12 bytes of memory for each pair.
 MAX_MASK_PAIRS = 2**31
-PEERS = (*BACKENDS, FLEX, FLASH_ATTN_4, UNFUSED)
+PEERS = (*BACKENDS, FLEX, FLASH_ATTN_4, FLASHINFER, UNFUSED)
+# The packages of baselines that need not be installed.
+PACKAGES = {FLASH_ATTN_4: "flash-attn-4", FLASHINFER: "flashinfer-python"}
 # The types that the baselines compute without conversion.
 PEER_DTYPES = {
     **dict.fromkeys((*BACKENDS, FLEX, UNFUSED), (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
-    FLASH_ATTN_4: (Dtype.BF16, Dtype.FP16),
+    **dict.fromkeys((FLASH_ATTN_4, FLASHINFER), (Dtype.BF16, Dtype.FP16)),
 }
 # The features that they compute. SDPA computes masks of features by its `attn_mask`.
 PEER_FEATURES = {
     **dict.fromkeys(BACKENDS, MASKED - {Feature.DROPOUT}),
     FLEX: frozenset(Feature) - flex.REFUSED,
     FLASH_ATTN_4: flash_attn_4.COMPUTED,
+    FLASHINFER: flashinfer.COMPUTED,
     UNFUSED: frozenset(Feature) - OTHER_LAYOUTS - {Feature.DROPOUT},
 }
 
@@ -72,7 +77,7 @@ class RefusalError(Exception):
 
 def installed_peers() -> tuple[str, ...]:
     """Returns the baselines that are installed."""
-    return tuple(name for name in PEERS if name != FLASH_ATTN_4 or flash_attn_4_version())
+    return tuple(name for name in PEERS if name not in PACKAGES or version_of(name))
 
 
 def check_peers(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -83,8 +88,18 @@ def check_peers(names: tuple[str, ...]) -> tuple[str, ...]:
     """
     for name in names:
         if name not in installed_peers():
-            raise UsageError(f"{name} is not installed: run pip install {name}, or leave --peer {name} out")
+            raise UsageError(
+                f"{name} is not installed: run pip install {PACKAGES[name]}, or leave --peer {name} out"
+            )
     return tuple(dict.fromkeys(names))
+
+
+def version_of(name: str) -> str:
+    """Returns the version of a baseline in `PACKAGES`, empty if it is not installed."""
+    try:
+        return metadata.version(PACKAGES[name])
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def cudnn_version() -> str:
@@ -106,7 +121,8 @@ def bind_peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
         raise RefusalError(f"it does not take {problem.dtype}")
     if name in BACKENDS:
         return _sdpa(name, problem, tensors)
-    return {FLEX: _flex, FLASH_ATTN_4: _flash_attn_4, UNFUSED: _standard}[name](problem, tensors)
+    binders = {FLEX: _flex, FLASH_ATTN_4: _flash_attn_4, FLASHINFER: _flashinfer, UNFUSED: _standard}
+    return binders[name](problem, tensors)
 
 
 def _sdpa(name: str, problem: Problem, tensors: Tensors) -> Contestant:
@@ -130,7 +146,18 @@ def _flash_attn_4(problem: Problem, tensors: Tensors) -> Contestant:
     if problem.causal is Causal.TOP_LEFT and problem.seqlen_q != problem.seqlen_kv:
         raise RefusalError("it aligns its causal mask bottom-right")
     call, run = flash_attn_4_call(problem, tensors)
-    return Contestant(FLASH_ATTN_4, f"flash-attn-4 {flash_attn_4_version()}", run, call)
+    return Contestant(FLASH_ATTN_4, f"flash-attn-4 {version_of(FLASH_ATTN_4)}", run, call)
+
+
+def _flashinfer(problem: Problem, tensors: Tensors) -> Contestant:
+    if not (problem.total_q or problem.page_size):
+        raise RefusalError("it is timed with packed sequences and pages")
+    if problem.causal is Causal.TOP_LEFT and problem.seqlen_q != problem.seqlen_kv:
+        raise RefusalError("it aligns its causal mask bottom-right")
+    if problem.window_right is not None and not problem.is_causal:
+        raise RefusalError("its windows have no bound on the right")
+    run = flashinfer_run(problem, tensors)
+    return Contestant(FLASHINFER, f"flashinfer {version_of(FLASHINFER)}", run, run)
 
 
 def _standard(problem: Problem, tensors: Tensors) -> Contestant:

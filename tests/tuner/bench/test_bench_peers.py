@@ -15,6 +15,7 @@ from flashtune.dispatch.masked_sdpa import masked_attention
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.bench import peer_runs
 from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
+from flashtune.tuner.bench.flashinfer import FLASHINFER
 from flashtune.tuner.bench.judging import output_judge
 from flashtune.tuner.bench.peer_runs import (
     CUDNN,
@@ -151,12 +152,14 @@ def test_baselines_do_not_support_quantised_inputs(name: str) -> None:
 
 
 def test_baseline_that_is_not_installed_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_runs, "flash_attn_4_version", lambda: "")
-    assert FLASH_ATTN_4 not in installed_peers()
+    monkeypatch.setattr(peer_runs, "version_of", lambda _: "")
+    assert not {FLASH_ATTN_4, FLASHINFER} & {*installed_peers()}
     assert check_peers((FLEX, CUDNN, FLEX)) == (FLEX, CUDNN)
     with pytest.raises(UsageError, match="pip install flash-attn-4"):
         check_peers((FLASH_ATTN_4,))
-    monkeypatch.setattr(peer_runs, "flash_attn_4_version", lambda: "4.0.0")
+    with pytest.raises(UsageError, match="pip install flashinfer-python"):
+        check_peers((FLASHINFER,))
+    monkeypatch.setattr(peer_runs, "version_of", lambda _: "4.0.0")
     assert installed_peers() == PEERS
 
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from flashtune.tuner.bench.results import BenchRun
 
 # As in `grids` and `peer_runs` of `flashtune.tuner.bench`, whose import would slow down `--help`.
-GRIDS = ("paper", "gqa", "fp8", "backward", "decode", "features")
+GRIDS = ("paper", "gqa", "fp8", "backward", "decode", "paged", "features")
 MAX_RESULT_BYTES = 2**28
-PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "unfused")
+PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "flashinfer", "unfused")
 
 
 class _Peer(click.Choice[str]):
@@ -57,7 +57,8 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     "16384, 16k tokens, heads x head dim = 2048. gqa: bf16, 64 heads on 8, head dim 128, lengths 2048 to "
     "32768, 32k tokens. fp8: the same in e4m3. backward: the gradients of the paper's shapes at lengths 2048 "
     "and 8192. decode: bf16, one query for each head, batches 1 to 128, "
-    "caches of 4096 to 131072 keys, in GB/s. features: windows, softcap, ALiBi, chunks, sinks, masks, packed "
+    "caches of 4096 to 131072 keys, in GB/s. paged: the same with pages. "
+    "features: windows, softcap, ALiBi, chunks, sinks, masks, packed "
     "sequences and pages. Repeatable.",
 )
 @click.option(

@@ -23,6 +23,7 @@ COLORS = {
     "flashtune": "#d55e00",
     "sdpa-cudnn": "#009e73",
     "flash-attn-4": "#0072b2",
+    "flashinfer": "#f0e442",
     "flex": "#cc79a7",
     "sdpa-flash": "#56b4e9",
     "sdpa-efficient": "#e69f00",
