@@ -14,6 +14,8 @@ from flashtune.core.features.records import DEFAULTS, BlockLists
 from flashtune.core.features.table import FEATURES
 from flashtune.core.problem import Causal, Feature, Problem
 
+# The extents that `rounded_extents` rounds up. Numbers of packed tokens and pages are rounded already.
+ROUNDED = ("batch", "seqlen_q", "seqlen_kv")
 CAUSAL_WORDS = {Causal.NONE: "", Causal.BOTTOM_RIGHT: "causal", Causal.TOP_LEFT: "causal=top_left"}
 
 
@@ -64,6 +66,15 @@ def _may_stand_before_keys(problem: Problem) -> bool:
 def rounded_up(tokens: int) -> int:
     """Returns the next power of two. Numbers of tokens and pages are rounded so that problems repeat."""
     return 1 << max(0, tokens - 1).bit_length()
+
+
+def rounded_extents(problem: Problem) -> Problem:
+    """Returns a problem with its batch and lengths rounded up. Only equal lengths become equal."""
+    extents = {name: rounded_up(getattr(problem, name)) for name in ROUNDED}
+    if extents["seqlen_q"] == extents["seqlen_kv"] and problem.seqlen_q != problem.seqlen_kv:
+        # Kernels for equal lengths may align the causal mask in another way.
+        extents["seqlen_q" if problem.seqlen_q > problem.seqlen_kv else "seqlen_kv"] *= 2
+    return msgspec.structs.replace(problem, **extents)
 
 
 def without(problem: Problem, features: Iterable[Feature]) -> Problem:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from flashtune.core.arguments import MAX_FLOAT32
-from flashtune.core.canonical import rounded_up
+from flashtune.core.canonical import rounded_extents
 from flashtune.core.errors import FlashtuneError, KernelError, ProblemError, VerificationError
 from flashtune.core.notices import warn_once
 from flashtune.core.target import device_target, find_target
@@ -72,8 +72,6 @@ if TYPE_CHECKING:
 MEMO_LIMIT = 4096
 # Calls beyond this number of unprepared buckets do not add another one.
 QUEUE_LIMIT = 64
-# The extents that a bucket rounds up. Numbers of packed tokens and pages are rounded already.
-ROUNDED = ("batch", "seqlen_q", "seqlen_kv")
 # In warnings.
 REPLACED = "the replaced operator"
 
@@ -368,11 +366,7 @@ def _rounded(request: Request, known: Known | None) -> Request:
     """Returns a request with the extents of its bucket. Those of a tuned problem stay."""
     problem = request.problem
     if known is None or not known.has(problem):
-        extents = {name: rounded_up(getattr(problem, name)) for name in ROUNDED}
-        if extents["seqlen_q"] == extents["seqlen_kv"] and problem.seqlen_q != problem.seqlen_kv:
-            # Kernels for equal lengths may align the causal mask in another way.
-            extents["seqlen_q" if problem.seqlen_q > problem.seqlen_kv else "seqlen_kv"] *= 2
-        problem = msgspec.structs.replace(problem, **extents)
+        problem = rounded_extents(problem)
     return msgspec.structs.replace(request, problem=problem, tokens=problem.total_q)
 
 

@@ -46,7 +46,8 @@ def test_first_call_after_warm_neither_compiles_nor_checks(
         [sys.executable, "-m", "flashtune.tuner.cli", *arguments], capture_output=True, text=True
     )
     assert warmed.returncode == 0, warmed.stderr
-    assert [row["loaded"] for row in json.loads(warmed.stdout)] == [True]
+    # A second kernel may serve the integrations, which round lengths up.
+    assert {row["loaded"] for row in json.loads(warmed.stdout)} == {True}
     warm = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True)
     assert warm.returncode == 0, warm.stderr
     assert warm.stdout == "True\n"

@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 import msgspec
 
+from flashtune.core.canonical import normal_form, rounded_extents
 from flashtune.core.errors import FlashtuneError, KernelError, VerificationError
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Bias, Problem
+from flashtune.core.problem import Bias, Direction, Problem
 from flashtune.core.record import Outcome, Selection
 from flashtune.core.target import Target
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import TunedTable
 from flashtune.dispatch.lookup import select
+from flashtune.dispatch.nearest import same_computation
 from flashtune.dispatch.tables import Tables, tuned_records
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization
@@ -104,6 +106,24 @@ def needs_of(calls: Iterable[Call], target: Target, tables: Tables) -> Needs:
             continue
         kernels.setdefault(kernel.digest, Need(problem, selection, kernel))
     return Needs(kernels, tuple(left_out))
+
+
+def with_buckets(needs: Needs, calls: Iterable[Call], target: Target, tables: Tables) -> Needs:
+    """Returns needs with the kernels that the integrations for torch and transformers choose for calls.
+
+    These prepare the kernels of rounded batches and lengths, unless exactly the forward problem is tuned.
+    """
+    rounded = [
+        (rounded_extents(problem), specialization)
+        for problem, specialization in calls
+        if not _is_tuned(problem, tables)
+    ]
+    return Needs({**needs_of(rounded, target, tables).kernels, **needs.kernels}, needs.left_out)
+
+
+def _is_tuned(problem: Problem, tables: Tables) -> bool:
+    forward = normal_form(msgspec.structs.replace(problem, direction=Direction.FORWARD))
+    return any(tables.find(one.key) for one in same_computation(forward))
 
 
 def compile_needs(

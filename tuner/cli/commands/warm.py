@@ -71,7 +71,8 @@ def command(
 
     The first call of a new shape compiles its kernel, which takes seconds. This command compiles on all cores
     the kernels that dispatch would choose: for contiguous tensors of the named shapes, and for recorded calls
-    with their own strides. --phase training adds the forward pass with its log-sum-exp and the backward pass.
+    with their own strides. It includes the kernels of the integrations for torch and transformers, which round
+    batches and lengths up. --phase training adds the forward pass with its log-sum-exp and the backward pass.
 
     Binaries go to Triton's cache, rendered kernels to flashtune's cache, and self-checks to the database. A
     program with the same caches and database does not compile. With --target, kernels are compiled but not
@@ -79,7 +80,7 @@ def command(
     """
     from flashtune.db.table import load_table
     from flashtune.tuner.search.coverage import duration
-    from flashtune.tuner.tables.warm import calls_of, needs_of, tables_with, warm
+    from flashtune.tuner.tables.warm import calls_of, needs_of, tables_with, warm, with_buckets
 
     if db is not None:
         # Programs name their database by this variable.
@@ -89,7 +90,8 @@ def command(
     calls = (*calls_of(problems), *_recorded(recorded_file), *_of_tables(tables, target))
     if not calls:
         raise UsageError(f"{NO_SHAPE}, a file of recorded calls by --from, or a table by --table")
-    needs = needs_of(calls, target, tables_with(target, tables))
+    known = tables_with(target, tables)
+    needs = with_buckets(needs_of(calls, target, known), calls, target, known)
     for sentence in dict.fromkeys(needs.left_out):
         note(f"left out: {sentence}")
     with progress_bars() as bars:
