@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import flashtune
 from flashtune.api.explain import explain_call
-from flashtune.core.target import find_target
 from flashtune.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -25,7 +26,7 @@ from flashtune.recording.recorder import read_counts
 from flashtune.request.call import Call, dense_call
 from flashtune.request.read_call import read_call
 from flashtune.runtime.call_cache import forget_executors
-from flashtune.tuner.cli.commands import search
+from flashtune.tuner.cli import main
 from tests.problems import sglang_objects, vllm_objects
 from tests.problems.serving_batches import CASES, DECODING, MIXED, make_batch
 from tests.support import host_stubs
@@ -124,7 +125,83 @@ def test_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [explain_call(call).caller for call in calls] == ["sglang"]
 
 
-# FLASHTUNE_RECORD takes effect when flashtune is imported.
+def recorded(program: str, file: Path) -> None:
+    """Runs a program that records its calls. FLASHTUNE_RECORD takes effect when flashtune is imported."""
+    environment = {**os.environ, "FLASHTUNE_RECORD": str(file), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=300)
+
+
+def searched(file: Path) -> list[str]:
+    """The shapes that a search of recorded calls would have."""
+    arguments = ["search", "--target", "h200", "--from", str(file), "--dry-run", "--json"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return [row["problem"] for row in json.loads(result.stdout)]
+
+
+SERVING = """
+import importlib
+
+import pytest
+import torch
+
+from flashtune.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flashtune.recording import recorder
+from flashtune.recording.callers import caller_of
+from tests.problems import sglang_objects, vllm_objects
+from tests.problems.serving_batches import CASES, DECODING, MIXED, make_batch
+from tests.support import host_stubs
+
+
+def flash_attn():
+    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 2, 16)
+    flash_attn_func(q, k, k, causal=True)
+    cache, table = torch.randn(3, 16, 2, 16), torch.tensor([[1], [2]], dtype=torch.int32)
+    lengths = torch.tensor([4, 9], dtype=torch.int32)
+    flash_attn_with_kvcache(q[:, :1], cache, cache, cache_seqlens=lengths, block_table=table)
+
+
+def vllm():
+    module = importlib.import_module("flashtune.integrations.vllm_backend")
+    batch = make_batch(MIXED)
+    metadata = vllm_objects.builder(module).build(0, vllm_objects.common(batch))
+    cache, output = vllm_objects.packed_cache(batch, torch.float32), torch.empty_like(batch.q)
+    layer = vllm_objects.layer_of(module, batch, CASES["softcap"])
+    scales = vllm_objects.scales_of(CASES["softcap"])
+    layer.forward(scales, batch.q, batch.k, batch.v, cache, metadata, output)
+
+
+def sglang():
+    module = importlib.import_module("flashtune.integrations.sglang_backend")
+    batch, case = make_batch((*DECODING[:-1], (1, 1))), CASES["window"]
+    pool = sglang_objects.KVPool(batch, torch.float32)
+    backend = module.backend_class()(sglang_objects.runner_of(batch, pool))
+    info, layer = sglang_objects.forward_batch(batch), sglang_objects.layer_of(batch, case)
+    backend.init_forward_metadata(info)
+    backend.forward_decode(batch.q.flatten(1), batch.k, batch.v, layer, info, False)
+
+
+(recording,) = recorder._recordings
+known = set()
+for call in (flash_attn, vllm, sglang):
+    if call is not flash_attn:
+        host_stubs.install(call.__name__, pytest.MonkeyPatch())
+    call()
+    problems = {problem for problem, _ in recording._tallies} - known
+    assert {caller_of(problem) for problem in problems} == {call.__name__}
+    known |= problems
+"""
+
+
+def test_calls_of_servers_and_flash_attn_are_recorded_and_can_be_searched(tmp_path: Path) -> None:
+    file = tmp_path / "calls.jsonl"
+    recorded(SERVING, file)
+    counts = read_counts(file)
+    # Two of flash_attn, the decoding and the other sequences of vLLM's batch, and one of SGLang.
+    assert [count.calls for count in counts] == [1] * 5
+    assert {*searched(file)} == {count.problem.key for count in counts}
+
+
 MODEL = """
 import torch
 import transformers
@@ -156,9 +233,7 @@ assert {explain_call(job.call).caller for job in jobs} == {"transformers"}
 def test_calls_of_transformers_are_recorded_and_can_be_searched(tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5.17")
     file = tmp_path / "calls.jsonl"
-    environment = {**os.environ, "FLASHTUNE_RECORD": str(file), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", MODEL], cwd=ROOT, env=environment, check=True, timeout=300)
+    recorded(MODEL, file)
     # The first call of a process loads the device's records. The interpreter has none.
     assert {count.problem.window_left: count.calls for count in read_counts(file)} == {None: 3, 5: 3}
-    problems = search._with_recorded((), file, None, find_target("h200"))
-    assert len(problems) == 2
+    assert len(searched(file)) == 2
