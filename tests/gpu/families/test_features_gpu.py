@@ -10,21 +10,25 @@ import time
 from typing import Any
 
 import click
+import msgspec
 import pytest
 import torch
 
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
-from flashtune.core.target import device_target
+from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.target import Target, device_target
 from flashtune.launch.binding import compile_binary
 from flashtune.templates.family import unsupported_reason
-from flashtune.templates.registry import families
+from flashtune.templates.forward_hopper.space import HopperConfig
+from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
 from flashtune.verification.cases import Level
 from flashtune.verification.check import check_rendered
+from flashtune.verification.inputs import side_inputs
 from flashtune.verification.inputs.prepared import prepare
 from flashtune.verification.passes import planned_cases
 from flashtune.verification.reference import masks
+from tests.gpu.marks import ON_HOPPER
 from tests.gpu.random.random_checks import check_all
 from tests.gpu.random.random_problems import trials
 
@@ -34,6 +38,7 @@ SAMPLES = int(os.environ.get("FLASHTUNE_SAMPLES", "120"))
 SEED = int(os.environ.get("FLASHTUNE_SEED", "1"))
 # What a self-check may take beyond compiling, with torch's own kernels loaded.
 QUICK_SECONDS = 0.3
+PACKED_PAGES: dict[str, Any] = {"total_q": 4000, "page_size": 16, "batch": 12}
 TUNED: dict[str, dict[str, Any]] = {
     "window": {"window_left": 1024},
     "window, cap, sinks": {"window_left": 127, "softcap": True, "sinks": True},
@@ -41,6 +46,41 @@ TUNED: dict[str, dict[str, Any]] = {
     "alibi and prefix": {"alibi": True, "prefix": True},
     "additive": {"bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
+    "boolean, causal": {"bias": Bias.BOOLEAN},
+    "boolean, d64, odd lengths": {
+        "head_dim": 64,
+        "value_head_dim": 64,
+        "bias": Bias.BOOLEAN,
+        "causal": Causal.NONE,
+        "seqlen_q": 777,
+        "seqlen_kv": 3001,
+    },
+    "boolean, window and cap": {"bias": Bias.BOOLEAN, "window_left": 1000, "softcap": True},
+    "additive, odd lengths": {
+        "bias": Bias.ADDITIVE,
+        "causal": Causal.NONE,
+        "seqlen_q": 777,
+        "seqlen_kv": 3001,
+    },
+    "additive, d64 and window": {
+        "head_dim": 64,
+        "value_head_dim": 64,
+        "bias": Bias.ADDITIVE,
+        "window_left": 1000,
+    },
+    "blocks": {"block_mask": 128, "causal": Causal.NONE},
+    "blocks, causal": {"block_mask": 128},
+    "blocks of groups": {"block_mask": 128, "block_lists": BlockLists.GROUP},
+    "blocks and lengths": {"block_mask": 128, "seqlens_k": True, "window_left": 1000},
+    "small blocks": {"block_mask": 64},
+    "small blocks of groups": {"block_mask": 64, "block_lists": BlockLists.GROUP, "causal": Causal.NONE},
+    "small blocks of groups and lengths": {
+        "head_dim": 64,
+        "value_head_dim": 64,
+        "block_mask": 64,
+        "block_lists": BlockLists.GROUP,
+        "seqlens_k": True,
+    },
     "packed": {"total_q": 9000, "batch": 12},
     "packed pages": {"total_q": 4000, "page_size": 16, "batch": 12},
     "packed pages of 1": {"total_q": 4000, "page_size": 1, "batch": 12},
@@ -58,6 +98,31 @@ TUNED: dict[str, dict[str, Any]] = {
         "batch": 12,
         "kv_dtype": KvDtype.INT8,
         "kv_scale": KvScale.PAGE,
+    },
+    "packed pages in e4m3, window": {**PACKED_PAGES, "kv_dtype": KvDtype.E4M3, "window_left": 1000},
+    "packed pages in int8, cap": {
+        **PACKED_PAGES,
+        "head_dim": 64,
+        "value_head_dim": 64,
+        "page_size": 64,
+        "kv_dtype": KvDtype.INT8,
+        "kv_scale": KvScale.HEAD,
+        "softcap": True,
+    },
+    "packed pages of 1 in e4m3, sinks": {
+        **PACKED_PAGES,
+        "page_size": 1,
+        "kv_dtype": KvDtype.E4M3,
+        "kv_scale": KvScale.HEAD,
+        "sinks": True,
+    },
+    "packed pages scaled, window, cap, sinks": {
+        **PACKED_PAGES,
+        "kv_dtype": KvDtype.E4M3,
+        "kv_scale": KvScale.PAGE,
+        "window_left": 127,
+        "softcap": True,
+        "sinks": True,
     },
     "pages in int8": {"page_size": 64, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     "pages in int8, fp16": {
@@ -106,6 +171,21 @@ TUNED: dict[str, dict[str, Any]] = {
     },
 }
 
+BLOCKS = [name for name, changes in TUNED.items() if "block_mask" in changes]
+# Changes of the default Hopper config. Programs take tiles in a fixed order, or as they finish. In the last
+# one, a tile has queries of several blocks, and each group of the tile has its own list.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "static": {"dynamic_schedule": False},
+    "dynamic": {"dynamic_schedule": True},
+    "own lists": {
+        "dynamic_schedule": False,
+        "num_consumer_groups": 3,
+        "num_stages": 2,
+        "block_n": 64,
+        "pack_gqa": 1,
+    },
+}
+
 
 def tuned(name: str) -> Problem:
     plain: dict[str, Any] = {
@@ -120,6 +200,13 @@ def tuned(name: str) -> Problem:
         "causal": Causal.BOTTOM_RIGHT,
     }
     return Problem(**{**plain, **TUNED[name]})
+
+
+def scheduled(problem: Problem, target: Target, schedule: str) -> HopperConfig:
+    """The default Hopper config of a problem with a block mask under one of `SCHEDULES`."""
+    default = find_family("forward_hopper").default(problem, target)
+    assert isinstance(default, HopperConfig)
+    return msgspec.structs.replace(default, **SCHEDULES[schedule])
 
 
 @pytest.mark.alone
@@ -141,6 +228,33 @@ def test_defaults_pass_full_level(name: str) -> None:
         kernel = render(family, problem, config, specialization)
         verdict = check_rendered(kernel, problem, config, target, device, Level.FULL)
         assert verdict.passed, f"{family.name}: {verdict.failed}"
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_schedules_of_block_masks_pass_full_level(name: str, schedule: str) -> None:
+    problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
+    config = scheduled(problem, target, schedule)
+    kernel = render(find_family("forward_hopper"), problem, config, Specialization(lse=True))
+    verdict = check_rendered(kernel, problem, config, target, device, Level.FULL)
+    assert verdict.passed, verdict.failed
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("share", [0.9, 1.0])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_masks_with_empty_lists_are_correct(
+    name: str, schedule: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The quick level draws new inputs in each check, of which this share of the lists is empty.
+    monkeypatch.setattr(side_inputs, "EMPTY_LISTS", share)
+    problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
+    config = scheduled(problem, target, schedule)
+    kernel = render(find_family("forward_hopper"), problem, config, Specialization(lse=True))
+    verdict = check_rendered(kernel, problem, config, target, device, Level.QUICK)
+    assert verdict.passed, verdict.failed
 
 
 @pytest.mark.parametrize("name", TUNED)

@@ -43,8 +43,8 @@ def main() -> int:
     kernels = list(shipped_kernels())
     found = [one for one in kernels if one.resources.spill_bytes or one.resources.serialized_wgmma]
     for one in sorted(found, key=lambda one: (one.gpu, one.family, -one.resources.spill_bytes)):
-        serialized = "  serialised" if one.resources.serialized_wgmma else ""
-        click.echo(f"{one.gpu}  {one.family}  {one.resources.spill_bytes:3} B  {one.problem}{serialized}")
+        note = "  serialised" if one.resources.serialized_wgmma else ""
+        click.echo(f"{one.gpu}  {one.family}  {one.resources.spill_bytes:3} B  {one.problem}{note}")
     spilling = sum(one.resources.spill_bytes > 0 for one in kernels)
     serialized = sum(one.resources.serialized_wgmma for one in kernels)
     click.echo(f"{len(kernels)} kernels: {spilling} spill, {serialized} have serialised products")

@@ -185,6 +185,7 @@ def test_shipped_configs_spill_no_more_than_measured(name: str) -> None:
     assert table is not None
     record = next(one for one in table.records if one.problem.key == key and one.family == FAMILY.name)
     problem = msgspec.structs.replace(record.problem, **changes)
+    assert record.config is not None
     assert FAMILY.space(problem, H200).admits(record.config)
     assert checked_resources(problem, record.config, record.specialization).spill_bytes <= spilled
 
