@@ -1,0 +1,83 @@
+"""Tests of diffusers' models on the CPU, through torch's operators and through flash_attn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.integrations import operator_overrides
+from flashtune.integrations import torch as integration
+from flashtune.runtime import deferred
+from tests.support import diffusers_models
+from tests.support.attention_operators import CUDNN, Originals, registered
+from tests.support.process_state import forget_warnings
+
+diffusers = pytest.importorskip("diffusers", minversion="0.42")
+pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
+functional = torch.nn.functional
+
+
+@pytest.fixture
+def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
+    """Torch's operators on the CPU, which SDPA calls as on a GPU, with flashtune active over them."""
+    forget_warnings()
+    deferred.forget()
+    operator_overrides.forget()
+    monkeypatch.setattr(integration, "KEY", "CPU")
+
+    def sdpa(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        bias = attn_mask
+        if bias is not None:
+            bias = bias.expand(*query.shape[:3], key.shape[2])
+        operator: Any = getattr(torch.ops.aten, CUDNN)
+        out: Tensor = operator(query, key, value, bias, False, dropout_p, is_causal, scale=scale)[0]
+        return out
+
+    with registered() as found, integration.activate():
+        monkeypatch.setattr(functional, "scaled_dot_product_attention", sdpa)
+        yield found
+    deferred.wait()
+    deferred.forget()
+
+
+@pytest.mark.parametrize("name", ["unet", "transformer"])
+def test_attention_of_models_is_served(name: str, originals: Originals) -> None:
+    model = getattr(diffusers_models, name)(diffusers)
+    want = diffusers_models.output(model)
+    calls = originals.calls[CUDNN]
+    assert calls, "torch serves until kernels are prepared"
+    deferred.wait()
+    for _ in range(2):
+        found = diffusers_models.output(model)
+        deferred.wait()
+    assert originals.calls[CUDNN] == calls
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+def test_pipelines_are_served(originals: Originals) -> None:
+    pipeline = diffusers_models.pipeline(diffusers)
+    with integration.disabled():
+        want = diffusers_models.output(pipeline)
+    diffusers_models.output(pipeline)
+    deferred.wait()
+    calls = originals.calls[CUDNN]
+    found = diffusers_models.output(pipeline)
+    assert originals.calls[CUDNN] == calls
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+
+
+def test_its_flash_attn_backends_call_flashtune() -> None:
+    diffusers_models.run_program("cpu")
