@@ -72,7 +72,8 @@ def command(
     The first call of a new shape compiles its kernel, which takes seconds. This command compiles on all cores
     the kernels that dispatch would choose: for contiguous tensors of the named shapes, and for recorded calls
     with their own strides. It includes the kernels of the integrations for torch and transformers, which
-    round batches and lengths up. --phase training adds the forward pass with its log-sum-exp and the backward pass.
+    round batches and lengths up. --phase training adds the forward pass with its log-sum-exp and the backward
+    pass.
 
     Binaries go to Triton's cache, rendered kernels to flashtune's cache, and self-checks to the database. A
     program with the same caches and database does not compile. With --target, kernels are compiled but not
