@@ -82,8 +82,9 @@ def register(name: str = "tuned_attention", *, dropout: bool = False) -> str:
 
     Args:
         name: The name to register, which the result repeats.
-        dropout: Whether to compute dropout too, which drops other weights than transformers does. The first
-            call of a kind then waits for its kernels, so that layers computed again drop the same weights.
+        dropout: Whether to compute dropout too, which drops other weights than transformers does. These calls
+            are always served. The first of a kind waits for its kernels, so that layers that are computed
+            again drop the same weights.
 
     Returns:
         The name, for `attn_implementation` of a model.
@@ -366,7 +367,8 @@ def _biased(
         return None
     is_causal = causal if mask is None else pattern is not None and pattern.is_causal_alone
     is_plain = side is NO_EXTRA_INPUTS
-    alike = *_short(q, k, v), bias.shape, bias.requires_grad, is_causal, mask is None, is_plain
+    drops = side.seed is not None
+    alike = *_short(q, k, v), bias.shape, bias.requires_grad, is_causal, mask is None, is_plain, drops
     is_apart = is_causal and (*alike, True) not in _refused
     short = *alike, is_apart
     if short in _refused:

@@ -72,13 +72,13 @@ def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
 
 
 def _peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
+    if name == FLASHINFER:
+        raise RefusalError("it has no backward pass")
     if name == FLEX:
         # Otherwise a compiled backward pass would donate its saved tensors, and could run only once.
         import torch._functorch.config as compiling
 
         compiling.donated_buffer = False
-    if name == FLASHINFER:
-        raise RefusalError("it has no backward pass")
     contestant = bind_peer(name, forward_of(problem), tensors)
     if name == FLASH_ATTN_4:
         own = flash_attn_4_gradients(problem, tensors)

@@ -21,11 +21,11 @@ WORKSPACE = 128 * 2**20
 def flashinfer_run(problem: Problem, tensors: Tensors) -> Callable[[], Tensor]:
     """Returns a run of a planned wrapper, whose output has heads before tokens.
 
-    Plans are made once, as programs make them once for all layers. Backends are FlashInfer's choice. Decoding
-    uses its tensor cores.
+    Plans are made once, as programs make them once for all layers. FlashInfer chooses its backend. Decoding
+    uses its Tensor Core kernels.
     """
     module: Any = importlib.import_module("flashinfer")
-    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=tensors.q.device)
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=tensors.q.device)
     # [tokens, heads, head_dim] of all sequences.
     q = tensors.q.transpose(1, 2).flatten(0, 1)
     options: dict[str, Any] = {
@@ -36,12 +36,15 @@ def flashinfer_run(problem: Problem, tensors: Tensors) -> Callable[[], Tensor]:
         "sm_scale": tensors.scale,
     }
     heads = problem.heads, problem.kv_heads, problem.head_dim
+    options_of_prefill = {"causal": problem.is_causal, "head_dim_vo": problem.value_head_dim}
+    # Without a tensor for it, some wrappers clear the output in each run.
+    room = q.new_empty(*q.shape[:2], problem.value_head_dim)
     wrapper: Any
     given: tuple[Any, ...]
     if not problem.page_size:
         wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         starts = tensors.side.cu_seqlens_q, tensors.side.cu_seqlens_kv
-        wrapper.plan(*starts, *heads, causal=problem.is_causal, **options)
+        wrapper.plan(*starts, *heads, **options_of_prefill, **options)
         given = tuple(one.transpose(1, 2).flatten(0, 1) for one in (tensors.k, tensors.v))
     else:
         pages, size = _pages(problem, tensors), problem.page_size
@@ -52,11 +55,11 @@ def flashinfer_run(problem: Problem, tensors: Tensors) -> Callable[[], Tensor]:
         else:
             wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
             first = _starts(problem, tensors)
-            wrapper.plan(first, *pages, *heads, size, causal=problem.is_causal, **options)
+            wrapper.plan(first, *pages, *heads, size, **options_of_prefill, **options)
 
     def run() -> Tensor:
         batch, _, rows, _ = tensors.q.shape
-        out: Tensor = wrapper.run(q, *given)
+        out: Tensor = wrapper.run(q, *given, out=room)
         return out.view(batch, rows, *out.shape[1:]).transpose(1, 2)
 
     return run
@@ -73,7 +76,7 @@ def _pages(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
     last = lengths - (counts - 1).clamp(min=0) * size
     device = tensors.q.device
-    return starts.to(device), torch.cat(used).to(device), last.to(torch.int32).to(device)
+    return starts.to(device), torch.cat(used).to(device), last.to(device)
 
 
 def _starts(problem: Problem, tensors: Tensors) -> Tensor:

@@ -152,8 +152,10 @@ def _flash_attn_4(problem: Problem, tensors: Tensors) -> Contestant:
 def _flashinfer(problem: Problem, tensors: Tensors) -> Contestant:
     if not (problem.total_q or problem.page_size):
         raise RefusalError("it is timed with packed sequences and pages")
-    if problem.causal is Causal.TOP_LEFT and problem.seqlen_q != problem.seqlen_kv:
+    if problem.causal is Causal.TOP_LEFT and (problem.page_size or problem.seqlen_q != problem.seqlen_kv):
         raise RefusalError("it aligns its causal mask bottom-right")
+    if problem.value_head_dim != problem.head_dim and problem.seqlen_q == 1:
+        raise RefusalError("it decodes with values as wide as the keys")
     if problem.window_right is not None and not problem.is_causal:
         raise RefusalError("its windows have no bound on the right")
     run = flashinfer_run(problem, tensors)

@@ -32,8 +32,8 @@ HIGH_SINK, LOW_SINK = 11.0, -1e4
 # Shares of keys, of blocks with a few rows, and of rows that a bias hides.
 HIDDEN_KEYS, HIDDEN_BLOCKS, HIDDEN_ROWS = 0.2, 0.3, 0.08
 ROWS_OF_A_BLOCK = 16
-# Regions of a bias, in rows and in blocks of keys. Of every second one, so many are hidden, and so many are
-# visible in full in this share of the rows. Kernels that classify tiles find empty and full ones there.
+# Regions of a bias, in rows and in blocks of keys. HIDDEN_REGIONS of every second one are hidden. In a share
+# HAVE_FULL of their rows, FULL_REGIONS of them are visible in full. Kernels find empty and full tiles there.
 ROWS_OF_A_REGION, BLOCKS_OF_A_REGION = 256, 2
 HIDDEN_REGIONS, FULL_REGIONS, HAVE_FULL = 0.3, 0.7, 0.5
 # Share of visible blocks of a block mask, and shares of its lists without any block and with all blocks.
@@ -148,7 +148,7 @@ def _regions(
     """Returns which elements of a bias are in regions that are visible in full, and which in hidden ones."""
     rows, columns = -(-shape[2] // ROWS_OF_A_REGION), -(-shape[3] // width)
     share = drawn(*shape[:2], rows, columns)
-    # Half of the rows have no full region, so that random rows remain without keys.
+    # Other rows of regions have no full one, so that some queries see no keys.
     has_full = drawn(*shape[:2], rows, 1) < HAVE_FULL
     row, column = (torch.arange(size, device=share.device) for size in (rows, columns))
     # The first region and every second one are in neither.

@@ -58,7 +58,7 @@ def subjects(seed: int, target: Target) -> Iterator[Subject]:
 
 
 def trials(count: int, seed: int, target: Target, most: int | None = None) -> Iterator[Trial]:
-    """So many random problems, dealt to all subjects in turn; the same ones for the same seed.
+    """So many random problems, assigned to all subjects in turn; the same ones for the same seed.
 
     Args:
         count: How many.

@@ -72,7 +72,7 @@ class Trial(NamedTuple):
 def feature_sets() -> tuple[frozenset[Feature], ...]:
     """No feature, each by itself, and every pair.
 
-    An 8-bit cache in pages counts as one feature. Each set with pages is also there with packed queries.
+    An 8-bit cache in pages counts as one feature. Each set with pages is also drawn with packed queries.
     """
     singles = [frozenset({feature}) for feature in DRAWN]
     pairs = [frozenset(pair) for pair in itertools.combinations(DRAWN, 2)]
@@ -92,7 +92,7 @@ def subjects(seed: int, target: Target) -> Iterator[Subject]:
 
 
 def trials(count: int, seed: int, target: Target) -> Iterator[Trial]:
-    """So many random problems, dealt to all subjects in a random order; the same ones for the same seed."""
+    """So many random problems, given to all subjects in a random order; the same ones for the same seed."""
     kernels = list(subjects(seed, target))
     chance = random.Random(f"{seed} cases")
     chance.shuffle(kernels)

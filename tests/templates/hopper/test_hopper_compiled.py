@@ -134,10 +134,9 @@ COMPILED = {
 }
 
 
-# A shipped problem of the H200, its changes, and the spilled bytes of its config under Triton 3.7.1.
+# A shipped problem of the H200, its changes, and the largest spills of its config under Triton 3.6 to 3.9.
 SHIPPED: dict[str, tuple[str, dict[str, Any], int]] = {
-    # Triton 3.6.0 spills 40 bytes.
-    "boolean mask": ("forward_bf16_d128_h16x16_b4_q4096_k4096_none_bias-boolean", {}, 0),
+    "boolean mask": ("forward_bf16_d128_h16x16_b4_q4096_k4096_none_bias-boolean", {}, 48),
     "first tokens and sinks": (
         "forward_bf16_d64_h64x8_b1_q8192_k8192_bottom_right_window127:_sinks",
         {"sink_tokens": 4},
@@ -146,7 +145,7 @@ SHIPPED: dict[str, tuple[str, dict[str, Any], int]] = {
     "first tokens in three groups": (
         "forward_bf16_d128_h32x8_b1_q16384_k16384_bottom_right_window4095:",
         {"sink_tokens": 4},
-        0,
+        56,
     ),
     "lists of groups": ("forward_bf16_d128_h32x8_b1_q16384_k16384_bottom_right_blocks128-group", {}, 0),
 }
@@ -183,7 +182,9 @@ def test_shipped_configs_spill_no_more_than_measured(name: str) -> None:
     key, changes, spilled = SHIPPED[name]
     table = shipped_table("nvidia-h200")
     assert table is not None
-    record = next(one for one in table.records if one.problem.key == key and one.family == FAMILY.name)
+    found = [one for one in table.records if one.problem.key == key and one.family == FAMILY.name]
+    assert found, "searched again: choose another shape"
+    record = found[0]
     problem = msgspec.structs.replace(record.problem, **changes)
     assert record.config is not None
     assert FAMILY.space(problem, H200).admits(record.config)

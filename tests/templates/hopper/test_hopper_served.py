@@ -77,9 +77,11 @@ def test_masks_have_full_empty_and_partial_tiles(name: str) -> None:
 def test_rows_of_empty_lists_have_no_output(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_inputs, "EMPTY_LISTS", share)
     problem = tuned("small blocks")
+    checked = 0
     for case in companions(problem, a_config(problem), Level.QUICK, reduced=False):
         if case.problem.seqlen_q * case.problem.seqlen_kv > SMALL:
             continue
+        checked += 1
         ready = prepare(case, Alignment.SIXTEEN, CPU, 1)
         counts = ready.side.block_counts
         assert counts is not None
@@ -89,3 +91,4 @@ def test_rows_of_empty_lists_have_no_output(share: float, monkeypatch: pytest.Mo
             assert not counts.any()
             assert not ready.expected.out.any()
             assert bool((ready.expected.lse == -torch.inf).all())
+    assert checked

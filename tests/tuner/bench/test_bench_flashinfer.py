@@ -34,7 +34,7 @@ class FakeWrapper:
 
     paged = 1
 
-    def run(self, q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def run(self, q: Tensor, cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
         starts, pages, last = self.starts[-3:]
         queries = torch.arange(len(q) + 1) if self.is_decode else self.starts[0]
         made = []
@@ -43,10 +43,11 @@ class FakeWrapper:
             count = (len(own) - 1) * self.size + int(last[number])
             k, v = (one[own].flatten(0, 1)[:count] for one in cache)
             made.append(self.attend(q[first:end], k, v))
-        return torch.cat(made)
+        return out.copy_(torch.cat(made))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert (q.shape[1], k.shape[1], q.shape[2]) == self.shape
+        assert self.options.get("head_dim_vo", q.shape[2]) == v.shape[2]
         assert (q.dtype, k.dtype) == (self.options["q_data_type"], self.options["kv_data_type"])
         left = self.options["window_left"]
         call = dense_call(
@@ -67,10 +68,10 @@ class FakeRaggedWrapper(FakeWrapper):
 
     paged = 0
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Tensor:  # type: ignore[override]
         bounds = (list(pairwise(starts.tolist())) for starts in self.starts)
         parts = zip(*bounds, strict=True)
-        return torch.cat([self.attend(q[a:b], k[c:d], v[c:d]) for (a, b), (c, d) in parts])
+        return out.copy_(torch.cat([self.attend(q[a:b], k[c:d], v[c:d]) for (a, b), (c, d) in parts]))
 
 
 class FakeFlashInfer:
@@ -90,6 +91,8 @@ class FakeFlashInfer:
         PAGES | {"window_left": 20},
         PAGES | PACKED,
         PAGES | PACKED | {"softcap": True},
+        PACKED | {"head_dim": 32},
+        PAGES | PACKED | {"head_dim": 32},
         PAGES | {"seqlen_q": 1},
         PAGES | {"seqlen_q": 1, "window_left": 20, "softcap": True},
     ],
@@ -101,7 +104,7 @@ def test_flashinfer_computes_packed_sequences_and_pages(
     monkeypatch.setattr("importlib.import_module", lambda name: FakeFlashInfer)
     tensors = make_tensors(problem, CPU)
     bound = bind_peer(FLASHINFER, problem, tensors)
-    assert bound.detail == "flashinfer "
+    assert bound.detail.startswith("flashinfer ")
     out = bound.run()
     assert isinstance(out, Tensor)
     judge = output_judge(problem, tensors)
@@ -117,6 +120,8 @@ def test_flashinfer_computes_packed_sequences_and_pages(
         (VARLEN["packed with features"], "alibi"),
         (PACKED | {"window_left": 9, "window_right": 3, "causal": Causal.NONE}, "bound on the right"),
         (CACHES["e4m3 pages"], "not timed with"),
+        (PAGES | {"seqlen_q": 90, "causal": Causal.TOP_LEFT}, "bottom-right"),
+        (PAGES | {"seqlen_q": 1, "head_dim": 32}, "as wide as the keys"),
     ],
 )
 def test_flashinfer_refuses_other_problems(changes: dict[str, Any], reason: str) -> None:

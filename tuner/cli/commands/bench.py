@@ -57,7 +57,8 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     "16384, 16k tokens, heads x head dim = 2048. gqa: bf16, 64 heads on 8, head dim 128, lengths 2048 to "
     "32768, 32k tokens. fp8: the same in e4m3. backward: the gradients of the paper's shapes at lengths 2048 "
     "and 8192. decode: bf16, one query for each head, batches 1 to 128, "
-    "caches of 4096 to 131072 keys, in GB/s. paged: the same with pages. "
+    "caches of 4096 to 131072 keys, in GB/s. paged: bf16, one query for each head, 32 or 64 heads on 8, "
+    "caches of 1024 to 65536 keys in pages of 16 and 64, batches 1 to 128. "
     "features: windows, softcap, ALiBi, chunks, sinks, masks, packed "
     "sequences and pages. Repeatable.",
 )
