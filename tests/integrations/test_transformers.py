@@ -18,7 +18,7 @@ from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.transformers import Job
 from flashtune.request.call import Call
 from flashtune.runtime.call_cache import run_call
-from tests.support.transformers_models import (
+from tests.support.models.transformers_models import (
     ARCHITECTURES,
     BATCH,
     LENGTH,

@@ -10,8 +10,8 @@ from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime import deferred
 from tests.gpu.calls import forget
-from tests.support import diffusers_models
-from tests.support.diffusers_models import largest, output
+from tests.support.models import diffusers_models
+from tests.support.models.diffusers_models import largest, output
 
 diffusers = pytest.importorskip("diffusers", minversion="0.42")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")]

@@ -16,7 +16,7 @@ from flashtune.tuner.tables.hub_package import is_served, package_files
 from flashtune.tuner.tables.lookup import shipped_selections
 from tests.gpu.marks import ON_HOPPER
 from tests.problems.serving_batches import Batch, Case, expected, fill_earlier, make_batch
-from tests.support.hub_generation import LENGTHS, NEW_TOKENS, PAGED, Settings, generation_of
+from tests.support.models.hub_generation import LENGTHS, NEW_TOKENS, PAGED, Settings, generation_of
 
 pytestmark = [pytest.mark.gpu, ON_HOPPER]
 

@@ -14,7 +14,7 @@ from flashtune.integrations import transformers as integration
 from flashtune.integrations.transformers import Job
 from flashtune.runtime import deferred
 from tests.gpu.calls import forget
-from tests.support.transformers_models import (
+from tests.support.models.transformers_models import (
     ARCHITECTURES,
     error,
     generated,

@@ -18,8 +18,14 @@ from tests.mutants.core import broken, rendered
 from tests.mutants.forward_hopper.hopper_blocks import block_listings
 from tests.mutants.forward_hopper.hopper_pairs import listings
 from tests.problems.hopper import a_config
-from tests.templates.hopper.test_hopper_emulated import CONFIGS, a_bias, a_small, kernel_of, score_inputs
-from tests.templates.hopper.test_hopper_emulated_blocks import BLOCK_CONFIGS, OTHERS, a_block_mask
+from tests.templates.hopper.emulated.test_hopper_emulated import (
+    CONFIGS,
+    a_bias,
+    a_small,
+    kernel_of,
+    score_inputs,
+)
+from tests.templates.hopper.emulated.test_hopper_emulated_blocks import BLOCK_CONFIGS, OTHERS, a_block_mask
 
 POSITIONS: dict[str, tuple[Causal, dict[str, int]]] = {
     "all": (Causal.NONE, {}),

@@ -209,7 +209,7 @@ import transformers
 import flashtune
 from flashtune.api.explain import explain_call
 from flashtune.integrations import transformers as integration
-from tests.support.transformers_models import inputs_of, model_of
+from tests.support.models.transformers_models import inputs_of, model_of
 
 jobs = []
 original = integration.prepared

@@ -12,8 +12,8 @@ from torch import Tensor
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime import deferred
-from tests.support import diffusers_models
 from tests.support.attention_operators import CUDNN, Originals, registered
+from tests.support.models import diffusers_models
 from tests.support.process_state import forget_warnings
 
 diffusers = pytest.importorskip("diffusers", minversion="0.42")

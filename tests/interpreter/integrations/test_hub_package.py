@@ -17,7 +17,7 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.tuner.tables.hub_package import is_served, package_files
 from flashtune.tuner.workloads.shapes import parse_shape
-from tests.support.hub_generation import LENGTHS, NAME, NEW_TOKENS, PAGED, Settings, generation_of
+from tests.support.models.hub_generation import LENGTHS, NAME, NEW_TOKENS, PAGED, Settings, generation_of
 
 SHAPE = "heads=4,kv_heads=2,head_dim=32,dtype=fp32,causal"
 SHAPES = [

@@ -13,7 +13,7 @@ from flashtune.integrations import transformers as integration
 from flashtune.integrations.transformers import Job
 from flashtune.request.dropout import draw_seed, kept_weights
 from flashtune.runtime import deferred
-from tests.support.transformers_models import (
+from tests.support.models.transformers_models import (
     ARCHITECTURES,
     error,
     generated,

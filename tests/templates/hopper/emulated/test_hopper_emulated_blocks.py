@@ -17,7 +17,14 @@ from tests.emulator.program import Program
 from tests.mutants.core import Subject, broken, rendered
 from tests.mutants.forward_hopper.hopper_blocks import blocks, early
 from tests.problems.hopper import a_config
-from tests.templates.hopper.test_hopper_emulated import ALONE, SMALL, THREE, a_small, kernel_of, worst_error
+from tests.templates.hopper.emulated.test_hopper_emulated import (
+    ALONE,
+    SMALL,
+    THREE,
+    a_small,
+    kernel_of,
+    worst_error,
+)
 
 TALL = {**SMALL, "block_n": 128, "num_stages": 3, "q_stages": 2}
 PACKED = {**SMALL, "pack_gqa": 2, "q_stages": 2, "dynamic_schedule": False}

@@ -17,7 +17,13 @@ from tests.emulator.hardware import BarrierError
 from tests.mutants.core import Subject, broken, rendered
 from tests.mutants.forward_hopper.hopper_features import features
 from tests.problems.hopper import FAMILY, sampled_configs
-from tests.templates.hopper.test_hopper_emulated import CONFIGS, MIXED, a_small, kernel_of, worst_error
+from tests.templates.hopper.emulated.test_hopper_emulated import (
+    CONFIGS,
+    MIXED,
+    a_small,
+    kernel_of,
+    worst_error,
+)
 
 FEATURES: dict[str, tuple[Causal, dict[str, int]]] = {
     "softcap": (Causal.BOTTOM_RIGHT, {"softcap": True}),

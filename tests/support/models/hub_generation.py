@@ -18,9 +18,9 @@ from unittest import mock
 
 import torch
 
-from tests.support.transformers_models import VOCABULARY, model_of
+from tests.support.models.transformers_models import VOCABULARY, model_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Continuous batching decodes from pages only if a digit follows "flash" in the name.
 PAGED = "org/flashtune-fa2"
 NAME = "org/flashtune"
@@ -75,7 +75,7 @@ def generation_of(package: Path, settings: Settings) -> Generation:
     if settings.device == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.hub_generation", json.dumps(settings._asdict())],
+        [sys.executable, "-m", "tests.support.models.hub_generation", json.dumps(settings._asdict())],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -16,7 +16,7 @@ from tests.mutants.forward_hopper import hopper_pages
 from tests.mutants.gluon import gluon_mutants
 from tests.templates.backward import test_backward_hopper_emulated
 from tests.templates.decode import test_latent_emulated
-from tests.templates.hopper import test_hopper_emulated, test_hopper_pages_emulated
+from tests.templates.hopper.emulated import test_hopper_emulated, test_hopper_pages_emulated
 
 MUTANTS = {mutant.id: mutant for mutant in gluon_mutants()}
 BACKWARD = (

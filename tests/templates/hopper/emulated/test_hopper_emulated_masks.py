@@ -15,7 +15,7 @@ from tests.emulator.hardware import BarrierError
 from tests.mutants.core import Subject, broken, rendered
 from tests.mutants.forward_hopper.hopper_pairs import pairs
 from tests.problems.hopper import a_config
-from tests.templates.hopper.test_hopper_emulated import CONFIGS, a_small, kernel_of, worst_error
+from tests.templates.hopper.emulated.test_hopper_emulated import CONFIGS, a_small, kernel_of, worst_error
 
 OTHERS: dict[str, tuple[Causal, dict[str, int]]] = {
     "alone": (Causal.NONE, {}),

@@ -21,7 +21,7 @@ from tests.emulator import hardware
 from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
 from tests.problems.plain_masks import plain_attention
-from tests.templates.hopper.test_hopper_emulated import (
+from tests.templates.hopper.emulated.test_hopper_emulated import (
     ALONE,
     CONFIGS,
     SMALL,

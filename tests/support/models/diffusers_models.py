@@ -1,6 +1,6 @@
 """Tiny models of diffusers with random weights, and its flash_attn backends over flashtune as a program.
 
-    python -m tests.support.diffusers_models cuda
+    python -m tests.support.models.diffusers_models cuda
 
 `flashtune.integrations.flash_attn.patch()` must precede the import of diffusers, so each run has a process.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from flashtune.integrations import flash_attn
 from flashtune.integrations.flash_attn import flash_attn_3
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HEADS, WIDTH = 2, 32
 CHANNELS = HEADS * WIDTH
 BATCH, SIDE, TEXT = 2, 8, 7
@@ -115,7 +115,7 @@ def output(model: Any, masked: bool = True) -> Tensor:
 def run_program(device: str) -> None:
     """Runs this module as a program."""
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    command = [sys.executable, "-m", "tests.support.diffusers_models", device]
+    command = [sys.executable, "-m", "tests.support.models.diffusers_models", device]
     environment = {**os.environ, "PYTHONPATH": paths}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
 
