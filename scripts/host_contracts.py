@@ -6,8 +6,8 @@
 
 It prints one line for each difference and fails if there is one. Sources are parsed, never imported. The
 frozen parts are `tests/data/contracts/LIBRARY.json`: signatures without annotations, abstract methods, values
-of constants and of enum members, and annotations of fields. Of functions whose closures are read, they are
-the source. Of callers, they are the keywords of attention and mask functions.
+of constants and of enum members, and annotations of fields. For functions with closures that flashtune reads,
+they are the source. For callers, they are the keywords of attention and mask functions.
 """
 
 from __future__ import annotations

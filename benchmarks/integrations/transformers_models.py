@@ -25,13 +25,12 @@ import torch
 
 import flashtune.integrations
 import flashtune.integrations.transformers
+from benchmarks.integrations.models import WARM_UPS
 from benchmarks.saved import save
 from flashtune.integrations.host_library import host_library
 
 VOCABULARY = 2048
 ROUNDS = 9
-# Runs that prepare the tuned records, the kernels, and their launches.
-WARM_UPS = 3
 # Runs of each of transformers' implementations, of which the fastest counts.
 TRIALS = 3
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")

@@ -27,6 +27,7 @@ from flashtune.core.errors import KernelError, UsageError
 from flashtune.core.problem import Problem
 from flashtune.tuner.bench import backward
 from flashtune.tuner.bench.calls import bind_program, program_call
+from flashtune.tuner.bench.grids import CHUNKED, GQA, PACKED
 from flashtune.tuner.bench.results import OURS
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.cli.report.bench_terminal import lengths_of, title_of
@@ -38,9 +39,7 @@ SAVED = RESULTS / "nvidia-h200-limits.json"
 LONG = "dtype=bf16,tokens=16384,seqlen=16384"
 DENSE = "dtype=bf16,heads=16,head_dim=128,tokens=16384,seqlen=4096"
 GPT_OSS = "dtype=bf16,heads=64,kv_heads=8,head_dim=64,seqlen=16384,causal,sinks"
-GQA = "dtype=bf16,heads=32,kv_heads=8,head_dim=128"
-PACKED = f"{GQA},batch=24,seqlen=8192,total_q=32768,causal"
-CHUNKED = f"{GQA},batch=16,seqlen_q=512,seqlen_kv=8192,causal=bottom_right,page_size=64"
+PAGED = f"{CHUNKED},page_size=64"
 SHAPES = (
     f"{LONG},heads=32,head_dim=64",
     f"{LONG},heads=16,head_dim=128",
@@ -56,8 +55,8 @@ SHAPES = (
     GPT_OSS,
     PACKED,
     f"{PACKED},softcap",
-    CHUNKED,
-    f"{CHUNKED},kv_dtype=e4m3",
+    PAGED,
+    f"{PAGED},kv_dtype=e4m3",
     f"{GQA},batch=16,seqlen_q=1,seqlen_kv=8192,page_size=16",
     f"{DENSE},causal,backward",
     f"{DENSE},causal,window=1023,backward",

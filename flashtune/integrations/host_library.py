@@ -48,10 +48,10 @@ def host_library(
 
 
 def host_attribute(module: str, name: str, least: str, below: str | None = None) -> Any:
-    """Returns a class, function or constant of another library, whose module is imported now.
+    """Returns a class, function or constant of another library, and imports its module now.
 
     Args:
-        module: Name of the module, whose first part names the package.
+        module: Name of the module. Its first part names the package.
         name: Name in the module.
         least: The oldest version that works.
         below: The first version that does not work any more. None if there is none.

@@ -133,7 +133,7 @@ class RegisteredNames:
         registered = vars(torch_attention._registry).get("_FLASH_ATTENTION_IMPLS")
         if registered is None:
             raise UsageError(
-                f"torch {torch.__version__} is too new: install another one or a newer flashtune"
+                f"torch {torch.__version__} is too new: install an older one or a newer flashtune"
             )
         self._registered: dict[str, Callable[..., Any]] = registered
         self._earlier = {name: registered.get(name) for name in names}

@@ -225,12 +225,11 @@ def prepared(job: Job) -> Executor | None:
     It waits only with dropout, and where autograd's tensors are saved by hooks, as in gradient checkpointing.
     A layer that is computed again must have the same attention.
     """
-    waits = job.call.side.seed is not None or saving_hooks(True) is not None
     for _ in range(STEPS):
         kind = deferred.kind_of(job.call, job.usual, caller="transformers")
         passes = None if kind is None else deferred.passes_of(kind, job.call)
         is_settled = passes is not None or (kind is not None and kind.is_refused)
-        if is_settled or not waits:
+        if is_settled or (job.call.side.seed is None and saving_hooks(True) is None):
             break
         deferred.wait()
     if job.short is not None and kind is not None and kind.is_refused and kind.count is None:

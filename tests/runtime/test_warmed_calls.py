@@ -1,4 +1,4 @@
-"""Tests of recorded calls through each integration, whose kernels `flashtune warm` and searches then know."""
+"""Tests of calls that each integration records, for `flashtune warm` and `flashtune search`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ WORKSPACE = 128 * 2**20
 
 
 def flashinfer_run(problem: Problem, tensors: Tensors) -> Callable[[], Tensor]:
-    """Returns a run of a planned wrapper, whose output has heads before tokens.
+    """Returns a run of a planned wrapper. Its output has heads before tokens.
 
     Plans are made once, as programs make them once for all layers. FlashInfer chooses its backend. Decoding
     uses its Tensor Core kernels.

@@ -37,8 +37,8 @@ ROUNDS = 21
 CLOSE = 1.03
 MORE_ROUNDS = 5
 MORE_MS = 3000.0
-# If the clock is held down, they are timed alone instead, at their own clocks, for so many seconds together.
-# So are launches from LONG_MS on, which reach the power limit in use, and not those beyond SUSTAINED_MS.
+# If the clock is held down, they are timed alone instead, for at most ALONE_SECONDS in total. So are launches
+# of LONG_MS or more, which reach the power limit in use. Launches longer than SUSTAINED_MS are not.
 ALONE_SECONDS = 15.0
 LONG_MS = 1.0
 SUSTAINED_MS = 25.0

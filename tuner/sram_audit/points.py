@@ -114,11 +114,11 @@ def draw_points(family: Family, target: Target, seed: int) -> Iterator[Point]:
 def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     """Returns a point, or None if the family or its space has none."""
     problem = _draw_problem(draw, family)
-    if _takes_queries(family, target):
-        choices = ({}, *FEATURES) if _is_plain(family, target) else FEATURES
-        problem = msgspec.structs.replace(problem, **draw.choice(choices))
-    else:
-        problem = msgspec.structs.replace(problem, **draw.choice(({}, *FEATURES)))
+    takes_queries = _takes_queries(family, target)
+    needs_features = takes_queries and not _is_plain(family, target)
+    choices = FEATURES if needs_features else ({}, *FEATURES)
+    problem = msgspec.structs.replace(problem, **draw.choice(choices))
+    if not takes_queries:
         problem = msgspec.structs.replace(problem, **draw.choice(DECODED))
     assumed = _draw_specialization(draw)
     if unsupported_reason(family, problem, target, assumed):

@@ -31,7 +31,7 @@ BACKENDS = ("flash", "flash_varlen", "_flash_3", "_flash_varlen_3")
 
 
 def unet(diffusers: Any) -> Any:
-    """A model whose processors call `scaled_dot_product_attention`: latents, and latents on a text."""
+    """A model that calls `scaled_dot_product_attention`: latents, and latents on a text."""
     torch.manual_seed(0)
     return diffusers.UNet2DConditionModel(
         sample_size=SIDE,
@@ -46,7 +46,7 @@ def unet(diffusers: Any) -> Any:
 
 
 def transformer(diffusers: Any) -> Any:
-    """A model whose processors call `dispatch_attention_fn`, on a text and latents together."""
+    """A model that calls `dispatch_attention_fn`, on a text and latents together."""
     torch.manual_seed(0)
     return diffusers.FluxTransformer2DModel(
         in_channels=4,

@@ -1,4 +1,4 @@
-"""Prints the shipped records of Hopper families whose kernels spill registers or serialise products.
+"""Prints shipped records of Hopper families with spilled registers or serialised products.
 
 python -m tests.templates.hopper.shipped_spills
 """
