@@ -77,6 +77,16 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.slow
+def test_all_families_take_tensors_and_scale_in_the_same_order(name: str) -> None:
+    """Kernel packages call the files of all families alike."""
+    found = functions(kernel_of(name).source)
+    order = ["q", "k", "v", "scale"] if "attention" in found else [*"qkv", "out", "lse", "dout", "scale"]
+    order += ["q_scale", "k_scale", "v_scale"] if COMBINATIONS[name][1] == "e4m3" else []
+    (entry,) = (found[one] for one in ("attention", "attention_backward") if one in found)
+    assert [one.arg for one in entry.args.args] == order
+
+
+@pytest.mark.slow
 def test_header_describes_the_kernel(name: str) -> None:
     kernel = kernel_of(name)
     header = ast.get_docstring(ast.parse(kernel.source)) or ""

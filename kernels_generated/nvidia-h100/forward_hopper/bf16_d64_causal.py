@@ -12,7 +12,7 @@ Config       num_consumer_groups 3, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt True, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 98b59728f20d
+Template     forward_hopper 28cbe34e1b1a
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -676,7 +676,7 @@ def launch_plan(q, k, v, out, cu_seqlens_q, cu_seqlens_kv):
     return grid, workspaces, (heads, heads // kv_heads, tokens, heads_per_swizzle, sequences, steps)
 
 
-def attention(q, k, v, cu_seqlens_q, cu_seqlens_kv, scale=None):
+def attention(q, k, v, scale=None, *, cu_seqlens_q, cu_seqlens_kv):
     """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
 
     Sequences lie one behind the other in one batch: sequence b has the queries from cu_seqlens_q[b] to

@@ -5,6 +5,7 @@ Transformers imports the attention functions of one package for the whole proces
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -98,21 +99,58 @@ def imported() -> Any:
     return transformers
 
 
-def record(flash: Any, calls: dict[str, list[str]]) -> list[str]:
-    """Returns the files of the functions that transformers calls, and records their arguments."""
-    origins = []
-    for name in ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn"):
-        function = getattr(flash, name)
-        inner = inspect.unwrap(function)
-        origins.append(inspect.getfile(inner))
+class Recording(NamedTuple):
+    """Calls of a package's functions by transformers.
 
-        def called(*tensors: Any, function: Any = function, inner: Any = inner, **options: Any) -> Any:
-            given = inspect.signature(inner).bind(*tensors, **options).arguments
-            calls[inner.__name__] = sorted(key for key, value in given.items() if value is not None)
-            return function(*tensors, **options)
+    Attributes:
+        origins: Files of the functions.
+        calls: Names of passed arguments by function.
+        served: Whether a kernel computed a call, in order.
+    """
 
-        setattr(flash, name, called)
-    return origins
+    origins: list[str]
+    calls: dict[str, list[str]]
+    served: list[bool]
+
+
+def record(flash: Any) -> Recording:
+    """Records the calls of all functions that transformers loads after this.
+
+    Transformers 5.17 loads them once more for continuous batching.
+    """
+    found = Recording([], {}, [])
+    load = flash._lazy_imports
+
+    def loaded(*names: Any, **options: Any) -> Any:
+        flash_fn, varlen, with_cache, *others = load(*names, **options)
+        return *(_recorded(one, found) for one in (flash_fn, varlen, with_cache)), *others
+
+    flash._lazy_imports = loaded
+    return found
+
+
+def _recorded(function: Any, found: Recording) -> Any:
+    inner = inspect.unwrap(function)
+    found.origins.append(inspect.getfile(inner))
+    package = inner.__globals__
+    if not hasattr(package["find"], "__wrapped__"):
+        find = package["find"]
+
+        @functools.wraps(find)
+        def recorded(call: Any) -> Any:
+            entry = find(call)
+            found.served.append(entry is not None)
+            return entry
+
+        package["find"] = recorded
+
+    @functools.wraps(function)
+    def called(*tensors: Any, **options: Any) -> Any:
+        given = inspect.signature(inner).bind(*tensors, **options).arguments
+        found.calls[inner.__name__] = sorted(key for key, value in given.items() if value is not None)
+        return function(*tensors, **options)
+
+    return called
 
 
 def slack_of(reference: Any, rows: list[tuple[list[int], list[int]]]) -> float:
@@ -145,21 +183,10 @@ def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     transformers = imported()
     flash: Any = importlib.import_module("transformers.modeling_flash_attention_utils")
+    found = record(flash)
     changes: Any = {"head_dim": settings.head_dim}
     dtype = getattr(torch, settings.dtype)
     model = model_of(transformers, "llama", settings.name, settings.device, dtype, **changes)
-    found: dict[str, list[str]] = {}
-    package = inspect.unwrap(flash._flash_fn).__globals__
-    origins = record(flash, found)
-    kernels: list[bool] = []
-    find = package["find"]
-
-    def recorded(call: Any) -> Any:
-        entry = find(call)
-        kernels.append(entry is not None)
-        return entry
-
-    package["find"] = recorded
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -186,8 +213,9 @@ def main() -> None:
     reference.load_state_dict({key: value.float().cpu() for key, value in model.state_dict().items()})
     rows = list(zip(prompts, made, strict=True))
     slack = slack_of(reference, rows)
+    served = sum(found.served)
     generation = Generation(
-        origins, found, [*map(len, made)], slack, sum(kernels), len(kernels) - sum(kernels)
+        found.origins, found.calls, [*map(len, made)], slack, served, len(found.served) - served
     )
     print(json.dumps(generation._asdict()))  # noqa: T201
 
