@@ -15,7 +15,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Verdict
 from flashtune.core.target import Target, device_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.binary.resources import occupancy, overflow, read_resources
+from flashtune.tuner.binary.resources import occupancy, overflow, read_parts
 from flashtune.verification.cases import Level
 from flashtune.verification.check import check_delayed, check_kernel, check_rendered
 from tests.gpu.hopper.hopper_jobs import DEVICE, context_lost_ends_the_process
@@ -42,11 +42,16 @@ class Checked(NamedTuple):
 def compile_fitting(kernel: Kernel, target: Target) -> str:
     """Leaves a kernel's binary in Triton's cache; why it cannot be launched, or nothing."""
     try:
-        resources = read_resources(kernel, target)
+        parts = read_parts(kernel, target)
     except KernelError as error:
         return str(error)
-    fits = occupancy(resources, kernel.options, target).blocks > 0
-    return overflow(resources, target) or ("" if fits else "not one block fits a multiprocessor")
+    for resources, options, _ in parts:
+        over = overflow(resources, target)
+        if over is not None:
+            return over
+        if not occupancy(resources, options, target).blocks:
+            return "not one block fits a multiprocessor"
+    return ""
 
 
 def check(kernel: Kernel, problem: Problem, config: Config, level: Level, seed: int) -> Checked:

@@ -110,13 +110,14 @@ def read_sizes(kernel: Kernel, target: Target) -> Resources:
 def largest(parts: tuple[Part, ...]) -> Resources:
     """Returns the maximum resources of kernels that run in sequence, and their total compile time.
 
-    Specialised warps are those of the first.
+    Registers and specialised warps are those of the first, the main kernel: together they determine its
+    occupancy.
     """
     taken = [part.resources for part in parts]
     return Resources(
         sram_bytes=max(one.sram_bytes for one in taken),
         tensor_memory_columns=max(one.tensor_memory_columns for one in taken),
-        registers=max(one.registers for one in taken),
+        registers=taken[0].registers,
         spill_bytes=max(one.spill_bytes for one in taken),
         serialized_wgmma=any(one.serialized_wgmma for one in taken),
         compile_seconds=sum(one.compile_seconds for one in taken),
