@@ -277,18 +277,18 @@ def forecast_related(
     """Returns the result of `forecast` for shapes of the other 16-bit type or of the next wider head dims.
 
     The record has the problem's own type and head dims, and no verdict. `usual` is the family whose default
-    config is used otherwise. Types and head dims without a tuned shape of this family are skipped.
+    config is used otherwise. Types and head dims without a config of this family that serves are skipped: the
+    tuned configs of slower families would replace its default config.
     """
+
+    def carries_over(record: Record) -> bool:
+        return serves(record) and _carried_over(record, problem, target) is not None
+
     known = tuple(records)
     for other in _related(problem, known):
-        if not any(record.family == usual for record in tuned_alike(other, known)):
+        if not any(record.family == usual and carries_over(record) for record in tuned_alike(other, known)):
             continue
-        found = forecast(
-            other,
-            known,
-            target,
-            lambda record: serves(record) and _carried_over(record, problem, target) is not None,
-        )
+        found = forecast(other, known, target, carries_over)
         config = None if found is None else _carried_over(found[0], problem, target)
         if found is not None and config is not None:
             record, why = found
