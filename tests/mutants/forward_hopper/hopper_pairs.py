@@ -52,7 +52,7 @@ def pairs() -> tuple[Mutant, ...]:
                 "mask: eights in reverse",
                 "Another mask.",
                 MASK,
-                only("(place // 4 * 2 +", "(BLOCK_N // 4 - 2 - place // 4 * 2 +"),
+                only("(place // 4 * 2 +", "(count // 2 - 2 - place // 4 * 2 +"),
             ),
             (
                 "mask: words of the last block",

@@ -13,7 +13,7 @@ def rings() -> tuple[Mutant, ...]:
             "phases never flip",
             "A barrier counts as complete from its second round on.",
             FULL,
-            only("gl.where(wraps, state.phase ^ 1, state.phase)", "phase"),
+            only("gl.where(wraps, state.phase ^ 1, state.phase)", "state.phase"),
             racy=True,
         ),
         Mutant(
