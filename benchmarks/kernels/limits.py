@@ -4,8 +4,8 @@
     python -m benchmarks.kernels.limits --save benchmarks/results/nvidia-h200-limits.json
 
 Saving runs `ncu`, which must be on PATH and be allowed to read the counters. Each shape runs once after a
-warm-up. If a call launches several kernels, the row is of the longest one. The profiler repeats kernels at
-another clock than usual, so that rows have cycles and no times.
+warm-up. If a call launches several kernels, the row is of the one with most cycles of the matrix units. The
+profiler repeats kernels at another clock than usual, so that rows have cycles and no times.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SEPARATOR = "spin_kernel"
 
 
 class Row(NamedTuple):
-    """Counters of one shape's longest kernel.
+    """Counters of one shape's main kernel.
 
     Attributes:
         shape: The shape, as for `flashtune bench --shape`.
@@ -196,15 +196,10 @@ def _row(shape: str, kernels: Sequence[dict[str, str]]) -> Row:
         except (KeyError, ValueError) as error:
             raise KernelError(f"ncu has no counter {counter} on this GPU") from error
 
-    longest = max(kernels, key=lambda kernel: number(kernel, CYCLES))
-    shares = {name: number(longest, counter) for name, counter in SHARES.items()}
-    return Row(
-        shape,
-        longest["Kernel Name"].partition("(")[0],
-        number(longest, CYCLES),
-        number(longest, L2_BYTES),
-        shares,
-    )
+    main = max(kernels, key=lambda kernel: number(kernel, CYCLES) * number(kernel, SHARES["matrix units"]))
+    shares = {name: number(main, counter) for name, counter in SHARES.items()}
+    name = main["Kernel Name"].partition("(")[0]
+    return Row(shape, name, number(main, CYCLES), number(main, L2_BYTES), shares)
 
 
 def _run_of(problem: Problem, device: torch.device) -> Callable[[], object]:
