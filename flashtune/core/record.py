@@ -63,7 +63,7 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         sram_bytes: Shared memory per CTA.
         tensor_memory_columns: Columns of tensor memory (sm_100), otherwise 0.
-        registers: Registers per thread.
+        registers: Registers per thread; of the main kernel, if a launch has several.
         spill_bytes: Local memory per thread, in bytes.
         serialized_wgmma: Whether ptxas serialised asynchronous matrix instructions (WGMMA).
         compile_seconds: Wall clock of the compilation.

@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
 
 def read_resources(kernel: Kernel, target: Target) -> Resources:
-    """Compiles a kernel with prologue and epilogue for a target, and returns their maximum resources.
+    """Compiles a kernel with prologue and epilogue for a target, and returns their `largest` resources.
 
     `read_parts` also reports whether the machine code is correct.
 
@@ -108,10 +108,10 @@ def read_sizes(kernel: Kernel, target: Target) -> Resources:
 
 
 def largest(parts: tuple[Part, ...]) -> Resources:
-    """Returns the maximum resources of kernels that run in sequence, and their total compile time.
+    """Returns the resources of a launch of several kernels, the main one first, and their total compile time.
 
-    Registers and specialised warps are those of the first, the main kernel: together they determine its
-    occupancy.
+    Registers and warps are those of the main kernel, since their product limits its occupancy. Other sizes
+    are the maxima of all kernels.
     """
     taken = [part.resources for part in parts]
     return Resources(

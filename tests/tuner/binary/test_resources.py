@@ -13,6 +13,7 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Resources
 from flashtune.core.target import find_target
+from flashtune.db.table import shipped_table
 from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -173,7 +174,7 @@ def test_reading_resources_prints_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_resources_of_a_launch_are_the_maximum_of_its_kernels() -> None:
+def test_resources_of_a_launch_are_those_of_all_kernels_but_registers_of_the_main_one() -> None:
     (problem,) = parse_shape("heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=512,head_dim=64")
     target = find_target("h100")
     family = find_family("decode_split_kv")
@@ -190,3 +191,15 @@ def test_resources_of_a_launch_are_the_maximum_of_its_kernels() -> None:
     assert together.warps is msgspec.UNSET
     seconds = main.resources.compile_seconds + last.resources.compile_seconds
     assert together.compile_seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("name", ["nvidia-h100", "nvidia-h200"])
+def test_shipped_kernels_fit_a_multiprocessor(name: str) -> None:
+    table = shipped_table(name)
+    assert table is not None
+    target = find_target(name)
+    for record in table.records:
+        if record.config is not None:
+            assert record.resources is not None
+            options = find_family(record.family).options(record.config)
+            assert occupancy(record.resources, options, target).blocks, record.problem.key
