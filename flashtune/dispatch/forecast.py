@@ -289,9 +289,10 @@ def forecast_related(
         if not any(record.family == usual and carries_over(record) for record in tuned_alike(other, known)):
             continue
         found = forecast(other, known, target, carries_over)
-        config = None if found is None else _carried_over(found[0], problem, target)
-        if found is not None and config is not None:
-            record, why = found
+        assert found is not None
+        record, why = found
+        config = _carried_over(record, problem, target)
+        if config is not None:
             own = msgspec.structs.replace(
                 record.problem,
                 dtype=problem.dtype,

@@ -22,7 +22,8 @@ from flashtune.core.problem import Dtype
 # NaNs that arithmetic does not produce, so that they differ from a NaN that a kernel wrote. 8-bit floats have
 # no such choice of NaNs, but only inputs have 8 bits.
 POISON = {torch.int8: 0x7F, torch.int16: 0x7FE5, torch.int32: 0x7FE5CAFE, torch.int64: 0x7FE5CAFE7FE5CAFE}
-# A workspace may hold floats of 8, 16 or 32 bits, which are all NaNs then, or a counter, which is too large.
+# A workspace may hold floats of 8 or 32 bits, which are NaNs then, or a counter, which is too large. No
+# workspace holds floats of 16 bits, of which halves of this value are usual NaNs.
 WORKSPACE_POISON = 0x7FFF7FFF
 # Integer dtypes by the bytes of an element.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -108,7 +108,6 @@ def test_untuned_head_dim_uses_configs_of_the_next_wider_one(records: tuple[Reco
 def test_slower_families_of_wider_head_dims_do_not_replace_the_default(
     records: tuple[Record, ...], features: dict[str, object]
 ) -> None:
-    # Counted on an H200 with a softcap: `backward_fused` took four times the cycles of a plain backward pass.
     problem = square(128, 16, 4, 4096, causal=Causal.BOTTOM_RIGHT, direction=Direction.BACKWARD, **features)
     wider = tuple(record for record in records if record.problem.head_dim == 256)
     known = {record.family for record in tuned_alike(square_as(problem, 256), wider)}
