@@ -14,7 +14,7 @@ import flashtune
 from benchmarks.dispatch_regret.analysis import _tables, draw_problems
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.core.problem import BlockLists, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.problem import BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.record import Provenance, Record, VerificationStatus
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
@@ -297,6 +297,23 @@ def test_untuned_chunks_of_prompts_in_pages_use_hopper(
     # More than twice the time that forward_hopper takes there on an H200, and less than a fifth of it.
     assert family(portable(2.6)) == "forward_hopper"
     assert family(portable(0.13)) == "forward_masked"
+
+
+@pytest.mark.parametrize("width", [32, 192, 256])
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
+def test_block_masks_of_128_have_the_hopper_family(width: int, causal: Causal) -> None:
+    problem = shape(
+        heads=8,
+        kv_heads=8,
+        batch=4,
+        seqlen_q=8192,
+        seqlen_kv=8192,
+        head_dim=width,
+        value_head_dim=width,
+        causal=causal,
+        block_mask=128,
+    )
+    assert default_selection(problem, TARGET, Specialization()).record.family == "forward_hopper"
 
 
 def test_block_masks_have_the_family_of_the_shortest_schedule() -> None:
