@@ -78,7 +78,7 @@ def run(
     controls, found = run_mutants(mutants, plan, functools.partial(_show, verbose=verbose))
     for control in controls:
         if not control.passed:
-            click.echo(f"refused though nobody broke it: {control.label}: {control.failed}")
+            click.echo(f"refused though unmodified: {control.label}: {control.failed}")
     click.echo(tally(found))
     _finish(plan, start, out, controls, found)
     if any(one.fate not in {*CAUGHT, Fate.DELAYED, Fate.EQUIVALENT} for one in found) or not all(

@@ -63,7 +63,7 @@ def unlike(right: Kernel, broken: Kernel, target: Target, case: Case, seed: int,
     """The first tensor of which a kernel writes other values than the right one, or nothing.
 
     Args:
-        right: The kernel that nobody broke.
+        right: The unmodified kernel.
         broken: The other.
         target: The GPU.
         case: The problem.

@@ -15,7 +15,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Verdict
 from flashtune.core.target import Target, device_target
 from flashtune.templates.registry import find_family
-from flashtune.tuner.binary.resources import occupancy, overflow, read_parts
+from flashtune.tuner.binary.resources import misfit, read_parts
 from flashtune.verification.cases import Level
 from flashtune.verification.check import check_delayed, check_kernel, check_rendered
 from tests.gpu.hopper.hopper_jobs import DEVICE, context_lost_ends_the_process
@@ -45,13 +45,7 @@ def compile_fitting(kernel: Kernel, target: Target) -> str:
         parts = read_parts(kernel, target)
     except KernelError as error:
         return str(error)
-    for resources, options, _ in parts:
-        over = overflow(resources, target)
-        if over is not None:
-            return over
-        if not occupancy(resources, options, target).blocks:
-            return "not one block fits a multiprocessor"
-    return ""
+    return next(filter(None, (misfit(part, target) for part in parts)), "")
 
 
 def check(kernel: Kernel, problem: Problem, config: Config, level: Level, seed: int) -> Checked:

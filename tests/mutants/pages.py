@@ -60,9 +60,16 @@ def _still_rendered(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _fates(found: Sequence[Found]) -> Iterator[str]:
-    """A table of families and kinds. The column `with delays` is present where a mutant has this fate."""
+    """A table of families and kinds. Rare fates have a column where a mutant has them."""
     late = {"with delays": Fate.DELAYED} if counts(found)[Fate.DELAYED] else {}
-    accepted = {**late, "equivalent": Fate.EQUIVALENT, "**survived**": Fate.SURVIVED}
+    unfit = {"not compiled": Fate.NOT_COMPILED} if counts(found)[Fate.NOT_COMPILED] else {}
+    others = {
+        **late,
+        "equivalent": Fate.EQUIVALENT,
+        "**survived**": Fate.SURVIVED,
+        **unfit,
+        "not run": Fate.NOT_RUN,
+    }
     rows: list[tuple[object, ...]] = []
     kinds = (
         (family, kind, [one for one in mutants if one.racy == racy])
@@ -74,10 +81,9 @@ def _fates(found: Sequence[Found]) -> Iterator[str]:
             continue
         number = counts(mutants)
         ended = number[Fate.HUNG] + number[Fate.DIED]
-        missing = number[Fate.NOT_COMPILED] + number[Fate.NOT_RUN]
-        rest = (number[fate] for fate in accepted.values())
-        rows.append((f"`{family}`", kind, number.total(), number[Fate.REFUSED], ended, *rest, missing))
-    yield from _table(("family", "kind", "mutants", "refused", "hung or died", *accepted, "not run"), rows)
+        rest = (number[fate] for fate in others.values())
+        rows.append((f"`{family}`", kind, number.total(), number[Fate.REFUSED], ended, *rest))
+    yield from _table(("family", "kind", "mutants", "refused", "hung or died", *others), rows)
 
 
 def _by_family(found: Iterable[Found]) -> dict[str, list[Found]]:

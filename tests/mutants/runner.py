@@ -88,7 +88,7 @@ def verify_controls(
     plan: Plan,
     seconds: float = SHARED_SECONDS,
 ) -> tuple[Control, ...]:
-    """Verifies kernels that nobody broke, in their order, each within so many seconds; then with delays."""
+    """Verifies unmodified kernels in order, each within so many seconds, and then with delays."""
     started: list[tuple[Subject, str, Future[jobs.Checked] | None]] = []
     for subject in subjects:
         why = compiled.failure(rendered(subject))

@@ -74,7 +74,7 @@ def windows() -> tuple[Mutant, ...]:
              WINDOW, only(GAP, f"{GAP} - 1")),
             ("window: right side as causal", "Queries do not see the keys behind their own.", SIDES,
              only("seqlen_kv - seqlen_q + 50", "seqlen_kv - seqlen_q")),
-            ("window: left side of the causal mask", "A window with two sides is shorter than asked.", SIDES,
+            ("window: left side of the causal mask", "A window with two sides is too short.", SIDES,
              only("SPAN = gl.constexpr(120)", "SPAN = gl.constexpr(70)")),
             ("window: aligned to the first key", "Queries have the positions of the first keys.", SIDES,
              only("diagonal = seqlen_kv - seqlen_q + 50", "diagonal = 50")),
@@ -94,7 +94,7 @@ def windows() -> tuple[Mutant, ...]:
              only(ordered_gap, ordered_gap.replace("scheduler.head_blocks", "m_max"), KEEPER)),
         ), hangs=True),
         *mutants_of((
-            ("window: order: nobody waits", "Blocks of keys add to dq as they come.", WINDOW_ORDERED,
+            ("window: order: no wait for a turn", "Blocks of keys add to dq as they come.", WINDOW_ORDERED,
              only("if m_block < wait_max:", "if m_block < 0:", KEEPER)),
         ), racy=True),
     )  # fmt: skip
@@ -107,7 +107,7 @@ def caps() -> tuple[Mutant, ...]:
     return mutants_of((
         ("cap: derivative left out", "Gradients are those of scores without a cap.", CAPPED,
          only(SLOPE, "p.to(DTYPE)")),
-        ("cap: derivative of the sigmoid", "The slope is half of what it is at zero.", CAPPED,
+        ("cap: derivative of the sigmoid", "The slope is half of the slope at zero.", CAPPED,
          only(SLOPE, SLOPE.replace("(2.0 - r)", "(1.0 - 0.5 * r)"))),
         ("cap: derivative in dv", "Values get probabilities times the slope.", CAPPED,
          only("return p.to(DTYPE), ", "return (p * r * (2.0 - r)).to(DTYPE), ")),

@@ -82,7 +82,7 @@ def sums() -> tuple[Mutant, ...]:
     own_half, back = "address += GROUP * HALF_BYTES", "address - m_max.to(gl.int64) * SUM_BYTES"
     over_start = "address + m_min.to(gl.int64) * SUM_BYTES"
     return mutants_of((
-        ("sums not cleared", "What was in memory is added to dq.", CAUSAL,
+        ("sums not cleared", "Earlier contents of memory are added to dq.", CAUSAL,
          only(CLEARED, "tl.arange(0, 8192)", PREPARE)),
         ("last block not prepared",
          "The last block of queries has no statistics, and its sums are not cleared.",
@@ -110,7 +110,7 @@ def sums() -> tuple[Mutant, ...]:
          only("ds_tile.slice(GROUP * 64,", "ds_tile.slice(0,")),
         ("divided: left half twice", "Both groups make the first columns.", WIDE,
          only(".slice(GROUP * 128,", ".slice(0,")),
-        ("divided: sums of the block before", "What is made a step late goes to its successor.", WIDE,
+        ("divided: sums of the block before", "Sums that are one step late go to the next step.", WIDE,
          only("atomic_add(half + last_place.to", "atomic_add(half + place.to", times=2)),
         ("dq written, not added", "Of all blocks of keys one is left in dq.", CAUSAL,
          only("red.relaxed.gpu.global.add.v4.f32", "st.relaxed.gpu.global.v4.f32")),
@@ -129,7 +129,7 @@ def sums() -> tuple[Mutant, ...]:
          only("* batch * heads,)", "* batch * heads - (batch > 1),)", LAST_PLAN)),
         ("dq: rows beyond the last written", "A row behind the last query is written.", CAUSAL,
          only("(queries < seqlen_q)", "(queries <= seqlen_q)", FINISH)),
-        ("dq: columns beyond the last written", "What lies behind a row of dq is overwritten.", PADDED,
+        ("dq: columns beyond the last written", "Memory after a row of dq is overwritten.", PADDED,
          only(" & (columns < 96)[None, :]", "", FINISH)),
         ("dq: by the strides of heads", "Rows of dq are written where heads would lie.", CAUSAL,
          only("[:, None] * stride_dqs", "[:, None] * stride_dqh", FINISH)),

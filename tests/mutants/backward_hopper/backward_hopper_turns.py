@@ -28,17 +28,17 @@ def groups() -> tuple[Mutant, ...]:
     last = "if (steps & 1) != GROUP:"
     return (
         *mutants_of((
-            ("dq of a program's last step left out", "Nobody adds what the last step made.", CAUSAL,
+            ("dq of a program's last step left out", "No group adds the sums of the last step.", CAUSAL,
              only(last, "if steps < 0:")),
-            ("dq of a program's last step twice", "Both groups add what the last step made.", CAUSAL,
+            ("dq of a program's last step twice", "Both groups add the sums of the last step.", CAUSAL,
              only(last, "if steps > 0:")),
-            ("halves: dq of the last step left out", "Nobody adds what the last step made.", LATE,
+            ("halves: dq of the last step left out", "No group adds the sums of the last step.", LATE,
              only(f"{ADD_DQ}, steps - 1, True)", "pass", CONSUMER)),
         )),
         *mutants_of((
             ("dq before the first step", "A step that was not is added.", CAUSAL,
              only("if (step > 0) & (", "if (step >= 0) & (")),
-            ("dq of the step after", "What is not complete yet is added.", CAUSAL,
+            ("dq of the step after", "Incomplete sums are added.", CAUSAL,
              only(TAKE_DQ, TAKE_DQ.replace("last_state", "ds_state"), CONSUMER, 2)),
         ), racy=True),
         *mutants_of((
@@ -58,9 +58,9 @@ def order() -> tuple[Mutant, ...]:
             ("order: turns passed before sums are added",
              "The next block may add before this one has.", ORDERED,
              only(f"{ADDED}, (step // 2) & 1)\n{PASS}", f"{PASS}\n{ADDED}, (step // 2) & 1)")),
-            ("order: a group adds without its turn", "Nobody waits for the warp that waits.", ORDERED_FULL,
+            ("order: a group adds without its turn", "Other warps do not wait for the turn.", ORDERED_FULL,
              only(WAIT_TURN, "pass")),
-            ("order: sums told before they are added", "The turn is passed on before the addition.", ORDERED,
+            ("order: turn passed on too early", "The turn is passed on before the addition.", ORDERED,
              only(add, "\n".join(reversed(add.split("\n"))))),
             ("order: halves: a group adds without its turn", "Halves of dq are added as they come.",
              ORDERED_HALVES, only(WAIT_TURN, "pass")),
@@ -68,11 +68,11 @@ def order() -> tuple[Mutant, ...]:
              only(AWAIT, "pass", KEEPER)),
         ), racy=True),
         *mutants_of((
-            ("order: counters not cleared", "Turns are counted from what was in memory.", ORDERED,
+            ("order: counters not cleared", "Turns are counted from the contents of memory.", ORDERED,
              only("tl.store(workspace_2 + tl.program_id(0), 0.0)", "pass", PREPARE)),
             ("order: halves: one counter not cleared", "The second half's turns are counted from anywhere.",
              ORDERED_HALVES, only("* 2 + tl.arange(0, 2)", "* 2 + tl.arange(0, 2) * 0", PREPARE)),
-            ("order: turns never passed", "The second block of keys waits for ever.", ORDERED,
+            ("order: turns never passed", "The second block of keys never stops waiting.", ORDERED,
              only(PASS, "pass", KEEPER)),
             ("order: every second turn", "A turn is passed to the block after the next.", ORDERED,
              only("[counter, n_block + 1]", "[counter, n_block + 2]")),

@@ -191,19 +191,19 @@ def transposition() -> tuple[Mutant, ...]:
         ),
         Mutant(
             "tail of V read",
-            "What lies behind the last value is copied too.",
+            "Rows after the last value are copied too.",
             FULL,
             only(EXISTS, "mask=exists & (sources < seqlen_kv + 16)[:, None]"),
         ),
         Mutant(
             "tail of V not cleared",
-            "Places behind the last key keep what the workspace held.",
+            "Places behind the last key keep the contents of the workspace.",
             FULL,
             only("(places < keys)[None, :]", "(places < seqlen_kv)[None, :]"),
         ),
         Mutant(
             "values of another head",
-            "Heads are told apart by the sequence's number.",
+            "Heads are indexed by the sequence's number.",
             FULL,
             only("(head % kv_heads).to(tl.int64) * stride_vh", "(head // kv_heads).to(tl.int64) * stride_vh"),
         ),

@@ -175,11 +175,11 @@ def page_scales() -> tuple[Mutant, ...]:
 def conversion_waits() -> tuple[Mutant, ...]:
     """A block is converted too early, or read before it is converted."""
     changes = (
-        ("8-bit: block not waited for", "What is converted may not have arrived.", EIGHT_BITS,
+        ("8-bit: block not waited for", "Values are converted before they have arrived.", EIGHT_BITS,
          only("raw.wait_full(raw_state)", "pass")),
         ("8-bit: room not waited for", "Keys that are still read are overwritten.", EIGHT_BITS,
          only("ring.wait_empty(state)", "pass")),
-        ("8-bit: fence left out", "Products may read what was there before the conversion.", EIGHT_BITS,
+        ("8-bit: fence left out", "Products may read values from before the conversion.", EIGHT_BITS,
          only("fence_async_shared()\n    mbarrier.arrive(ring.full", "mbarrier.arrive(ring.full")),
     )  # fmt: skip
     endless = ("8-bit: raw block never given back", "The producer waits forever.", EIGHT_BITS,

@@ -73,7 +73,7 @@ def heads() -> tuple[Mutant, ...]:
         ),
         Mutant(
             "heads that fill no pack left out",
-            "What is left of a group after whole packs is not computed.",
+            "Heads of a group after its whole packs are not computed.",
             PACKED,
             only(
                 "packs_per_kv = (group_size + PACK - 1) // PACK",
@@ -88,7 +88,7 @@ def heads() -> tuple[Mutant, ...]:
         ),
         Mutant(
             "lse beyond a group's heads",
-            "Rows of a pack that stand for no head write the next group's log-sum-exp.",
+            "Rows of a pack without a head write the next group's log-sum-exp.",
             PACKED,
             only(
                 "(positions < tile.seqlen_q) & (row_heads < scheduler.group_size)",

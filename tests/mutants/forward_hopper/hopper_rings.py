@@ -34,7 +34,7 @@ def rings() -> tuple[Mutant, ...]:
             hangs=True,
         ),
         Mutant(
-            "producer waits for what is free",
+            "producer waits for slots that are free",
             "The producer takes empty slots for full ones.",
             FULL,
             only("k_state = start_pipeline(1)", "k_state = start_pipeline(0)", PRODUCER),

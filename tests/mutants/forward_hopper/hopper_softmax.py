@@ -27,7 +27,7 @@ def rescaling() -> tuple[Mutant, ...]:
         ),
         Mutant(
             "rescaling late by a block",
-            "Outputs are rescaled by what the block before asked for.",
+            "Outputs are rescaled by the factor of the block before.",
             EAGER,
             (
                 Patch(CLEARED, f"{CLEARED}\nlate = gl.full([GROUP_M], 1.0, gl.float32, ROW_LAYOUT)"),
@@ -130,7 +130,7 @@ def scales() -> tuple[Mutant, ...]:
         ),
         Mutant(
             "lse without the maximum",
-            "The log-sum-exp lacks what was taken off the scores.",
+            "The log-sum-exp lacks the maximum of the scores.",
             CAUSAL_LSE,
             only(LSE, "row_lse = gl.log2(row_sum) * LN_2"),
         ),

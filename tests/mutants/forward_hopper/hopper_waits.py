@@ -93,7 +93,7 @@ def waits() -> tuple[Mutant, ...]:
         ),
         Mutant(
             "half a tile counts as a whole",
-            "The barrier of a tile of keys is told of half of its bytes.",
+            "The barrier of a tile of keys expects half of its bytes.",
             FULL,
             only(
                 "mbarrier.expect(k.full.index(k_state.stage), 32768)",
@@ -103,7 +103,7 @@ def waits() -> tuple[Mutant, ...]:
         ),
         Mutant(
             "more bytes awaited than come",
-            "The barrier of a tile of values is told of bytes that nobody copies.",
+            "The barrier of a tile of values expects bytes that are not copied.",
             FULL,
             only(
                 "mbarrier.expect(v.full.index(v_state.stage), 32768)",

@@ -54,7 +54,7 @@ def packed(size: Size) -> tuple[Mutant, ...]:
                count, f"{count} + 1"),
         change("tokens counted as rows", "Only some heads' parts are combined.",
                "row >= token_count * heads", "row >= token_count"),
-        change("no room for the last tiles", "Sequences have no tile of their own for what is left of them.",
+        change("no room for the last tiles", "Sequences have no tile for their last, partial rows.",
                "group_size // 16 + sequences", "group_size // 16 + 1"),
     )  # fmt: skip
     return mutants_of(size.decoding(total_q=6), changes)
@@ -113,7 +113,7 @@ def latent(size: Size) -> tuple[Mutant, ...]:
                "tl.dot(p_low, v_tile,", "tl.dot(p_low, k_tile_1,"),
         change("pages looked up by the block", "A block is in the page of its first key alone.",
                NEXT_PAGES, NEXT_PAGES.replace("key_offsets", "key_offsets * 0")),
-        change("page behind the last key looked up", "Entries of a table are read that are nobody's.",
+        change("page behind the last key looked up", "Unused entries of a block table are read.",
                NEXT_PAGES, "(key_offsets + (start + BLOCK_N))"),
     )  # fmt: skip
     subject = size.decoding(

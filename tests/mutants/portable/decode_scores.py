@@ -42,7 +42,7 @@ def windows(size: Size) -> tuple[Mutant, ...]:
                LIFTED_STOP, LIFTED_STOP.replace("tl.cdiv(last_lifted, BLOCK_N)", "last_lifted // BLOCK_N")),
         change("blocks of the first tokens twice", "First tokens that are in the window count twice.",
                LIFTED_STOP, "n_lifted = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
-        change("keys between read for the window's", "Behind the first tokens comes what lies behind them.",
+        change("keys between read for the window's", "Keys after the first tokens are read.",
                STEP, "start = step"),
         change("first tokens read as the window's", "In place of the first tokens comes the window's start.",
                STEP, "start = step + skipped"),
@@ -75,7 +75,7 @@ def changed(size: Size) -> tuple[Mutant, ...]:
         capped = "return cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)"
     hide = 's = tl.where(visible, s, float("-inf"))'
     changes = (
-        change("cap left out", "Scores stay what they were.", capped, "return cap_log2 * s"),
+        change("cap left out", "Scores are not changed.", capped, "return cap_log2 * s"),
         change("cap after the mask", "Hidden keys have the least score that there is, and some weight.",
                hide, "s = tl.where(visible, s, -cap_log2)"),
         change("cap not taken off first", "The hyperbolic tangent is of scores that the cap did not divide.",
@@ -84,7 +84,7 @@ def changed(size: Size) -> tuple[Mutant, ...]:
                SLOPE, SLOPE.replace("+ head", "+ (kv_head * group_size + 0 * head)")),
         change("slope of the first sequence", "All sequences have the slopes of one.",
                SLOPE, SLOPE.replace("sequence * stride_slopes_b", "0")),
-        change("slope of the wrong sign", "Far keys gain what they should lose.",
+        change("slope of the wrong sign", "The bias of far keys has the wrong sign.",
                "s -= slope_log2[:, None]", "s += slope_log2[:, None]"),
         change("slope of rows", "Distances are counted in rows of a tile.",
                "position_numbers = positions", "position_numbers = (row_offsets + diagonal)"),
@@ -149,11 +149,11 @@ def bytes_of(size: Size) -> tuple[Mutant, ...]:
                "prmt.b32 $1, turned, 0x64646464, 0x4240; prmt.b32 $0, turned, 0x64646464, 0x4341"),
         change("int8 pairs: sign not turned", "Negative numbers are taken for large ones.",
                "0x80808080", "0x00000000"),
-        change("int8 pairs: numbers too large by 128", "What turned the sign is not taken off.",
+        change("int8 pairs: numbers too large by 128", "The offset of 128 is not subtracted.",
                "offset, 0x64806480", "offset, 0x64006400"),
-        change("queries not lowered", "What queries were raised by stays in the scores.",
+        change("queries not lowered", "The factor of the queries stays in the scores.",
                row_scale, row_scale.replace("scale_log2 * q_factor", "scale_log2 + 0.0 * q_factor")),
-        change("weights not raised again", "What weights were divided by is missing in outputs.",
+        change("weights not raised again", "Outputs lack the divisor of the weights.",
                "product * weight_factor[:, None]", "product", 2),
         change("even columns twice", "Odd columns of outputs are the even ones.",
                "tl.interleave(accumulator_even, accumulator_odd)",
@@ -163,13 +163,13 @@ def bytes_of(size: Size) -> tuple[Mutant, ...]:
     )  # fmt: skip
     floats = (
         change("e4m3 pairs: columns one byte apart", "Pairs are taken for halves.", "0, 0x3120", "0, 0x3210"),
-        change("e4m3 pairs: queries not lowered", "What queries were raised by stays in the scores.",
+        change("e4m3 pairs: queries not lowered", "The factor of the queries stays in the scores.",
                row_scale, row_scale.replace("scale_log2 * q_factor", "scale_log2 + 0.0 * q_factor")),
     )  # fmt: skip
     single = (
         change("int8: bytes of a word swapped", "Columns of a word trade places.",
                "0x64646464, 0x4140", "0x64646464, 0x4041"),
-        change("int8: numbers too large by 128", "What turned the sign is not taken off.",
+        change("int8: numbers too large by 128", "The offset of 128 is not subtracted.",
                "offset, 0x64806480", "offset, 0x64006400"),
     )  # fmt: skip
     narrow = {"head_dim": SINGLE, "value_head_dim": SINGLE}

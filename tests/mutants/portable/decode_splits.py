@@ -25,7 +25,7 @@ def parts(size: Size) -> tuple[Mutant, ...]:
 def bounds(size: Size) -> tuple[Mutant, ...]:
     """Which blocks of keys a part has, and where it is put."""
     changes = (
-        change("what is left over skipped", "Parts have as many blocks as divide among them.",
+        change("remaining blocks skipped", "Parts have as many blocks as divide among them.",
                LAST, "last = first + blocks // splits * BLOCK_N"),
         change("last block of a part skipped", "Parts end a block early.", LAST, f"{LAST} - BLOCK_N"),
         change("first block of a part skipped", "Parts begin a block late.", FIRST, f"{FIRST} + BLOCK_N"),
@@ -72,7 +72,7 @@ def combining(size: Size) -> tuple[Mutant, ...]:
         change("weights of the first part for all", "Parts count as the first one does.",
                COMBINED,
                COMBINED.replace("weights[", "tl.exp2(tl.load(partial_lse + row + parts * 0) - shift)[")),
-        change("parts that are not there counted", "A part that nobody wrote has a weight.",
+        change("parts that are not there counted", "A part that does not exist has a weight.",
                'other=float("-inf")', "other=0.0"),
         change("empty parts counted", "A part that saw no key has the weight of a score of zero.",
                PART_LSE, "row_lse = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))"),
@@ -114,9 +114,9 @@ def rows(size: Size) -> tuple[Mutant, ...]:
                end, end.replace("positions", "positions - 1")),
         change("rows masked as queries", "Heads of a group stand one behind the other.",
                "positions = queries + diagonal", "positions = row_offsets + diagonal"),
-        change("all rows masked as the first", "All queries of a tile see what the first one does.",
+        change("all rows masked as the first", "All queries of a tile see the keys of the first one.",
                "positions = queries + diagonal", "positions = queries * 0 + diagonal"),
-        change("keys up to the first query's", "What only later queries of a tile see is left out.",
+        change("keys up to the first query's", "Keys that only later queries of a tile see are left out.",
                LAST_PLACE, LAST_PLACE.replace("tile * BLOCK_M + BLOCK_M - 1", "tile * BLOCK_M")),
         change("keys of a tile as of a whole one's rows",
                "A tile's rows are taken to be queries of one head.",
@@ -162,7 +162,7 @@ def softmax(size: Size) -> tuple[Mutant, ...]:
                "scale_log2 = scale * LOG2_E", "scale_log2 = scale"),
         change("lse in base 2", "The log-sum-exp is in units of log2.",
                single, single.removesuffix(" * LN_2")),
-        change("lse without the maximum", "The log-sum-exp lacks what was taken off the scores.",
+        change("lse without the maximum", "The log-sum-exp lacks the maximum of the scores.",
                single, single.replace("running_max + ", "")),
     )  # fmt: skip
     return mutants_of(size.decoding({"num_splits": 1}, seqlens_k=True), changes)

@@ -58,9 +58,16 @@ def forward(size: Size) -> tuple[Mutant, ...]:
             None,
             LOOPS,
         ),
-        ("the others fall", "What should stay falls.", "0xAC4C1B51 >=", "0xAC4C1B51 <", STAYS, 1),
+        (
+            "the others fall",
+            "Kept weights are dropped.",
+            "0xAC4C1B51 >=",
+            "0xAC4C1B51 <",
+            STAYS,
+            1,
+        ),
         ("one word of a row", "The second word is not used.", " ^ row_second", "", STAYS, 1),
-        ("unscaled", "What stays is not divided by its share.", " * (1.0 - dropout)", "", None, 1),
+        ("unscaled", "Kept weights are not scaled.", " * (1.0 - dropout)", "", None, 1),
         (
             "nothing falls in whole blocks",
             "The first loop drops nothing.",
@@ -90,7 +97,7 @@ def backward(size: Size) -> tuple[Mutant, ...]:
     subject = whole._replace(problem=msgspec.structs.replace(whole.problem, dropout=True))
     mutants = (
         (
-            "keys: gradients of what fell",
+            "keys: gradients of dropped weights",
             "Scores of dropped weights get no gradient.",
             "p_kept * (dp * kept_factor) - p *",
             "p_kept * (dp * kept_factor) - p_kept *",
@@ -99,7 +106,7 @@ def backward(size: Size) -> tuple[Mutant, ...]:
         ),
         (
             "keys: dp unscaled",
-            "The gradient of the weights lacks the factor of what stays.",
+            "The gradient of the weights lacks the factor of kept weights.",
             "(dp * kept_factor)",
             "dp",
             KEYS,
@@ -107,7 +114,7 @@ def backward(size: Size) -> tuple[Mutant, ...]:
         ),
         (
             "keys: dv of all weights",
-            "What fell counts in dv.",
+            "Dropped weights count in dv.",
             "p_low = p_kept",
             "p_low = p",
             KEYS,
@@ -115,7 +122,7 @@ def backward(size: Size) -> tuple[Mutant, ...]:
         ),
         (
             "keys: dv unscaled",
-            "It lacks the factor of what stays.",
+            "It lacks the factor of kept weights.",
             "(dv_sum * kept_factor)",
             "dv_sum",
             KEYS,
@@ -139,7 +146,7 @@ def backward(size: Size) -> tuple[Mutant, ...]:
         ),
         (
             "queries: dp unscaled",
-            "The gradient of the weights lacks the factor of what stays.",
+            "The gradient of the weights lacks the factor of kept weights.",
             "(staying, dp, 0.0) * kept_factor",
             "(staying, dp, 0.0)",
             QUERIES,

@@ -46,9 +46,9 @@ def _subject(
 def sums(size: Size) -> tuple[Mutant, ...]:
     """What becomes of dq between the programs that share it."""
     changes = (
-        ("sums not cleared", "What was in memory is added to dq.",
+        ("sums not cleared", "Earlier contents of memory are added to dq.",
          Patch("tl.cast(piece, tl.int64) * SUM_PIECE", "0", DELTA)),
-        ("last sums not cleared", "What was in memory is added to the last rows of dq.",
+        ("last sums not cleared", "Earlier contents of memory are added to the last rows of dq.",
          Patch("tl.program_id(0), sum_pieces,", "tl.program_id(0), sum_pieces - 1,", DELTA)),
         ("sums of the block before", "A block's share goes to other queries.",
          Patch("+ start // BLOCK_M", "+ tl.maximum(start // BLOCK_M - 1, 0)", KEYS, LOOPS)),

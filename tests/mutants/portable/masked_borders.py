@@ -67,7 +67,7 @@ def blocks(size: Size) -> tuple[Mutant, ...]:
         change("open blocks one too many", "A block that the first row sees in part is taken without a mask.",
                FULL_MAX, FULL_MAX.replace(", 0)", " + BLOCK_N - 1, 0)")),
         change("blocks left of the open ones forgotten",
-               "What some rows see of a window's start is left out.",
+               "Keys at a window's start that some rows see are left out.",
                f"left_blocks = lifted_blocks + {LEFT_BLOCKS}", "left_blocks = lifted_blocks"),
         change("blocks right of the open ones forgotten", "Blocks on the diagonal are left out.",
                f"right_blocks = left_blocks + {RIGHT_BLOCKS}", "right_blocks = left_blocks"),
@@ -96,7 +96,7 @@ def right_sides(size: Size) -> tuple[Mutant, ...]:
                ROW_END, ROW_END.replace("positions", "positions - 1")),
         change("right border beyond the keys", "Padding behind the last key takes part in the softmax.",
                ROW_END, "row_end = positions + WINDOW_RIGHT + 1"),
-        change("blocks up to the first row's border", "What only later rows of a tile see is left out.",
+        change("blocks up to the first row's border", "Keys that only later rows of a tile see are left out.",
                "n_max = key_stop(last_position", "n_max = key_stop(first_position"),
     )  # fmt: skip
     return mutants_of(subject, changes)

@@ -32,7 +32,7 @@ def caps(size: Size) -> tuple[Mutant, ...]:
     if size.dtype is Dtype.FP32:
         capped = "return cap_log2 * tl.where(square < 0.16, s + s * square * series, steep)"
     changes = (
-        change("cap left out", "Scores stay what they were.", capped, "return cap_log2 * s"),
+        change("cap left out", "Scores are not changed.", capped, "return cap_log2 * s"),
         change("cap after the mask", "Hidden keys have the least score that there is, and some weight.",
                HIDE, "s = tl.where(visible, s, -cap_log2)"),
         change("cap not taken off first", "The hyperbolic tangent is of scores that the cap did not divide.",
@@ -52,7 +52,7 @@ def slopes(size: Size) -> tuple[Mutant, ...]:
                SLOPE, SLOPE.replace("+ head", "+ kv_head")),
         change("slope of the first sequence", "All sequences have the slopes of one.",
                SLOPE, SLOPE.replace("sequence * stride_slopes_b", "0")),
-        change("slope of the wrong sign", "Far keys gain what they should lose.",
+        change("slope of the wrong sign", "The bias of far keys has the wrong sign.",
                "s -= slope_log2", "s += slope_log2", LOOPS),
         change("slope in natural units", "Powers of two are taken of distances in natural units.",
                SLOPE, SLOPE.replace(" * LOG2_E", "")),
@@ -99,7 +99,7 @@ def hidden(size: Size) -> tuple[Mutant, ...]:
                "visible = tl.load(bias_at) != 0", "visible = (keys >= 0)[None, :]"),
         change("hidden keys of masked blocks seen", "A bias hides no keys where the diagonal is near.",
                "visible &= tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0) != 0", "pass"),
-        change("what is hidden seen", "The bias means the opposite in open blocks.",
+        change("hidden keys seen", "The bias means the opposite in open blocks.",
                "visible = tl.load(bias_at) != 0", "visible = tl.load(bias_at) == 0"),
         change("a bias without the diagonal", "Where a bias shows a key the causal mask hides it no more.",
                "visible = keys[None, :] < row_end[:, None]", "visible = (keys < seqlen_kv)[None, :]"),
@@ -149,7 +149,7 @@ def softmax(size: Size) -> tuple[Mutant, ...]:
         change("rows without a key shifted by -inf", "A row that has seen no key yet turns NaN.",
                SHIFT, "shift = new_max"),
         change("lse in base 2", "The log-sum-exp is in units of log2.", LSE, LSE.replace(" * LN_2", "")),
-        change("lse without the maximum", "The log-sum-exp lacks what was taken off the scores.",
+        change("lse without the maximum", "The log-sum-exp lacks the maximum of the scores.",
                LSE, LSE.replace("running_max + ", "")),
         change("scale twice", "Scores are scaled by the square of the scale.",
                "scale_log2 = scale *", "scale_log2 = scale * scale *"),

@@ -167,7 +167,7 @@ def softmax(bench: Bench) -> tuple[Mutant, ...]:
         ),
         Mutant(
             "lse without the maximum",
-            "The log-sum-exp lacks what was taken off the scores.",
+            "The log-sum-exp lacks the maximum of the scores.",
             causal,
             (Patch("(running_max + tl.log2(running_sum))", "tl.log2(running_sum)"),),
         ),

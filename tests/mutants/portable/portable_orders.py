@@ -171,7 +171,7 @@ def of_keys_outer(bench: Bench) -> tuple[Mutant, ...]:
         ),
         Mutant(
             "maximum not carried from the last block on",
-            "What a block of keys did to the maximum is lost.",
+            "The change of the maximum by a block of keys is lost.",
             causal,
             (Patch("tl.store(max_base + queries, running_max, mask=query_exists)", "pass", AFTER_A_BLOCK),),
         ),
@@ -189,7 +189,7 @@ def of_keys_outer(bench: Bench) -> tuple[Mutant, ...]:
         ),
         Mutant(
             "accumulator not cleared",
-            "Outputs start from what the workspace holds.",
+            "Outputs start from the contents of the workspace.",
             causal,
             (
                 Patch(
