@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
 
 def read_resources(kernel: Kernel, target: Target) -> Resources:
-    """Compiles a kernel with prologue and epilogue for a target, and returns their `largest` resources.
+    """Compiles a kernel with prologue and epilogue for a target, and returns the resources of their launch.
 
     `read_parts` also reports whether the machine code is correct.
 
@@ -77,7 +77,7 @@ def read_resources(kernel: Kernel, target: Target) -> Resources:
         MachineError: The machine cannot compile, for example with a full disk.
         KernelError: The compiler refused the kernel, or one of its tools failed.
     """
-    return largest(read_parts(kernel, target))
+    return combined(read_parts(kernel, target))
 
 
 def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
@@ -107,7 +107,7 @@ def read_sizes(kernel: Kernel, target: Target) -> Resources:
     )
 
 
-def largest(parts: tuple[Part, ...]) -> Resources:
+def combined(parts: tuple[Part, ...]) -> Resources:
     """Returns the resources of a launch of several kernels, the main one first, and their total compile time.
 
     Registers and warps are those of the main kernel, since their product limits its occupancy. Other sizes
@@ -163,6 +163,17 @@ def overflow(resources: Resources, target: Target) -> str | None:
         required, available = resources.tensor_memory_columns, target.tensor_memory_columns
         return f"asks for {required} columns of tensor memory, and {target.name} has {available}"
     return None
+
+
+def misfit(part: Part, target: Target) -> str:
+    """Returns why a target cannot launch a compiled kernel, or an empty text."""
+    over = overflow(part.resources, target)
+    if over is not None:
+        return over
+    resident = occupancy(part.resources, part.options, target)
+    if not resident.blocks:
+        return f"not one block fits a multiprocessor of {target.name}: too much of its {resident.limit}"
+    return ""
 
 
 def occupancy(resources: Resources, options: LaunchOptions, target: Target) -> Occupancy:

@@ -17,7 +17,7 @@ from flashtune.core.target import Target
 from flashtune.launch.compilation import load_module
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.binary.resources import Part, largest, occupancy, overflow, read_parts, read_sizes
+from flashtune.tuner.binary.resources import Part, combined, misfit, read_parts, read_sizes
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe, stopped
 from flashtune.tuner.execution.processes import LostJob, Workers, failure_of
@@ -172,9 +172,9 @@ def compile_kernel(kernel: Kernel, target: Target) -> Compiled:
         raise
     except KernelError as error:
         return _refused(kernel, error)
-    misfit = next(filter(None, (_misfit(part, target) for part in parts)), "")
-    outcome = Outcome.INFEASIBLE if misfit else Outcome.OK
-    return Compiled(outcome, kernel.digest, largest(parts), misfit)
+    reason = next(filter(None, (_infeasible(part, target) for part in parts)), "")
+    outcome = Outcome.INFEASIBLE if reason else Outcome.OK
+    return Compiled(outcome, kernel.digest, combined(parts), reason)
 
 
 def _refused(kernel: Kernel, error: KernelError) -> Compiled:
@@ -182,16 +182,12 @@ def _refused(kernel: Kernel, error: KernelError) -> Compiled:
     return Compiled(Outcome.COMPILE_ERROR, kernel.digest, message=message, tool_failed=tool_failed(error))
 
 
-def _misfit(part: Part, target: Target) -> str:
+def _infeasible(part: Part, target: Target) -> str:
     """Returns why a compiled kernel must not be launched, or an empty text."""
-    resources, options, flaw = part
-    over = overflow(resources, target) or flaw
-    if over:
-        return over
-    resident = occupancy(resources, options, target)
-    if resident.blocks == 0:
-        return f"not one block fits a multiprocessor of {target.name}: too much of its {resident.limit}"
-    if resources.serialized_wgmma:
+    reason = misfit(part, target) or part.flaw
+    if reason:
+        return reason
+    if part.resources.serialized_wgmma:
         # Such kernels run at a fraction of the speed, so they are not measured.
         return "ptxas serialised the matrix instructions"
     return ""

@@ -22,8 +22,8 @@ from flashtune.core.problem import Dtype
 # NaNs that arithmetic does not produce, so that they differ from a NaN that a kernel wrote. 8-bit floats have
 # no such choice of NaNs, but only inputs have 8 bits.
 POISON = {torch.int8: 0x7F, torch.int16: 0x7FE5, torch.int32: 0x7FE5CAFE, torch.int64: 0x7FE5CAFE7FE5CAFE}
-# A workspace may hold floats of 8 or 32 bits, which are NaNs then, or a counter, which is too large. No
-# workspace holds floats of 16 bits, of which halves of this value are usual NaNs.
+# A workspace may hold floats of 8 or 32 bits, for which these bits are NaNs, or a counter, for which they are
+# too large. No workspace holds 16-bit floats: kernels may write the halves of this value, two common NaNs.
 WORKSPACE_POISON = 0x7FFF7FFF
 # Integer dtypes by the bytes of an element.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

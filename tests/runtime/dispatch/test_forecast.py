@@ -299,21 +299,18 @@ def test_untuned_chunks_of_prompts_in_pages_use_hopper(
     assert family(portable(0.13)) == "forward_masked"
 
 
+def family_of_blocks(length: int, **changes: object) -> str:
+    """Returns the default family of a block mask with as many queries as keys."""
+    changes = {"heads": 16, "kv_heads": 16, "batch": 1, "block_mask": 128} | changes
+    problem = shape(seqlen_q=length, seqlen_kv=length, **changes)
+    return default_selection(problem, TARGET, Specialization()).record.family
+
+
 @pytest.mark.parametrize("width", [32, 192, 256])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 def test_block_masks_of_128_have_the_hopper_family(width: int, causal: Causal) -> None:
-    problem = shape(
-        heads=8,
-        kv_heads=8,
-        batch=4,
-        seqlen_q=8192,
-        seqlen_kv=8192,
-        head_dim=width,
-        value_head_dim=width,
-        causal=causal,
-        block_mask=128,
-    )
-    assert default_selection(problem, TARGET, Specialization()).record.family == "forward_hopper"
+    widths = {"head_dim": width, "value_head_dim": width}
+    assert family_of_blocks(8192, heads=8, kv_heads=8, batch=4, causal=causal, **widths) == "forward_hopper"
 
 
 def test_block_masks_have_the_family_of_the_shortest_schedule() -> None:
@@ -321,16 +318,7 @@ def test_block_masks_have_the_family_of_the_shortest_schedule() -> None:
     # lists of each head they were slower.
     def family(size: int, kv_heads: int, lists: BlockLists) -> str:
         length = 16384 if size == 128 else 65536
-        problem = shape(
-            heads=16,
-            kv_heads=kv_heads,
-            batch=1,
-            seqlen_q=length,
-            seqlen_kv=length,
-            block_mask=size,
-            block_lists=lists,
-        )
-        return default_selection(problem, TARGET, Specialization()).record.family
+        return family_of_blocks(length, kv_heads=kv_heads, block_mask=size, block_lists=lists)
 
     assert family(128, 16, BlockLists.HEAD) == family(128, 2, BlockLists.GROUP) == "forward_hopper"
     assert family(64, 2, BlockLists.GROUP) == "forward_hopper"

@@ -21,7 +21,7 @@ from flashtune.tuner.binary import disassembly
 from flashtune.tuner.binary import resources as room
 from flashtune.tuner.binary.resources import (
     Part,
-    largest,
+    combined,
     occupancy,
     overflow,
     read_parts,
@@ -183,7 +183,7 @@ def test_resources_of_a_launch_are_those_of_all_kernels_but_registers_of_the_mai
     assert kernel.epilogue is not None
     assert (main.options, last.options) == (kernel.options, kernel.epilogue.options)
     longer = msgspec.structs.replace(last.resources, registers=254, spill_bytes=8, serialized_wgmma=True)
-    together = largest((main, Part(longer, last.options)))
+    together = combined((main, Part(longer, last.options)))
     assert together.sram_bytes == max(main.resources.sram_bytes, longer.sram_bytes)
     # Occupancy is that of the main kernel.
     assert (together.registers, together.spill_bytes) == (main.resources.registers, 8)
