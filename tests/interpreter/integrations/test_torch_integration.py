@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,21 @@ def tensors(
     return found[0], found[1], found[2]
 
 
+def blocked(ended: threading.Event) -> None:
+    assert ended.wait(60)
+
+
 def prepared(call: Any) -> Any:
-    """The result of a call whose kernels are prepared, and which was served before."""
-    call()
+    """Returns the result of a call after its kernels were prepared and it was served once.
+
+    The worker is busy during the first call, so that torch's operator serves this one.
+    """
+    ended = threading.Event()
+    assert deferred._worker.put(lambda: blocked(ended), deferred.QUEUE_LIMIT)
+    try:
+        call()
+    finally:
+        ended.set()
     deferred.wait()
     call()
     return call()
