@@ -22,10 +22,9 @@ from flashtune.tuner.workloads.shapes import parse_shape
 
 GPUS = ("nvidia-h100", "nvidia-h200")
 LEAST_SAMPLES = 21
-# The H200 has 1.43 times the bandwidth of the H100 and the same compute rates. Clocks differ by a few percent.
+# The H200 has 1.43 times the bandwidth of the H100 and the same rates. Clocks differ by a few percent.
 RATIOS = 0.94, 1.43
-# Largest time relative to the estimate from other shapes. Estimates of decoding from one neighbour are up to a
-# third too low.
+# Largest time relative to the estimate from other shapes. That of decoding may be a third too low.
 MOST_OF_ESTIMATE = 1.55
 SHIPPED_LOSS = 0.02
 
