@@ -123,8 +123,8 @@ def test_model_is_a_close_lower_bound(target: Target, alignment: Alignment) -> N
     assert FAMILY.tensor_memory_columns(problem, config, target) <= found.tensor_memory_columns
 
 
-# Share of the shipped records whose model lacks at most 1 KiB. For some configs, Triton allocates more than the
-# models of these families have.
+# Share of the shipped records whose model lacks at most 1 KiB. For some configs of these families, Triton
+# allocates more.
 MODELLED = {"backward_fused": 0.5, "forward_masked": 0.4, "decode_split_kv": 0.04}
 
 
