@@ -82,8 +82,8 @@ def command(
     """Compare the SRAM models with the compiler's figures.
 
     Compiles random configs of every family. Prints totals for each family and GPU, and a row for each pair
-    of them. JSON has only the rows. Needs no GPU. Exits with 1 if the models reject a config that fits, or if
-    they accept more than 10% of a GPU's configs that do not fit. Fewer than 20 of these are not judged.
+    of them. JSON has only the rows. Needs no GPU. Exits with 1 if the models reject a config that fits, or
+    accept more than 10% of a GPU's configs that do not fit. Fewer than 20 of these are not judged.
     """
     from flashtune.templates.registry import family_names, find_family
     from flashtune.tuner.execution.compile_pool import CompilePool
