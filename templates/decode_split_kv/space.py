@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 
 from flashtune.core.config import Axis, BlockSize, Config, LaunchOptions, Space
+from flashtune.core.features.mask_geometry import distinct_keys
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, is_exact, power_of_two
