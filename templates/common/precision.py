@@ -10,13 +10,27 @@ from flashtune.core.target import Target
 
 
 class InputPrecision(enum.StrEnum):
-    """Products of float32 tiles: in float32, or as three products of tf32 halves."""
+    """How products of float32 tiles are computed.
+
+    `IEEE` is ordinary float32 arithmetic. The others are products of Tensor Cores: one or three of numbers
+    that are rounded to tf32, or three or six of parts in bf16. `TF32X3` and `BF16X6` are as precise as
+    float32. `TF32` and `BF16X3` are for problems of type `tf32`.
+    """
 
     IEEE = "ieee"
     TF32X3 = "tf32x3"
+    TF32 = "tf32"
+    BF16X3 = "bf16x3"
+    BF16X6 = "bf16x6"
+
+
+def input_precisions(problem: Problem, target: Target) -> tuple[InputPrecision, ...]:
+    """Returns the precisions to search. The default config has the last."""
+    if problem.dtype is not Dtype.FP32 or not target.is_nvidia:
+        return (InputPrecision.IEEE,)
+    return InputPrecision.TF32X3, InputPrecision.BF16X6
 
 
 def precision_axis(problem: Problem, target: Target) -> Axis:
     """Returns the axis. It has several values for float32 on NVIDIA's GPUs only."""
-    several = problem.dtype is Dtype.FP32 and target.is_nvidia
-    return Axis("input_precision", tuple(InputPrecision) if several else (InputPrecision.IEEE,), False)
+    return Axis("input_precision", input_precisions(problem, target), False)
