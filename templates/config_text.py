@@ -9,7 +9,7 @@ from flashtune.templates.registry import find_family
 
 
 def differing_axes(label: str, default: str) -> str:
-    """Returns `default with block_m=64 ...`: the axes of a label that differ from those of the default's label.
+    """Returns `default with block_m=64 ...`: the axes that differ from those of the default.
 
     Without a default, returns all axes.
     """
