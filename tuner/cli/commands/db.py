@@ -242,7 +242,8 @@ def moment(age: str, now: datetime | None = None) -> str:
     multiple=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Another folder with sources of earlier kernels, besides the kernel cache. Repeatable.",
+    help="Another folder with sources of earlier kernels, besides the kernel cache. Its files are run if "
+    "a record or receipt has their digest: name only folders that you trust. Repeatable.",
 )
 @database_option
 @json_option
