@@ -18,7 +18,7 @@ from flashtune.core.record import Provenance, Record
 from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.templates.registry import find_family, template_hash
 from flashtune.templates.rendering import render
-from flashtune.tuner.tables.admission import require_admissible
+from flashtune.tuner.tables.admission import require_admissible, require_sound_evidence
 from flashtune.tuner.tables.table_receipts import stray_receipts
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def table_file(table: TunedTable) -> bytes:
         TableError: Two records serve the same tensors of one problem, or verification would reject one.
     """
     require_admissible(table.records, EXPORTED)
+    require_sound_evidence(table, EXPORTED)
     return dump_table(table)
 
 
@@ -250,6 +251,7 @@ def import_tables(
 def _checked(path: Path, watch: Watch) -> TunedTable:
     table = load_table(path)
     require_admissible(_counted(table.records, f"checking {path.name}", watch), str(path))
+    require_sound_evidence(table, str(path))
     strays = stray_receipts(table)
     if strays:
         position = table.receipts.index(strays[0]) + 1

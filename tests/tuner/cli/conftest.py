@@ -28,6 +28,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.cli import main
 from flashtune.tuner.tables.kernel_choice import change_config
 from flashtune.tuner.workloads.shapes import parse_shape
+from flashtune.verification.probes import EVERY_LEVEL
 
 SHAPE = "heads=8,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16,causal,batch=2"
 
@@ -87,7 +88,14 @@ def make_record(problem: Problem) -> MakeRecord:
             provenance=provenance,
             versions=current_versions(family.name),
             resources=Resources(sram_bytes=49_152, registers=128),
-            verdict=Verdict(outcome is Outcome.OK, 0.4, 12, "", target.replace("-", " ").upper()),
+            verdict=Verdict(
+                outcome is Outcome.OK,
+                0.4,
+                12,
+                "",
+                target.replace("-", " ").upper(),
+                probes=tuple(EVERY_LEVEL),
+            ),
             measurement=Measurement(ms, ms * 0.99, ms * 1.01, 100, peers=peers) if ms else None,
             message=message,
         )
