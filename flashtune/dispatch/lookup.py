@@ -14,7 +14,14 @@ from flashtune.core.canonical import without
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Feature, Problem
-from flashtune.core.record import Outcome, Provenance, Record, Selection, VerificationStatus
+from flashtune.core.record import (
+    Outcome,
+    Provenance,
+    Record,
+    Selection,
+    TransferEstimate,
+    VerificationStatus,
+)
 from flashtune.core.target import Target
 from flashtune.dispatch.forecast import forecast, forecast_related
 from flashtune.dispatch.nearest import FEW_QUERIES, is_far, same_computation, tuned_alike
@@ -71,15 +78,21 @@ def select(
     if expected is None:
         default = default_selection(problem, target, specialization)
         expected = forecast_related(problem, tuned, target, serves, default.record.family)
-    if expected is not None and not _is_new_phase(problem, expected[1].nearest.problem):
+    if expected is not None and not _is_new_phase(problem, *expected):
         record, why = expected
         standing = _standing(record, VerificationStatus.VERIFIED)
         return Selection(record=record, standing=standing, source="nearest", forecast=why)
     return default_selection(problem, target, specialization)
 
 
-def _is_new_phase(problem: Problem, nearest: Problem) -> bool:
-    """Whether the nearest tuned shape is far, and only one of both has few queries, as in decoding."""
+def _is_new_phase(problem: Problem, record: Record, why: TransferEstimate) -> bool:
+    """Whether the nearest tuned shape is far, and only one of both has few queries, as in decoding.
+
+    The decoding family also splits the keys of more queries.
+    """
+    nearest = why.nearest.problem
+    if problem.seqlen_q > FEW_QUERIES and record.family == DECODING_FAMILY:
+        return False
     few = [one.seqlen_q <= FEW_QUERIES for one in (problem, nearest)]
     return few[0] != few[1] and is_far(nearest, problem)
 

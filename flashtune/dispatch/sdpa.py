@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.core.problem import Causal, Problem
-from flashtune.dispatch.masked_sdpa import chosen_backend, unexpanded
+from flashtune.dispatch.masked_sdpa import chosen_backend, scaled_dot_product_attention, unexpanded
 from flashtune.launch.launch import MIN_SCALE
 
 # Backends load this many bytes at once.

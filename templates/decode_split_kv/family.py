@@ -34,6 +34,7 @@ from flashtune.templates.decode_split_kv.space import (
     combined_columns,
     combines_early,
     decode_space,
+    fewest_tiles,
     fits_registers,
     group_rows,
     loads_pairs,
@@ -43,7 +44,7 @@ from flashtune.templates.decode_split_kv.space import (
 )
 from flashtune.templates.family import Context, FamilyOf
 
-# Maximum number of queries; other families compute more.
+# Maximum number of queries if tiles of them occupy all SMs. Other families then compute more.
 MAX_QUERIES = 16
 MAX_LATENT = 1024
 # Kernels of a shorter estimated time start before the preceding kernel ends, in ms.
@@ -110,8 +111,8 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
-        if problem.seqlen_q > MAX_QUERIES and not problem.mla:
-            return f"decode_split_kv takes up to {MAX_QUERIES} queries of a sequence"
+        if problem.seqlen_q > MAX_QUERIES and fewest_tiles(problem) >= target.sm_count and not problem.mla:
+            return f"decode_split_kv takes up to {MAX_QUERIES} queries of a sequence if they occupy all SMs"
         if problem.dtype.is_quantized:
             return f"decode_split_kv takes no queries in {problem.dtype}"
         if problem.kv_dtype is KvDtype.E4M3 and target.is_nvidia and target.capability < CONVERTS_E4M3:

@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 
 from flashtune.core.config import Axis, BlockSize, Config, LaunchOptions, Space
+from flashtune.core.features.mask_geometry import distinct_keys
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, is_exact, power_of_two
@@ -60,7 +60,7 @@ MIN_COLUMNS = 32
 def decode_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
     odd_width = not problem.mla and not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
-    fewest = math.ceil(group_rows(problem) / ROWS[-1]) * problem.batch * problem.kv_heads
+    fewest = fewest_tiles(problem)
     most = min(
         max(1, math.ceil(distinct_keys(problem.sight) / MIN_KEYS)),
         max(1, PROGRAMS_PER_SM * target.sm_count // max(1, fewest)),
@@ -93,6 +93,15 @@ def decode_space(problem: Problem, target: Target) -> Space:
 def group_rows(problem: Problem) -> int:
     """Returns the rows of one KV head of a sequence."""
     return max(1, problem.seqlen_q * problem.group_size)
+
+
+def fewest_tiles(problem: Problem) -> int:
+    """Returns the number of tiles of the most rows, at most: each packed sequence may end in a partial tile."""
+    if problem.total_q:
+        tiles = problem.total_q * problem.group_size // ROWS[-1] + problem.batch
+    else:
+        tiles = math.ceil(group_rows(problem) / ROWS[-1]) * problem.batch
+    return tiles * problem.kv_heads
 
 
 def query_chunks(problem: Problem, split_head_dim: bool) -> tuple[Chunk, ...]:

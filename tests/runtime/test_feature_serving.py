@@ -151,7 +151,7 @@ def test_windows_without_effect_use_plain_kernels(machine: Machine) -> None:
     assert {kernel.family for kernel in machine.kernels} <= {"forward_q_outer", "forward_hopper"}
 
 
-def test_decoding_kernels_serve_few_queries_only(machine: Machine) -> None:
+def test_decoding_kernels_serve_few_tiles_of_queries_only(machine: Machine) -> None:
     def family(queries: int) -> str:
         q = torch.randn(2, queries, HEADS, 64).half()
         given = paged((2048, 900), widths=(64, 64))
