@@ -37,7 +37,9 @@ def float32_problem(dtype: Dtype, family: Family, head_dim: int = 128) -> Proble
 @pytest.mark.parametrize("target", ["a100", "h100", "h200"])
 @pytest.mark.parametrize("dtype", [Dtype.FP32, Dtype.TF32])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_no_search_or_default_on_nvidia_is_without_tensor_cores(family: Family, dtype: Dtype, target: str) -> None:
+def test_no_search_or_default_on_nvidia_is_without_tensor_cores(
+    family: Family, dtype: Dtype, target: str
+) -> None:
     problem, gpu = float32_problem(dtype, family), find_target(target)
     axis = next(axis for axis in family.space(problem, gpu).axes if axis.name == "input_precision")
     assert family.default(problem, gpu).input_precision in axis.values
