@@ -79,9 +79,7 @@ class Command(click.Command):
 
             with formatter.section("Examples"):
                 for example in self.examples:
-                    for line in folded_command(example, formatter.width - formatter.current_indent).split(
-                        "\n"
-                    ):
+                    for line in folded_command(example, formatter.width - formatter.current_indent).split("\n"):
                         formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
 
