@@ -37,9 +37,13 @@ SERVED = frozenset(
 
 
 def is_served(record: Record) -> bool:
-    """Returns whether a selection is a forward pass that functions of flash_attn express."""
+    """Returns whether a selection is a forward pass that functions of flash_attn express.
+
+    A package has no kernels of tf32, because it does not read torch's setting.
+    """
     problem = record.problem
-    plain = not problem.is_backward and problem.dtype is not Dtype.E4M3 and problem.features <= SERVED
+    expressed = problem.dtype not in (Dtype.E4M3, Dtype.TF32) and problem.features <= SERVED
+    plain = not problem.is_backward and expressed
     return plain and record.config is not None
 
 
