@@ -14,7 +14,13 @@ from flashtune.core.kernel import Specialization, specialization_of
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, device_target, find_target
-from flashtune.dispatch.faster_peers import UNFUSED, faster_peer, shared_time
+from flashtune.dispatch.faster_peers import (
+    UNFUSED,
+    faster_peer,
+    is_untrusted,
+    shared_time,
+    untimed_peer,
+)
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import known_refusal, sdpa_allowed, sharing_of
 from flashtune.dispatch.sdpa import default_backend
@@ -157,7 +163,7 @@ def _of_selection(
     if request.prefer is Prefer.FASTEST and not request.return_lse:
         bias = given[-1].bias
         sharing = None if bias is None else sharing_of(request.problem, bias)
-        peer = _faster_peer(request, selection, sharing, *given)
+        peer = _faster_peer(request, selection, target, sharing, *given)
         if peer is not None:
             backend = peer_backend(peer)
             timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
@@ -193,6 +199,7 @@ def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = Non
 def _faster_peer(
     request: Request,
     selection: Selection,
+    target: Target,
     sharing: MaskSharing | None,
     q: Tensor,
     k: Tensor,
@@ -212,6 +219,8 @@ def _faster_peer(
         usual = default_backend(*views, problem, side.bias)
         if known_refusal(request, usual, *views, side.bias) is not None:
             usual = None
+    if is_untrusted(selection, problem) and (usual is not None or not problem.features):
+        return untimed_peer((selection,), problem, usual, target)
     return faster_peer(selection, problem, usual, sharing)
 
 

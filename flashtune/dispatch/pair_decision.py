@@ -26,7 +26,7 @@ from flashtune.dispatch.decision import (
     required_specialization,
     selection_source,
 )
-from flashtune.dispatch.faster_peers import faster_peer_of_pair
+from flashtune.dispatch.faster_peers import faster_peer_of_pair, is_untrusted, untimed_peer
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.sdpa import default_backend
 from flashtune.dispatch.tables import tuned_records
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.core.record import Selection
+    from flashtune.core.target import Target
 
 # Side inputs whose gradients are computed from the kernels' results, in addition to those of q, k and v.
 DIFFERENTIABLE_SIDE = tuple(name for name in TENSORS if TENSOR_INPUTS[name].has_gradient)
@@ -179,7 +180,7 @@ def _generated(request: Request, assumed: Assumptions) -> BothPasses:
     tables = tuned_records(target.name)
     forward = select(request.problem, target, tables, assumed.forward, generated=True)
     backward = select(request.backward, target, tables, assumed.backward, generated=True)
-    peer = _faster_peer(request, forward, backward, assumed.usual)
+    peer = _faster_peer(request, forward, backward, target, assumed.usual)
     if peer is not None:
         backend, reason = peer_backend(peer), peer_reason(peer, forward, backward)
         return Decision(backend, reason, target, forward), Decision(backend, reason, target, backward)
@@ -190,15 +191,22 @@ def _generated(request: Request, assumed: Assumptions) -> BothPasses:
 
 
 def _faster_peer(
-    request: Request, forward: Selection, backward: Selection, usual: Callable[[], str | None]
+    request: Request,
+    forward: Selection,
+    backward: Selection,
+    target: Target,
+    usual: Callable[[], str | None],
 ) -> str | None:
     """Returns the baseline that is faster over both passes and may replace both kernels, or None."""
     problem = request.problem
     ragged = problem.total_q or problem.seqlens_k
     if request.prefer is Prefer.GENERATED or request.return_lse or request.deterministic or ragged:
         return None
+    passes = forward, backward
+    if not problem.features and any(is_untrusted(selection, problem) for selection in passes):
+        return untimed_peer(passes, problem, usual(), target)
     # With a mask, gradients of some of SDPA's backends may be NaN.
-    return faster_peer_of_pair(forward, backward, problem, None if problem.features else usual())
+    return faster_peer_of_pair(*passes, problem, None if problem.features else usual())
 
 
 def _ungenerated(request: Request) -> BothPasses | None:
