@@ -18,8 +18,11 @@ from flashtune.dispatch.decision import (
     INTERPRETED_TARGET,
     Backend,
     Decision,
+    as_read,
     baseline,
     check_device,
+    copied,
+    copy_words,
     peer_backend,
     peer_reason,
     request_target,
@@ -57,12 +60,14 @@ class Assumptions(NamedTuple):
         backward: Properties that a backward kernel may assume.
         gradients: Names of the side inputs that require grad.
         usual: Returns the backend that SDPA selects, or None if it is not known or has no name.
+        copies: The start of the reason of each pass: the tensors that are copied first, if any.
     """
 
     forward: Specialization
     backward: Specialization
     gradients: tuple[str, ...] = ()
     usual: Callable[[], str | None] = lambda: None
+    copies: tuple[str, str] = ("", "")
 
 
 def decide_pair(
@@ -82,6 +87,10 @@ def decide_pair(
         backward_specialization(request, q, k, v, side),
         side_gradients(side),
         lambda: default_backend(*request.views(q, k, v), request.problem),
+        (
+            copy_words(copied(forward, request.problem, q, k, v)),
+            copy_words(copied(request, request.backward, q, k, v)),
+        ),
     )
     return decide_assumed(request, assumed)
 
@@ -153,10 +162,11 @@ def specialization_of_pass(
 def backward_tensors(
     request: Request, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
 ) -> BackwardTensors:
-    """Returns the tensors of a call in the kernels' layout. The gradients are meta tensors."""
+    """Returns the tensors of a call in the kernels' layout. The gradients and copies are meta tensors."""
     gradients = [torch.empty_like(tensor, device="meta") for tensor in (q, k, v)]
     views, heads_first = request.views, request.layout.heads_first
-    return BackwardTensors(*views(q, k, v), heads_first(out), lse, heads_first(dout), *views(*gradients))
+    read = as_read(request, request.backward, q, k, v)
+    return BackwardTensors(*views(*read), heads_first(out), lse, heads_first(dout), *views(*gradients))
 
 
 def _generated(request: Request, assumed: Assumptions) -> BothPasses:
@@ -184,9 +194,10 @@ def _generated(request: Request, assumed: Assumptions) -> BothPasses:
     if peer is not None:
         backend, reason = peer_backend(peer), peer_reason(peer, forward, backward)
         return Decision(backend, reason, target, forward), Decision(backend, reason, target, backward)
+    first, last = assumed.copies
     return (
-        Decision(Backend.GENERATED, selection_source(forward), target, forward),
-        Decision(Backend.GENERATED, selection_source(backward), target, backward),
+        Decision(Backend.GENERATED, first + selection_source(forward), target, forward),
+        Decision(Backend.GENERATED, last + selection_source(backward), target, backward),
     )
 
 

@@ -55,7 +55,7 @@ def test_unsuitable_schedule_is_replaced(records: tuple[Record, ...]) -> None:
 
 
 def test_untimed_config_with_smaller_tiles_serves_few_tiles(records: tuple[Record, ...]) -> None:
-    # 24 tiles of 128 queries leave most multiprocessors idle; 44 of 64 took 0.74 of the time over 10,432 keys.
+    # 24 tiles of 128 queries leave most multiprocessors idle. 44 of 64 took 0.74 of the time at 10,432 keys.
     problem = shape(
         head_dim=256, value_head_dim=256, heads=4, kv_heads=4, batch=1, seqlen_q=654, seqlen_kv=1000
     )
