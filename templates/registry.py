@@ -13,8 +13,8 @@ import re
 from importlib import resources
 
 import flashtune.templates as room
+from flashtune.core.canonical_source import canonical_template
 from flashtune.core.errors import TableError
-from flashtune.core.kernel import canonical_template
 from flashtune.templates.family import Family
 
 SHARED = "common"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flashtune.core.mask_sharing import MaskSharing, nearest_way
-from flashtune.core.problem import Dtype, Problem, score_bytes
+from flashtune.core.problem import Problem, score_bytes
 from flashtune.core.record import Record, Selection, SharedTime
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import DECODING_FAMILY
@@ -66,7 +66,7 @@ def is_untrusted(selection: Selection, problem: Problem) -> bool:
 
     That holds for float32: its products take several products of Tensor Cores, or none.
     """
-    return problem.dtype is Dtype.FP32 and selection.measured.measurement is None
+    return problem.dtype.is_float32 and selection.measured.measurement is None
 
 
 def untimed_peer(

@@ -14,7 +14,6 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, nearest_way
 from flashtune.core.problem import Causal, Feature, Problem
@@ -22,6 +21,8 @@ from flashtune.launch.compilation import first_line
 from flashtune.launch.launch import MIN_SCALE
 from flashtune.request.request import Prefer, Request
 
+# Programs replace the name in `torch.nn.functional` by functions that call flashtune.
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 # SDPA computes other features no faster, or differently. Windows and chunks would need a mask in each call
 # and would compute all hidden blocks. Slopes would be rounded to 16 bits, and dropout draws other weights.
 FEATURES = frozenset({Feature.BIAS})

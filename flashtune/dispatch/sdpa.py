@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.core.problem import Causal, Problem
 from flashtune.dispatch.masked_sdpa import (
     ADDRESS_ALIGNMENT,
     chosen_backend,
     readable,
+    scaled_dot_product_attention,
     shares_heads,
     start,
     unexpanded,

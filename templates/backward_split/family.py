@@ -23,6 +23,7 @@ from flashtune.templates.common.args.backward_portable import (
 )
 from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.precision import input_precisions
 from flashtune.templates.family import Context, FamilyOf
 
 # Features that hide keys from only some queries of a block.
@@ -75,6 +76,7 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
             # If only the last block is masked, one loop is as fast and needs fewer registers.
             split_masked_loop=masked and width <= 256,
             lpt=problem.causal is not Causal.NONE,
+            input_precision=input_precisions(problem, target)[-1],
         )
 
     def arguments(

@@ -211,7 +211,7 @@ def _smaller_tiles(problem: Problem, config: DecodeConfig) -> DecodeConfig:
 
     Two blocks in flight are enough. Fewer rows come late, since then more programs read the same keys.
     """
-    wide = problem.dtype is Dtype.FP32
+    wide = problem.dtype.is_float32
     if config.num_stages > 3:
         return msgspec.structs.replace(config, num_stages=config.num_stages - 1)
     if config.block_n > (16 if wide else MIN_KEYS):
@@ -227,7 +227,7 @@ def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
     """Returns tiles for any length, with three blocks in SRAM, two of them in flight."""
     rows = group_rows(problem)
     block_m = next((size for size in (16, 32) if rows <= size), 64)
-    if problem.dtype is Dtype.FP32:
+    if problem.dtype.is_float32:
         wide = power_of_two(max(problem.head_dim, problem.value_head_dim)) > 128
         return DecodeConfig(block_m=min(block_m, 32), block_n=16 if wide else 32, num_warps=4, num_stages=2)
     if problem.mla:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from flashtune.core.features.mask_geometry import distinct_keys
 from flashtune.core.kernel import Specialization
-from flashtune.core.mask_geometry import distinct_keys
-from flashtune.core.problem import Bias, Dtype, KvScale, Problem
+from flashtune.core.problem import Bias, KvScale, Problem
 from flashtune.core.target import KIB, Target
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
 from flashtune.templates.common.model.sram import Engine, columns, engine_of, tiles_of
@@ -102,7 +102,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         share = GREED * bandwidth / target.sm_count
         products = 2 * config.block_m * blocks * config.block_n * (width + values)
         grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
-        peak = target.peak.fp32 if problem.dtype is Dtype.FP32 else target.peak.half
+        peak = target.peak.fp32 if problem.dtype.is_float32 else target.peak.half
         rate = peak * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
         busy = rounds * (max(part / share, products / rate) + PROGRAM)
         if problem.kv_dtype is not None or problem.page_size:
@@ -171,7 +171,7 @@ def _score_tiles(problem: Problem, config: DecodeConfig, engine: Engine | None, 
     biased, stored = problem.bias is not Bias.NONE, problem.kv_dtype is not None
     if engine in (Engine.WARPGROUP, Engine.TENSOR_MEMORY):
         return int(biased and not stored)
-    if problem.dtype is Dtype.FP32:
+    if problem.dtype.is_float32:
         return 2 if problem.bias is Bias.ADDITIVE else 1
     if engine is not Engine.WARP:
         return 2 if biased else int(config.block_m >= WARPGROUP_ROWS)

@@ -198,7 +198,7 @@ def _peak(dtype: Dtype, target: Target) -> float:
     """Returns TFLOP/s of the units that multiply such elements."""
     if dtype.is_quantized:
         return target.peak.fp8
-    return target.peak.fp32 if dtype is Dtype.FP32 else target.peak.half
+    return target.peak.fp32 if dtype.is_float32 else target.peak.half
 
 
 def compare_traffic(chosen: Chosen) -> tuple[Traffic, ...]:

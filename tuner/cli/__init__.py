@@ -76,7 +76,9 @@ class Failure(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         """Writes the sentence to stderr."""
-        click.echo(f"flashtune: {self.message}", file=file, err=True)
+        from flashtune.tuner.cli.output import folded
+
+        click.echo(folded(f"flashtune: {self.message}", err=True), file=file, err=True)
 
 
 class CommandGroup(click.Group):
@@ -124,8 +126,10 @@ class CommandGroup(click.Group):
             # Errors of standard output name no file. Named files have errors of their own.
             if error.errno not in UNWRITABLE or error.filename is not None:
                 raise
+            from flashtune.tuner.cli.output import warn
+
             _give_up_output()
-            click.echo(f"flashtune: cannot write the output: {error.strerror}; write it elsewhere", err=True)
+            warn(f"cannot write the output: {error.strerror}; write it elsewhere")
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -142,8 +146,18 @@ class CommandGroup(click.Group):
             if fault is None:
                 raise
             raise Failure(MachineError(fault)) from error
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            from flashtune.tuner.cli.output import folded
+
+            # click writes its own errors after this word.
+            sentence = folded(f"Error: {error.format_message()}", err=True).removeprefix("Error: ")
+            raise click.UsageError(sentence, error.ctx) from error
         except KeyboardInterrupt:
-            click.echo("flashtune: interrupted; finished results are stored", err=True)
+            from flashtune.tuner.cli.output import warn
+
+            warn("interrupted; finished results are stored")
             ctx.exit(INTERRUPTED)
 
 
@@ -160,7 +174,9 @@ def plain_warnings() -> Iterator[None]:
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **rest: Any) -> None:
         if category.__module__.startswith("flashtune."):
-            click.echo(f"flashtune: {message}", err=True)
+            from flashtune.tuner.cli.output import warn
+
+            warn(str(message))
         else:
             usual(message, category, *place, **rest)
 

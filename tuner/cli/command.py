@@ -72,12 +72,15 @@ class Command(click.Command):
                     formatter.write_dl(found)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the examples without folding."""
+        """Writes the examples as commands that can be copied."""
         super().format_epilog(ctx, formatter)
         if self.examples:
+            from flashtune.core.notices import folded_command
+
             with formatter.section("Examples"):
-                for line in self.examples:
-                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+                for example in self.examples:
+                    for line in folded_command(example, formatter.width - formatter.current_indent).split("\n"):
+                        formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
 
 class Group(click.Group):

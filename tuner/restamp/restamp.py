@@ -14,9 +14,10 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from flashtune.core.canonical_source import canonical_source
 from flashtune.core.errors import FlashtuneError, KernelError
 from flashtune.core.file_lock import read_bounded
-from flashtune.core.kernel import Argument, Kernel, Step, canonical_source
+from flashtune.core.kernel import Argument, Kernel, Step
 from flashtune.core.record import Record
 from flashtune.core.target import Target
 from flashtune.db.codec import fingerprint

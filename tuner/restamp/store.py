@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from flashtune.core.kernel import Kernel, canonical_source
+from flashtune.core.canonical_source import canonical_source
+from flashtune.core.kernel import Kernel
 from flashtune.core.record import Record, Versions
 from flashtune.db.codec import Check
 from flashtune.db.store import open_store

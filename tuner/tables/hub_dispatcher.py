@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 HERE = Path(__file__).parent
+# Programs replace the name in `torch.nn.functional` by functions that call this package.
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 Window = tuple[int | None, int | None]
 
 
@@ -219,8 +222,6 @@ def by_torch(call: Call) -> Tensor:
 
 def _packed(call: Call) -> Tensor:
     """Returns the output of packed sequences by torch's own kernel."""
-    from torch.nn.attention.varlen import varlen_attn
-
     left, right = (-1 if side is None else side for side in call.window)
     # `varlen_attn` of torch 2.11 has no parameter for groups of heads.
     group = call.q.shape[1] // call.k.shape[1]
@@ -297,7 +298,7 @@ def _dense(call: Call, inputs: dict[str, Any], lengths: Tensor | None = None) ->
     if lengths is not None:
         hidden |= unused.mT
     if not {"softcap", "sinks", "slopes"} & {*inputs}:
-        out = torch.nn.functional.scaled_dot_product_attention(
+        out = scaled_dot_product_attention(
             q, k, v, ~hidden, dropout_p=call.dropout, scale=call.scale
         )
         return out.masked_fill(hidden.all(-1, keepdim=True), 0.0)

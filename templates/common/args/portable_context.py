@@ -44,7 +44,7 @@ class PortableContext(Context, frozen=True, kw_only=True):
     @property
     def is_fp32(self) -> bool:
         """Whether queries are in fp32."""
-        return self.dtype is Dtype.FP32
+        return self.dtype.is_float32
 
     @property
     def is_fp16(self) -> bool:
@@ -65,7 +65,7 @@ def portable_fields(
     `block_n` keys, or 0 if no template asks for pages.
     """
     return {
-        "dtype": problem.dtype,
+        "dtype": problem.dtype.stored,
         "causal": problem.causal,
         "head_dim": problem.head_dim,
         "value_head_dim": problem.value_head_dim,

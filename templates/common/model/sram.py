@@ -141,7 +141,7 @@ def engine_of(target: Target, dtype: Dtype, block_m: int, num_warps: int, ieee: 
         return None
     if not target.is_nvidia:
         return Engine.MFMA
-    wide = dtype is Dtype.FP32
+    wide = dtype.is_float32
     if wide and ieee:
         return Engine.VECTOR
     if block_m >= WARPGROUP_ROWS:

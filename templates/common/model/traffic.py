@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from flashtune.core.mask_geometry import distinct_keys
+from flashtune.core.features.mask_geometry import distinct_keys
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.family import BytesItem

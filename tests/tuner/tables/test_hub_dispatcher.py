@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from flashtune.tuner.tables import hub_dispatcher
 from flashtune.tuner.tables.hub_dispatcher import Call, Entry
@@ -37,7 +36,7 @@ def test_packed_sequences_with_groups_of_heads_use_no_new_parameter_of_torch(
         assert torch.equal(v[:, 3], values[:, 1])
         return v
 
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(hub_dispatcher, "varlen_attn", varlen_attn)
     q, keys, values = torch.randn(10, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
     starts = torch.tensor([0, 10], dtype=torch.int32)
     inputs = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}

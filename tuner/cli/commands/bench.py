@@ -75,8 +75,9 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     "peers",
     multiple=True,
     type=_Peer(PEERS),
-    help="Implementation to compare with. Default: all that are installed. flex is compiled for each shape, "
-    "which takes seconds. Repeatable.",
+    metavar="NAME",
+    help=f"Implementation to compare with: {', '.join(PEERS)}. Default: all that are installed. flex is "
+    "compiled for each shape, which takes seconds. Repeatable.",
 )
 @click.option("--no-peers", is_flag=True, help="Time only the selected kernel.")
 @click.option(

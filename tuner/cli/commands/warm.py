@@ -19,7 +19,7 @@ from flashtune.tuner.cli.options import (
     quiet_options,
     target_options,
 )
-from flashtune.tuner.cli.output import is_set, note, print_json, printable, progress_bars
+from flashtune.tuner.cli.output import is_set, note, print_json, printable, progress_bars, say
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
@@ -107,7 +107,7 @@ def command(
     else:
         done = "compiled" if device is None else "compiled, loaded and proven"
         took = duration(time.monotonic() - started)
-        click.echo(
+        say(
             f"{len(results) - len(failed)} of {len(results)} kernels are {done} for {target.name}, "
             f"for {len(calls) - len(needs.left_out)} kinds of calls, in {took}"
         )
