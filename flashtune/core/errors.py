@@ -11,7 +11,20 @@ MAX_NAMED = 6
 MIN_PART = 4
 
 
-class FlashtuneError(Exception):
+def printable(text: str) -> str:
+    """Returns a text of any origin on one line, with `?` for control codes of terminals."""
+    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
+
+
+class Printable(Exception):  # noqa: N818 - the base of errors and of warnings
+    """An error or warning whose text may quote names of any origin."""
+
+    def __str__(self) -> str:
+        """Returns the text on one line, without control codes."""
+        return printable(super().__str__())
+
+
+class FlashtuneError(Printable):
     """The base of all errors. The CLI exits with `exit_code`."""
 
     exit_code = 1

@@ -71,9 +71,7 @@ class Failure(click.ClickException):
     """A `FlashtuneError` as the command line reports it: its sentence, and its exit code."""
 
     def __init__(self, error: FlashtuneError) -> None:
-        # A sentence may quote a file or a database: remove control codes for terminals.
-        sentence = " ".join(str(error).split())
-        super().__init__("".join(sign if sign.isprintable() else "?" for sign in sentence))
+        super().__init__(str(error))
         self.exit_code = error.exit_code  # type: ignore[misc] # click's own subclasses set it too
 
     def show(self, file: Any = None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashtune.core.errors import KernelError, UsageError
+from flashtune.core.errors import KernelError, UsageError, printable
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
     database_option,
@@ -18,7 +18,7 @@ from flashtune.tuner.cli.options import (
     quiet_options,
     target_options,
 )
-from flashtune.tuner.cli.output import is_set, note, print_json, printable, progress_bars, say
+from flashtune.tuner.cli.output import is_set, note, print_json, progress_bars, say
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
