@@ -86,8 +86,9 @@ def decide(
             families compute each of its features, but not their combination.
     """
     check_device(request)
-    if request.is_empty:
-        return Decision(Backend.NONE, "there is nothing to attend to")
+    valueless = without_values(request)
+    if valueless is not None:
+        return valueless
     if request.is_double:
         return Decision(Backend.UNFUSED, DOUBLE)
     unknown = without_kernels(request.problem)
@@ -115,6 +116,13 @@ def decide(
         passed_over = _passed_over(usual, selection)
     passed_over += copy_words(copied(request, request.problem, q, k, v))
     return _of_selection(request, selection, target, (q, k, v, side), passed_over)
+
+
+def without_values(request: Request) -> Decision | None:
+    """Returns the decision for a request without queries or keys, or on the meta device."""
+    if request.is_empty:
+        return Decision(Backend.NONE, "there is nothing to attend to")
+    return Decision(Backend.NONE, "meta tensors have no values") if request.device.type == "meta" else None
 
 
 def request_target(request: Request) -> Target:
@@ -298,7 +306,7 @@ def check_device(request: Request) -> None:
     Raises:
         ProblemError: They are on the CPU, and there is no interpreter or it does not support their type.
     """
-    if request.device.type == "cuda" or request.is_double:
+    if request.device.type in ("cuda", "meta") or request.is_double:
         return
     if request.problem.dtype.is_quantized:
         raise ProblemError(

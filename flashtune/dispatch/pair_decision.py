@@ -28,6 +28,7 @@ from flashtune.dispatch.decision import (
     request_target,
     required_specialization,
     selection_source,
+    without_values,
 )
 from flashtune.dispatch.faster_peers import faster_peer_of_pair, is_untrusted, untimed_peer
 from flashtune.dispatch.lookup import default_selection, select
@@ -223,8 +224,9 @@ def _faster_peer(
 def _ungenerated(request: Request) -> BothPasses | None:
     """Returns the decisions for empty and float64 calls, which need no generated kernel, else None."""
     check_differentiable(request)
-    if request.is_empty:
-        return _both(Decision(Backend.NONE, "there is nothing to attend to"))
+    valueless = without_values(request)
+    if valueless is not None:
+        return _both(valueless)
     return _both(Decision(baseline(request), DOUBLE)) if request.is_double else None
 
 
