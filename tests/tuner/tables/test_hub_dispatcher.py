@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from flashtune.core.errors import UsageError
 from flashtune.tuner.tables import hub_dispatcher
 from flashtune.tuner.tables.hub_dispatcher import Call, Entry
+from flashtune.tuner.tables.hub_package import require_no_others
 
 NO_WINDOW = (None, None)
 
@@ -156,3 +159,22 @@ def test_captured_packed_sequences_raise(monkeypatch: pytest.MonkeyPatch) -> Non
     q, starts = torch.randn(10, 2, 8), torch.tensor([0, 10], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="CUDA graph"):
         hub_dispatcher.flash_attn_varlen_func(q, q, q, starts, starts, 10, 10, softcap=1.0)
+
+
+def test_folder_of_a_package_has_no_links_and_no_other_files(tmp_path: Path) -> None:
+    paths = {"build/torch-cuda/kernels/one.py", "build/torch-cuda/__init__.py"}
+    require_no_others(tmp_path, paths)
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    (tmp_path / "README.md").touch()
+    require_no_others(tmp_path, paths)
+    other = tmp_path / "build/torch-cuda/triton.py"
+    other.touch()
+    with pytest.raises(UsageError, match=r"triton\.py is not a file of this package"):
+        require_no_others(tmp_path, paths)
+    other.unlink()
+    (tmp_path / "build/torch-cuda/__init__.py").unlink()
+    (tmp_path / "build/torch-cuda/__init__.py").symlink_to(tmp_path / "README.md")
+    with pytest.raises(UsageError, match=r"__init__\.py is not a file of this package"):
+        require_no_others(tmp_path, paths)
