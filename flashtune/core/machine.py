@@ -175,6 +175,15 @@ def triton_folder() -> Path:
     return folder
 
 
+def temporary_folder() -> Path:
+    """Returns the folder of temporary files, of ptxas and the C compiler too.
+
+    Python passes over a full folder, which these programs still use.
+    """
+    named = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))
+    return Path(next(filter(None, named), None) or tempfile.gettempdir())
+
+
 class WrittenFolder(NamedTuple):
     """A folder to which a compilation writes.
 
@@ -192,7 +201,7 @@ class WrittenFolder(NamedTuple):
 WRITTEN_FOLDERS = (
     WrittenFolder("the kernel cache", lambda: cache_folder() / KERNELS, "FLASHTUNE_CACHE_DIR"),
     WrittenFolder("the Triton cache", triton_folder, "TRITON_CACHE_DIR"),
-    WrittenFolder("the temporary folder", lambda: Path(tempfile.gettempdir()), "TMPDIR"),
+    WrittenFolder("the temporary folder", temporary_folder, "TMPDIR"),
 )
 
 
