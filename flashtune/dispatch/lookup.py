@@ -24,7 +24,15 @@ from flashtune.core.record import (
 )
 from flashtune.core.target import Target
 from flashtune.dispatch.forecast import forecast, forecast_related
-from flashtune.dispatch.nearest import FEW_QUERIES, is_far, same_computation, tuned_alike
+from flashtune.dispatch.nearest import (
+    DECODING_FAMILY,
+    FEW_QUERIES,
+    SPLIT_GAIN,
+    is_far,
+    may_split,
+    same_computation,
+    tuned_alike,
+)
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions, is_proven
 from flashtune.launch.compilation import interpreting
@@ -39,8 +47,8 @@ DEFAULT_FAMILIES = (
     "backward_hopper",
     "backward_split",
 )
-# The first family if queries are so few that keys must be split among programs.
-DECODING_FAMILY = "decode_split_kv"
+# A family without splits that computes most problems.
+WHOLE_FAMILY = "forward_masked"
 # The first family for latent keys, if queries fill its tiles of 64 rows or its tiles occupy a quarter of the
 # SMs. One sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us with DECODING_FAMILY.
 LATENT_FAMILY = "decode_latent_hopper"
@@ -186,10 +194,21 @@ def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[boo
         rows = problem.group_size * problem.seqlen_q
         tiles = problem.batch * math.ceil(rows / LATENT_ROWS)
         return False, -2 if rows >= LATENT_ROWS or 4 * tiles >= target.sm_count else 0, family.name
-    if family.name == DECODING_FAMILY and problem.seqlen_q <= FEW_QUERIES:
+    if family.name == DECODING_FAMILY and (problem.seqlen_q <= FEW_QUERIES or _splits_pay(problem, target)):
         return False, -1, family.name
     known = family.name in DEFAULT_FAMILIES
     return not known, DEFAULT_FAMILIES.index(family.name) if known else 0, family.name
+
+
+def _splits_pay(problem: Problem, target: Target) -> bool:
+    """Whether split keys take much less time than one program for each tile of queries. Both are modelled."""
+    if not may_split(problem):
+        return False
+    split, whole = (find_family(name) for name in (DECODING_FAMILY, WHOLE_FAMILY))
+    split_ms, whole_ms = (
+        family.makespan_ms(problem, family.default(problem, target), target) for family in (split, whole)
+    )
+    return split_ms < SPLIT_GAIN * whole_ms
 
 
 def _why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:

@@ -27,6 +27,7 @@ from flashtune.core.earlier_names import present_call
 from flashtune.core.errors import UsageError
 from flashtune.core.file_lock import alone_with, read_bounded
 from flashtune.core.kernel import Specialization
+from flashtune.core.machine import RECORD_VARIABLE, user_path, variable
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
 
@@ -36,8 +37,6 @@ MAX_FILE_BYTES = 8 * 2**20
 MAX_CALLS = 2**53
 # The time to wait for another process, which writes a few megabytes in far less.
 LOCK_SECONDS = 30.0
-
-VARIABLE = "FLASHTUNE_RECORD"
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -111,10 +110,13 @@ def known_counts(path: Path) -> tuple[CallCount, ...]:
     Raises:
         UsageError: The file does not have recorded calls, or its folder does not exist.
     """
-    if path.exists():
-        return read_counts(path)
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"cannot record calls in {path}: there is no such folder, so make it first")
+    try:
+        if path.exists():
+            return read_counts(path)
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"cannot record calls in {path}: there is no such folder, so make it first")
+    except OSError as error:
+        raise UsageError(f"cannot record calls in {path}: {error.strerror}") from error
     return ()
 
 
@@ -275,13 +277,13 @@ def _write_at_exit(found: Recording) -> None:
 
 def _begin_for_process() -> None:
     """Records this process from now on if the environment variable names a file."""
-    name = os.environ.get(VARIABLE)
-    if not name:
-        return
     try:
-        found = _begin(Path(name))
+        name = variable(RECORD_VARIABLE)
+        if not name:
+            return
+        found = _begin(user_path(name, RECORD_VARIABLE))
     except UsageError as error:
-        warn_once("recording", f"{error}, as {VARIABLE} asks for: nothing is recorded")
+        warn_once("recording", f"{error}, as {RECORD_VARIABLE} asks for: nothing is recorded")
         return
     atexit.register(_write_at_exit, found)
 

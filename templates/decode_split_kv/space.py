@@ -96,7 +96,7 @@ def group_rows(problem: Problem) -> int:
 
 
 def fewest_tiles(problem: Problem) -> int:
-    """Returns the number of tiles of the most rows, at most: each packed sequence may end in a partial tile."""
+    """Returns the number of tiles with the most rows. Each packed sequence may end in a partial tile."""
     if problem.total_q:
         tiles = problem.total_q * problem.group_size // ROWS[-1] + problem.batch
     else:

@@ -121,15 +121,8 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
 def test_unsupported_database_engine() -> None:
     with pytest.raises(StoreError, match="SQLite or PostgreSQL, and mysql://host/name is neither"):
         open_store("mysql://host/name")
-    with pytest.raises(StoreError, match="is not a database URL"):
-        open_store("no such thing://x")
-
-
-def test_messages_do_not_contain_passwords() -> None:
-    with pytest.raises(StoreError) as caught:
-        open_store("postgresql+psycopg://me:secret@flashtune.invalid/name")
-    assert "secret" not in str(caught.value)
-    assert "me@flashtune.invalid" in str(caught.value)
+    with pytest.raises(StoreError, match=r"m:\*\*\*@host/name has another driver than psycopg"):
+        open_store("postgresql+asyncpg://m:secret@host/name")
 
 
 @pytest.fixture

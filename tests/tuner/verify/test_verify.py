@@ -26,10 +26,11 @@ from flashtune.tuner.tables.lookup import shipped_selections
 from flashtune.tuner.verify import record_checks, verify_jobs
 from flashtune.tuner.verify.record_checks import CheckMethod, Report, Result, verify_records
 from flashtune.tuner.verify.verify_jobs import Runs
+from flashtune.verification.probes import EVERY_LEVEL
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("h200")
-GOOD = Verdict(True, 0.6, 300, "", "NVIDIA H200")
+GOOD = Verdict(True, 0.6, 300, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL))
 
 
 def make_record(seqlen: int = 512, **changes: Any) -> Record:
@@ -116,8 +117,7 @@ def test_table_is_compiled_checked_for_size_and_interpreted() -> None:
 
 @pytest.mark.usefixtures("quick_jobs")
 def test_valid_receipt_passes() -> None:
-    probed = msgspec.structs.replace(GOOD, probes=("random", "needle"))
-    record = make_record(verdict=probed)
+    record = make_record()
     result = only_result(record)
     assert (result.failed, result.means) == ("", CheckMethod.INTERPRETER)
     versions = current_versions(FAMILY.name)
@@ -130,7 +130,7 @@ def test_valid_receipt_passes() -> None:
         record.kernel or "",
         0.6,
         300,
-        ("random", "needle"),
+        tuple(EVERY_LEVEL),
     )
 
 
