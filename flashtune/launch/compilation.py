@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Fused multiply-adds round once. Pinned, because the default of Triton will change.
 FP_FUSION = True
+# The precisions of products of float32 in kernels.
+INPUT_PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16x3", "bf16x6")
 # The name of no stage of Triton's compiler.
 NO_STAGE = "none"
 # Many times the size of a kernel's source.
@@ -203,7 +205,8 @@ def launching() -> Iterator[None]:
 
     While a kernel runs, the interpreter replaces parts of Triton for all threads. It repeats each int32
     operation in int64 for an assertion that only its debug mode has. It also replaces the functions of
-    `triton.language` at each call between functions of a kernel. The launch has already replaced them.
+    `triton.language` at each call between functions of a kernel. The launch has already replaced them. It
+    computes all products in float32, but does not know all names of the precisions of Tensor Cores.
     """
     from triton.runtime import interpreter
 
@@ -220,7 +223,9 @@ def launching() -> Iterator[None]:
             known.add(names)
             return replace(function)
 
-        builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
+        builder.options = dataclasses.replace(
+            options, sanitize_overflow=options.debug, allowed_dot_input_precisions=INPUT_PRECISIONS
+        )
         interpreter._patch_lang = replace_once
         try:
             yield

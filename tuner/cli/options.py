@@ -128,7 +128,7 @@ SHAPE_OPTIONS = (
     click.option(
         "--dtype",
         metavar="DTYPE",
-        help="Element type for --model and --hf-config: bf16, fp16, fp32, e4m3 or a list. Default: the "
+        help="Element type for --model and --hf-config: bf16, fp16, fp32, tf32, e4m3 or a list. Default: the "
         "checkpoint's.",
     ),
     click.option(
