@@ -37,7 +37,7 @@ from flashtune.dispatch.nearest import (
     tuned_alike,
     weight,
 )
-from flashtune.dispatch.sdpa_times import expected_peers, least_ms
+from flashtune.dispatch.sdpa_times import expected_peers, least_ms, narrowed_peers
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.registry import find_family
 
@@ -296,6 +296,8 @@ def forecast_related(
                 head_dim=problem.head_dim,
                 value_head_dim=problem.value_head_dim,
             )
+            peers = narrowed_peers(why.peers, other, problem)
+            why = msgspec.structs.replace(why, peers=peers)
             return msgspec.structs.replace(untimed(record, config), problem=own), why
     return None
 
