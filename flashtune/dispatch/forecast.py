@@ -31,6 +31,7 @@ from flashtune.dispatch.nearest import (
     PRIOR_WEIGHT,
     SPLIT_GAIN,
     distance,
+    is_short_prompt,
     may_split,
     nearest_record,
     regression,
@@ -87,7 +88,7 @@ def forecast(
     `serves` returns whether a record's kernel can serve the call.
     """
     alike = tuned_alike(problem, records)
-    able = [record for record in alike if serves(record)]
+    able = [record for record in alike if serves(record) and not is_short_prompt(record, problem)]
     nearest = nearest_record(problem, able)
     if nearest is None:
         return None
@@ -165,6 +166,7 @@ def _of_other_families(
     if not problem.features:
         return
     alike = [record for record in tuned_alike(without(problem, problem.features), records) if record.config]
+    alike = [record for record in alike if not is_short_prompt(record, problem)]
     for name in sorted({record.family for record in alike} - set(names)):
         plain = [record for record in alike if record.family == name]
         known = sorted((_known(record, problem, target) for record in plain), key=lambda one: one.distance)

@@ -44,8 +44,8 @@ from flashtune.templates.decode_split_kv.space import (
 )
 from flashtune.templates.family import Context, FamilyOf
 
-# Maximum number of queries if their tiles occupy all SMs, or if there are fewer keys than this.
-MAX_QUERIES, LONG_KEYS = 16, 1024
+# Maximum number of queries if their tiles occupy all SMs. Other families then compute more.
+MAX_QUERIES = 16
 MAX_LATENT = 1024
 # Kernels of a shorter estimated time start before the preceding kernel ends, in ms.
 SHORT_MS = 0.02
@@ -111,9 +111,8 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
-        is_split = fewest_tiles(problem) < target.sm_count and problem.seqlen_kv >= LONG_KEYS
-        if problem.seqlen_q > MAX_QUERIES and not (is_split or problem.mla):
-            return f"decode_split_kv takes up to {MAX_QUERIES} queries of a sequence, or more over many keys"
+        if problem.seqlen_q > MAX_QUERIES and fewest_tiles(problem) >= target.sm_count and not problem.mla:
+            return f"decode_split_kv takes up to {MAX_QUERIES} queries of a sequence if they occupy all SMs"
         if problem.dtype.is_quantized:
             return f"decode_split_kv takes no queries in {problem.dtype}"
         if problem.kv_dtype is KvDtype.E4M3 and target.is_nvidia and target.capability < CONVERTS_E4M3:

@@ -116,7 +116,7 @@ def test_native_default_precedes_portable_defaults(native: Family, problem: Prob
     wide = msgspec.structs.replace(problem, dtype=Dtype.FP32)
     assert family_of(wide, H200, ALIGNED) == "forward_q_outer"
     names = [selection.record.family for selection in default_selections(problem, H200, ALIGNED)]
-    assert names == [native.name, "forward_q_outer", "forward_kv_outer"]
+    assert names == [native.name, "forward_q_outer", "decode_split_kv", "forward_kv_outer"]
 
 
 def test_error_contains_the_reason_of_each_family(native: Family, problem: Problem) -> None:
