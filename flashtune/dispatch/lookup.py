@@ -202,9 +202,9 @@ def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[boo
 
 def _splits_pay(problem: Problem, target: Target) -> bool:
     """Whether split keys take much less time than one program for each tile of queries. Both are modelled."""
-    if not may_split(problem):
-        return False
     split, whole = (find_family(name) for name in (DECODING_FAMILY, WHOLE_FAMILY))
+    if not may_split(problem) or split.supports(problem, target) is not None:
+        return False
     split_ms, whole_ms = (
         family.makespan_ms(problem, family.default(problem, target), target) for family in (split, whole)
     )

@@ -81,10 +81,7 @@ class BackwardExecutor(Protocol):
 
 
 class Bound(NamedTuple):
-    """A launch, functions that allocate dq, dk and dv on the current device, and which inputs are copied.
-
-    The forward pass saves the tensors of the call, not its copies, so that they need no memory in between.
-    """
+    """A launch, functions that allocate dq, dk and dv on the current device, and which inputs are copied."""
 
     launch: Launch
     new_dq: Callable[[], Tensor]
@@ -190,7 +187,7 @@ class BoundBackward:
             extra = _extra_views(self._request, side, tensors)
             launch = bind(kernel, target, tensors, extra, compiled=binary)
             made = (allocator(torch.empty_like(one, device="meta"), one.device) for one in (q, k, v))
-            copies = copied(self._request, self._request.backward, q, k, v)
+            copies = copied(self._request, q, k, v)
             return Bound(launch, *made, copies if any(copies) else None)
         if dout.stride() == torch.empty(dout.shape, device="meta").stride():
             raise KernelError(
