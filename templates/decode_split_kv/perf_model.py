@@ -15,6 +15,7 @@ from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
 from flashtune.templates.common.model.sram import Engine, columns, engine_of, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream
 from flashtune.templates.common.model.traffic import split_keys_items
+from flashtune.templates.common.precision import at_rate, fixed_precision
 from flashtune.templates.decode_split_kv.space import (
     WARPGROUP_ROWS,
     DecodeConfig,
@@ -25,7 +26,6 @@ from flashtune.templates.decode_split_kv.space import (
     query_chunks,
     value_chunks,
 )
-from flashtune.templates.common.precision import at_rate, fixed_precision
 from flashtune.templates.family import BytesItem, PerformanceModel
 
 # In µs: an empty launch, its part that overlaps the preceding kernel, and a program's time without its keys.
@@ -106,7 +106,12 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         products = 2 * config.block_m * blocks * config.block_n * (width + values)
         grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
         peak = at_rate(fixed_precision(problem), target).peak
-        rate = (peak.fp32 if problem.dtype.is_float32 else peak.half) * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
+        rate = (
+            (peak.fp32 if problem.dtype.is_float32 else peak.half)
+            * 1e6
+            / target.sm_count
+            * (WARPGROUP_RATE if grouped else WARP_RATE)
+        )
         busy = rounds * (max(part / share, products / rate) + PROGRAM)
         if problem.kv_dtype is not None or problem.page_size:
             busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_PROGRAM + PROGRAM))
