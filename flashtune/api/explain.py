@@ -30,6 +30,7 @@ from flashtune.request.read_call import read_call
 from flashtune.request.request import Prefer, Request
 from flashtune.runtime.call_cache import unsigned
 from flashtune.runtime.self_check import known_seconds, known_verdict
+from flashtune.templates.config_text import config_text
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,7 +229,7 @@ def _explanation(problem: Problem, decision: Decision) -> Explanation:
 
 def _record_lines(selection: Selection) -> list[str]:
     record = selection.record
-    label = record.config.label() if record.config else "no config"
+    label = config_text(record) or "no config"
     lines = [
         f"  {selection.source} record of {record.problem.key}: {record.family}, {label}; {selection.standing}"
     ]

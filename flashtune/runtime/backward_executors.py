@@ -16,6 +16,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT, Kernel, Specialization
 from flashtune.core.problem import Dtype
+from flashtune.dispatch.decision import copied
 from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.pair_decision import backward_tensors, specialization_of_pass
 from flashtune.launch.binding import bind
@@ -24,6 +25,7 @@ from flashtune.launch.launcher import current_device
 from flashtune.launch.tensors import BackwardTensors
 from flashtune.launch.workspaces import allocator
 from flashtune.request.side_inputs import side_views
+from flashtune.runtime.executors import copies_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,12 +81,13 @@ class BackwardExecutor(Protocol):
 
 
 class Bound(NamedTuple):
-    """A launch, and functions that allocate dq, dk and dv on the current device."""
+    """A launch, functions that allocate dq, dk and dv on the current device, and which inputs are copied."""
 
     launch: Launch
     new_dq: Callable[[], Tensor]
     new_dk: Callable[[], Tensor]
     new_dv: Callable[[], Tensor]
+    copies: tuple[bool, bool, bool] | None = None
 
 
 class BoundBackward:
@@ -137,6 +140,8 @@ class BoundBackward:
             return self(q, k, v, out, lse, dout, dlse, scale, side)
         scale = self._default_scale if scale is None else scale
         gradients = _allocated(self._request, q, k, v, self._writes)
+        if bound.copies is not None:
+            q, k, v = copies_of((q, k, v), bound.copies)
         tensors = q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[4:], gradients.dsinks
         bound.launch(tensors, scale, side)
         return gradients
@@ -155,9 +160,9 @@ class BoundBackward:
         """Returns the gradients of q, k and v with less overhead, without side inputs and `dlse`."""
         bound = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
         elsewhere = self._index is not None and current_device() != self._index
-        if bound is None or elsewhere or dout.data_ptr() % POINTER_ALIGNMENT:
+        if bound is None or elsewhere or dout.data_ptr() % POINTER_ALIGNMENT or bound.copies is not None:
             return self(q, k, v, out, lse, dout, dlse, scale)
-        launch, new_dq, new_dk, new_dv = bound
+        launch, new_dq, new_dk, new_dv, _ = bound
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         tensors = q, k, v, out, lse, dout, dq, dk, dv, None, None, None
         launch(tensors, self._default_scale if scale is None else scale)
@@ -182,7 +187,8 @@ class BoundBackward:
             extra = _extra_views(self._request, side, tensors)
             launch = bind(kernel, target, tensors, extra, compiled=binary)
             made = (allocator(torch.empty_like(one, device="meta"), one.device) for one in (q, k, v))
-            return Bound(launch, *made)
+            copies = copied(self._request, q, k, v)
+            return Bound(launch, *made, copies if any(copies) else None)
         if dout.stride() == torch.empty(dout.shape, device="meta").stride():
             raise KernelError(
                 "tensors that were saved for the backward pass came back with strides that its kernel cannot "

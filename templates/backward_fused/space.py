@@ -6,7 +6,7 @@ import enum
 
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.kernel import Alignment
-from flashtune.core.problem import Bias, Dtype, Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Chunk, columns, is_exact, power_of_two
 from flashtune.templates.common.model.sram_backward import (
@@ -15,7 +15,7 @@ from flashtune.templates.common.model.sram_backward import (
     may_split,
     usual_tiles_of_keys,
 )
-from flashtune.templates.common.precision import InputPrecision, precision_axis
+from flashtune.templates.common.precision import InputPrecision, input_precisions, precision_axis
 
 # TMA addresses are multiples of this many float32 elements.
 DESCRIBED_NUMBERS = 4
@@ -64,7 +64,7 @@ WIDE_HEAD = 256
 
 def fused_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
-    wide = problem.dtype is Dtype.FP32
+    wide = problem.dtype.is_float32
     short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
     odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
@@ -135,10 +135,13 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
 def usual_config(problem: Problem, target: Target) -> FusedConfig:
     """Returns a config that fits the target, for untuned shapes."""
     width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
-    if problem.dtype is not Dtype.FP32 and target.capability == HOPPER:
+    if not problem.dtype.is_float32 and target.capability == HOPPER:
         return _usual_of_hopper(problem, width)
     block_m, block_n, warps, stages = usual_tiles_of_keys(problem, width, target)
-    return FusedConfig(block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
+    precision = input_precisions(problem, target)[-1]
+    return FusedConfig(
+        block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages, input_precision=precision
+    )
 
 
 def _usual_of_hopper(problem: Problem, width: int) -> FusedConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -13,6 +14,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Problem
+from flashtune.dispatch import decision
 from flashtune.runtime import backward_executors, prepare
 from tests.runtime.training_calls import close, executor_of, leaves, quiet
 from tests.support.machine import Machine, expected
@@ -98,7 +100,10 @@ def test_number_of_cached_launches_is_bounded(
     assert len(bound._launches) == 2
 
 
-def test_saved_tensors_with_other_strides_are_refused(machine: Machine, problem: Problem) -> None:
+def test_saved_tensors_with_other_strides_are_refused(
+    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision, "COPY_MS", math.inf)
     q, k, v = leaves(problem, torch.bfloat16)
     out = flashtune.attention(q, k, v, causal=True)
     bound = executor_of(out)

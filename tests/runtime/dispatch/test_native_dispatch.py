@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -115,7 +116,7 @@ def test_native_default_precedes_portable_defaults(native: Family, problem: Prob
     wide = msgspec.structs.replace(problem, dtype=Dtype.FP32)
     assert family_of(wide, H200, ALIGNED) == "forward_q_outer"
     names = [selection.record.family for selection in default_selections(problem, H200, ALIGNED)]
-    assert names == [native.name, "forward_q_outer", "forward_kv_outer"]
+    assert names == [native.name, "forward_q_outer", "decode_split_kv", "forward_kv_outer"]
 
 
 def test_error_contains_the_reason_of_each_family(native: Family, problem: Problem) -> None:
@@ -158,6 +159,9 @@ def test_explain_names_the_rejected_family(
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
     _, aligned = decided(monkeypatch, tuned, misaligned=False)
     assert aligned.reason == "it is selected in the table that ships for this GPU"
+    _, copied = decided(monkeypatch, tuned, misaligned=True)
+    assert copied.reason.startswith("q, k, v are copied first")
+    monkeypatch.setattr(decision, "COPY_MS", math.inf)
     _, misaligned = decided(monkeypatch, tuned, misaligned=True)
     assert misaligned.selection is not None
     assert misaligned.selection.record.family == "forward_q_outer"

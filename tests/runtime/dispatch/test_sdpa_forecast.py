@@ -20,9 +20,9 @@ from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.faster_peers import faster_peer
-from flashtune.dispatch.forecast import expected_peers
 from flashtune.dispatch.lookup import nearest_selection, select
 from flashtune.dispatch.nearest import tuned_alike
+from flashtune.dispatch.sdpa_times import expected_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
@@ -166,8 +166,10 @@ def test_records_of_the_other_16_bit_type_are_used(problem: Problem, make_record
     assert selected(wide, (known,)).source == "default"
 
 
-def test_very_narrow_heads_use_the_default(records: tuple[Record, ...]) -> None:
-    assert selected(square(16, 16, 2, 2048), records).source == "default"
+def test_very_narrow_heads_use_configs_of_head_dim_64(records: tuple[Record, ...]) -> None:
+    selection = selected(square(16, 16, 2, 2048), records)
+    assert selection.forecast is not None
+    assert selection.forecast.nearest.problem.head_dim == 64
 
 
 def test_sdpa_times_are_estimated_within_bounds(records: tuple[Record, ...]) -> None:

@@ -40,6 +40,8 @@ MakeRecord = Callable[..., Record]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Calls `flashtune` with arguments, on a database and a cache of the test's own."""
     monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "flashtune.sqlite"))
+    # Sentences are folded at words, and tests compare them whole.
+    monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / "cache"))
 
     def invoke(*arguments: str | Path) -> Result:

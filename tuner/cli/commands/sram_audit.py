@@ -10,7 +10,7 @@ import click
 from flashtune.core.errors import KernelError
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import complete_families, complete_targets, json_option, quiet_options
-from flashtune.tuner.cli.output import console, note, print_json, progress_bars, table
+from flashtune.tuner.cli.output import console, note, print_json, print_table, progress_bars, say, table
 
 if TYPE_CHECKING:
     from flashtune.core.target import Target
@@ -137,8 +137,8 @@ def _print(audit: Audit) -> None:
             shown.add_column(head, justify="left" if head in NAMES else "right")
         for cells in rows:
             shown.add_row(*cells)
-        console().print(shown)
-    click.echo(_summary(audit))
+        print_table(console(), shown)
+    say(_summary(audit))
 
 
 def _tables(audit: Audit) -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...]]]]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashtune.core.errors import UsageError, VerificationError
+from flashtune.core.errors import UsageError, VerificationError, printable
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import database_option, json_option, quiet_options, target_filter_option
-from flashtune.tuner.cli.output import is_set, note, print_json, printable, progress_bars, say, write_result
+from flashtune.tuner.cli.output import is_set, note, print_json, progress_bars, say, write_result
 
 if TYPE_CHECKING:
     from flashtune.core.record import Record
