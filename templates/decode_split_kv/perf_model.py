@@ -105,8 +105,13 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         share = GREED * bandwidth / target.sm_count
         products = 2 * config.block_m * blocks * config.block_n * (width + values)
         grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
-        peak = at_rate(fixed_precision(problem), target).peak
-        rate = (peak.fp32 if problem.dtype.is_float32 else peak.half) * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
+        peak = at_rate(problem, fixed_precision(problem), target).peak
+        rate = (
+            (peak.fp32 if problem.dtype.is_float32 else peak.half)
+            * 1e6
+            / target.sm_count
+            * (WARPGROUP_RATE if grouped else WARP_RATE)
+        )
         busy = rounds * (max(part / share, products / rate) + PROGRAM)
         if problem.kv_dtype is not None or problem.page_size:
             busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_PROGRAM + PROGRAM))
