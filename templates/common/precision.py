@@ -27,8 +27,8 @@ class InputPrecision(enum.StrEnum):
     BF16X6 = "bf16x6"
 
 
-# Rate of float32 products in the forward pass of portable kernels up to head dim 128, relative to the peak rate
-# of 16-bit products. Of all rates here: measured on an H200 with the fastest of a few tiles.
+# Rate of float32 products in the forward pass of portable kernels up to head dim 128, relative to the peak
+# rate of 16-bit products. All rates here were measured on an H200 with the fastest of a few tiles.
 RATE = {
     InputPrecision.IEEE: 1 / 1000,
     InputPrecision.TF32X3: 1 / 22,
@@ -72,4 +72,4 @@ def at_rate(problem: Problem, precision: InputPrecision, target: Target) -> Targ
 
 def float32_width(problem: Problem) -> int:
     """Returns the head dim for which tiles and rates of float32 are stated: 64, 128 or 256."""
-    return max(64, power_of_two(max(problem.head_dim, problem.value_head_dim)))
+    return min(256, max(64, power_of_two(max(problem.head_dim, problem.value_head_dim))))

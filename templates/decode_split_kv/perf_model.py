@@ -15,6 +15,7 @@ from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
 from flashtune.templates.common.model.sram import Engine, columns, engine_of, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream
 from flashtune.templates.common.model.traffic import split_keys_items
+from flashtune.templates.common.precision import at_rate, fixed_precision
 from flashtune.templates.decode_split_kv.space import (
     WARPGROUP_ROWS,
     DecodeConfig,
@@ -25,7 +26,6 @@ from flashtune.templates.decode_split_kv.space import (
     query_chunks,
     value_chunks,
 )
-from flashtune.templates.common.precision import at_rate, fixed_precision
 from flashtune.templates.family import BytesItem, PerformanceModel
 
 # In µs: an empty launch, its part that overlaps the preceding kernel, and a program's time without its keys.
@@ -106,6 +106,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         products = 2 * config.block_m * blocks * config.block_n * (width + values)
         grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
         peak = at_rate(problem, fixed_precision(problem), target).peak
+        peak_rate = peak.fp32 if problem.dtype.is_float32 else peak.half
         rate = (
             (peak.fp32 if problem.dtype.is_float32 else peak.half)
             * 1e6
@@ -165,9 +166,9 @@ def expected_sram(problem: Problem, config: DecodeConfig, target: Target) -> int
     if stored and not (engine is Engine.WARP and loads_pairs(problem, config, Specialization())):
         # At most two tiles of keys are in SRAM after their conversion.
         converted = values if engine is Engine.WARP else max(sum(widths[-2:]), values)
-        total += config.block_n * converted * size
+        total += config.block_n * converted * problem.dtype.itemsize
     elif config.num_stages == 1:
-        total += config.block_n * max(widths[-1], values) * size
+        total += config.block_n * max(widths[-1], values) * problem.dtype.itemsize
     if engine is Engine.TENSOR_MEMORY:
         # Values that are keys as well are copied for the products of each tile of columns.
         copies = len(q_chunks) if problem.mla and not stored else 0
