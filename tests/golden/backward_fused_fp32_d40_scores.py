@@ -6,7 +6,7 @@ With         attention_chunk, bias, prefix, seqlens_k, softcap, gradient of the 
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction atomics, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 2f8774e0e7ac
+Template     backward_fused 3427748f8555
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
