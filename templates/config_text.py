@@ -9,9 +9,9 @@ from flashtune.templates.registry import find_family
 
 
 def differing_axes(label: str, default: str) -> str:
-    """Returns `default with block_m=64 ...`: the axes that differ from those of the default.
+    """Returns `default with block_m=64 ...`: the axes of a label that differ from the default's.
 
-    Without a default, returns all axes.
+    Returns all axes if the default is empty.
     """
     if not default:
         return label
@@ -20,7 +20,7 @@ def differing_axes(label: str, default: str) -> str:
 
 
 def config_text(record: Record, target: Target | None = None) -> str:
-    """Returns the axes of a record's config that differ from the default of its family; empty without a config.
+    """Returns the axes of a record's config that differ from its family's default; empty without a config.
 
     The text has all axes if the table of GPUs lacks the record's target and no target is given.
     """

@@ -13,8 +13,6 @@ import pytest
 # Tests run in several processes at once. Threads of torch's would wait for each other for most of the time.
 # Set before torch is imported, for this process and those that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Sentences of commands are folded at the width of a line. Tests compare them whole.
-os.environ["COLUMNS"] = "1000"
 
 import torch
 

@@ -20,7 +20,7 @@ from flashtune.core.earlier_names import TABLES
 from flashtune.core.errors import TableError
 from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, raw_bytes
 from flashtune.db.errors import UnreadableRecord, sqlite_error
-from flashtune.db.limits import FOREIGN, MAX_VALUE_BYTES, foreign_object, is_too_large, require_file, restrict
+from flashtune.db.limits import FOREIGN, MAX_VALUE_BYTES, file_exists, foreign_object, is_too_large, restrict
 from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def open_reader(url: str | None = None) -> Reader | None:
         from flashtune.db.light.remote import server_query
 
         return Reader(server_query(address), describe(address))
-    if not path.exists():
+    if not file_exists(path):
         return None
     return Reader(functools.partial(_query_file, path, address), str(path))
 
@@ -139,7 +139,8 @@ class Reader:
 
 
 def _query_file(path: Path, url: str, table: str, question: str, values: Values) -> Rows:
-    require_file(path)
+    if not file_exists(path):
+        return []
     try:
         with closing(_connect(path)) as connection:
             # All statements see one state of the file: another process may rename the tables meanwhile.
@@ -160,7 +161,7 @@ def _query_file(path: Path, url: str, table: str, question: str, values: Values)
                     raise
             return _query_rows(connection, table, question, values, describe(url))
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        if not path.exists():
+        if not file_exists(path):
             return []
         raise sqlite_error(error, url) from error
 

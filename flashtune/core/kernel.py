@@ -24,10 +24,12 @@ POINTER_ALIGNMENT = 16
 class Alignment(enum.IntEnum):
     """The power of two that divides every stride (in elements) of a kernel's tensors.
 
-    16 and 8 also guarantee 16-byte aligned pointers; 1 guarantees nothing.
+    All but 1 also guarantee 16-byte aligned pointers; 1 guarantees nothing.
     """
 
     ANY = 1
+    TWO = 2
+    FOUR = 4
     EIGHT = 8
     SIXTEEN = 16
 
@@ -175,7 +177,7 @@ def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | Non
         lse: Whether the log-sum-exp is needed.
         bias: The attention bias or mask. Its strides need no alignment, but offsets must reach its end.
     """
-    combined = 16
+    combined = int(Alignment.SIXTEEN)
     pointers = 0
     repeats = False
     extent = 0
@@ -196,14 +198,9 @@ def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | Non
         reach = sum((size - 1) * stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
         # A tile of the bias extends past the end in both queries and keys.
         extent = max(extent, reach + 1024 * (bias.stride(2) + 1))
-    if repeats or pointers % POINTER_ALIGNMENT:
-        alignment = Alignment.ANY
-    elif combined % 16 == 0:
-        alignment = Alignment.SIXTEEN
-    elif combined % 8 == 0:
-        alignment = Alignment.EIGHT
-    else:
-        alignment = Alignment.ANY
+    # The lowest bit that is set in any stride is the power of two that divides all strides.
+    common = combined & -combined
+    alignment = Alignment.ANY if repeats or pointers % POINTER_ALIGNMENT else Alignment(common)
     copies_bias = msgspec.UNSET if bias is None or _is_copied(bias) else False
     return Specialization(alignment, 64 if extent > MAX_INT32 else 32, lse, copies_bias)
 

@@ -7,13 +7,14 @@ import threading
 import warnings
 
 from flashtune.core.canonical import shape_text
+from flashtune.core.errors import Printable
 from flashtune.core.problem import Problem
 
 _seen_messages: set[str] = set()
 _telling = threading.Lock()
 
 
-class FlashtuneWarning(UserWarning):
+class FlashtuneWarning(Printable, UserWarning):
     """The runtime does not work as expected, for example because it uses a fallback."""
 
 

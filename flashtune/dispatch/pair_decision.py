@@ -28,6 +28,7 @@ from flashtune.dispatch.decision import (
     request_target,
     required_specialization,
     selection_source,
+    without_values,
 )
 from flashtune.dispatch.faster_peers import faster_peer_of_pair, is_untrusted, untimed_peer
 from flashtune.dispatch.lookup import default_selection, select
@@ -159,12 +160,22 @@ def specialization_of_pass(
 
 
 def backward_tensors(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    device: torch.device | str = "meta",
 ) -> BackwardTensors:
-    """Returns the tensors of a call in the kernels' layout. The gradients and copies are meta tensors."""
+    """Returns the tensors of a call in the kernels' layout. The gradients are meta tensors.
+
+    New tensors on a device replace those that are copied first.
+    """
     gradients = [torch.empty_like(tensor, device="meta") for tensor in (q, k, v)]
     views, heads_first = request.views, request.layout.heads_first
-    read = as_read(request, q, k, v)
+    read = as_read(request, q, k, v, device)
     return BackwardTensors(*views(*read), heads_first(out), lse, heads_first(dout), *views(*gradients))
 
 
@@ -223,8 +234,9 @@ def _faster_peer(
 def _ungenerated(request: Request) -> BothPasses | None:
     """Returns the decisions for empty and float64 calls, which need no generated kernel, else None."""
     check_differentiable(request)
-    if request.is_empty:
-        return _both(Decision(Backend.NONE, "there is nothing to attend to"))
+    valueless = without_values(request)
+    if valueless is not None:
+        return _both(valueless)
     return _both(Decision(baseline(request), DOUBLE)) if request.is_double else None
 
 

@@ -28,11 +28,12 @@ from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.host_library import host_attribute, host_library
 from flashtune.integrations.transformers_masks import Structure
 from flashtune.recording.recorder import on_change
+from flashtune.request.autocast import autocast, autocast_dtype
 from flashtune.request.call import Call, Options
 from flashtune.request.dropout import draw_seed
 from flashtune.request.request import Executor
 from flashtune.runtime import deferred
-from flashtune.runtime.torch_modes import is_compiling, runs_eagerly
+from flashtune.runtime.torch_modes import is_compiling, is_tracing, runs_eagerly
 from flashtune.runtime.torch_ops import call_operator
 
 __all__ = ["attention", "register"]
@@ -161,16 +162,19 @@ def attention(
         position_bias = None if position_bias is None else position_bias[..., :keys]
     if indices is not None and attention_mask is not None:
         attention_mask = masks.selected_mask(attention_mask, indices, query.shape[2], key.shape[2])
+    # Compilers see the casts of the operators.
+    dtype = None if is_compiling() else autocast_dtype(query.device)
+    inputs = query, key, value, attention_mask, position_bias
+    q, k, v, mask, bias = inputs if dtype is None else [autocast(one, dtype) for one in inputs]
     is_served = (
         query.device.type in DEVICES
-        and (is_compiling() or runs_eagerly(query, key, value))
+        and (is_compiling() or (runs_eagerly(query, key, value) and not is_tracing()))
         and (not dropout or (computes_dropout and dropout < 1.0))
         and not others.get("output_attentions")
-        and query.dtype is key.dtype is value.dtype
-        and not (query.dtype is torch.float32 and torch.is_autocast_enabled(query.device.type))
+        and q.dtype is k.dtype is v.dtype
     )
     if is_served:
-        given = query, key, value, attention_mask, scaling, softcap, causal, s_aux, position_bias, others
+        given = q, k, v, mask, scaling, softcap, causal, s_aux, bias, others
         drops = (dropout, draw_seed(query.device)) if dropout else None
         job = _job(*given, drops)
         out = None if job is None else _served(job)

@@ -23,6 +23,7 @@ from flashtune.request.arguments import (
     read_number,
     read_window,
 )
+from flashtune.request.autocast import any_autocast, autocast, autocast_dtype
 from flashtune.request.dropout import draw_seed
 
 CausalOption = bool | Literal["none", "top_left", "bottom_right"]
@@ -30,6 +31,8 @@ LayoutOption = Literal["bhsd", "bshd"]
 PageLayoutOption = Literal["nhd", "hnd"]
 PreferOption = Literal["fastest", "generated"]
 
+# Bound once, because each call uses it.
+is_compiling = torch.compiler.is_dynamo_compiling
 SCALES = ("q_scale", "k_scale", "v_scale")
 PAGE_LAYOUTS = {"nhd": "bshd", "hnd": "bhsd"}
 
@@ -285,7 +288,23 @@ def _record(
     if "window" in given:
         options["window_left"], options["window_right"] = read_window(given["window"])
     side = known_if_empty(ExtraInputs(**inputs))
-    return Call(q, k, v, given.get("scale"), Options(**options), side)
+    call = Call(q, k, v, given.get("scale"), Options(**options), side)
+    # Compilers see the casts of the operators.
+    return call if is_compiling() or not any_autocast() else autocasted(call)
+
+
+def autocasted(call: Call) -> Call:
+    """Returns the call with q, k, v and the bias in the type to which autocast casts them, as SDPA's."""
+    dtype = autocast_dtype(call.q.device) if isinstance(call.q, Tensor) else None
+    if dtype is None:
+        return call
+    k = autocast(call.k, dtype)
+    # With MLA, values are the keys themselves.
+    v = k if call.v is call.k else autocast(call.v, dtype)
+    side = call.side
+    if side.bias is not None:
+        side = side._replace(bias=autocast(side.bias, dtype))
+    return call._replace(q=autocast(call.q, dtype), k=k, v=v, side=side)
 
 
 def known_if_empty(side: ExtraInputs) -> ExtraInputs:

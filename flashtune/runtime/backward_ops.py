@@ -39,6 +39,8 @@ from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
 from flashtune.runtime.torch_modes import transforms
 
 NAME = "attention_backward"
+# The number of operands before those of the call.
+GIVEN = 4
 ARGUMENTS = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {schema()})"
 
 # Assumed value of lengths that are unknown at compile time.

@@ -18,10 +18,11 @@ from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.canonical import rounded_up
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS
-from flashtune.dispatch.decision import required_specialization
+from flashtune.dispatch.decision import required_specialization, without_values
 from flashtune.dispatch.pair_decision import backward_specialization, side_gradients
 from flashtune.recording.callers import note_caller
 from flashtune.recording.recorder import counted, on_change, recording
+from flashtune.request.autocast import any_autocast, autocast_dtype
 from flashtune.request.call import requires_grad
 from flashtune.request.quantization import with_positive_scale
 from flashtune.request.read_call import read_call
@@ -79,6 +80,10 @@ def known_executor(
         return None
     causal = "bottom_right" if causal is True else "none" if causal is False else causal
     try:
+        if any_autocast():
+            dtype = autocast_dtype(q.device)
+            if dtype is not None and not (q.dtype is k.dtype is v.dtype is dtype):
+                return None
         return _executors.get(_tensor_key(q, k, v, (causal, layout, return_lse, prefer), deterministic))
     except (RuntimeError, TypeError):
         # A tensor has no strides, or an option is not hashable.
@@ -196,7 +201,7 @@ def executor_of(key: tuple[object, ...], call: Call) -> Executor:
         given = call.q, call.k, call.v, call.side
         executor = (prepare_pair if request.needs_grad else prepare)(request, *given)
         executor = with_checks(executor, request)
-        if not recording() or request.is_empty or request.is_double:
+        if not recording() or request.is_double or without_values(request) is not None:
             return executor
         if request.needs_grad:
             # Such a call also has a backward pass.

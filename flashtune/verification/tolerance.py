@@ -148,8 +148,8 @@ def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tenso
 def product_steps(dtype: Dtype, width: int) -> float:
     """Returns the error of a product of vectors of this width, in float32 roundoffs of the largest product.
 
-    In tf32 each of both factors of a term may be rounded. These errors are independent, and the sum of the
-    squares of all terms is at most about 3 / width of the square of the largest product.
+    In tf32 both factors of each term may be rounded, independently. The squares of all terms have a sum of at
+    most about 3 / width of the square of the largest product.
     """
     steps = max(MIN_SCORE_STEPS, width / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
     if dtype is Dtype.TF32:

@@ -45,6 +45,11 @@ def input_precisions(problem: Problem, target: Target) -> tuple[InputPrecision, 
     return InputPrecision.TF32X3, InputPrecision.BF16X6
 
 
+def fixed_precision(problem: Problem) -> InputPrecision:
+    """Returns the precision of families without the axis."""
+    return InputPrecision.BF16X3 if problem.dtype is Dtype.TF32 else InputPrecision.BF16X6
+
+
 def precision_axis(problem: Problem, target: Target) -> Axis:
     """Returns the axis. It has several values for float32 on NVIDIA's GPUs only."""
     return Axis("input_precision", input_precisions(problem, target), False)

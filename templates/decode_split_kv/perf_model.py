@@ -15,6 +15,7 @@ from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
 from flashtune.templates.common.model.sram import Engine, columns, engine_of, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream
 from flashtune.templates.common.model.traffic import split_keys_items
+from flashtune.templates.common.precision import at_rate, fixed_precision
 from flashtune.templates.decode_split_kv.space import (
     WARPGROUP_ROWS,
     DecodeConfig,
@@ -48,6 +49,8 @@ MAX_PAIRED_VALUES = 256
 BARRIERS = KIB
 # Bytes of a page's number, of a scale, and of a row's maximum.
 WORD = 4
+# Bytes of the parts of a float32 number: three numbers in bf16.
+PARTS_BYTES = 6
 
 
 class DecodeModel(PerformanceModel[DecodeConfig]):
@@ -59,7 +62,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         """Returns the items that are live at one point of the main loop."""
         chunks = query_chunks(problem, config.split_head_dim), value_chunks(problem, config.split_head_dim)
         blocks = config.block_m, config.block_n
-        tiles = tiles_of(problem, target, blocks, config.num_warps, chunks, ieee=True)
+        tiles = tiles_of(problem, target, blocks, config.num_warps, chunks, ieee=False)
         # AMD's units reorder tiles in registers, other units read them from SRAM.
         if tiles is None or tiles.engine is Engine.MFMA:
             return ()
@@ -102,8 +105,13 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         share = GREED * bandwidth / target.sm_count
         products = 2 * config.block_m * blocks * config.block_n * (width + values)
         grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
-        peak = target.peak.fp32 if problem.dtype.is_float32 else target.peak.half
-        rate = peak * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
+        peak = at_rate(fixed_precision(problem), target).peak
+        rate = (
+            (peak.fp32 if problem.dtype.is_float32 else peak.half)
+            * 1e6
+            / target.sm_count
+            * (WARPGROUP_RATE if grouped else WARP_RATE)
+        )
         busy = rounds * (max(part / share, products / rate) + PROGRAM)
         if problem.kv_dtype is not None or problem.page_size:
             busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_PROGRAM + PROGRAM))
@@ -137,8 +145,9 @@ def expected_sram(problem: Problem, config: DecodeConfig, target: Target) -> int
 
     A bias can need up to two tiles of scores more. `sram_items` is a lower bound for all Triton versions.
     """
-    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=True)
-    size, stored = problem.dtype.itemsize, problem.kv_dtype is not None
+    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=False)
+    stored = problem.kv_dtype is not None
+    size = PARTS_BYTES if problem.dtype.is_float32 else problem.dtype.itemsize
     q_chunks = query_chunks(problem, config.split_head_dim)
     values = columns(value_chunks(problem, config.split_head_dim))
     in_sram = engine in (Engine.WARPGROUP, Engine.TENSOR_MEMORY)
@@ -183,7 +192,7 @@ def _score_tiles(problem: Problem, config: DecodeConfig, engine: Engine | None, 
 
 def converts_for_tensor_memory(problem: Problem, config: DecodeConfig, target: Target) -> bool:
     """Returns whether products in tensor memory need 8-bit keys that Triton 3.7 cannot convert for them."""
-    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=True)
+    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=False)
     if engine is not Engine.TENSOR_MEMORY or problem.kv_dtype is None:
         return False
     if loads_pairs(problem, config, Specialization()):

@@ -5,7 +5,7 @@ Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits,
              split_head_dim False, early_combine True, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv eff2111b7df4
+Template     decode_split_kv ded6730c2573
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -337,6 +337,8 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table, softcap):
             span -= (tensor.shape[0] - 1) * tensor.stride(0)
         if span >= 2**31:
             raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    if block_table.numel() and k.shape[0] == 0:
+        raise ValueError("k has no pages, and block_table lists some")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale

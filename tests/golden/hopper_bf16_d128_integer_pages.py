@@ -9,7 +9,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt True, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper a70b2cdee2dd
+Template     forward_hopper b5849cbc5e67
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -848,6 +848,8 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, seqlens_kv, block_table)
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 16 before the last")
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+    if block_table.numel() and k.shape[0] == 0:
+        raise ValueError("k has no pages, and block_table lists some")
     if not q.is_cuda:
         raise ValueError(f"q is on {q.device}, expected a GPU")
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -558,6 +558,8 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+    if block_table.numel() and k.shape[0] == 0:
+        raise ValueError("k has no pages, and block_table lists some")
     if not q.is_cuda:
         raise ValueError(f"q is on {q.device}, expected a GPU")
     scale = q.shape[-1] ** -0.5 if scale is None else scale

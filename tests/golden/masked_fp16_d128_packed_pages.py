@@ -6,7 +6,7 @@ With         pages, quantized_kv, varlen
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_masked_loop True, split_head_dim False,
              lpt True, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 67a66b90320d
+Template     forward_masked ff55a20137e7
 
 Algorithm of a program, for a tile of queries
   n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
@@ -334,6 +334,8 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
             span -= (tensor.shape[0] - 1) * tensor.stride(0)
         if span >= 2**31:
             raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    if block_table.numel() and k.shape[0] == 0:
+        raise ValueError("k has no pages, and block_table lists some")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale

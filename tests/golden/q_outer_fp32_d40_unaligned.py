@@ -4,7 +4,7 @@ Computes     fp32, head dim 40, value head dim 40, causal: bottom_right
 Config       block_m 32, block_n 32, 4 warps, 1 stages, pointer loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_q_outer 28049d2e853c
+Template     forward_q_outer 6c5a21baf77e
 
 Algorithm of a program, for a tile of queries
   running_max, running_sum, accumulator = -inf, 0, 0

@@ -6,7 +6,6 @@ A command's module is imported at its call, so `flashtune --help` imports little
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import importlib
 import os
@@ -18,7 +17,7 @@ from typing import Any
 
 import click
 
-from flashtune.core.errors import FlashtuneError, MachineError
+from flashtune.core.errors import FlashtuneError, MachineError, nearest, quoted
 
 INTERRUPTED = 130
 # Errors of an open file that cannot be written: a full disk or quota, a file over its limit, a broken device.
@@ -44,11 +43,14 @@ SECTIONS: dict[str, dict[str, str]] = {
         "sram-audit": "Compare the SRAM models with the compiler's figures.",
     },
     "Share": {
-        "export": "Write selected kernels as a JSON table, Python files or triton.Config lists.",
+        "export": "Write selected kernels: json (a table), python (files), triton-config (lists), "
+        "hf-kernel (a package for Hugging Face's kernels library).",
         "import": "Read a JSON table into the database.",
-        "db": "Locate, upgrade and merge databases.",
+        "db": "Databases: path, upgrade, merge, forget (delete records), restamp (after a template changed), "
+        "compare (two tables).",
     },
     "List names": {
+        "shapes": "Explain the keys of --shape.",
         "models": "List the models that --model knows.",
         "targets": "List the GPUs that --target knows.",
         "families": "List the kernel families and their features.",
@@ -69,9 +71,7 @@ class Failure(click.ClickException):
     """A `FlashtuneError` as the command line reports it: its sentence, and its exit code."""
 
     def __init__(self, error: FlashtuneError) -> None:
-        # A sentence may quote a file or a database: remove control codes for terminals.
-        sentence = " ".join(str(error).split())
-        super().__init__("".join(sign if sign.isprintable() else "?" for sign in sentence))
+        super().__init__(str(error))
         self.exit_code = error.exit_code  # type: ignore[misc] # click's own subclasses set it too
 
     def show(self, file: Any = None) -> None:
@@ -101,9 +101,7 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Resolves a command as click does, and suggests the nearest name if there is none."""
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(COMMANDS)}"
-            ctx.fail(f"there is no command {args[0]!r}: {hint}")
+            ctx.fail(f"there is no command {quoted(args[0])}: {nearest(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002

@@ -78,8 +78,9 @@ class Command(click.Command):
             from flashtune.core.notices import folded_command
 
             with formatter.section("Examples"):
+                room = formatter.width - formatter.current_indent
                 for example in self.examples:
-                    for line in folded_command(example, formatter.width - formatter.current_indent).split("\n"):
+                    for line in folded_command(example, room).splitlines():
                         formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
 
@@ -87,6 +88,14 @@ class Group(click.Group):
     """A group whose commands also group their options."""
 
     command_class = Command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the first sentence of each command's help, without a cut."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, (command.help or "").partition("\n\n")[0]) for name, command in commands if command]
+            )
 
 
 def section_of(param: click.Parameter) -> str:

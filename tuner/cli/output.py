@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from flashtune.core.errors import printable
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -32,11 +34,6 @@ UNFOLDED = 10_000
 def print_json(value: Any) -> None:
     """Writes structs, enums and containers as indented JSON."""
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
-def printable(text: str) -> str:
-    """Returns a text of any origin on one line, without control codes."""
-    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
 
 
 def note(sentence: str) -> None:
@@ -93,9 +90,12 @@ def say(sentence: str, indent: str = "", *, err: bool = False) -> None:
 
 
 def command_line() -> str:
-    """Returns the command line of the running command, quoted for a shell."""
+    """Returns the command line of the running command, quoted for a shell, without passwords."""
+    from flashtune.db.location import without_password
+
     ctx = click.get_current_context()
-    return shlex.join(["flashtune", *ctx.meta.get("flashtune.core.arguments", ())])
+    arguments = ctx.meta.get("flashtune.core.arguments", ())
+    return shlex.join(["flashtune", *map(without_password, arguments)])
 
 
 @contextlib.contextmanager

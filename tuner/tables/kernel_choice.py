@@ -6,7 +6,7 @@ import msgspec
 
 from flashtune.core.config import Config
 from flashtune.core.earlier_names import CONFIG_FIELDS, ORDERS
-from flashtune.core.errors import ProblemError, UsageError
+from flashtune.core.errors import ProblemError, UsageError, nearest, quoted
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
@@ -17,7 +17,6 @@ from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.tables.lookup import best_generated, records_of, tables_of
-from flashtune.tuner.workloads.shape_values import nearest, quoted
 
 
 class Chosen(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from flashtune.recording.callers import called_by
 from flashtune.request.call import dense_call, varlen_call
 from flashtune.request.quantization import cached_ones
 from flashtune.request.request import Result
+from flashtune.runtime.torch_modes import is_tracing
 from flashtune.runtime.torch_ops import attend
 
 # The output, and the log-sum-exp if the call returns it.
@@ -208,7 +209,10 @@ class NoGradient(torch.autograd.Function):
 
 def without_gradient(why: str, out: Tensor, *inputs: Tensor | None) -> Tensor:
     """Returns the output of a call without a backward pass. `why` is the error of a backward pass."""
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs):
+    # A traced program with a function of Python cannot be saved.
+    if is_tracing() or not torch.is_grad_enabled():
+        return out
+    if any(one is not None and one.requires_grad for one in inputs):
         return cast("Tensor", NoGradient.apply(why, out, *inputs))  # type: ignore[no-untyped-call]
     return out
 

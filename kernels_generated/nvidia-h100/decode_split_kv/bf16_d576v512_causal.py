@@ -327,6 +327,8 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
             span -= (tensor.shape[0] - 1) * tensor.stride(0)
         if span >= 2**31:
             raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    if block_table.numel() and k.shape[0] == 0:
+        raise ValueError("k has no pages, and block_table lists some")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale

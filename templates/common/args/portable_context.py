@@ -8,6 +8,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.common.args.feature_context import FeatureContext, feature_context
 from flashtune.templates.common.model.sram import Chunk
+from flashtune.templates.common.precision import InputPrecision, fixed_precision
 from flashtune.templates.family import Context
 
 
@@ -25,6 +26,7 @@ class PortableContext(Context, frozen=True, kw_only=True):
     index_bits: int
     lse: bool
     features: FeatureContext
+    fixed_precision: InputPrecision
 
     @property
     def is_causal(self) -> bool:
@@ -76,4 +78,5 @@ def portable_fields(
         "index_bits": specialization.index_bits,
         "lse": specialization.lse,
         "features": feature_context(problem, block_n),
+        "fixed_precision": fixed_precision(problem),
     }

@@ -99,6 +99,9 @@ HOPPER = 90
 HOPPER_TILES = {64: (32, 64, 4, 2), 128: (32, 64, 8, 1), 256: (16, 32, 8, 1)}
 WARP_ROWS = 16
 WARPGROUP_ROWS = 64
+# Fewer columns than these are not shared by two groups of warps. With 16 columns, a forward kernel of float32
+# that Triton 3.6 compiled read illegal addresses on an H200.
+MIN_SHARED = 32
 MAX_REGISTERS = 255
 # Accumulators and scores of one thread leave this many registers for the rest.
 SPARE_REGISTERS = 24
@@ -146,6 +149,8 @@ def fits_warps(
     wide = problem.dtype.is_float32
     # Two groups of warps may share 64 rows: each then has half of the columns.
     if not wide and warps * WARP_ROWS > 2 * max(held, WARPGROUP_ROWS // 2):
+        return False
+    if wide and warps * WARP_ROWS > held >= WARPGROUP_ROWS and walked < MIN_SHARED:
         return False
     threads = warps * target.warp_size
     sums = held * summed // threads

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from flashtune.core.features.mask_geometry import distinct_keys
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.family import BytesItem
 
@@ -288,7 +288,9 @@ def split_keys_items(
         BytesItem(f"{tensors} read {often}", keys * (1 if target else tiles)),
     ]
     if num_splits > 1:
-        partial = num_splits * rows * (problem.value_head_dim + 1) * FLOAT32
+        # A part's log-sum-exp, or with a bias its maximum and its sum.
+        numbers = 2 if problem.bias is Bias.ADDITIVE else 1
+        partial = num_splits * rows * (problem.value_head_dim + numbers) * FLOAT32
         items.append(BytesItem("parts written and read", 2 * partial))
     written = rows * problem.value_head_dim * problem.out_dtype.itemsize
     return (*items, BytesItem("out written once", written))

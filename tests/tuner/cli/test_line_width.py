@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 
 
 @pytest.fixture(autouse=True)
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def narrow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
 
 

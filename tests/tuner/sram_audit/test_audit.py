@@ -23,6 +23,7 @@ from flashtune.tuner.cli import main
 from flashtune.tuner.cli.commands.sram_audit import as_markdown
 from flashtune.tuner.sram_audit.audit import Audit, Request, Row, audit_targets, run_audit
 from flashtune.tuner.sram_audit.points import draw_points
+from scripts.kernels import shipped_records
 from tests.tuner.sram_audit.audit_fakes import Scripted
 
 H100 = find_target("h100")
@@ -120,6 +121,24 @@ def test_model_is_a_close_lower_bound(target: Target, alignment: Alignment) -> N
     found = read_resources(render(FAMILY, problem, config, assumed), target)
     assert modelled <= found.sram_bytes <= 1.1 * modelled + 16384
     assert FAMILY.tensor_memory_columns(problem, config, target) <= found.tensor_memory_columns
+
+
+# Share of the shipped records whose model lacks at most 1 KiB. For some configs of these families, Triton
+# allocates more.
+MODELLED = {"backward_fused": 0.5, "forward_masked": 0.4, "decode_split_kv": 0.04}
+
+
+@pytest.mark.parametrize("name", sorted({record.family for record in shipped_records() if record.config}))
+def test_models_know_the_sram_of_shipped_kernels(name: str) -> None:
+    short = []
+    for record in shipped_records():
+        if record.family == name and record.config is not None and record.resources is not None:
+            modelled = find_family(name).sram_items(
+                record.problem, record.config, find_target(record.target), record.specialization
+            )
+            short.append(record.resources.sram_bytes - sum(item.bytes for item in modelled))
+    assert min(short) >= 0
+    assert sum(one <= 1024 for one in short) >= MODELLED.get(name, 1.0) * len(short)
 
 
 def items(target: Target, config: QOuterConfig, problem: Problem, assumed: Specialization) -> dict[str, int]:

@@ -14,7 +14,7 @@ from flashtune.core.earlier_names import BASELINES
 from flashtune.core.errors import UsageError, VerificationError
 from flashtune.core.file_lock import read_bounded
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import AnyCommand, database_option, json_option, optional_problem_options
+from flashtune.tuner.cli.options import AnyCommand, database_option, json_option, problem_options_or
 from flashtune.tuner.cli.output import command_line, note, print_json
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     'flashtune bench --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
     "flashtune bench --grid paper --save results.json --markdown results.md",
 )
-@optional_problem_options
+@problem_options_or(grids="--grid", load_file="--load")
 @click.option(
     "--grid",
     "grids",
@@ -180,10 +180,7 @@ def _content(path: Path) -> bytes:
 def _all_problems(problems: tuple[Problem, ...], grids: tuple[str, ...]) -> tuple[Problem, ...]:
     from flashtune.tuner.bench.grids import grid_problems
 
-    found = dict.fromkeys((*problems, *(problem for name in grids for problem in grid_problems(name))))
-    if not found:
-        raise UsageError("name a shape, by --shape, --grid, --model, --hf-config or --shapes-file")
-    return tuple(found)
+    return tuple(dict.fromkeys((*problems, *(problem for name in grids for problem in grid_problems(name)))))
 
 
 def _chosen_peers(peers: tuple[str, ...], no_peers: bool) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from flashtune.core.errors import FlashtuneError, StoreError, UsageError, VerificationError
+from flashtune.core.errors import FlashtuneError, StoreError, UsageError, VerificationError, printable
 from flashtune.core.record import Outcome
 from flashtune.tuner.cli.command import Group
 from flashtune.tuner.cli.options import (
@@ -24,7 +24,6 @@ from flashtune.tuner.cli.output import (
     print_counts,
     print_json,
     print_rows,
-    printable,
     progress_bars,
     say,
     write_result,
@@ -59,11 +58,12 @@ def command() -> None:
 @json_option
 def path(db: str | None, as_json: bool) -> None:
     """Print the location of the database: its file, or its URL without the password."""
+    from flashtune.db.limits import file_exists
     from flashtune.db.location import database_url, describe, sqlite_path
 
     url = database_url(db)
     file = sqlite_path(url)
-    location = Location(describe(url), file.exists() if file else None)
+    location = Location(describe(url), file_exists(file) if file else None)
     if as_json:
         print_json(location)
     else:
@@ -163,6 +163,7 @@ def forget(
     shape is selected, if one may be.
     """
     from flashtune.db.forgetting import Forgettable
+    from flashtune.db.limits import file_exists
     from flashtune.db.location import database_url, describe, sqlite_path
     from flashtune.db.store import open_store
     from flashtune.tuner.search.selection import next_best
@@ -170,7 +171,7 @@ def forget(
 
     address = database_url(db)
     path = sqlite_path(address)
-    if path is not None and not path.exists():
+    if path is not None and not file_exists(path):
         raise StoreError(f"there is no database {describe(address)}: nothing is stored yet")
     with open_store(db) as store:
         known = {record.target for record in store.preview(Forgettable())[0]}
@@ -242,7 +243,8 @@ def moment(age: str, now: datetime | None = None) -> str:
     multiple=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Another folder with sources of earlier kernels, besides the kernel cache. Repeatable.",
+    help="Another folder with sources of earlier kernels, besides the kernel cache. Its files are run if "
+    "a record or receipt has their digest: name only folders that you trust. Repeatable.",
 )
 @database_option
 @json_option

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flashtune.core.errors import printable
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
     TARGET_VARIABLE,
@@ -16,7 +17,7 @@ from flashtune.tuner.cli.options import (
     json_option,
     quiet_options,
 )
-from flashtune.tuner.cli.output import folded, print_json, printable, shows_progress
+from flashtune.tuner.cli.output import folded, print_json, shows_progress
 
 if TYPE_CHECKING:
     from flashtune.tuner.analysis.doctor import Finding

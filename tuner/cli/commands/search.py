@@ -12,22 +12,21 @@ import click
 from flashtune.core.errors import KernelError, UsageError
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
-    NO_SHAPE,
     complete_families,
     database_option,
     json_option,
-    optional_problem_options,
+    problem_options_or,
     quiet_options,
     target_options,
 )
 from flashtune.tuner.cli.output import (
     command_line,
     is_set,
+    line_width,
     note,
     print_json,
     say,
     shows_progress,
-    line_width,
 )
 from flashtune.tuner.workloads.model_sizes import Phase
 
@@ -50,7 +49,7 @@ DEFAULT_TOP = 20
     "flashtune search --target h100 --model llama-3.1-8b --seconds 30",
     "flashtune search --from calls.jsonl --top 10",
 )
-@optional_problem_options
+@problem_options_or(recorded_file="--from")
 @click.option(
     "--from",
     "recorded_file",
@@ -208,8 +207,6 @@ def _with_recorded(
     if path is None:
         if top is not None:
             raise UsageError("--top says how many recorded problems to search: name their file with --from")
-        if not problems:
-            raise UsageError(f"{NO_SHAPE}, or a file of recorded calls by --from")
         return problems
     from flashtune.tuner.analysis.recorded import read_weighted, summary
 

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 @click.option(
     "--wide",
     is_flag=True,
-    help="Also show the problem key, the family and the config: a block of lines for each selection where the "
-    "terminal is narrow.",
+    help="Also show the problem key, the family and the config. On a narrow terminal, each selection has a "
+    "block of lines.",
 )
 @click.option(
     "--limit",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from flashtune.core.errors import printable
 from flashtune.core.problem import Causal, Dtype, Problem, feature_words
 from flashtune.tuner.bench.driver import Report
 from flashtune.tuner.bench.results import (
@@ -20,7 +21,7 @@ from flashtune.tuner.bench.results import (
     speed_of,
 )
 from flashtune.tuner.bench.summary import Against
-from flashtune.tuner.cli.output import console, note, plain, print_table, printable, say
+from flashtune.tuner.cli.output import console, note, plain, print_table, say
 from flashtune.tuner.workloads.work import Unit, is_decode, unit_of
 
 # Name of the ceilings in lists of contestants.

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtune.core.notices import search_command
-from flashtune.tuner.analysis.explain import Explanation, Roofline, SramBudget, Traffic
 from flashtune.templates.config_text import default_label, differing_axes
+from flashtune.tuner.analysis.explain import Explanation, Roofline, SramBudget, Traffic
 from flashtune.tuner.cli.output import plain, print_heading, quantity
 
 

@@ -74,7 +74,7 @@ def records_tables(rows: Sequence[Found]) -> Iterator[tuple[str, Table]]:
 
 
 def _records_table(rows: Sequence[Found]) -> Table:
-    """Returns a table with a row for each candidate. Its config and the reason of a failure are below its family."""
+    """Returns a table with a row for each candidate; family, config and message of a failure in one cell."""
     table = _table(("id", "candidate"), ("outcome", "ms", "SRAM", "registers", "spills", "error"), ())
     for column in table.columns[2:]:
         column.no_wrap = True

@@ -24,13 +24,14 @@ from flashtune.tuner.tables.lookup import tables_of
 from flashtune.tuner.tables.table_receipts import sibling, without_strays
 from flashtune.tuner.verify import record_checks
 from flashtune.tuner.workloads.shapes import parse_shape
+from flashtune.verification.probes import EVERY_LEVEL
 from tests.tuner.cli.conftest import SHAPE
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]
 
 STRAY = "e" * 32
-VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200", probes=("random",))
+VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL))
 
 
 def receipt(record: Record, digest: str, **versions: Any) -> Check:
