@@ -42,7 +42,8 @@ DOUBLE = "no kernel takes float64"
 # All families can address tensors with these properties.
 BEST_TENSORS = Specialization()
 # Additional time of a program with unaligned tensors for a block of 64 queries and 64 keys, per column of a
-# head, and the time of a copy's launch, in ms. Measured at 20 shapes on an H200.
+# head, and the time of a copy's launch, in ms. Measured at 20 shapes on an H200. It is a half or a quarter of
+# this if strides are multiples of two or four elements.
 UNALIGNED_TILE, UNALIGNED_MS, COPY_MS = 64, 3e-5, 0.0025
 # Queries, keys and values.
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -158,10 +159,12 @@ def required_specialization(
     return specialization_of(tensors, request.return_lse, bias)
 
 
-def as_read(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    """Returns the tensors that kernels read, with meta tensors in place of those that are copied first."""
+def as_read(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, device: torch.device | str = "meta"
+) -> Tensors:
+    """Returns the tensors that kernels read, with new tensors on a device for those that are copied first."""
     flags = copied(request, q, k, v)
-    return _with_copies((q, k, v), flags) if any(flags) else (q, k, v)
+    return _with_copies((q, k, v), flags, device) if any(flags) else (q, k, v)
 
 
 def copied(request: Request, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, bool, bool]:
@@ -172,37 +175,41 @@ def copied(request: Request, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, boo
     """
     none = (False, False, False)
     problem, views = request.problem, request.views(q, k, v)
-    odd = tuple(specialization_of((view,), False).alignment is Alignment.ANY for view in views)
+    found = tuple(specialization_of((view,), False) for view in views)
+    odd = tuple(not one.takes_descriptors(problem.dtype) for one in found)
     if not any(odd) or interpreting() or problem.page_size or problem.mla:
         return none
     if problem.dtype.is_quantized or problem.kv_dtype is not None:
         return none
     if any(view.data_ptr() % POINTER_ALIGNMENT for view in views):
         odd = (True, True, True)
-    read = _with_copies((q, k, v), odd)
-    if specialization_of((*request.views(*read), output_like(request)), False).alignment is Alignment.ANY:
+    read = _with_copies((q, k, v), odd, "meta")
+    aligned = specialization_of((*request.views(*read), output_like(request)), False)
+    if not aligned.takes_descriptors(problem.dtype):
         return none
     target = request_target(request)
     moved = 2 * sum(tensor.numel() * tensor.element_size() for tensor in read if tensor.is_meta)
     copy_ms = sum(odd) * COPY_MS + moved / (target.hbm_bandwidth * 1e6)
-    return odd if copy_ms < _saved_ms(problem, target) else none
+    worst = min(one.alignment for one in found)
+    return odd if copy_ms < _saved_ms(problem, target, worst) else none
 
 
-def _with_copies(tensors: Tensors, flags: tuple[bool, bool, bool]) -> Tensors:
+def _with_copies(tensors: Tensors, flags: tuple[bool, bool, bool], device: torch.device | str) -> Tensors:
     q, k, v = (
-        torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if flag else tensor
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if flag else tensor
         for tensor, flag in zip(tensors, flags, strict=True)
     )
     return q, k, v
 
 
-def _saved_ms(problem: Problem, target: Target) -> float:
+def _saved_ms(problem: Problem, target: Target, alignment: Alignment) -> float:
     """Returns the time by which a pass with unaligned tensors is longer, roughly, in ms."""
     problem = unpacked(problem)
     tiles = problem.batch * problem.heads * math.ceil(problem.seqlen_q / UNALIGNED_TILE)
     blocks = math.ceil(problem.visible_pairs() / max(1, problem.seqlen_q) / UNALIGNED_TILE)
     width = power_of_two(max(problem.head_dim, problem.value_head_dim))
-    return math.ceil(tiles / (RESIDENT * target.sm_count)) * blocks * width * UNALIGNED_MS
+    rounds = math.ceil(tiles / (RESIDENT * target.sm_count))
+    return rounds * blocks * width * UNALIGNED_MS / alignment
 
 
 def copy_words(flags: Iterable[bool]) -> str:

@@ -160,12 +160,22 @@ def specialization_of_pass(
 
 
 def backward_tensors(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    device: torch.device | str = "meta",
 ) -> BackwardTensors:
-    """Returns the tensors of a call in the kernels' layout. The gradients and copies are meta tensors."""
+    """Returns the tensors of a call in the kernels' layout. The gradients are meta tensors.
+
+    New tensors on a device replace those that are copied first.
+    """
     gradients = [torch.empty_like(tensor, device="meta") for tensor in (q, k, v)]
     views, heads_first = request.views, request.layout.heads_first
-    read = as_read(request, q, k, v)
+    read = as_read(request, q, k, v, device)
     return BackwardTensors(*views(*read), heads_first(out), lse, heads_first(dout), *views(*gradients))
 
 

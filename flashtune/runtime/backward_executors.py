@@ -180,7 +180,7 @@ class BoundBackward:
     def _bind(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: ExtraInputs
     ) -> Bound | None:
-        tensors = backward_tensors(self._request, q, k, v, out, out, dout)
+        tensors = backward_tensors(self._request, q, k, v, out, out, dout, q.device)
         kernel, target, binary = self._choice
         needed = specialization_of_pass(self._request, tensors, side)
         if _has_rows(dout) and _covers(kernel.specialization, needed):

@@ -109,7 +109,7 @@ def forward_pass(
         return KernelKey(request.problem, needed, request.prefer, request.device)
 
     def bound(choice: LoadedKernel) -> Executor:
-        read = as_read(request, q, k, v)
+        read = as_read(request, q, k, v, q.device)
         tensors = ForwardTensors(*request.views(*read), output_like(request))
         extra = side_views(request.problem, side, tensors.k.shape[0]) if request.problem.features else side
         kernel, target, binary = choice

@@ -176,13 +176,13 @@ def listings() -> tuple[Mutant, ...]:
                 "classes: words of the first rows",
                 "Masks of others.",
                 MASK,
-                only("bias + m_start * stride_bias_s,", "bias,", MASK_KIND),
+                only("bias + m_start * stride_bias_s", "bias", MASK_KIND),
             ),
             (
                 "classes: keys of the first block",
                 "Masks of others.",
                 MASK,
-                only("keys = n_block * BLOCK_N +", "keys = 0 * n_block +", MASK_KIND),
+                only("places = n_block * (BLOCK_N // 4) +", "places = 0 * n_block +", MASK_KIND),
             ),
             (
                 "classes: no diagonal",

@@ -135,11 +135,9 @@ def test_gluon_kernels_are_not_selected_under_the_interpreter(
 
 
 def tensors(length: int, misaligned: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values on no device; misaligned ones have rows of one element more."""
+    """Queries, keys and values; misaligned ones have rows of one element more."""
     width = 65 if misaligned else 64
-    q, k, v = (
-        torch.empty(2, heads, length, width, dtype=torch.bfloat16, device="meta") for heads in (8, 2, 2)
-    )
+    q, k, v = (torch.empty(2, heads, length, width, dtype=torch.bfloat16) for heads in (8, 2, 2))
     return q[..., :64], k[..., :64], v[..., :64]
 
 
