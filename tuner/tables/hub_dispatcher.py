@@ -298,9 +298,7 @@ def _dense(call: Call, inputs: dict[str, Any], lengths: Tensor | None = None) ->
     if lengths is not None:
         hidden |= unused.mT
     if not {"softcap", "sinks", "slopes"} & {*inputs}:
-        out = scaled_dot_product_attention(
-            q, k, v, ~hidden, dropout_p=call.dropout, scale=call.scale
-        )
+        out = scaled_dot_product_attention(q, k, v, ~hidden, dropout_p=call.dropout, scale=call.scale)
         return out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     scores = (q.float() @ k.float().mT) * call.scale
     if "softcap" in inputs:
