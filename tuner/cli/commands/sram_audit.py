@@ -72,10 +72,10 @@ def command(
     they accept more than 10% of those that do not fit.
     """
     from flashtune.tuner.execution.compile_pool import CompilePool
-    from flashtune.tuner.execution.processes import usable_cores
+    from flashtune.tuner.execution.cpus import available_cpus
     from flashtune.tuner.sram_audit.audit import Request, run_audit
 
-    workers = jobs or usable_cores()
+    workers = jobs or available_cpus()
     request = Request(_targets(target_names), points, seed, in_flight=workers)
     with CompilePool(workers, COMPILE_SECONDS, sizes_only=True) as pool, progress_bars() as watch:
         audit = run_audit(request, pool, watch)
