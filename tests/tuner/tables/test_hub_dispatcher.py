@@ -155,3 +155,11 @@ def test_captured_packed_sequences_raise(monkeypatch: pytest.MonkeyPatch) -> Non
     q, starts = torch.randn(10, 2, 8), torch.tensor([0, 10], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="CUDA graph"):
         hub_dispatcher.flash_attn_varlen_func(q, q, q, starts, starts, 10, 10, softcap=1.0)
+
+
+def test_the_warning_names_the_device_of_tensors_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = torch.randn(1, 4, 2, 16)
+    hub_dispatcher._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="need a GPU of NVIDIA, and tensors are on cpu: torch computes it"):
+        hub_dispatcher.flash_attn_func(q, q, q)
