@@ -87,10 +87,10 @@ def command(
     """
     from flashtune.templates.registry import family_names, find_family
     from flashtune.tuner.execution.compile_pool import CompilePool
-    from flashtune.tuner.execution.processes import usable_cores
+    from flashtune.tuner.execution.cpus import available_cpus
     from flashtune.tuner.sram_audit.audit import Request, run_audit
 
-    workers = jobs or usable_cores()
+    workers = jobs or available_cpus()
     names = tuple(find_family(name).name for name in chosen) or family_names()
     request = Request(_targets(target_names), points, seed, in_flight=workers, families=names)
     with CompilePool(workers, COMPILE_SECONDS, sizes_only=True) as pool, progress_bars() as watch:
