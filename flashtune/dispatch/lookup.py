@@ -91,7 +91,7 @@ def select(
     if expected is not None and not _is_new_phase(problem, *expected):
         record, why = expected
         standing = _standing(record, VerificationStatus.VERIFIED)
-        return Selection(record=record, standing=standing, source="nearest", forecast=why)
+        return Selection(record=record, standing=standing, source="estimated", forecast=why)
     return default_selection(problem, target, specialization)
 
 
@@ -116,7 +116,7 @@ def nearest_selection(selection: Selection) -> Selection | None:
         # The kernel of that shape is for another type or head dim.
         return None
     return Selection(
-        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="nearest"
+        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="estimated"
     )
 
 
