@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
 
 from flashtune.core.errors import MachineError, StoreError, UsageError
+from flashtune.core.file_lock import lock_fault
 from flashtune.core.machine import CONTROL_CODES, DATABASE_VARIABLE, cache_folder, user_path, variable
 
 SQLITE = "sqlite:///"
@@ -69,18 +71,58 @@ def sqlite_path(url: str) -> Path | None:
 def read_only_uri(path: Path) -> str:
     """Returns the URI with which SQLite opens a file for reading, and never creates it.
 
-    Under write-ahead logging, even a reader creates a file next to the database. If the folder forbids this
-    and there is no log, no process is writing, and the file can be read as immutable.
+    Under write-ahead logging, even a reader creates files next to the database, which would shut out its
+    owner. If there is no log, and this user may not write the database or files have no locks, the file is
+    read as immutable.
+
+    Raises:
+        StoreError: There is a log, and it cannot be locked.
     """
     log = path.with_name(path.name + "-wal")
-    effective = os.access in os.supports_effective_ids
-    frozen = not os.access(path.parent, os.W_OK, effective_ids=effective) and not log.exists()
+    fault = lock_fault(path.parent)
+    frozen = (fault or not (_writable(path) and _writable(path.parent))) and not _has_content(log)
+    if fault and not frozen:
+        raise _without_locks(path, fault)
     return f"file:{quote(os.fsencode(path))}?{'immutable=1' if frozen else 'mode=ro'}"
 
 
 def read_write_uri(path: Path) -> str:
-    """Returns the URI with which SQLite opens or creates a file."""
+    """Returns the URI with which SQLite opens or creates a file.
+
+    Raises:
+        StoreError: Files have no locks in its folder.
+    """
+    fault = lock_fault(path.parent)
+    if fault:
+        raise _without_locks(path, fault)
     return f"file:{quote(os.fsencode(path))}?mode=rwc"
+
+
+def make_file(path: Path) -> None:
+    """Creates an empty database with the mode that the umask leaves. SQLite itself takes 0644 at most.
+
+    SQLite gives its log the same mode. It also reports the error if the file cannot be created.
+    """
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+
+
+def _writable(path: Path) -> bool:
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _has_content(log: Path) -> bool:
+    try:
+        return log.stat().st_size > 0
+    except OSError:
+        return False
+
+
+def _without_locks(path: Path, fault: str) -> StoreError:
+    return StoreError(
+        f"the folder of the database {path} has no file locks ({fault}): mount it with locks, or name "
+        "another with --db or FLASHTUNE_DB"
+    )
 
 
 def describe(url: str) -> str:

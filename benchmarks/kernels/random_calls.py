@@ -5,10 +5,11 @@
     python -m benchmarks.kernels.random_calls --only fp32      # calls with a text in their names
     python -m benchmarks.kernels.random_calls --load FILE      # prints what was measured; needs no GPU
 
-SDPA chooses its backend. Both get the same tensors and the same mask, except that SDPA gets copies of tensors
-whose addresses are no multiples of 16 bytes, and the copies are timed. Times are medians of the GPU time of
-CUDA-graph replays with a cold L2, interleaved in one run. Ratios below 0.98 are timed again three times, and
-their median counts.
+SDPA chooses its backend. For gradients with a mask it is the memory-efficient one, because those of cuDNN are
+NaN at some lengths. Both get the same tensors and mask, except that SDPA gets copies of tensors whose
+addresses or strides are no multiples of 16 bytes, which its backends need and do not check. The copies are
+timed. Times are medians of the GPU time of CUDA-graph replays with a cold L2, interleaved in one run. Ratios
+below 0.98 are timed again three times, and their median counts.
 
 First, processes run each call of flashtune once, so that its kernels are compiled and checked. Then one
 process times all calls. The exit code is 1 if a call failed, was not reached, differs from SDPA, or is below
@@ -89,6 +90,11 @@ class RandomCall(msgspec.Struct, frozen=True):
             f"{self.number} {self.dtype} d{self.head_dim} h{self.heads}x{self.kv_heads} b{self.batch} "
             f"q{self.seqlen_q} k{self.seqlen_kv} {self.mask} {self.view}{passes}"
         )
+
+    @property
+    def is_unaligned(self) -> bool:
+        """Whether an address or a stride is no multiple of 16 bytes."""
+        return self.view in ("gated", "shifted")
 
     @property
     def flops(self) -> float:
@@ -286,15 +292,20 @@ def flashtune_call(call: RandomCall, inputs: Inputs, *, explained: bool = False)
 
 
 def sdpa_call(call: RandomCall, inputs: Inputs) -> Tensor:
-    """Returns the attention of SDPA, of copies if addresses are not aligned: its backends need that."""
+    """Returns the attention of SDPA, of copies if tensors are not aligned."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
     q, k, v = (
-        tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+        tensor.clone(memory_format=torch.contiguous_format) if call.is_unaligned else tensor
         for tensor in (inputs.q, inputs.k, inputs.v)
     )
-    gqa = call.heads != call.kv_heads
-    return scaled_dot_product_attention(q, k, v, inputs.mask, 0.0, call.mask == "causal", enable_gqa=gqa)
+    options = {"enable_gqa": call.heads != call.kv_heads, "is_causal": call.mask == "causal"}
+    if call.has_gradients and inputs.mask is not None:
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return scaled_dot_product_attention(q, k, v, inputs.mask, **options)
+    return scaled_dot_product_attention(q, k, v, inputs.mask, **options)
 
 
 def _results(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -13,7 +14,7 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Specialization, specialization_of
 from flashtune.core.mask_sharing import MaskSharing
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, device_target, find_target
 from flashtune.dispatch.faster_peers import (
@@ -30,6 +31,9 @@ from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
 from flashtune.request.side_inputs import side_views
+from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.model.tile_schedule import RESIDENT
+from flashtune.templates.common.model.traffic import unpacked
 
 # The target for which the interpreter's default configs are made: small tiles and no TMA.
 INTERPRETED_TARGET = "nvidia-l4"
@@ -37,9 +41,10 @@ INTERPRETED_TARGET = "nvidia-l4"
 DOUBLE = "no kernel takes float64"
 # All families can address tensors with these properties.
 BEST_TENSORS = Specialization()
-# Fractions of the Tensor Cores' peak that kernels reach with unaligned and with aligned tensors, measured at
-# head dims 64 and 128 on an H200. The time of a copy's launch, in ms.
-UNALIGNED_RATE, ALIGNED_RATE, COPY_MS = 0.22, 0.55, 0.0025
+# Additional time of a program with unaligned tensors for a block of 64 queries and 64 keys, per column of a
+# head, and the time of a copy's launch, in ms. Measured at 20 shapes on an H200. It is a half or a quarter of
+# this if strides are multiples of two or four elements.
+UNALIGNED_TILE, UNALIGNED_MS, COPY_MS = 64, 3e-5, 0.0025
 # Queries, keys and values.
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -114,7 +119,7 @@ def decide(
     if msgspec.structs.replace(needed, lse=BEST_TENSORS.lse) != BEST_TENSORS:
         usual = select(request.problem, target, tables, BEST_TENSORS, generated=generated)
         passed_over = _passed_over(usual, selection)
-    passed_over += copy_words(copied(request, request.problem, q, k, v))
+    passed_over += copy_words(copied(request, q, k, v))
     return _of_selection(request, selection, target, (q, k, v, side), passed_over)
 
 
@@ -147,50 +152,64 @@ def required_specialization(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> Specialization:
     """Returns the properties that a kernel may assume of these tensors and of the output."""
-    tensors = *request.views(*as_read(request, request.problem, q, k, v)), output_like(request)
+    tensors = *request.views(*as_read(request, q, k, v)), output_like(request)
     bias = None
     if side.bias is not None:
         bias = side_views(request.problem, side, tensors[1].shape[0]).bias
     return specialization_of(tensors, request.return_lse, bias)
 
 
-def as_read(request: Request, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    """Returns the tensors that kernels of a pass read, with meta tensors in place of those to be copied."""
-    given = q, k, v
-    flags = copied(request, problem, q, k, v)
-    read = (
-        torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if flag else tensor
-        for tensor, flag in zip(given, flags, strict=True)
-    )
-    return tuple(read) if any(flags) else given  # type: ignore[return-value]
+def as_read(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, device: torch.device | str = "meta"
+) -> Tensors:
+    """Returns the tensors that kernels read, with new tensors on a device for those that are copied first."""
+    flags = copied(request, q, k, v)
+    return _with_copies((q, k, v), flags, device) if any(flags) else (q, k, v)
 
 
-def copied(request: Request, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, bool, bool]:
+def copied(request: Request, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, bool, bool]:
     """Returns which of q, k and v are copied before a pass, because kernels are faster with aligned tensors.
 
     Only the flag for all three addresses is part of a call's key. So all three are copied if one of the
     addresses is unaligned.
     """
     none = (False, False, False)
-    views = request.views(q, k, v)
-    odd = tuple(specialization_of((view,), False).alignment is Alignment.ANY for view in views)
+    problem, views = request.problem, request.views(q, k, v)
+    found = tuple(specialization_of((view,), False) for view in views)
+    odd = tuple(not one.takes_descriptors(problem.dtype) for one in found)
     if not any(odd) or interpreting() or problem.page_size or problem.mla:
         return none
-    if problem.dtype is Dtype.FP32 or problem.dtype.is_quantized or problem.kv_dtype is not None:
+    if problem.dtype.is_quantized or problem.kv_dtype is not None:
         return none
     if any(view.data_ptr() % POINTER_ALIGNMENT for view in views):
         odd = (True, True, True)
-    copies = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if flag else tensor
-        for tensor, flag in zip((q, k, v), odd, strict=True)
-    ]
-    if specialization_of((*request.views(*copies), output_like(request)), False).alignment is Alignment.ANY:
+    read = _with_copies((q, k, v), odd, "meta")
+    aligned = specialization_of((*request.views(*read), output_like(request)), False)
+    if not aligned.takes_descriptors(problem.dtype):
         return none
     target = request_target(request)
-    moved = 2 * sum(tensor.numel() * tensor.element_size() for tensor in copies if tensor.is_meta)
+    moved = 2 * sum(tensor.numel() * tensor.element_size() for tensor in read if tensor.is_meta)
     copy_ms = sum(odd) * COPY_MS + moved / (target.hbm_bandwidth * 1e6)
-    saved_ms = problem.flops() / (target.peak.half * 1e9) * (1 / UNALIGNED_RATE - 1 / ALIGNED_RATE)
-    return odd if copy_ms < saved_ms else none
+    worst = min(one.alignment for one in found)
+    return odd if copy_ms < _saved_ms(problem, target, worst) else none
+
+
+def _with_copies(tensors: Tensors, flags: tuple[bool, bool, bool], device: torch.device | str) -> Tensors:
+    q, k, v = (
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if flag else tensor
+        for tensor, flag in zip(tensors, flags, strict=True)
+    )
+    return q, k, v
+
+
+def _saved_ms(problem: Problem, target: Target, alignment: Alignment) -> float:
+    """Returns the time by which a pass with unaligned tensors is longer, roughly, in ms."""
+    problem = unpacked(problem)
+    tiles = problem.batch * problem.heads * math.ceil(problem.seqlen_q / UNALIGNED_TILE)
+    blocks = math.ceil(problem.visible_pairs() / max(1, problem.seqlen_q) / UNALIGNED_TILE)
+    width = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    rounds = math.ceil(tiles / (RESIDENT * target.sm_count))
+    return rounds * blocks * width * UNALIGNED_MS / alignment
 
 
 def copy_words(flags: Iterable[bool]) -> str:
@@ -240,7 +259,7 @@ def selection_source(selection: Selection) -> str:
     where = {
         "database": "it is selected in the user's database",
         "shipped": "it is selected in the table that ships for this GPU",
-        "nearest": _forecast_in_words(selection),
+        "estimated": _forecast_in_words(selection),
         "default": "nothing alike is tuned for this GPU, so its family's default config serves",
     }
     return where[selection.source]
@@ -254,7 +273,7 @@ def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = Non
     condition = ", both passes together" if len(passes) > 1 else ""
     if sharing is not None:
         condition = f" with a mask shared over {sharing}"
-    if all(selection.forecast is None for selection in passes):
+    if all(selection.forecast is None and selection.source != "default" for selection in passes):
         return f"{peer} was measured as fast or faster{condition}"
     return f"{peer} is expected to be faster{condition}"
 
@@ -282,6 +301,12 @@ def _faster_peer(
         usual = default_backend(*views, problem, side.bias)
         if known_refusal(request, usual, *views, side.bias) is not None:
             usual = None
+    if problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv and not problem.features:
+        # No query sees later keys, and SDPA gets none of them.
+        problem = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
+        q, k, v = request.views(q, k, v)
+        usual = default_backend(q, k[:, :, : problem.seqlen_q], v[:, :, : problem.seqlen_q], problem)
+        selection = select(problem, target, tuned_records(target.name), BEST_TENSORS, generated=True)
     if is_untrusted(selection, problem) and (usual is not None or not problem.features):
         return untimed_peer((selection,), problem, usual, target)
     return faster_peer(selection, problem, usual, sharing)

@@ -18,8 +18,10 @@ from flashtune.templates.registry import find_family
 # more than this, so that a call is not slower than SDPA. The unfused computation stores all scores in memory.
 # It is used only if it is faster than the kernel by more than this.
 NOISE = 0.01
-# With an estimated time, SDPA must be faster by more than this fraction.
+# With an estimated time, SDPA must be faster by more than this fraction. Estimates of short times are less
+# precise than differences of launches: below this time in ms, SDPA may also be slower by another fraction.
 FORECAST_NOISE = 0.05
+SHORT_MS, SHORT_NOISE = 0.015, 0.15
 UNFUSED = "unfused"
 # SDPA by a backend without measured times.
 ANY_SDPA = "SDPA"
@@ -158,7 +160,8 @@ def _fastest_baseline(
         return None
     ms = sum(times.ms for times in known)
     is_forecast = any(times.is_forecast for times in known)
-    limits = {usual_sdpa or "": ms * (1 - FORECAST_NOISE if is_forecast else 1 + NOISE)}
+    margin = (SHORT_NOISE if ms < SHORT_MS else -FORECAST_NOISE) if is_forecast else NOISE
+    limits = {usual_sdpa or "": ms * (1 + margin)}
     if score_bytes(problem) <= min(times.scores for times in known):
         limits[UNFUSED] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))
     taken = {name: sum(times.peers.get(name, math.inf) for times in known) for name in limits}

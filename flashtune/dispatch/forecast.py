@@ -31,13 +31,14 @@ from flashtune.dispatch.nearest import (
     PRIOR_WEIGHT,
     SPLIT_GAIN,
     distance,
+    is_short_prompt,
     may_split,
     nearest_record,
     regression,
     tuned_alike,
     weight,
 )
-from flashtune.dispatch.sdpa_times import expected_peers, least_ms
+from flashtune.dispatch.sdpa_times import expected_peers, least_ms, narrowed_peers
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.registry import find_family
 
@@ -87,7 +88,7 @@ def forecast(
     `serves` returns whether a record's kernel can serve the call.
     """
     alike = tuned_alike(problem, records)
-    able = [record for record in alike if serves(record)]
+    able = [record for record in alike if serves(record) and not is_short_prompt(record, problem)]
     nearest = nearest_record(problem, able)
     if nearest is None:
         return None
@@ -165,6 +166,7 @@ def _of_other_families(
     if not problem.features:
         return
     alike = [record for record in tuned_alike(without(problem, problem.features), records) if record.config]
+    alike = [record for record in alike if not is_short_prompt(record, problem)]
     for name in sorted({record.family for record in alike} - set(names)):
         plain = [record for record in alike if record.family == name]
         known = sorted((_known(record, problem, target) for record in plain), key=lambda one: one.distance)
@@ -296,6 +298,8 @@ def forecast_related(
                 head_dim=problem.head_dim,
                 value_head_dim=problem.value_head_dim,
             )
+            peers = narrowed_peers(why.peers, other, problem)
+            why = msgspec.structs.replace(why, peers=peers)
             return msgspec.structs.replace(untimed(record, config), problem=own), why
     return None
 

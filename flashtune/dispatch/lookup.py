@@ -91,7 +91,7 @@ def select(
     if expected is not None and not _is_new_phase(problem, *expected):
         record, why = expected
         standing = _standing(record, VerificationStatus.VERIFIED)
-        return Selection(record=record, standing=standing, source="nearest", forecast=why)
+        return Selection(record=record, standing=standing, source="estimated", forecast=why)
     return default_selection(problem, target, specialization)
 
 
@@ -116,7 +116,7 @@ def nearest_selection(selection: Selection) -> Selection | None:
         # The kernel of that shape is for another type or head dim.
         return None
     return Selection(
-        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="nearest"
+        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="estimated"
     )
 
 
@@ -206,9 +206,9 @@ def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[boo
 
 def _splits_pay(problem: Problem, target: Target) -> bool:
     """Whether split keys take much less time than one program for each tile of queries. Both are modelled."""
-    if not may_split(problem):
-        return False
     split, whole = (find_family(name) for name in (DECODING_FAMILY, WHOLE_FAMILY))
+    if not may_split(problem) or split.supports(problem, target) is not None:
+        return False
     split_ms, whole_ms = (
         family.makespan_ms(problem, family.default(problem, target), target) for family in (split, whole)
     )

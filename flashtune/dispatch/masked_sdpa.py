@@ -95,14 +95,27 @@ def shares_heads(q: Tensor, k: Tensor) -> bool:
 
 
 def readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tensors that SDPA's fused backends can read: copies of shared heads and of unaligned memory.
-
-    In some versions of torch, backends need aligned addresses and do not check them.
-    """
+    """Returns tensors that SDPA's backends can read: copies of shared heads and of unaligned tensors."""
     if q.shape[1] != k.shape[1] and not shares_heads(q, k):
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-    q, k, v = (tensor.clone() if start(tensor) % ADDRESS_ALIGNMENT else tensor for tensor in (q, k, v))
+    q, k, v = (
+        tensor.clone(memory_format=torch.contiguous_format) if is_unaligned(tensor) else tensor
+        for tensor in (q, k, v)
+    )
     return q, k, v
+
+
+def is_unaligned(tensor: Tensor) -> bool:
+    """Whether the address or a stride of [batch, heads, seqlen, head_dim] is no multiple of 16 bytes.
+
+    Some backends need such addresses and strides and do not check them. With other strides, the outputs of
+    the cuDNN backend were wrong.
+    """
+    size = tensor.element_size()
+    if start(tensor) % ADDRESS_ALIGNMENT:
+        return True
+    steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return any(extent > 1 and step * size % ADDRESS_ALIGNMENT for extent, step in steps)
 
 
 def start(tensor: Tensor) -> int:

@@ -25,9 +25,15 @@ SPLIT_GAIN, LONG_KEYS = 0.5, 1024
 
 
 def may_split(problem: Problem) -> bool:
-    """Whether a forward problem has many queries, and keys that are worth a split."""
+    """Whether a problem is a forward pass of many queries over keys that are worth a split."""
     many = problem.seqlen_q > FEW_QUERIES and problem.seqlen_kv >= LONG_KEYS
     return many and not problem.is_backward and not problem.mla
+
+
+def is_short_prompt(record: Record, problem: Problem) -> bool:
+    """Whether a record's kernel splits keys and a problem has many queries and keys that are not worth it."""
+    many = problem.seqlen_q > FEW_QUERIES and not problem.mla
+    return record.family == DECODING_FAMILY and many and not may_split(problem)
 
 
 def same_computation(problem: Problem) -> tuple[Problem, ...]:

@@ -32,7 +32,9 @@ from flashtune.dispatch.decision import (
 )
 from flashtune.dispatch.faster_peers import faster_peer_of_pair, is_untrusted, untimed_peer
 from flashtune.dispatch.lookup import default_selection, select
+from flashtune.dispatch.masked_sdpa import is_masked
 from flashtune.dispatch.sdpa import default_backend
+from flashtune.dispatch.sdpa_times import EFFICIENT
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.tensors import BackwardTensors
@@ -61,14 +63,14 @@ class Assumptions(NamedTuple):
         backward: Properties that a backward kernel may assume.
         gradients: Names of the side inputs that require grad.
         usual: Returns the backend that SDPA selects, or None if it is not known or has no name.
-        copies: The start of the reason of each pass: the tensors that are copied first, if any.
+        copies: The start of the reason: the tensors that are copied first, if any.
     """
 
     forward: Specialization
     backward: Specialization
     gradients: tuple[str, ...] = ()
     usual: Callable[[], str | None] = lambda: None
-    copies: tuple[str, str] = ("", "")
+    copies: str = ""
 
 
 def decide_pair(
@@ -87,11 +89,8 @@ def decide_pair(
         required_specialization(forward, q, k, v, side),
         backward_specialization(request, q, k, v, side),
         side_gradients(side),
-        lambda: default_backend(*request.views(q, k, v), request.problem),
-        (
-            copy_words(copied(forward, request.problem, q, k, v)),
-            copy_words(copied(request, request.backward, q, k, v)),
-        ),
+        lambda: default_backend(*request.views(q, k, v), request.problem, side.bias),
+        copy_words(copied(request, q, k, v)),
     )
     return decide_assumed(request, assumed)
 
@@ -161,12 +160,22 @@ def specialization_of_pass(
 
 
 def backward_tensors(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    device: torch.device | str = "meta",
 ) -> BackwardTensors:
-    """Returns the tensors of a call in the kernels' layout. The gradients and copies are meta tensors."""
+    """Returns the tensors of a call in the kernels' layout. The gradients are meta tensors.
+
+    New tensors on a device replace those that are copied first.
+    """
     gradients = [torch.empty_like(tensor, device="meta") for tensor in (q, k, v)]
     views, heads_first = request.views, request.layout.heads_first
-    read = as_read(request, request.backward, q, k, v)
+    read = as_read(request, q, k, v, device)
     return BackwardTensors(*views(*read), heads_first(out), lse, heads_first(dout), *views(*gradients))
 
 
@@ -195,10 +204,9 @@ def _generated(request: Request, assumed: Assumptions) -> BothPasses:
     if peer is not None:
         backend, reason = peer_backend(peer), peer_reason(peer, forward, backward)
         return Decision(backend, reason, target, forward), Decision(backend, reason, target, backward)
-    first, last = assumed.copies
     return (
-        Decision(Backend.GENERATED, first + selection_source(forward), target, forward),
-        Decision(Backend.GENERATED, last + selection_source(backward), target, backward),
+        Decision(Backend.GENERATED, assumed.copies + selection_source(forward), target, forward),
+        Decision(Backend.GENERATED, assumed.copies + selection_source(backward), target, backward),
     )
 
 
@@ -215,9 +223,11 @@ def _faster_peer(
     if request.prefer is Prefer.GENERATED or request.return_lse or request.deterministic or ragged:
         return None
     passes = forward, backward
-    if not problem.features and any(is_untrusted(selection, problem) for selection in passes):
-        return untimed_peer(passes, problem, usual(), target)
-    # With a mask, gradients of some of SDPA's backends may be NaN.
+    if any(is_untrusted(selection, problem) for selection in passes):
+        backend = usual() if is_masked(problem) or not problem.features else None
+        if backend == EFFICIENT or not problem.features:
+            return untimed_peer(passes, problem, backend, target)
+    # With a mask, gradients of SDPA's cuDNN backend may be NaN.
     return faster_peer_of_pair(*passes, problem, None if problem.features else usual())
 
 

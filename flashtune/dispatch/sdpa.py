@@ -9,6 +9,7 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.dispatch.masked_sdpa import (
     ADDRESS_ALIGNMENT,
     chosen_backend,
+    is_unaligned,
     readable,
     scaled_dot_product_attention,
     shares_heads,
@@ -56,15 +57,14 @@ def default_backend(
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
     It was not measured for SDPA's unfused path, for causal masks with different lengths, and for tensors of
-    16 bits whose addresses are not multiples of 16 bytes: SDPA gets copies of them. Tensors are [batch,
-    heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
+    16 bits whose addresses or strides are not multiples of 16 bytes: SDPA gets copies of them. Tensors are
+    [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
     """
     causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:
         return None
-    read = () if q.dtype is torch.float32 else (q, k, v)
-    if bias is not None and bias.dtype is not torch.bool:
-        read = (*read, bias)
-    if any(start(one) % ADDRESS_ALIGNMENT for one in read):
+    if q.dtype is not torch.float32 and any(map(is_unaligned, (q, k, v))):
+        return None
+    if bias is not None and bias.dtype is not torch.bool and start(bias) % ADDRESS_ALIGNMENT:
         return None
     return chosen_backend(q, k, v, None if bias is None else unexpanded(bias), causal)

@@ -31,6 +31,8 @@ SPLIT_ROWS, SPLIT_BELOW, SLOTS, SPLIT_USE, MAX_SPLITS = 64, 0.8, 2, 0.85, 128
 # Measured time of the memory-efficient backend over the schedule time, in float32: 2 x 16 heads of 4,096
 # queries and keys, head dim 128, on an H200.
 FLOAT32 = 1.35
+# Columns of heads that SDPA's backends compute together, and the time of a launch in ms.
+COLUMNS, LAUNCH_MS = 64, 0.006
 # A rate may be this much better than the best one that was measured.
 HEADROOM = 1.05
 
@@ -64,6 +66,22 @@ def expected_peers(problem: Problem, records: Iterable[Record], target: Target) 
             ),
         )
         for name, known in sorted(pairs.items())
+    )
+
+
+def narrowed_peers(peers: Iterable[PeerTime], wide: Problem, problem: Problem) -> tuple[PeerTime, ...]:
+    """Returns the estimated times of SDPA at narrower heads, from those at wider ones.
+
+    SDPA's backends compute whole groups of columns. Generated kernels compute powers of two.
+    """
+
+    def columns(problem: Problem) -> int:
+        widths = problem.head_dim, problem.value_head_dim
+        return sum(math.ceil(width / COLUMNS) * COLUMNS for width in widths)
+
+    share = columns(problem) / columns(wide)
+    return tuple(
+        PeerTime(peer.name, min(peer.ms, LAUNCH_MS + share * (peer.ms - LAUNCH_MS))) for peer in peers
     )
 
 

@@ -14,8 +14,6 @@ import atexit
 import contextlib
 import functools
 import os
-import secrets
-import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ import msgspec
 
 from flashtune.core.earlier_names import present_call
 from flashtune.core.errors import UsageError
-from flashtune.core.file_lock import alone_with, read_bounded
+from flashtune.core.file_lock import alone_with, read_bounded, replace_file
 from flashtune.core.kernel import Specialization
 from flashtune.core.machine import RECORD_VARIABLE, user_path, variable
 from flashtune.core.notices import warn_once
@@ -130,25 +128,11 @@ def add_counts(path: Path, counts: Iterable[CallCount]) -> None:
     try:
         with alone_with(Path(f"{path}.lock"), LOCK_SECONDS):
             lines = (_encoder.encode(count) + b"\n" for count in merged((*known_counts(path), *counts)))
-            _replace(path, b"".join(lines))
+            replace_file(path, b"".join(lines))
     except TimeoutError as error:
         raise UsageError(f"another process holds {path}.lock: wait for it, or record elsewhere") from error
     except OSError as error:
         raise UsageError(f"cannot write the recorded calls {path}: {error.strerror}") from error
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replaces a file atomically and preserves its permissions."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with fresh.open("xb") as file:
-            file.write(content)
-        if path.exists():
-            fresh.chmod(stat.S_IMODE(path.stat().st_mode))
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
 
 
 class Tally:

@@ -11,6 +11,7 @@ from flashtune.templates.backward_split.space import SplitConfig, chunks_of, spl
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
     plain_arguments,
+    score_arguments,
     seed_arguments,
     stride_arguments,
 )
@@ -90,12 +91,15 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
         dslopes = ("dslopes",) if clears_slopes else ()
         random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
         tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", *random, *dslopes)
+        values, integers = score_arguments(problem, specialization)
         arguments = (
             *plain_arguments(problem.dtype, specialization, tensors),
             *seed_arguments(problem),
+            *values,
             *stride_arguments(specialization, tensors),
             *(Argument(name, "i32") for name in ("heads", "seqlen_q")),
             *((Argument("slope_count", "i32"),) if clears_slopes else ()),
+            *integers,
         )
         return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
 

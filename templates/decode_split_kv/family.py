@@ -44,7 +44,7 @@ from flashtune.templates.decode_split_kv.space import (
 )
 from flashtune.templates.family import Context, FamilyOf
 
-# Maximum number of queries if tiles of them occupy all SMs. Other families then compute more.
+# Maximum number of queries if their tiles occupy all SMs. Other families then compute more.
 MAX_QUERIES = 16
 MAX_LATENT = 1024
 # Kernels of a shorter estimated time start before the preceding kernel ends, in ms.

@@ -107,12 +107,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
         peak = at_rate(problem, fixed_precision(problem), target).peak
         peak_rate = peak.fp32 if problem.dtype.is_float32 else peak.half
-        rate = (
-            (peak.fp32 if problem.dtype.is_float32 else peak.half)
-            * 1e6
-            / target.sm_count
-            * (WARPGROUP_RATE if grouped else WARP_RATE)
-        )
+        rate = peak_rate * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
         busy = rounds * (max(part / share, products / rate) + PROGRAM)
         if problem.kv_dtype is not None or problem.page_size:
             busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_PROGRAM + PROGRAM))

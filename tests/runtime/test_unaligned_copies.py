@@ -56,7 +56,6 @@ def test_unaligned_tensors_of_long_calls_are_copied(
     dout = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v), dout)
     close(found, torch.autograd.grad(wanted, (q, k, v), dout))
-    assert all(gradient.stride() == torch.empty_like(q).stride() for gradient in found[:1])
     kinds = {kernel.specialization.alignment for kernel in machine.kernels}
-    assert (kinds == {Alignment.ANY}) == (unaligned and not long)
-    assert (Alignment.ANY in kinds) == (unaligned and not long)
+    narrow = {Alignment.FOUR if gate == 4 else Alignment.ANY}
+    assert kinds == narrow if unaligned and not long else not kinds & {Alignment.FOUR, Alignment.ANY}

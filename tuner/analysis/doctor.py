@@ -188,18 +188,20 @@ def caches() -> Iterator[Finding]:
 
 def database(db: str | None) -> Finding:
     """Returns whether the database can be read, and its contents."""
-    from flashtune.db.location import database_url, describe, sqlite_path
+    from flashtune.db.location import database_url, describe, read_write_uri, sqlite_path
     from flashtune.tuner.tables.lookup import existing_store
 
     try:
-        where = describe(database_url(db))
+        url = database_url(db)
+        where, file = describe(url), sqlite_path(url)
+        if file is not None:
+            read_write_uri(file)
         with existing_store(db) as store:
             if store is None:
                 return Finding("database", Level.OK, f"{where}: none yet, the first search creates it")
             count = len(store.selections())
     except FlashtuneError as error:
         return Finding("database", Level.FAIL, str(error), "or name another one by --db or FLASHTUNE_DB")
-    file = sqlite_path(database_url(db))
     said = f"{where}: {count} selections"
     if file is not None and not os.access(file, os.W_OK):
         return Finding("database", Level.WARN, f"{said}, read-only", "a search needs another --db")

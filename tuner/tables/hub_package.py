@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashtune.core.errors import FlashtuneError
+from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Dtype, Feature
 from flashtune.core.record import Record
@@ -79,6 +79,22 @@ def package_files(records: Iterable[Record], watch: Watch = unwatched) -> dict[s
     }
     files["metadata.json"] = json.dumps(metadata, indent=1) + "\n"
     return {f"{VARIANT}/{path}": text for path, text in files.items()}
+
+
+def require_no_others(folder: Path, paths: Iterable[str]) -> None:
+    """Checks that a package's folder has no links and no other files, which its users would load.
+
+    Raises:
+        UsageError: It has some.
+    """
+    written = {folder / path for path in paths}
+    parents = {parent for path in written for parent in path.parents}
+    build = folder / "build"
+    for path in (build, *sorted(build.rglob("*"))):
+        if path.is_symlink() or path not in written | parents:
+            raise UsageError(
+                f"{path} is not a file of this package: remove it, or pass another folder by --out"
+            )
 
 
 def _entry(file: KernelFile, record: Record) -> Entry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import msgspec
 
 from flashtune.core.config import Config
 from flashtune.core.errors import FlashtuneError, TableError
+from flashtune.core.file_lock import replace_file
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Provenance, Record
@@ -210,19 +210,14 @@ def _quoted(text: str) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file atomically: a full disk leaves the old content.
+    """Writes a file with `replace_file`, and creates its folder.
 
     Raises:
         FlashtuneError: The file cannot be written.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_bytes(content)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        replace_file(path, content)
     except OSError as error:
         raise FlashtuneError(f"cannot write {path}: {error.strerror}; choose another place") from error
 

@@ -115,6 +115,43 @@ def test_table_is_compiled_checked_for_size_and_interpreted() -> None:
     assert seen == {"compiling", "under the interpreter"}
 
 
+class Jobs(Runs):
+    """Runs no jobs, but records them by function. All pass, except those of one function."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__()
+        self.done: dict[str, list[tuple[Any, ...]]] = {}
+        self._fails = fails
+
+    def run(
+        self, phase: str, start: object, function: Any, jobs: Any, seconds: float
+    ) -> dict[Any, tuple[str, Any]]:
+        name = function.__name__
+        self.done[name] = list(jobs.values())
+        passed = {"why_not_compiled": "", "check_interpreted": GOOD}[name]
+        return dict.fromkeys(jobs, ("it failed" if name == self._fails else "", passed))
+
+
+def test_kernels_of_every_family_are_compiled_and_interpreted() -> None:
+    by_family = {one.record.family: one.record for one in shipped_selections() if one.record.config}
+    jobs = Jobs()
+    report = verify_records(by_family.values(), gpu=None, runs=jobs)
+    assert [result.failed for result in report.results] == [""] * len(by_family)
+    compiled = {(kernel.digest, target.name) for kernel, target in jobs.done["why_not_compiled"]}
+    assert compiled == {(record.kernel, record.target) for record in by_family.values()}
+    interpreted = {task.family for (task,) in jobs.done["check_interpreted"]}
+    assert interpreted == {name for name in by_family if find_family(name).interpreted}
+    for fails, failed in (("why_not_compiled", set(by_family)), ("check_interpreted", interpreted)):
+        report = verify_records(by_family.values(), gpu=None, runs=Jobs(fails))
+        assert {result.family for result in report.results if result.failed} == failed
+
+
+def test_kernel_that_does_not_compile_is_named() -> None:
+    kernel = render(FAMILY, make_record().problem, make_record().config, Specialization())
+    broken = msgspec.structs.replace(kernel, source=kernel.source.replace("tl.dot(", "tl.product("))
+    assert "does not compile" in verify_jobs.why_not_compiled(broken, TARGET)
+
+
 @pytest.mark.usefixtures("quick_jobs")
 def test_valid_receipt_passes() -> None:
     record = make_record()

@@ -139,7 +139,7 @@ def _python(records: tuple[Record, ...], out: Path | None) -> None:
 
 
 def _hub_package(records: tuple[Record, ...], out: Path | None) -> None:
-    from flashtune.tuner.tables.hub_package import is_served, package_files
+    from flashtune.tuner.tables.hub_package import is_served, package_files, require_no_others
     from flashtune.tuner.tables.table_files import write_file
 
     if out is None or out.is_file():
@@ -147,6 +147,7 @@ def _hub_package(records: tuple[Record, ...], out: Path | None) -> None:
     served = [record for record in records if is_served(record)]
     with progress_bars() as watch:
         files = package_files(served, watch)
+    require_no_others(out, files)
     for path, text in files.items():
         write_file(out / path, text.encode())
     note(f"wrote {len(files)} files to {out}")
