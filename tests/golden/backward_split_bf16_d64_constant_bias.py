@@ -6,7 +6,7 @@ With         bias
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets, no gradient of the bias
-Template     backward_split 4607135561aa
+Template     backward_split 9f50ab3f1c47
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -137,9 +137,7 @@ def delta(
         bias_queries = tl.minimum(queries, seqlen_q - 1)
         score_scale = scale
         # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
-        bias_base = (
-            bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
-        )
+        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
         bias_rows = ((bias_queries - tile * DELTA_ROWS) * stride_bias_s).to(tl.int32)
         running_max = tl.full([DELTA_ROWS], float("-inf"), tl.float32)
         running_sum = tl.zeros([DELTA_ROWS], tl.float32)
