@@ -66,7 +66,7 @@ def tensors(
 
 
 def blocked(ended: threading.Event) -> None:
-    assert ended.wait(60)
+    assert ended.wait(600)
 
 
 def prepared(call: Any) -> Any:
