@@ -127,7 +127,7 @@ def other_pythons() -> dict[tuple[int, ...], Path]:
     folders = [*map(Path, os.get_exec_path()), *Path.home().glob(".pyenv/versions/*/bin")]
     found: dict[tuple[int, ...], Path] = {}
     for path in sorted({path for folder in folders for path in folder.glob("python3.[0-9][0-9]")}):
-        command = [path, "-I", "-c", "import sys; print(*sys.version_info[:3])"]
+        command = [str(path), "-I", "-c", "import sys; print(*sys.version_info[:3])"]
         said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         version = tuple(map(int, said.split()))
         if version >= (3, 11) and version != sys.version_info[:3]:
