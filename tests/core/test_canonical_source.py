@@ -142,12 +142,9 @@ def test_other_pythons_give_the_same_forms() -> None:
     files = sorted(map(str, Path(kernels_generated.__path__[0]).rglob("*.py")))
     files += sorted(map(str, Path(templates.__path__[0]).rglob("*.jinja")))
     assert len(files) > 100
-    digests = {
-        str(path): subprocess.check_output(
-            [path, "-I", "-c", PROGRAM, str(module.__file__), *files], text=True
-        )
-        for path in (sys.executable, *pythons.values())
-    }
+    command = ["-I", "-c", PROGRAM, str(module.__file__), *files]
+    paths = [Path(sys.executable), *pythons.values()]
+    digests = {path: subprocess.check_output([str(path), *command], text=True) for path in paths}
     assert len(set(digests.values())) == 1, digests
 
 
