@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-import flashtune
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
@@ -114,7 +113,7 @@ def _started() -> subprocess.Popen[bytes]:
     if not sys.executable or getattr(sys, "frozen", False):
         raise FileNotFoundError("there is no Python interpreter")
     # Without the present folder, whose modules may have the names of others. flashtune's own folder is last.
-    folders = [path for path in sys.path if path] + [str(Path(flashtune.__file__).parents[1])]
+    folders = [path for path in sys.path if path] + [str(Path(__file__).parents[2])]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", __name__],
         stdin=subprocess.PIPE,

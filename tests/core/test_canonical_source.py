@@ -127,7 +127,7 @@ def other_pythons() -> dict[tuple[int, ...], Path]:
     folders = [*map(Path, os.get_exec_path()), *Path.home().glob(".pyenv/versions/*/bin")]
     found: dict[tuple[int, ...], Path] = {}
     for path in sorted({path for folder in folders for path in folder.glob("python3.[0-9][0-9]")}):
-        command = [path, "-I", "-c", "import sys; print(*sys.version_info[:3])"]
+        command = [str(path), "-I", "-c", "import sys; print(*sys.version_info[:3])"]
         said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         version = tuple(map(int, said.split()))
         if version >= (3, 11) and version != sys.version_info[:3]:
@@ -142,12 +142,9 @@ def test_other_pythons_give_the_same_forms() -> None:
     files = sorted(map(str, Path(kernels_generated.__path__[0]).rglob("*.py")))
     files += sorted(map(str, Path(templates.__path__[0]).rglob("*.jinja")))
     assert len(files) > 100
-    digests = {
-        str(path): subprocess.check_output(
-            [path, "-I", "-c", PROGRAM, str(module.__file__), *files], text=True
-        )
-        for path in (sys.executable, *pythons.values())
-    }
+    command = ["-I", "-c", PROGRAM, str(module.__file__), *files]
+    paths = [Path(sys.executable), *pythons.values()]
+    digests = {path: subprocess.check_output([str(path), *command], text=True) for path in paths}
     assert len(set(digests.values())) == 1, digests
 
 

@@ -41,7 +41,7 @@ def test_concurrent_creation_and_writes_lose_no_records(path: Path) -> None:
     writers = [start(path, 1000 * number, 80) for number in range(4)]
     said: set[int] = set()
     for writer in writers:
-        out, errors = writer.communicate(timeout=120)
+        out, errors = writer.communicate(timeout=1200)
         assert writer.returncode == 0, errors
         said |= {int(line) for line in out.split()}
     assert len(said) == 320
@@ -64,7 +64,7 @@ def test_killed_writers_lose_no_committed_records(path: Path) -> None:
                 said.add(int(writer.stdout.readline()))
         for writer in writers:
             writer.kill()
-            out, _ = writer.communicate(timeout=60)
+            out, _ = writer.communicate(timeout=1200)
             # The last line may be cut off: what it would have said may or may not be stored.
             said |= {int(line) for line in out.splitlines(keepends=True) if line.endswith("\n")}
         assert is_sound(path)

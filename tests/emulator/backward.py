@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +9,7 @@ import torch
 
 from flashtune.core.kernel import Kernel
 from flashtune.launch.compilation import load_module
-from tests.emulator import hardware
-from tests.emulator.hardware import Array, BarrierError, Descriptor, Pointer, Shared, Tensor, plain
+from tests.emulator.hardware import Array, Clock, Descriptor, Pointer, Shared, Tensor, plain
 from tests.emulator.program import Program, counted, small_steps
 
 
@@ -34,35 +31,30 @@ class Sums:
     """Additions to dq by address, in order, and the counters of turns."""
 
     def __init__(self) -> None:
-        self.clock = threading.Condition()
+        self.clock = Clock(1)
         self.added: dict[int, list[Addition]] = {}
         self.counters: dict[int, int] = {}
 
     def add(self, program: int, address: int, values: Array) -> None:
-        with self.clock:
+        with self.clock.changed:
             # Additions of zeros have no effect.
             if values.any():
                 self.added.setdefault(int(address), []).append(Addition(program, values.copy()))
 
     def wait_counter(self, counter: int, block: int) -> None:
-        with self.clock:
-            came = self.clock.wait_for(
-                lambda: self.counters.get(int(counter), 0) == block, hardware.WAIT_TIMEOUT_S
-            )
-            if not came:
-                raise BarrierError("a wait for a turn timed out")
+        self.clock.wait_for(lambda: self.counters.get(int(counter), 0) == block, "a turn")
 
     def set_counter(self, counter: int, block: int) -> None:
-        with self.clock:
+        with self.clock.changed:
             self.counters[int(counter)] = block + 1
-            self.clock.notify_all()
+            self.clock.changed.notify_all()
 
 
 class BackwardProgram(Program):
     """One program of a backward launch."""
 
     def __init__(self, number: int, programs: int, module: Any, sums: Sums) -> None:
-        super().__init__(number, programs, module)
+        super().__init__(number, programs, module, sums.clock)
         self.sums = sums
 
     def names(self) -> dict[str, Any]:
@@ -117,14 +109,15 @@ def emulate_backward(
     descriptors = [Descriptor(one, memory[name]) for name, parts in made.items() for one in parts]
     sums = Sums()
 
-    def emulate(number: int) -> None:
-        names = BackwardProgram(number, programs, module, sums).names()
-        exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
-        names[kernel.entry](
-            *descriptors, *([Base(0)] * workspaces), *map(Pointer, extra_inputs), scale, *numbers, *integers
-        )
+    waiting = iter(range(programs))
 
-    with small_steps(), ThreadPoolExecutor(at_once) as multiprocessors:
-        for one in [multiprocessors.submit(emulate, number) for number in range(programs)]:
-            one.result()
+    def multiprocessor() -> None:
+        for number in waiting:
+            names = BackwardProgram(number, programs, module, sums).names()
+            exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
+            further = (*[Base(0)] * workspaces, *map(Pointer, extra_inputs))
+            names[kernel.entry](*descriptors, *further, scale, *numbers, *integers)
+
+    with small_steps():
+        sums.clock.together([multiprocessor] * at_once)
     return sums

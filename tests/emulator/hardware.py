@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,62 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-# Longer than any wait of a correct kernel.
-WAIT_TIMEOUT_S = 20.0
 ADDRESSES = 2**64
 
 
 class BarrierError(RuntimeError):
-    """A wait timed out, or a barrier received too many arrivals."""
+    """No thread can end a wait, or a barrier received too many arrivals."""
+
+
+class Clock:
+    """The threads of a launch, which wait for one another. Finds waits without end, whatever they take.
+
+    Attributes:
+        changed: Its lock guards all that threads wait for. Each change notifies it.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.changed = threading.Condition()
+        self._threads, self._is_stuck = threads, False
+        self._waits: list[Callable[[], bool]] = []
+
+    def wait_for(self, predicate: Callable[[], bool], name: str) -> None:
+        with self.changed:
+            self._wait(predicate, lambda: self._is_stuck)
+            if not predicate():
+                raise BarrierError(f"a wait for {name} has no end")
+
+    def together(self, jobs: list[Callable[[], None]]) -> None:
+        """Runs jobs in further threads. This thread waits for them."""
+        left = [len(jobs)]
+
+        def run(job: Callable[[], None]) -> None:
+            try:
+                job()
+            finally:
+                with self.changed:
+                    left[0] -= 1
+                    self._threads -= 1
+                    self._look()
+                    self.changed.notify_all()
+
+        with ThreadPoolExecutor(len(jobs)) as threads, self.changed:
+            self._threads += len(jobs)
+            running = [threads.submit(run, job) for job in jobs]
+            self._wait(lambda: not left[0], lambda: False)
+        for one in running:
+            one.result()
+
+    def _wait(self, predicate: Callable[[], bool], is_given_up: Callable[[], bool]) -> None:
+        self._waits.append(predicate)
+        self._look()
+        self.changed.wait_for(lambda: predicate() or is_given_up())
+        self._waits.remove(predicate)
+
+    def _look(self) -> None:
+        if len(self._waits) == self._threads and not any(predicate() for predicate in self._waits):
+            self._is_stuck = True
+            self.changed.notify_all()
 
 
 class Tensor:
@@ -97,45 +147,41 @@ class Shared:
 class Barrier:
     """An mbarrier of a ring: its phase flips after all arrivals and bytes."""
 
-    def __init__(self, clock: threading.Condition) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.clock, self.count, self.pending, self.bytes, self.phase = clock, 0, 0, 0, 0
 
     def change(self, arrivals: int, size: int) -> None:
-        with self.clock:
+        with self.clock.changed:
             self.pending -= arrivals
             self.bytes += size
             if self.pending < 0:
                 raise BarrierError("more arrivals than a barrier expects")
             if not self.pending and not self.bytes:
                 self.phase, self.pending = self.phase ^ 1, self.count
-                self.clock.notify_all()
+                self.clock.changed.notify_all()
 
     def wait(self, parity: int) -> None:
-        with self.clock:
-            if not self.clock.wait_for(lambda: self.phase != int(parity), WAIT_TIMEOUT_S):
-                raise BarrierError("a wait for a tile or its slot timed out")
+        self.clock.wait_for(lambda: self.phase != int(parity), "a tile or its slot")
 
 
 class Turn:
     """A named barrier of two groups, one of which waits."""
 
-    def __init__(self, clock: threading.Condition) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.clock, self.arrived, self.round = clock, 0, 0
 
     def arrive(self) -> int:
-        with self.clock:
+        with self.clock.changed:
             ours = self.round
             self.arrived += 1
             if self.arrived == 2:
                 self.arrived, self.round = 0, self.round + 1
-                self.clock.notify_all()
+                self.clock.changed.notify_all()
             return ours
 
     def sync(self) -> None:
         ours = self.arrive()
-        with self.clock:
-            if not self.clock.wait_for(lambda: self.round > ours, WAIT_TIMEOUT_S):
-                raise BarrierError("a wait for a turn timed out")
+        self.clock.wait_for(lambda: self.round > ours, "a turn")
 
 
 class Descriptor:

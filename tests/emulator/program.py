@@ -8,10 +8,9 @@ numbers are float64, so that the emulator finds neither races nor rounding error
 from __future__ import annotations
 
 import ast
+import functools
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from flashtune.templates.dead_branches import parsed
 from tests.emulator.hardware import (
     Array,
     Barrier,
+    Clock,
     Descriptor,
     Pointer,
     Shared,
@@ -52,8 +52,8 @@ def identity(function: Any = None, **_: object) -> Any:
 class Program:
     """One program of a launch: its shared memory, and its implementations of `gl` and related modules."""
 
-    def __init__(self, number: int, programs: int, module: Any) -> None:
-        self.clock = threading.Condition()
+    def __init__(self, number: int, programs: int, module: Any, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock(1)
         self.number, self.programs, self.module = number, programs, module
         self.turns = [Turn(self.clock) for _ in range(self.groups)]
         self.grown: dict[int, bool] = {}
@@ -256,10 +256,7 @@ class Program:
         descriptor.memory[offsets[inside]] = tile.values.reshape(inside.shape)[inside]
 
     def run_roles(self, roles: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: object) -> None:
-        with ThreadPoolExecutor(len(roles)) as threads:
-            running = [threads.submit(role, *arguments) for role, arguments in roles]
-        for one in running:
-            one.result()
+        self.clock.together([functools.partial(role, *arguments) for role, arguments in roles])
 
 
 @contextmanager

@@ -97,6 +97,6 @@ def test_an_exported_file_computes_attention_without_flashtune(family: Family, t
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr

@@ -39,7 +39,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         out = tmp_path_factory.mktemp(kind)
         command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir"]
         result = subprocess.run(
-            [*command, str(out), str(source)], capture_output=True, text=True, timeout=200
+            [*command, str(out), str(source)], capture_output=True, text=True, timeout=1200
         )
         assert result.returncode == 0, result.stdout + result.stderr
         (distribution,) = out.iterdir()
@@ -59,7 +59,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the installed wheel, without its dependencies."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
-    subprocess.run([*command, str(folder), str(wheel)], check=True, timeout=200)
+    subprocess.run([*command, str(folder), str(wheel)], check=True, timeout=1200)
     return folder
 
 

@@ -24,7 +24,7 @@ def test_demo_prints_its_results_and_paths(tmp_path: Path, own_database: Path) -
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=1200,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "predicted" in result.stdout

@@ -33,7 +33,7 @@ class Runner:
 
     def command(self, *arguments: str | Path) -> str:
         result = subprocess.run(
-            arguments, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=120
+            arguments, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=1200
         )
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout

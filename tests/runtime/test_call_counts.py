@@ -58,7 +58,7 @@ def test_concurrent_processes_write_one_file(problem: Problem, file: Path) -> No
     line = msgspec.json.encode(CallCount(problem, Specialization(), 3)).decode()
     argv = [sys.executable, "-c", program, str(file), line]
     running = [subprocess.Popen(argv) for _ in range(3)]
-    assert [process.wait(120) for process in running] == [0, 0, 0]
+    assert [process.wait(600) for process in running] == [0, 0, 0]
     assert [count.calls for count in read_counts(file)] == [90]
     assert sorted(path.name for path in file.parent.iterdir() if "recorded" in path.name) == [
         "recorded.jsonl",

@@ -139,7 +139,7 @@ def test_one_thread_prepares_all_buckets(machine: Machine, problem: Problem, mon
 
     def chosen(*_: object) -> None:
         threads.add(threading.current_thread().name)
-        release.wait(10)
+        release.wait(600)
 
     monkeypatch.setattr(deferred, "_chosen", chosen)
     served_first = called(problem)
@@ -150,7 +150,7 @@ def test_one_thread_prepares_all_buckets(machine: Machine, problem: Problem, mon
     assert [one.name for one in threading.enumerate()].count("flashtune-prepare") == 1
     assert not deferred.wait(0.01)
     release.set()
-    assert deferred.wait(10)
+    assert deferred.wait(600)
     assert threads == {"flashtune-prepare"}
 
 
@@ -239,7 +239,7 @@ def test_a_full_queue_is_not_made_longer(machine: Machine, problem: Problem, mon
     served(called(problem))
     monkeypatch.setattr(deferred, "QUEUE_LIMIT", 2)
     release = threading.Event()
-    monkeypatch.setattr(deferred, "_chosen", lambda *_: release.wait(10) and None)
+    monkeypatch.setattr(deferred, "_chosen", lambda *_: release.wait(600) and None)
     for batch in (1, 4, 8, 16, 32, 64):
         deferred.ready(called(with_lengths(problem, 8, 8, batch)), USUAL)
     kinds = len(deferred._kinds)
@@ -252,7 +252,7 @@ def test_a_full_queue_is_not_made_longer(machine: Machine, problem: Problem, mon
 def test_preparations_keep_no_tensors(machine: Machine, problem: Problem, monkeypatch: Any) -> None:
     served(called(problem))
     release = threading.Event()
-    monkeypatch.setattr(deferred, "_chosen", lambda *_: release.wait(10) and None)
+    monkeypatch.setattr(deferred, "_chosen", lambda *_: release.wait(600) and None)
     call = called(with_lengths(problem, 64, 64))
     alive = [weakref.ref(tensor) for tensor in call[:3]]
     deferred.ready(call, USUAL)
@@ -393,8 +393,8 @@ def test_a_worker_goes_on_after_an_error(recwarn: Any) -> None:
     try:
         worker.put(fails, 8)
         worker.put(done.set, 8)
-        assert done.wait(10)
-        assert worker.wait(10)
+        assert done.wait(600)
+        assert worker.wait(600)
     finally:
         threading.excepthook = hook
     assert len(raised) == 1
@@ -405,12 +405,12 @@ def test_threads_switch_sooner_while_a_worker_has_jobs() -> None:
     worker, release = Worker("test-worker"), threading.Event()
 
     def job() -> None:
-        release.wait(10)
+        release.wait(600)
 
     worker.put(job, 8)
     assert sys.getswitchinterval() == pytest.approx(background.SWITCH_SECONDS)
     release.set()
-    assert worker.wait(10)
+    assert worker.wait(600)
     assert sys.getswitchinterval() == before
 
 
@@ -420,14 +420,14 @@ def test_a_forked_process_has_the_usual_switch_interval() -> None:
     worker, release = Worker("test-worker"), threading.Event()
 
     def job() -> None:
-        release.wait(10)
+        release.wait(600)
 
     worker.put(job, 8)
     child = os.fork()
     if child == 0:
         os._exit(0 if sys.getswitchinterval() == before else 1)
     release.set()
-    assert worker.wait(10)
+    assert worker.wait(600)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -436,11 +436,11 @@ def test_an_idle_worker_ends(monkeypatch: Any) -> None:
     ended, done = threading.Event(), threading.Event()
     worker = Worker("test-worker", ended.set)
     worker.put(done.set, 8)
-    assert ended.wait(10)
+    assert ended.wait(600)
     assert done.is_set()
     done.clear()
     worker.put(done.set, 8)
-    assert done.wait(10)
+    assert done.wait(600)
 
 
 def test_a_worker_ends_when_the_process_does() -> None:
@@ -450,11 +450,11 @@ def test_a_worker_ends_when_the_process_does() -> None:
 
     def job() -> None:
         started.set()
-        release.wait(10)
+        release.wait(600)
 
     worker.put(job, 8)
     worker.put(lambda: skipped.append(None), 8)
-    started.wait(10)
+    started.wait(600)
     worker._stop()
     assert worker.wait(0)
     assert not skipped

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from flashtune.core.kernel import Kernel
@@ -42,3 +47,15 @@ def test_a_kernel_of_each_family_compiles_for_hopper(family: str) -> None:
 
     assert 0 < binary.metadata.shared <= H200.sram_per_block
     assert "sm_90a" in binary.asm["ptx"]
+
+
+@pytest.mark.tritons
+@pytest.mark.slow
+def test_a_command_that_compiles_gluon_ends_silently(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    shape = "heads=2,seqlen=512,head_dim=64,dtype=bf16"
+    command = ["explain", "--target", "h200", "--shape", shape]
+    program = [sys.executable, "-c", "from flashtune.tuner.cli import main; main()", *command]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    assert any(tmp_path.glob("*/forward_hopper.cubin"))
+    assert done.stderr == ""

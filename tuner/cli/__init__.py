@@ -5,6 +5,7 @@ A command's module is imported at its call, so `flashtune --help` imports little
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import importlib
@@ -196,3 +197,15 @@ def module_name(command: str) -> str:
 @click.version_option(package_name="flashtune", message="%(prog)s %(version)s")
 def main() -> None:
     """Generate, search, verify and dispatch flash-attention kernels."""
+    atexit.register(_release_bindings)
+
+
+def _release_bindings() -> None:
+    """Clears the module through which Triton's bindings outlive the interpreter.
+
+    After a compilation of Gluon, the library of Triton 3.9 keeps this module until the process ends. nanobind
+    would then report the bindings to which the module refers as leaks.
+    """
+    module = sys.modules.get("triton.experimental.gluon.language._semantic")
+    if module is not None:
+        vars(module).clear()

@@ -128,7 +128,7 @@ def test_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def recorded(program: str, file: Path) -> None:
     """Runs a program that records its calls. FLASHTUNE_RECORD takes effect when flashtune is imported."""
     environment = {**os.environ, "FLASHTUNE_RECORD": str(file), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=1200)
 
 
 def searched(file: Path) -> list[str]:

@@ -227,7 +227,7 @@ def package_for_the_cpu(package: Path, tmp_path_factory: pytest.TempPathFactory)
 
 def check(package: Path, loading: str) -> None:
     command = [sys.executable, "-c", LOADING + loading + CHECKS, str(package)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr
 
 
@@ -245,19 +245,21 @@ def test_the_kernels_library_loads_a_package(cpu_package: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "page", "functions"),
+    ("name", "page", "cuda", "functions"),
     [
-        (NAME, 0, {"flash_attn_func"}),
-        (NAME, 16, {"flash_attn_varlen_func"}),
-        (PAGED, 16, {"flash_attn_varlen_func", "flash_attn_with_kvcache"}),
+        (NAME, 0, None, {"flash_attn_func"}),
+        (NAME, 16, "13.0", {"flash_attn_varlen_func"}),
+        (PAGED, 16, None, {"flash_attn_varlen_func", "flash_attn_with_kvcache"}),
     ],
     ids=["generate", "continuous batching", "continuous batching from pages"],
 )
 def test_transformers_generates_through_a_package(
-    cpu_package: Path, name: str, page: int, functions: set[str]
+    package: Path, cpu_package: Path, name: str, page: int, cuda: str | None, functions: set[str]
 ) -> None:
-    found = generation_of(cpu_package, Settings(name, "cpu", "float32", 32, page))
-    assert {*found.origins} == {str(cpu_package / "build/torch-cpu/__init__.py")}
+    # The library takes the package for which torch is built, with a GPU or without.
+    folder, build = (package, "torch-cuda") if cuda else (cpu_package, "torch-cpu")
+    found = generation_of(folder, Settings(name, "cpu", "float32", 32, page, cuda=cuda))
+    assert {*found.origins} == {str(folder / "build" / build / "__init__.py")}
     assert {*found.calls} == functions
     for function, given in found.calls.items():
         assert {*given} == {"q", "softmax_scale", "causal"} | GIVEN[function]

@@ -68,7 +68,7 @@ def tensors(
 
 
 def blocked(ended: threading.Event) -> None:
-    assert ended.wait(60)
+    assert ended.wait(600)
 
 
 def prepared(call: Any) -> Any:

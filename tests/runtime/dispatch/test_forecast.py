@@ -188,9 +188,9 @@ def test_forecast_takes_less_than_50_ms(records: tuple[Record, ...]) -> None:
     huge = shape(heads=128, kv_heads=128, batch=128, seqlen_q=2**20, seqlen_kv=2**20)
     took = []
     for problem in (*problems, huge):
-        start = time.perf_counter()
+        start = time.process_time()
         select(problem, TARGET, tables, Specialization(), generated=True)
-        took.append(time.perf_counter() - start)
+        took.append(time.process_time() - start)
     # Of a shared machine the median is asserted: 5 ms on two slow cores.
     assert sorted(took)[len(took) // 2] < 0.05
 

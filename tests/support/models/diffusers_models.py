@@ -117,7 +117,7 @@ def run_program(device: str) -> None:
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, "-m", "tests.support.models.diffusers_models", device]
     environment = {**os.environ, "PYTHONPATH": paths}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=1200)
 
 
 def compare_backends(device: str) -> None:

@@ -39,6 +39,7 @@ class Settings(NamedTuple):
         head_dim: Head dim of the model.
         page: Keys of a page; 0 generates without continuous batching.
         graphs: Whether continuous batching captures CUDA graphs.
+        cuda: On the CPU, the version of CUDA that torch appears to be built for, None without CUDA.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Settings(NamedTuple):
     head_dim: int
     page: int
     graphs: bool = False
+    cuda: str | None = None
 
 
 class Generation(NamedTuple):
@@ -81,7 +83,7 @@ def generation_of(package: Path, settings: Settings) -> Generation:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return Generation(**json.loads(done.stdout.splitlines()[-1]))
@@ -181,6 +183,8 @@ def decode_from_pages() -> None:
 def main() -> None:
     """Prints a `Generation` as JSON."""
     settings = Settings(**json.loads(sys.argv[1]))
+    if settings.device == "cpu":
+        torch.version.cuda = settings.cuda
     transformers = imported()
     flash: Any = importlib.import_module("transformers.modeling_flash_attention_utils")
     found = record(flash)

@@ -230,7 +230,6 @@ def test_either_group_may_take_the_last_turn(
 def test_emulator_detects_broken_alternation_of_dq(
     right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.emulator.hardware.WAIT_TIMEOUT_S", 2.0)
     problem = a_problem(128, heads=3, deterministic=True)
     kernel, _ = kernel_of(problem)
     assert right in kernel.source

@@ -22,11 +22,6 @@ EMULATED = [one for one in MUTANTS if not one.racy and not any(other in one.name
 LENGTHS = [(70, 300), (0, 9), (150, 40), (5, 131), (130, 130)]
 
 
-@pytest.fixture(autouse=True)
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.emulator.hardware.WAIT_TIMEOUT_S", 3.0)
-
-
 def emulate(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     made = (kernel, subject.config)
     monkeypatch.setattr(test_backward_hopper_emulated, "kernel_of", lambda *_, **__: made)

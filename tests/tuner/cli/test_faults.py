@@ -59,7 +59,7 @@ class Place:
             preexec_fn=limit,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=1200,
             check=False,
         )
 

@@ -32,7 +32,7 @@ from tests.tuner.search import fakes
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem
 
 pytestmark = pytest.mark.gpu
-WAIT = 180.0
+WAIT = 600.0
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from flashtune.db.store import open_store
 from tests.tuner.search.predicted_search import SIZE
 
 PROGRAM = Path(__file__).with_name("predicted_search.py")
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 600.0
 
 
 def start(database: Path, caches: Path) -> subprocess.Popen[str]:

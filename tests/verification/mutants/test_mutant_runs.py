@@ -86,7 +86,7 @@ def run_out(seed: int) -> Checked:
 
 @pytest.fixture
 def plan() -> Plan:
-    return Plan(H200, 7, time.monotonic() + 60.0, 2)
+    return Plan(H200, 7, time.monotonic() + 600.0, 2)
 
 
 @pytest.fixture

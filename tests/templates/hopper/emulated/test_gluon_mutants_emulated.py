@@ -56,11 +56,6 @@ LATENT = (
 )
 
 
-@pytest.fixture(autouse=True)
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.emulator.hardware.WAIT_TIMEOUT_S", 4.0)
-
-
 def subjects(family: str, names: tuple[str, ...]) -> list[Subject]:
     return list(dict.fromkeys(MUTANTS[f"{family}: {name}"].subject for name in names))
 

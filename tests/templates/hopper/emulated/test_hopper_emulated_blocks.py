@@ -88,7 +88,6 @@ def emulated_error(kernel: Kernel, subject: Subject) -> float:
 def test_emulator_detects_mutants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
     assert emulated_error(rendered(mutant.subject), mutant.subject) < 1e-11
-    monkeypatch.setattr("tests.emulator.hardware.WAIT_TIMEOUT_S", 4.0)
     if mutant.racy:
 
         def read_late(_: Program, ticket: int) -> int:

@@ -62,8 +62,7 @@ def test_unmodified_kernels_are_correct(subject: Subject) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
-def test_emulator_detects_mutants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.emulator.hardware.WAIT_TIMEOUT_S", 4.0)
+def test_emulator_detects_mutants(name: str) -> None:
     mutant = MUTANTS[name]
     with contextlib.suppress(BarrierError, IndexError):
         assert not emulated_error(broken(mutant), mutant.subject) < 1e-6

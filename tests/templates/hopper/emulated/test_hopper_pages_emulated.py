@@ -17,7 +17,6 @@ from flashtune.core.kernel import Kernel
 from flashtune.core.layouts import STORED_DTYPES
 from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.templates.forward_hopper.space import SMALLEST_COPY
-from tests.emulator import hardware
 from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
 from tests.problems.plain_masks import plain_attention
@@ -298,8 +297,7 @@ def test_emulator_detects_wrong_scales(right: str, wrong: str) -> None:
     assert not worst_error(broken(kernel_of(problem, **SMALL), right, wrong), problem, MIXED) < 1e-3
 
 
-def test_loads_outside_of_tensors_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "WAIT_TIMEOUT_S", 0.5)
+def test_loads_outside_of_tensors_are_errors() -> None:
     problem = a_scaled(8, packed=False, window_left=20, sink_tokens=4)
     kernel = kernel_of(problem, **SMALL)
     assert worst_error(kernel, problem, EQUAL) < 1e-12
@@ -373,7 +371,7 @@ def test_orders_and_parts_of_heads() -> None:
 
 
 @pytest.mark.slow
-def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulator_detects_broken_kernels() -> None:
     problem = a_paged(16, packed=True)
     kernel = kernel_of(problem, **SMALL)
     for right, wrong in (
@@ -389,7 +387,6 @@ def test_emulator_detects_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
         ("+ tile.kv_head * head_step", ""),
     ):
         assert not worst_error(broken(kernel, right, wrong), problem, MIXED) < 1e-3, wrong
-    monkeypatch.setattr(hardware, "WAIT_TIMEOUT_S", 0.5)
     with pytest.raises(BarrierError):
         worst_error(
             broken(kernel, "for copy in gl.static_range(COPIES)", "for copy in gl.static_range(2)"),

@@ -25,7 +25,7 @@ from tests.tuner.search.fakes import FAMILY, FakeCompiler, FakeMeasurer, a_confi
 from tests.tuner.search.small_search import SIZE, search
 
 CANDIDATE = Candidate(FAMILY, a_config())
-WAIT = 120.0
+WAIT = 600.0
 WELL = Probe("")
 STORED = "what was finished is stored, and the same command goes on"
 
