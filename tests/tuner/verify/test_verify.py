@@ -308,10 +308,11 @@ def test_command_prints_counts_and_fails_by_exit_code(table: Callable[..., Path]
     path = table(make_record(512), make_record(1024, kernel="0" * 32))
     result = CliRunner().invoke(main, ["verify", "--table", str(path)])
     assert result.exit_code == 1
-    assert "of 2 selected kernels 1 were checked here (0 on the GPU, 1 under" in result.stdout
-    assert "0 by receipt alone and 1 not at all; 1 failed" in result.stdout
-    assert "1 of 2 have a receipt: NVIDIA H200, driver 580.1, Triton 3.6.0, ptxas " in result.stdout
-    assert "stale receipt" in result.stdout
+    printed = " ".join(result.stdout.split())
+    assert "of 2 selected kernels 1 were checked here (0 on the GPU, 1 under" in printed
+    assert "0 by receipt alone and 1 not at all; 1 failed" in printed
+    assert "1 of 2 have a receipt: NVIDIA H200, driver 580.1, Triton 3.6.0, ptxas " in printed
+    assert "stale receipt" in printed
     assert "1 of 2 kernels failed" in result.stderr
 
 
