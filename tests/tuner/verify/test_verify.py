@@ -153,7 +153,9 @@ def test_kernels_of_every_family_are_compiled_and_interpreted() -> None:
 
 
 def test_kernel_that_does_not_compile_is_named() -> None:
-    kernel = render(FAMILY, make_record().problem, make_record().config, Specialization())
+    record = make_record()
+    assert record.config is not None
+    kernel = render(FAMILY, record.problem, record.config, Specialization())
     broken = msgspec.structs.replace(kernel, source=kernel.source.replace("tl.dot(", "tl.product("))
     assert "does not compile" in verify_jobs.why_not_compiled(broken, TARGET)
 
