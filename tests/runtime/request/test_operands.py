@@ -144,15 +144,12 @@ def made(case: Case) -> tuple[Any, tuple[Tensor, ...]]:
         return flashtune.attention(*given, **options), tuple(leaves)
     if case.call == "packed":
         leaves = [one.detach()[0].transpose(0, 1).contiguous().requires_grad_() for one in leaves]
-        longest = max(LENGTHS)
-        found = flashtune.attention_varlen(
-            *leaves, starts(LENGTHS), starts(LENGTHS), longest, longest, **options
-        )
-        return found, tuple(leaves)
+        packed: list[Any] = [*leaves, starts(LENGTHS), starts(LENGTHS), max(LENGTHS), max(LENGTHS)]
+        return flashtune.attention_varlen(*packed, **options), tuple(leaves)
     if case.call == "e4m3":
         small = [tensor.to(torch.float8_e4m3fn) for tensor in (q, k, v)]
-        scales = {"q_scale": torch.full((2, HEADS), 0.5)}
-        return flashtune.attention(*small, **scales, **options), ()
+        options["q_scale"] = torch.full((2, HEADS), 0.5)
+        return flashtune.attention(*small, **options), ()
     widths = (576, 512) if case.call == "latent" else (WIDTH, WIDTH)
     cache = paged((40, 12), kv_heads=1 if case.call == "latent" else KV_HEADS, widths=widths)
     token = torch.randn(2, 1, HEADS, widths[0]).bfloat16()
@@ -168,7 +165,8 @@ def made(case: Case) -> tuple[Any, tuple[Tensor, ...]]:
 def run(case: Case, way: str) -> tuple[Tensor, ...]:
     """Makes the call of a case and its backward pass. Returns the leaves that require gradients."""
     forget_executors()
-    with Operators() if way == "operators" else contextlib.nullcontext():
+    mode: Any = Operators if way == "operators" else contextlib.nullcontext
+    with mode():
         result, leaves = made(case)
         out = result[0] if isinstance(result, tuple) else result
         if leaves:
@@ -198,7 +196,7 @@ def test_every_pass_gets_the_operands_of_its_call(name: str, way: str, launched:
             assert tensor is not None
             assert tensor.data_ptr() == leaf.data_ptr()
         for operand, value in case.values.items():
-            found = launch.scale if operand == "scale" else getattr(launch.side, operand)
+            found: Any = launch.scale if operand == "scale" else getattr(launch.side, operand)
             if isinstance(value, Tensor):
                 assert found is not None, operand
                 assert torch.equal(found.expand_as(value), value), operand

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
@@ -30,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_jobs, "kernel_run", lambda *_: None)
     monkeypatch.setattr(gpu_jobs, "clock_probe", lambda index: SimpleNamespace(is_throttled=lambda: False))
     monkeypatch.setattr(gpu_jobs, "leave_if_broken", lambda *_: None)
-    monkeypatch.setattr(gpu_jobs.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
 def evaluated(
