@@ -577,6 +577,11 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, bias, prefi
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.float32
+    if triton.knobs.runtime.interpret:
+        # The interpreter computes all products in float32, but it does not know all names of precisions.
+        options = triton.runtime.interpreter.interpreter_builder.options
+        precisions = ("ieee", "tf32", "tf32x3", "bf16x3", "bf16x6")
+        object.__setattr__(options, "allowed_dot_input_precisions", precisions)
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")

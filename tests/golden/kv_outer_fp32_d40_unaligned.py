@@ -218,10 +218,17 @@ def attention(q, k, v, scale=None):
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]
-    for name, tensor in (*large,):
+    for name, tensor in (
+        *large,
+    ):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.float32
+    if triton.knobs.runtime.interpret:
+        # The interpreter computes all products in float32, but it does not know all names of precisions.
+        options = triton.runtime.interpreter.interpreter_builder.options
+        precisions = ("ieee", "tf32", "tf32x3", "bf16x3", "bf16x6")
+        object.__setattr__(options, "allowed_dot_input_precisions", precisions)
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")

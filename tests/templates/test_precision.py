@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from flashtune.core.kernel import Specialization
@@ -42,7 +43,7 @@ def test_no_search_or_default_on_nvidia_is_without_tensor_cores(
 ) -> None:
     problem, gpu = float32_problem(dtype, family), find_target(target)
     axis = next(axis for axis in family.space(problem, gpu).axes if axis.name == "input_precision")
-    assert family.default(problem, gpu).input_precision in axis.values
+    assert dict(family.default(problem, gpu).items())["input_precision"] in axis.values
     assert InputPrecision.IEEE not in axis.values
 
 
@@ -52,8 +53,7 @@ def test_tf32_renders_as_float32_of_another_precision(family: Family) -> None:
     config = family.default(problem, TARGET)
     kernel = render(family, problem, config, Specialization())
     assert kernel.arguments[0].type == "*fp32"
-    assert '"float32"' in kernel.source or "torch.float32" in kernel.source
-    assert f'input_precision="{config.input_precision.value}"' in kernel.source
+    assert 'input_precision="bf16x3"' in kernel.source
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FP32, Dtype.TF32])
@@ -63,7 +63,6 @@ def test_the_default_of_hopper_uses_warp_group_instructions(dtype: Dtype) -> Non
     kernel = render(family, problem, family.default(problem, TARGET), Specialization())
     ptx = compile_kernel(kernel, TARGET).asm["ptx"]
     assert re.search(r"wgmma\.mma_async[\w.]*\.f32\.bf16\.bf16", ptx)
-    assert "fma.rn.f32" in ptx
 
 
 def test_ordinary_arithmetic_is_expected_to_be_slow() -> None:
@@ -72,7 +71,7 @@ def test_ordinary_arithmetic_is_expected_to_be_slow() -> None:
     usual = family.default(problem, TARGET)
     times = {}
     for precision in (InputPrecision.IEEE, InputPrecision.BF16X6, InputPrecision.BF16X3):
-        config = type(usual)(**dict(usual.items()) | {"input_precision": precision})
+        config = msgspec.structs.replace(usual, input_precision=precision)
         times[precision] = scheduled_ms(
             problem, family, config, estimated(problem, config, 0, TARGET), TARGET
         )
