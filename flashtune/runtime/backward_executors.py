@@ -186,9 +186,11 @@ class BoundBackward:
         if _has_rows(dout) and _covers(kernel.specialization, needed):
             extra = _extra_views(self._request, side, tensors)
             launch = bind(kernel, target, tensors, extra, compiled=binary)
-            made = (allocator(torch.empty_like(one, device="meta"), one.device) for one in (q, k, v))
+            new_dq, new_dk, new_dv = (
+                allocator(torch.empty_like(one, device="meta"), one.device) for one in (q, k, v)
+            )
             copies = copied(self._request, q, k, v)
-            return Bound(launch, *made, copies if any(copies) else None)
+            return Bound(launch, new_dq, new_dk, new_dv, copies if any(copies) else None)
         if dout.stride() == torch.empty(dout.shape, device="meta").stride():
             raise KernelError(
                 "tensors that were saved for the backward pass came back with strides that its kernel cannot "
