@@ -227,12 +227,15 @@ def _explanation(problem: Problem, decision: Decision) -> Explanation:
     )
 
 
+# Words for sources that are no tables or databases.
+SOURCES = {"estimated": "another shape's"}
+
+
 def _record_lines(selection: Selection) -> list[str]:
     record = selection.record
     label = config_text(record) or "no config"
-    lines = [
-        f"  {selection.source} record of {record.problem.key}: {record.family}, {label}; {selection.standing}"
-    ]
+    source = SOURCES.get(selection.source, selection.source)
+    lines = [f"  {source} record of {record.problem.key}: {record.family}, {label}; {selection.standing}"]
     if record.measurement is not None:
         lines.append(f"  measured there: {_times_in_words(record.measurement.ms, record.measurement.peers)}")
         for shared in record.measurement.shared or ():

@@ -260,7 +260,7 @@ def selection_source(selection: Selection) -> str:
     where = {
         "database": "it is selected in the user's database",
         "shipped": "it is selected in the table that ships for this GPU",
-        "nearest": _forecast_in_words(selection),
+        "estimated": _forecast_in_words(selection),
         "default": "nothing alike is tuned for this GPU, so its family's default config serves",
     }
     return where[selection.source]

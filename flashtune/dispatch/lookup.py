@@ -53,6 +53,8 @@ WHOLE_FAMILY = "forward_masked"
 # SMs. One sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us with DECODING_FAMILY.
 LATENT_FAMILY = "decode_latent_hopper"
 LATENT_ROWS = 64
+# The first family for gradients in float32: 0.5 to 0.7 of the time of `backward_split` on an H200.
+FLOAT32_BACKWARD = "backward_fused"
 # With block masks of 128, tuned kernels of `forward_masked` took 1.3 to 1.4 times as long as estimated,
 # relative to those of `forward_hopper`, at the three shapes in the tables of the H100 and the H200.
 PORTABLE_BLOCKS, PORTABLE_FACTOR = 128, 1.3
@@ -89,7 +91,7 @@ def select(
     if expected is not None and not _is_new_phase(problem, *expected):
         record, why = expected
         standing = _standing(record, VerificationStatus.VERIFIED)
-        return Selection(record=record, standing=standing, source="nearest", forecast=why)
+        return Selection(record=record, standing=standing, source="estimated", forecast=why)
     return default_selection(problem, target, specialization)
 
 
@@ -114,7 +116,7 @@ def nearest_selection(selection: Selection) -> Selection | None:
         # The kernel of that shape is for another type or head dim.
         return None
     return Selection(
-        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="nearest"
+        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="estimated"
     )
 
 
@@ -195,6 +197,8 @@ def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[boo
         tiles = problem.batch * math.ceil(rows / LATENT_ROWS)
         return False, -2 if rows >= LATENT_ROWS or 4 * tiles >= target.sm_count else 0, family.name
     if family.name == DECODING_FAMILY and (problem.seqlen_q <= FEW_QUERIES or _splits_pay(problem, target)):
+        return False, -1, family.name
+    if family.name == FLOAT32_BACKWARD and problem.dtype.is_float32:
         return False, -1, family.name
     known = family.name in DEFAULT_FAMILIES
     return not known, DEFAULT_FAMILIES.index(family.name) if known else 0, family.name

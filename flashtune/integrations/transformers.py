@@ -47,8 +47,8 @@ HALF = (torch.bfloat16, torch.float16)
 # take longer to move than their masks to read.
 MIN_MOVED = 256
 TAKEN = ("eager", "sdpa", "flex_attention")
-# Preparations of a new kind of call: its device's records, its kernels, and the result.
-STEPS = 3
+# Looks at a new kind of call: before its preparation, and after it.
+STEPS = 2
 # The refused jobs are cleared at this number.
 REFUSED_LIMIT = 4096
 
@@ -70,12 +70,14 @@ class Job(NamedTuple):
         usual: Name of the replaced operator in records, or None if it has no measurements.
         inverse: The places of tokens in the output, if padding was moved. None otherwise.
         short: The properties that distinguish jobs with tensors of their own. None for other jobs.
+        is_apart: Whether the call has a bias and a causal mask, which could be merged.
     """
 
     call: Call
     usual: str | None
     inverse: tuple[Tensor, Tensor] | None = None
     short: tuple[object, ...] | None = None
+    is_apart: bool = False
 
 
 def register(name: str = "tuned_attention", *, dropout: bool = False) -> str:
@@ -178,9 +180,9 @@ def attention(
         drops = (dropout, draw_seed(query.device)) if dropout else None
         job = _job(*given, drops)
         out = None if job is None else _served(job)
-        if out is None and job is not None and job.short in _refused:
-            # A bias has a second job, with the causal mask merged into it.
-            job = _job(*given, drops)
+        if out is None and job is not None and (job.is_apart or job.short in _refused):
+            # A bias has a second job, with the causal mask merged into it. It is prepared at the same time.
+            job = _job(*given, drops, merges=job.is_apart)
             out = None if job is None else _served(job)
         if out is not None:
             return out.reshape(query.shape[0], query.shape[2], *out.shape[-2:]).contiguous(), None
@@ -255,10 +257,12 @@ def _job(
     position_bias: Tensor | None,
     others: dict[str, Any],
     drops: tuple[float, Tensor] | None = None,
+    merges: bool = False,
 ) -> Job | None:
     """Returns the call of flashtune for a layer, or None if it computes no such call.
 
-    `drops` are the fraction of weights to drop and the seed.
+    `drops` are the fraction of weights to drop and the seed. `merges` is whether to merge a causal mask into
+    a bias.
     """
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     scale = float(scaling) if isinstance(scaling, int) else scaling
@@ -275,7 +279,7 @@ def _job(
         structure = Structure(causal) if pattern is None else pattern.structure
         return _packed(q, k, v, scale, side, structure, starts)
     if position_bias is not None:
-        return _biased(q, k, v, scale, side, causal, mask, pattern, position_bias)
+        return _biased(q, k, v, scale, side, causal, mask, pattern, position_bias, merges)
     is_half = q.dtype in HALF
     if mask is None:
         causal = causal and seqlen_q > 1
@@ -359,11 +363,12 @@ def _biased(
     mask: Tensor | None,
     pattern: masks.Pattern | None,
     bias: Tensor,
+    merges: bool,
 ) -> Job | None:
     """Returns the call with a bias. Masks are merged with it, as SDPA has it.
 
     A causal mask alone stays apart, because kernels skip the blocks that it hides. If that job was refused,
-    the causal mask is merged too.
+    or with `merges`, the causal mask is merged too.
     """
     causal = causal and q.shape[2] > 1
     if mask is None and causal and q.shape[2] != k.shape[2]:
@@ -372,7 +377,7 @@ def _biased(
     is_plain = side is NO_EXTRA_INPUTS
     drops = side.seed is not None
     alike = *_short(q, k, v), bias.shape, bias.requires_grad, is_causal, mask is None, is_plain, drops
-    is_apart = is_causal and (*alike, True) not in _refused
+    is_apart = is_causal and not merges and (*alike, True) not in _refused
     short = *alike, is_apart
     if short in _refused:
         return None
@@ -384,7 +389,8 @@ def _biased(
     if bias.dtype is not q.dtype:
         return None
     usual = _usual(q, k, v, bias, False) if is_plain else None
-    return Job(_dense(q, k, v, scale, side._replace(bias=bias), Structure(is_apart)), usual, None, short)
+    call = _dense(q, k, v, scale, side._replace(bias=bias), Structure(is_apart))
+    return Job(call, usual, None, short, is_apart)
 
 
 def _short(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:

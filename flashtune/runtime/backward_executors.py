@@ -121,12 +121,13 @@ class BoundBackward:
         """Returns the gradients as `BackwardExecutor`.
 
         Raises:
-            KernelError: A hook of saved tensors returned strides that the kernel cannot address.
+            KernelError: Copies of the tensors have strides that the kernel cannot address.
         """
         if dout.data_ptr() % POINTER_ALIGNMENT:
             dout = dout.clone()
         if dlse is not None:
             dlse = dlse.contiguous()
+        lse = lse.contiguous()
         key = _strides(q, k, v, out, dout, side)
         bound = self._launches.get(key)
         if bound is None:
@@ -135,8 +136,7 @@ class BoundBackward:
                     self._launches.clear()
                 self._launches[key] = self._bind(q, k, v, out, dout, side)
             else:
-                # A contiguous tensor may have unusual strides in dimensions of size 1.
-                dout = dout.clone(memory_format=torch.contiguous_format)
+                q, k, v, out, dout = self._addressable(q, k, v, out, dout)
             return self(q, k, v, out, lse, dout, dlse, scale, side)
         scale = self._default_scale if scale is None else scale
         gradients = _allocated(self._request, q, k, v, self._writes)
@@ -160,7 +160,8 @@ class BoundBackward:
         """Returns the gradients of q, k and v with less overhead, without side inputs and `dlse`."""
         bound = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
         elsewhere = self._index is not None and current_device() != self._index
-        if bound is None or elsewhere or dout.data_ptr() % POINTER_ALIGNMENT or bound.copies is not None:
+        unaligned = dout.data_ptr() % POINTER_ALIGNMENT or not lse.is_contiguous()
+        if bound is None or elsewhere or unaligned or bound.copies is not None:
             return self(q, k, v, out, lse, dout, dlse, scale)
         launch, new_dq, new_dk, new_dv, _ = bound
         dq, dk, dv = new_dq(), new_dk(), new_dv()
@@ -183,7 +184,7 @@ class BoundBackward:
         tensors = backward_tensors(self._request, q, k, v, out, out, dout, q.device)
         kernel, target, binary = self._choice
         needed = specialization_of_pass(self._request, tensors, side)
-        if _has_rows(dout) and _covers(kernel.specialization, needed):
+        if all(map(_has_rows, (q, k, v, out, dout))) and _covers(kernel.specialization, needed):
             extra = _extra_views(self._request, side, tensors)
             launch = bind(kernel, target, tensors, extra, compiled=binary)
             new_dq, new_dk, new_dv = (
@@ -191,12 +192,22 @@ class BoundBackward:
             )
             copies = copied(self._request, q, k, v)
             return Bound(launch, new_dq, new_dk, new_dv, copies if any(copies) else None)
-        if dout.stride() == torch.empty(dout.shape, device="meta").stride():
+        return None
+
+    def _addressable(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        """Returns tensors of other strides: with a contiguous gradient, or if it is, all with padded rows."""
+        usual = torch.empty(dout.shape, device="meta").stride()
+        if dout.stride() != usual:
+            # A contiguous tensor may have unusual strides in dimensions of size 1.
+            return q, k, v, out, dout.clone(memory_format=torch.contiguous_format)
+        given = q, k, v, out
+        copies = tuple(map(_with_padded_rows, given))
+        if all(one.stride() == other.stride() for one, other in zip(given, copies, strict=True)):
             raise KernelError(
                 "tensors that were saved for the backward pass came back with strides that its kernel cannot "
                 "address: let hooks of saved tensors keep their strides"
             )
-        return None
+        return *copies, dout
 
 
 def _strides(
@@ -236,6 +247,17 @@ def _covers(assumed: Specialization, needed: Specialization) -> bool:
     return assumed.alignment <= needed.alignment and assumed.index_bits >= needed.index_bits
 
 
+def _with_padded_rows(tensor: Tensor) -> Tensor:
+    """Returns a copy whose strides are multiples of all alignments."""
+    width = -(-tensor.shape[-1] // POINTER_ALIGNMENT) * POINTER_ALIGNMENT
+    return tensor.new_empty(*tensor.shape[:-1], width)[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def with_rows(tensor: Tensor) -> Tensor:
+    """Returns a tensor with a contiguous last dimension, a copy if needed."""
+    return tensor if _has_rows(tensor) else tensor.contiguous()
+
+
 def _has_rows(tensor: Tensor) -> bool:
     """Whether the last dimension is contiguous, as kernels require."""
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
@@ -262,7 +284,9 @@ def interpreted_backward(
 ) -> Gradients:
     """Runs kernels under Triton's interpreter in float32, as `flashtune.runtime.executors.interpreted`."""
     assert decision.target is not None
-    q_wide, k_wide, v_wide, out_wide = (tensor.float() for tensor in (q, k, v, out))
+    wide = (tensor.float() for tensor in (q, k, v, out))
+    q_wide, k_wide, v_wide, out_wide = map(with_rows, wide)
+    lse = lse.contiguous()
     dout_wide = dout.float().contiguous()
     if side.bias is not None and side.bias.dtype is not torch.bool:
         side = side._replace(bias=side.bias.float())

@@ -53,7 +53,7 @@ class FusedModel(PerformanceModel[FusedConfig]):
             problem,
             config.block_m,
             config.block_n,
-            at_rate(config.input_precision, target),
+            at_rate(problem, config.input_precision, target),
             heads_innermost=config.heads_innermost,
             products=PRODUCTS_OF_ALL,
         )

@@ -50,7 +50,7 @@ class SplitModel(PerformanceModel[SplitConfig]):
     def makespan_ms(self, problem: Problem, config: SplitConfig, target: Target) -> float:
         """Returns the time of the three kernels in sequence, in ms."""
         problem = unpacked(problem)
-        target = at_rate(config.input_precision, target)
+        target = at_rate(problem, config.input_precision, target)
         keys = keys_span(
             problem,
             config.block_m,

@@ -16,7 +16,7 @@ from flashtune.templates.common.model.sram_backward import (
     may_split,
     usual_tiles_of_keys,
 )
-from flashtune.templates.common.precision import InputPrecision, precision_axis
+from flashtune.templates.common.precision import InputPrecision, float32_width, precision_axis
 
 
 class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,6 +52,12 @@ class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 HOPPER = 90
+# Sides, warps and stages of both kernels in float32 on Hopper, by the width of the head dim.
+HOPPER_TILES = {
+    64: (32, 128, 8, 1, 128, 64, 8, 1),
+    128: (32, 64, 4, 1, 64, 32, 4, 1),
+    256: (16, 32, 4, 1, 64, 16, 4, 1),
+}
 # Below this many queries and keys, small tiles are in the space.
 SHORT = 128
 # From this width on, tiles of 32 rows are in the space: larger ones may exceed SRAM.
@@ -111,6 +117,8 @@ def usual_tiles(width: int, problem: Problem, target: Target) -> tuple[int, ...]
     walked = 32 if is_narrow(problem, width) else 64
     if not problem.dtype.is_float32 and target.capability == HOPPER:
         return walked, 128 if width <= 256 else 64, 8, 2, 128, walked, 8, 2
+    if target.capability == HOPPER:
+        return HOPPER_TILES[float32_width(problem)]
     keys = usual_tiles_of_keys(problem, width, target)
     block_m, block_n, warps, stages = keys
     if problem.dtype.is_float32:

@@ -9,6 +9,7 @@ import msgspec
 from flashtune.core.config import Axis
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import Target
+from flashtune.templates.common.model.sram import power_of_two
 
 
 class InputPrecision(enum.StrEnum):
@@ -26,14 +27,18 @@ class InputPrecision(enum.StrEnum):
     BF16X6 = "bf16x6"
 
 
-# Rate of float32 products in portable kernels, relative to the peak rate of 16-bit products.
+# Rate of float32 products in the forward pass of portable kernels up to head dim 128, relative to the peak
+# rate of 16-bit products. All rates here were measured on an H200 with the fastest of a few tiles.
 RATE = {
     InputPrecision.IEEE: 1 / 1000,
-    InputPrecision.TF32X3: 1 / 6,
-    InputPrecision.TF32: 1 / 2,
-    InputPrecision.BF16X3: 1 / 3,
-    InputPrecision.BF16X6: 1 / 6,
+    InputPrecision.TF32X3: 1 / 22,
+    InputPrecision.TF32: 1 / 8,
+    InputPrecision.BF16X3: 1 / 8.5,
+    InputPrecision.BF16X6: 1 / 15,
 }
+# Rates relative to these, by the width of the head dim: wide tiles spill registers.
+FORWARD_RATE = {64: 1.0, 128: 1.0, 256: 0.5}
+BACKWARD_RATE = {64: 0.9, 128: 0.66, 256: 0.13}
 
 
 def input_precisions(problem: Problem, target: Target) -> tuple[InputPrecision, ...]:
@@ -55,9 +60,16 @@ def precision_axis(problem: Problem, target: Target) -> Axis:
     return Axis("input_precision", input_precisions(problem, target), False)
 
 
-def at_rate(precision: InputPrecision, target: Target) -> Target:
+def at_rate(problem: Problem, precision: InputPrecision, target: Target) -> Target:
     """Returns a target whose rate of float32 products is that of portable kernels with this precision."""
-    if not target.is_nvidia:
+    if not problem.dtype.is_float32 or not target.is_nvidia:
         return target
-    peak = msgspec.structs.replace(target.peak, fp32=target.peak.half * RATE[precision])
+    by_width = BACKWARD_RATE if problem.is_backward else FORWARD_RATE
+    rate = RATE[precision] * by_width[float32_width(problem)]
+    peak = msgspec.structs.replace(target.peak, fp32=target.peak.half * rate)
     return msgspec.structs.replace(target, peak=peak)
+
+
+def float32_width(problem: Problem) -> int:
+    """Returns the head dim for which tiles and rates of float32 are stated: 64, 128 or 256."""
+    return min(256, max(64, power_of_two(max(problem.head_dim, problem.value_head_dim))))

@@ -105,13 +105,9 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         share = GREED * bandwidth / target.sm_count
         products = 2 * config.block_m * blocks * config.block_n * (width + values)
         grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
-        peak = at_rate(fixed_precision(problem), target).peak
-        rate = (
-            (peak.fp32 if problem.dtype.is_float32 else peak.half)
-            * 1e6
-            / target.sm_count
-            * (WARPGROUP_RATE if grouped else WARP_RATE)
-        )
+        peak = at_rate(problem, fixed_precision(problem), target).peak
+        peak_rate = peak.fp32 if problem.dtype.is_float32 else peak.half
+        rate = peak_rate * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
         busy = rounds * (max(part / share, products / rate) + PROGRAM)
         if problem.kv_dtype is not None or problem.page_size:
             busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_PROGRAM + PROGRAM))
@@ -165,9 +161,9 @@ def expected_sram(problem: Problem, config: DecodeConfig, target: Target) -> int
     if stored and not (engine is Engine.WARP and loads_pairs(problem, config, Specialization())):
         # At most two tiles of keys are in SRAM after their conversion.
         converted = values if engine is Engine.WARP else max(sum(widths[-2:]), values)
-        total += config.block_n * converted * size
+        total += config.block_n * converted * problem.dtype.itemsize
     elif config.num_stages == 1:
-        total += config.block_n * max(widths[-1], values) * size
+        total += config.block_n * max(widths[-1], values) * problem.dtype.itemsize
     if engine is Engine.TENSOR_MEMORY:
         # Values that are keys as well are copied for the products of each tile of columns.
         copies = len(q_chunks) if problem.mla and not stored else 0

@@ -72,7 +72,7 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
         idle = math.ceil(heads / target.sm_count) * target.sm_count / heads
         moved = sum(item.bytes for item in self.hbm_items(problem, config, target))
         moving = moved / (target.hbm_bandwidth * 1e6 * BANDWIDTH_SHARE)
-        target = at_rate(fixed_precision(problem), target)
+        target = at_rate(problem, fixed_precision(problem), target)
         return max(idle * portable_span(problem, config.block_m, config.block_n, target), moving)
 
     def hbm_items(

@@ -22,7 +22,7 @@ from flashtune.templates.common.args.feature_context import (
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
-from flashtune.templates.common.precision import input_precisions
+from flashtune.templates.common.precision import float32_width, input_precisions
 from flashtune.templates.family import Context, FamilyOf
 from flashtune.templates.forward_masked.perf_model import MaskedModel
 from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, masked_space, value_chunks
@@ -30,7 +30,7 @@ from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, maske
 SMALL_SRAM = 128 * 1024
 SHORT = 64
 # Queries, keys, warps and stages of float32 on Hopper, by the width of the head dim.
-HOPPER_TILES = {64: (64, 32, 4, 2), 128: (64, 32, 4, 2), 256: (64, 16, 4, 1)}
+HOPPER_TILES = {64: (128, 64, 8, 2), 128: (64, 32, 4, 1), 256: (64, 16, 4, 1)}
 
 
 class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
@@ -75,7 +75,9 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
         lpt = problem.causal is not Causal.NONE and not near
         precision = input_precisions(problem, target)[-1]
         if problem.dtype.is_float32 and target.capability == HOPPER:
-            block_m, block_n, warps, stages = HOPPER_TILES[max(64, width // 4)]
+            # A tile lies within one block of a block mask.
+            width = 128 if problem.block_mask == SHORT and width < 512 else float32_width(problem)
+            block_m, block_n, warps, stages = HOPPER_TILES[width]
             return MaskedConfig(
                 block_m=block_m,
                 block_n=block_n,

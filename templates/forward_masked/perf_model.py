@@ -54,7 +54,7 @@ class MaskedModel(PerformanceModel[MaskedConfig]):
             problem,
             config.block_m,
             config.block_n,
-            at_rate(config.input_precision, target),
+            at_rate(problem, config.input_precision, target),
             longest_first=config.lpt,
             heads_innermost=config.heads_innermost,
         )

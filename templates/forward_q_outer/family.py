@@ -9,14 +9,14 @@ from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
-from flashtune.templates.common.precision import input_precisions
+from flashtune.templates.common.precision import float32_width, input_precisions
 from flashtune.templates.family import Context, FamilyOf
 from flashtune.templates.forward_q_outer.perf_model import QOuterModel
 from flashtune.templates.forward_q_outer.space import HOPPER, Loads, QOuterConfig, q_outer_space
 
 SMALL_SRAM = 128 * 1024
 # Queries, keys, warps and stages of float32 on Hopper, by the width of the head dim.
-HOPPER_TILES = {64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 16, 4, 1)}
+HOPPER_TILES = {64: (128, 64, 8, 3), 128: (64, 64, 4, 1), 256: (64, 32, 4, 1)}
 
 
 class QOuterContext(PortableContext, frozen=True):
@@ -66,7 +66,7 @@ class ForwardQOuter(QOuterModel, FamilyOf[QOuterConfig]):
             )
         precision = input_precisions(problem, target)[-1]
         if target.capability == HOPPER:
-            block_m, block_n, warps, stages = HOPPER_TILES[max(64, width // 4)]
+            block_m, block_n, warps, stages = HOPPER_TILES[float32_width(problem)]
             return QOuterConfig(
                 block_m=block_m,
                 block_n=block_n,

@@ -47,7 +47,7 @@ class QOuterModel(PerformanceModel[QOuterConfig]):
             problem,
             config.block_m,
             config.block_n,
-            at_rate(config.input_precision, target),
+            at_rate(problem, config.input_precision, target),
             longest_first=config.lpt,
             heads_innermost=config.heads_innermost,
             descriptors=config.loads is Loads.DESCRIPTOR,

@@ -698,8 +698,14 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, slopes, bia
     and seed are those of the forward pass. The checks give the dtype and the shape of each tensor.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.float32
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in (
+        *large,
+        ("bias", bias),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.float32
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -723,6 +729,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, slopes, bia
         ("prefix", prefix, torch.int32, (batch,)),
         ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

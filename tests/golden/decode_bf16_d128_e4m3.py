@@ -292,10 +292,13 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale):
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (*large,):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET is set, and Triton's interpreter corrupts 16-bit tiles: unset it")
-    large = [("q", q), ("k", k), ("v", v)]
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -315,6 +318,8 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale):
         ("k_scale", k_scale, torch.float32, factors),
         ("v_scale", v_scale, torch.float32, factors),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

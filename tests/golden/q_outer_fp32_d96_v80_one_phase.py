@@ -193,8 +193,11 @@ def attention(q, k, v, scale=None):
     not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.float32
     large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (*large,):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.float32
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -210,6 +213,8 @@ def attention(q, k, v, scale=None):
         ("k", k, dtype, (*keys, 96)),
         ("v", v, dtype, (*keys, 80)),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

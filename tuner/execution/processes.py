@@ -257,8 +257,3 @@ def exit_code_of(job: Future[Any]) -> int:
     """Returns the exit code of a job's process if that ended, else 0."""
     error = None if job.cancelled() else job.exception()
     return (error.exitcode or 0) if isinstance(error, ProcessExpired) else 0
-
-
-def usable_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -25,7 +25,8 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import MAX_SOURCE_BYTES, first_line, kernel_folder
 from flashtune.templates.registry import find_family, template_hash
 from flashtune.templates.rendering import render
-from flashtune.tuner.execution.processes import failure_of, start_pool, stop_pool, usable_cores
+from flashtune.tuner.execution.cpus import available_cpus
+from flashtune.tuner.execution.processes import failure_of, start_pool, stop_pool
 from flashtune.tuner.restamp.equivalence import difference
 from flashtune.tuner.tables.admission import facts_of
 
@@ -221,7 +222,7 @@ def differences(phase: str, jobs: Mapping[_Name, tuple[object, ...]], progress: 
     """Returns the first difference of each pair of kernels; empty if there is none."""
     if not jobs:
         return {}
-    pool = start_pool(usable_cores())
+    pool = start_pool(available_cpus())
     try:
         futures: dict[_Name, Future[str]] = {
             key: pool.schedule(_difference, args=job, timeout=SECONDS) for key, job in jobs.items()

@@ -131,7 +131,7 @@ def find(call: Call) -> Entry | None:
     """Returns the kernel that serves a call: of this GPU if possible, with the nearest shape."""
     if call.q.is_cuda:
         capability, name = _gpu(call.q.device.index or 0)
-    elif os.environ.get("TRITON_INTERPRET") == "1":
+    elif _interprets():
         capability, name = [8, 0], ""
     else:
         return None
@@ -172,7 +172,7 @@ def run(call: Call) -> Tensor:
     entry = None if needs_grad or call.dropout else find(call)
     if entry is None:
         if not needs_grad:
-            _warn_once(call.kind("bottom_right" if call.causal else "none"))
+            _warn_once(_reason(call))
         return by_torch(call)
     # Triton launches on the present device.
     with torch.cuda.device_of(call.q):
@@ -180,9 +180,21 @@ def run(call: Call) -> Tensor:
     return out
 
 
+def _reason(call: Call) -> str:
+    """Returns the reason for which no kernel serves a call, as the begin of a warning."""
+    if not call.q.is_cuda and not _interprets():
+        return f"kernels of this package need a GPU of NVIDIA, and tensors are on {call.q.device.type}"
+    kind = call.kind("bottom_right" if call.causal else "none")
+    return f"no kernel of this package computes attention of {kind}"
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @functools.cache
-def _warn_once(kind: str) -> None:
-    warnings.warn(f"no kernel of this package computes attention of {kind}: torch computes it", stacklevel=4)
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"{reason}: torch computes it", stacklevel=4)
 
 
 def by_torch(call: Call) -> Tensor:

@@ -26,9 +26,8 @@ class Chosen(msgspec.Struct, frozen=True):
         problem: The problem, in the form that was tuned.
         config: A point of the family's space.
         record: The stored record of this problem and config, if any.
-        source: `command line`, `database`, `shipped`, `nearest` or `default`.
-        tuned_for: The problem that the config was selected for: this one, the nearest tuned one, or
-            None.
+        source: `command line`, `database`, `shipped`, `estimated` or `default`.
+        tuned_for: The problem that the config was selected for: this one, a similar tuned one, or None.
     """
 
     problem: Problem

@@ -20,7 +20,7 @@ PLAIN_KEYS = {
     "seqlen": "tokens of a sequence, or `seqlen_q` and `seqlen_kv` for queries and keys",
     "batch": "sequences. Default: 1",
     "tokens": "tokens of all sequences, in place of `batch`",
-    "dtype": "`bf16` (default), `fp16`, `fp32` or `e4m3`",
+    "dtype": "`bf16` (default), `fp16`, `fp32`, `tf32` or `e4m3`",
     "causal": "flag or `bottom_right`: the last query sees every key; `top_left`; `none` (default)",
     "backward": "flag: the gradients in place of the output",
 }

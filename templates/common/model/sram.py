@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 import functools
-from importlib import metadata
 
 import msgspec
 
+from flashtune.core.machine import triton_version
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import KIB, Target
 
@@ -36,7 +36,7 @@ AMD_SRAM = 64 * KIB
 @functools.cache
 def triton_release() -> tuple[int, int]:
     """Major and minor version of the installed Triton."""
-    major, minor = metadata.version("triton").split(".")[:2]
+    major, minor = triton_version().split(".")[:2]
     return int(major), int(minor)
 
 

@@ -94,9 +94,6 @@ def walk_columns(walk: Walk, problem: Problem, target: Target, summed: int) -> i
 # wgmma reads the tile's address.
 MIN_WIDTH = 64
 SMALL_SRAM = 128 * 1024
-HOPPER = 90
-# Queries, keys, warps and stages of float32 on Hopper, by the width of the head dim.
-HOPPER_TILES = {64: (32, 64, 4, 2), 128: (32, 64, 8, 1), 256: (16, 32, 8, 1)}
 WARP_ROWS = 16
 WARPGROUP_ROWS = 64
 # Fewer columns than these are not shared by two groups of warps. With 16 columns, a forward kernel of float32
@@ -167,11 +164,9 @@ def fits_warps(
 def usual_tiles_of_keys(problem: Problem, width: int, target: Target) -> tuple[int, int, int, int]:
     """Returns queries, keys, warps and stages of a kernel over keys, for heads of this many bytes.
 
-    On Hopper only for float32: for narrower types, families have their own tiles.
+    Not on Hopper, where families have their own tiles.
     """
     if problem.dtype.is_float32:
-        if target.capability == HOPPER:
-            return HOPPER_TILES[max(64, width // 4)]
         # Parts of operands are in registers, several times.
         if width > 512:
             return 16, 16, 8, 1

@@ -105,6 +105,8 @@ def biases(size: Size) -> tuple[Mutant, ...]:
         change("bias of the first query", "It is broadcast over queries.",
                BIAS_ROWS, BIAS_ROWS.replace("queries *", "queries * 0 *")),
         change("bias in units of log2", "The bias is too large.", add, add + " * LOG2_E"),
+        change("parts of large scores count alike", "Parts are not weighted by their sums.",
+               "weights *= tl.load(", "weights *= 1.0 + 0.0 * tl.load("),
         change("rows that a bias hides shifted by -inf", "A row whose keys are all hidden turns NaN.",
                'shift = tl.where(new_max == float("-inf"), 0.0, new_max)', "shift = new_max"),
         change("tail of K unmasked", "The last key counts once for each place behind it.",

@@ -189,7 +189,7 @@ def test_decoding_ignores_times_of_many_queries(records: tuple[Record, ...]) -> 
     plain = next(record for record in many if not record.problem.features)
     timed = msgspec.structs.replace(plain, problem=decoded, family=DECODING_FAMILY, config=config)
     selection = select(problem, TARGET, _tables((*many, timed)), Specialization(), generated=True)
-    assert (selection.source, selection.record.family) == ("nearest", DECODING_FAMILY)
+    assert (selection.source, selection.record.family) == ("estimated", DECODING_FAMILY)
 
 
 def test_forecast_takes_less_than_50_ms(records: tuple[Record, ...]) -> None:

@@ -82,7 +82,7 @@ def test_nearest_record_then_default_serve_without_a_fallback(
 ) -> None:
     selected, far = native_record(make_record, native, problem), make_record(resized(problem, 8192))
     found = chosen(problem, tables(selected, far), MISALIGNED)
-    assert (found.record, found.source) == (far, "nearest")
+    assert (found.record, found.source) == (far, "estimated")
     found = chosen(problem, tables(selected), MISALIGNED)
     assert (found.record.family, found.source) == ("forward_q_outer", "default")
 

@@ -125,7 +125,7 @@ def test_show_does_not_import_triton_for_other_versions(
 
 @pytest.mark.slow
 def test_version_of_torch_is_the_same_without_import() -> None:
-    code = "from flashtune.dispatch.versions import torch_version\nprint(torch_version())\n"
+    code = "from flashtune.core.machine import torch_version\nprint(torch_version())\n"
     without = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     with_torch = subprocess.run(
         [sys.executable, "-c", f"import torch\n{code}"], capture_output=True, text=True, check=True
@@ -135,7 +135,7 @@ def test_version_of_torch_is_the_same_without_import() -> None:
 
 def test_version_of_triton_is_the_same_without_import() -> None:
     code = (
-        "from flashtune.dispatch.versions import triton_version\n"
+        "from flashtune.core.machine import triton_version\n"
         "print(triton_version(), 'triton' in sys.modules)\n"
     )
     without, with_triton = (

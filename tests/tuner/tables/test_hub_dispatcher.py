@@ -205,3 +205,11 @@ def refused_calls() -> dict[str, Callable[[], object]]:
 def test_sizes_that_do_not_fit_are_refused(reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         refused_calls()[reason]()
+
+
+def test_the_warning_names_the_device_of_tensors_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = torch.randn(1, 4, 2, 16)
+    hub_dispatcher._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="need a GPU of NVIDIA, and tensors are on cpu: torch computes it"):
+        hub_dispatcher.flash_attn_func(q, q, q)

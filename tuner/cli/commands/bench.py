@@ -132,12 +132,13 @@ def command(
     its speed is in GB/s, and its limit is a copy of device memory.
     """
     from flashtune.tuner.bench.driver import BenchRequest, report_of
-    from flashtune.tuner.cli.report.bench_plot import require_plotly
+    from flashtune.tuner.cli.report.bench_plot import has_plotly, require_plotly
 
-    if plot_file is not None:
-        # Fail before the measurements if the plot could not be written after them.
+    lacks_plotly = plot_file is not None and not has_plotly()
+    if lacks_plotly and markdown_file is None and save_file is None:
+        # Fail before the measurements if nothing could be written after them.
         require_plotly()
-    files = Files(save_file, markdown_file, plot_file)
+    files = Files(save_file, markdown_file, None if lacks_plotly else plot_file)
     figures = _figures(against_file)
     if load_file is not None:
         if problems or grids:
@@ -154,6 +155,8 @@ def command(
     if figures is not None and report.against is None:
         note(f"no shape of this run can be compared with {against_file}: --grid paper has its cases")
     _finish(report, files, as_json)
+    if lacks_plotly:
+        require_plotly()
 
 
 class Files(NamedTuple):

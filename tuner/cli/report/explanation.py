@@ -36,7 +36,7 @@ def _origin(explanation: Explanation) -> str:
         "command line": "Named on the command line.",
         "database": "Selected in the database.",
         "shipped": "Selected in the table that ships.",
-        "nearest": f"Selected for the nearest shape that was tuned, {explanation.tuned_for}.",
+        "estimated": f"Selected for {explanation.tuned_for}: the lowest estimated time at this shape.",
         "default": "The default: nothing is selected for this shape.",
     }
     time = "" if explanation.ms is None else f" {explanation.ms:.4f} ms, {explanation.provenance}."
