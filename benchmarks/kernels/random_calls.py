@@ -232,7 +232,8 @@ def make_inputs(call: RandomCall, device: torch.device) -> Inputs:
     lengths = (call.seqlen_q, call.seqlen_kv, call.seqlen_kv)
 
     def heads_first(rows: Tensor) -> Tensor:
-        return rows.unflatten(-1, (-1, call.head_dim)).transpose(1, 2)
+        split: Tensor = rows.unflatten(-1, (-1, call.head_dim))
+        return split.transpose(1, 2)
 
     if call.view in ("fused", "gated"):
         gate = ALIGNMENT // 2 // dtype.itemsize if call.view == "gated" else 0

@@ -175,8 +175,9 @@ def copied(request: Request, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, boo
     """
     none = (False, False, False)
     problem, views = request.problem, request.views(q, k, v)
-    found = tuple(specialization_of((view,), False) for view in views)
-    odd = tuple(not one.takes_descriptors(problem.dtype) for one in found)
+    found = [specialization_of((view,), False) for view in views]
+    of_q, of_k, of_v = (not one.takes_descriptors(problem.dtype) for one in found)
+    odd = of_q, of_k, of_v
     if not any(odd) or interpreting() or problem.page_size or problem.mla:
         return none
     if problem.dtype.is_quantized or problem.kv_dtype is not None:

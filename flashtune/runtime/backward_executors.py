@@ -187,9 +187,11 @@ class BoundBackward:
         if all(map(_has_rows, (q, k, v, out, dout))) and _covers(kernel.specialization, needed):
             extra = _extra_views(self._request, side, tensors)
             launch = bind(kernel, target, tensors, extra, compiled=binary)
-            made = (allocator(torch.empty_like(one, device="meta"), one.device) for one in (q, k, v))
+            new_dq, new_dk, new_dv = (
+                allocator(torch.empty_like(one, device="meta"), one.device) for one in (q, k, v)
+            )
             copies = copied(self._request, q, k, v)
-            return Bound(launch, *made, copies if any(copies) else None)
+            return Bound(launch, new_dq, new_dk, new_dv, copies if any(copies) else None)
         return None
 
     def _addressable(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, ...]:

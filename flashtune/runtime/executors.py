@@ -91,12 +91,15 @@ def with_copies(executor: Executor, flags: tuple[bool, bool, bool]) -> Executor:
     return run
 
 
-def copies_of(tensors: tuple[Tensor, Tensor, Tensor], flags: tuple[bool, bool, bool]) -> list[Tensor]:
+def copies_of(
+    tensors: tuple[Tensor, Tensor, Tensor], flags: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v, with contiguous copies of the flagged ones."""
-    return [
+    q, k, v = (
         tensor.clone(memory_format=torch.contiguous_format) if flag else tensor
         for tensor, flag in zip(tensors, flags, strict=True)
-    ]
+    )
+    return q, k, v
 
 
 def _writer(launch: Launch, default_scale: float, like: Tensor, device: torch.device) -> Callable[..., bool]:

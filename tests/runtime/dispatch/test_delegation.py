@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
 from flashtune.core.problem import Causal
-from flashtune.dispatch.masked_sdpa import chosen_backend
+from flashtune.dispatch.masked_sdpa import chosen_backend, readable
 from flashtune.dispatch.sdpa import default_backend, sdpa_attention
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
@@ -92,6 +92,24 @@ def test_unaligned_external_memory_has_no_default_backend() -> None:
     assert q.storage_offset() == 0
     assert default_backend(q, k, k, problem) is None
     assert default_backend(k, k, k, problem) is not None
+
+
+def test_sdpa_gets_copies_of_unaligned_views_and_of_shared_heads_in_float32() -> None:
+    def sliced(width: int, heads: int, dtype: torch.dtype) -> Tensor:
+        rows = torch.randn(1, 16, width, dtype=dtype)[..., : 16 * heads]
+        return rows.unflatten(-1, (heads, 16)).transpose(1, 2)
+
+    for dtype, width, copied in (
+        (torch.bfloat16, 68, True),
+        (torch.bfloat16, 72, False),
+        (torch.float32, 68, False),
+    ):
+        q, k = sliced(width, 4, dtype), sliced(32, 2, dtype)
+        found = readable(q, k, k)
+        assert (found[0].data_ptr() != q.data_ptr()) == copied
+        assert [tensor.shape[1] for tensor in found[1:]] == ([2, 2] if dtype is torch.bfloat16 else [4, 4])
+        problem = read_call(dense_call(q, k, k)).problem
+        assert default_backend(q, k, k, problem) is None or not copied
 
 
 @pytest.mark.filterwarnings("error")

@@ -93,6 +93,16 @@ def test_keys_of_few_tiles_are_split(
         assert (record.family == "decode_split_kv") == splits
 
 
+@pytest.mark.parametrize(("tokens", "groups"), [(34, 1), (200, 2)])
+def test_short_packed_sequences_get_tiles_of_one_group(tokens: int, groups: int) -> None:
+    problem = shape(
+        batch=64, seqlen_q=4096, seqlen_kv=4096, total_q=64 * tokens, head_dim=256, value_head_dim=256
+    )
+    config = find_family("forward_hopper").default(problem, TARGET)
+    assert isinstance(config, HopperConfig)
+    assert config.num_consumer_groups == groups
+
+
 def test_tuned_shape_uses_its_own_record(records: tuple[Record, ...]) -> None:
     tables = _tables(records)
     for record in records[::7]:

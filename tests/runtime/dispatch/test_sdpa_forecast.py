@@ -19,7 +19,7 @@ from flashtune.core.record import Provenance, Record, Selection, VerificationSta
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.decision import Backend, Decision
-from flashtune.dispatch.faster_peers import faster_peer
+from flashtune.dispatch.faster_peers import faster_peer, is_untrusted, untimed_peer
 from flashtune.dispatch.lookup import nearest_selection, select
 from flashtune.dispatch.nearest import tuned_alike
 from flashtune.dispatch.sdpa_times import expected_peers
@@ -191,6 +191,21 @@ def test_sdpa_times_are_estimated_within_bounds(records: tuple[Record, ...]) -> 
     assert len(errors) > 200
     assert statistics.median(errors) < 0.05
     assert sorted(errors)[int(0.9 * len(errors))] < 0.2
+
+
+def test_sdpa_serves_float32_until_a_kernel_was_timed(records: tuple[Record, ...]) -> None:
+    def peer(queries: int, keys: int, dtype: Dtype = Dtype.FP32) -> str | None:
+        problem = shape(
+            dtype=dtype, heads=8, kv_heads=8, batch=1, seqlen_q=queries, seqlen_kv=keys, causal=Causal.NONE
+        )
+        selection = select(problem, TARGET, Tables({}, by_problem(records)), Specialization(), generated=True)
+        if not is_untrusted(selection, problem):
+            return None
+        return untimed_peer((selection,), problem, "sdpa-efficient", TARGET)
+
+    assert peer(2048, 2048) == "sdpa-efficient"
+    assert peer(2048, 2048, Dtype.BF16) is None
+    assert peer(1, 65_536) is None, "SDPA does not split keys"
 
 
 def test_the_order_of_records_does_not_matter(records: tuple[Record, ...]) -> None:
