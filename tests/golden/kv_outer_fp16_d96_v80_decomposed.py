@@ -3,7 +3,7 @@
 Computes     fp16, head dim 96, value head dim 80, causal: none
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_head_dim True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_kv_outer 5a06036265c9
+Template     forward_kv_outer e7987d25d9ba
 
 Algorithm of a program, for a head
   running_max, running_sum, accumulator = -inf, 0, 0, of all rows, in global memory, float32
