@@ -185,9 +185,8 @@ def resolved(call: Call) -> Call:
     if side is NO_EXTRA_INPUTS or not any(one is not None and one.is_neg() for one in side.optional_tensors):
         return call
     named = zip(TENSORS, side.optional_tensors, strict=True)
-    return call._replace(
-        side=side._replace(**{name: None if one is None else signed(one) for name, one in named})
-    )
+    changes: dict[str, Any] = {name: None if one is None else signed(one) for name, one in named}
+    return call._replace(side=side._replace(**changes))
 
 
 def signed(tensor: Tensor) -> Tensor:

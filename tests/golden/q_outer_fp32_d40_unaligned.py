@@ -4,7 +4,7 @@ Computes     fp32, head dim 40, value head dim 40, causal: bottom_right
 Config       block_m 32, block_n 32, 4 warps, 1 stages, pointer loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_q_outer 6c5a21baf77e
+Template     forward_q_outer 7cd315f874ad
 
 Algorithm of a program, for a tile of queries
   running_max, running_sum, accumulator = -inf, 0, 0
@@ -50,14 +50,14 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def softmax_step(s, running_max, running_sum, scale_log2, IS_PARTIAL: tl.constexpr):
     """Returns p of a block of scores, the factor of earlier sums and outputs, the new row maxima and row sums."""
-    new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
+    new_max = tl.maximum(running_max, tl.max(s, 1))
     if IS_PARTIAL:
         # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     else:
         shift = new_max
-    p = tl.exp2(s * scale_log2 - shift[:, None])
-    rescale = tl.exp2(running_max - shift)
+    p = tl.exp2((s - shift[:, None]) * scale_log2)
+    rescale = tl.exp2((running_max - shift) * scale_log2)
     return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
@@ -170,6 +170,7 @@ def forward_q_outer(
         o_tile,
         mask=query_exists[:, None] & (columns_64 < VALUE_HEAD_DIM)[None, :],
     )
+    running_max *= scale_log2
     row_lse = (running_max + tl.log2(running_sum)) * LN_2
     tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=query_exists)
 

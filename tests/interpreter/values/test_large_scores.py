@@ -73,3 +73,39 @@ def test_rows_hidden_by_infinity_are_zero() -> None:
     (dq,) = torch.autograd.grad(out.sum(), q)
     assert not dq[:, :, 5:9].any()
     assert dq.isfinite().all()
+
+
+@pytest.mark.parametrize("queries", [3, 40])
+@pytest.mark.parametrize("size", [1e9, 1e12, 1e30])
+def test_large_products_in_float32_do_not_overflow(queries: int, size: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, queries, 32), torch.randn(1, 2, 40, 32), torch.randn(1, 2, 40, 16)
+    out, lse = flashtune.attention(q * size, k, v, return_lse=True, prefer="generated")
+    scores = (q.double() * size) @ k.double().mT * 32**-0.5
+    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double())
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "split"])
+def test_log_sum_exps_are_read_with_the_documented_error(deterministic: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = leaves = [torch.randn(1, 2, 40, 32, requires_grad=True) for _ in range(3)]
+    # All scores are near 10^4, and differ by ordinary numbers.
+    far = torch.zeros(32)
+    far[0] = 240.0
+    out, lse = flashtune.attention(
+        q + far, k + far, v, deterministic=deterministic, return_lse=True, prefer="generated"
+    )
+    wide = [one.double() + far for one in (q, k)]
+    expected = (wide[0] @ wide[1].mT * 32**-0.5).softmax(-1) @ v.double()
+    assert lse.min() > 5e3
+    found = torch.autograd.grad(out.sum(), leaves)
+    right = torch.autograd.grad(expected.sum(), leaves)
+    for one, other in zip((out, found[2]), (expected, right[2]), strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-2, atol=1e-2)
+    half = [
+        flashtune.attention(q + far, k[:, :, part] + far, v[:, :, part], return_lse=True)
+        for part in (slice(0, 7), slice(7, 40))
+    ]
+    merged = flashtune.merge_attention(*half[0], *half[1])[0]
+    torch.testing.assert_close(merged.double(), expected, rtol=1e-2, atol=1e-2)
