@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from flashtune.core import VERSION
 from flashtune.core.errors import (
     CacheFullError,
     FlashtuneError,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from flashtune.recording.recorder import record_calls
     from flashtune.request.quantization import quantize
 
-    __version__: str
+__version__ = VERSION
 
 __all__ = [
     "BlockMask",
@@ -104,14 +105,9 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 if not TYPE_CHECKING:  # with __getattr__, type checkers accept misspelled names
 
     def __getattr__(name: str) -> object:
-        if name == "__version__":
-            from flashtune.dispatch.versions import package_version
-
-            value: object = package_version()
-        elif name in _HOMES:
-            value = getattr(importlib.import_module(_HOMES[name]), name)
-        else:
+        if name not in _HOMES:
             raise AttributeError(f"module 'flashtune' has no attribute {name!r}")
+        value: object = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
 

@@ -7,7 +7,8 @@
 It prints one line for each difference and fails if there is one. Sources are parsed, never imported. The
 frozen parts are `tests/data/contracts/LIBRARY.json`: signatures without annotations, abstract methods, values
 of constants and of enum members, and annotations of fields. For functions with closures that flashtune reads,
-they are the source. For callers, they are the keywords of attention and mask functions.
+they are the source. For callers, they are the keywords of attention and mask functions, or the operators of
+torch. Of torch, they are also the arguments of all operators of attention.
 """
 
 from __future__ import annotations
@@ -33,12 +34,34 @@ SOURCE = "source"
 TO_ATTENTION = "keywords of attention_interface"
 TO_MASK = "keywords of mask_interface"
 CALLED = {"attention_interface": TO_ATTENTION, "mask_interface": TO_MASK}
+# The operators that a function calls.
+OPERATORS = "operators of aten"
+# The file of torch's wheels with the schemas of operators, and those of attention.
+SCHEMAS = "torchgen/packaged/ATen/native/native_functions.yaml"
+SCHEMA = re.compile(r"^- func: (_\w*_attention_\w+|_scaled_dot_product_\w+)\((.*?)\) -> ", re.MULTILINE)
+# The operators that GPUs of NVIDIA have, of which arguments are frozen too.
+OF_GPUS = re.compile(r"_(scaled_dot_product_)?(flash|cudnn|efficient)_attention(?!_for_cpu)")
 # Classes that flashtune's extend: a new abstract method breaks these.
 EXTENDED = ("AttentionBackend", "AttentionImpl", "AttentionImplBase", "AttentionMetadataBuilder")
 # Other base classes are the library's own matter.
 KNOWN_BASES = ("AttentionImplBase", "Enum", "GeneralInterface", "IntEnum", "str")
 # What older versions that flashtune takes lack, and the first version that has it.
-ADDED = {"transformers.masking_utils.remap_positions_for_packed_sequence": (5, 23)}
+ADDED = {
+    "transformers.masking_utils.remap_positions_for_packed_sequence": (5, 23),
+    "aten._cudnn_attention_forward: Tensor? block_table=None": (2, 14),
+    "aten._cudnn_attention_forward: Tensor? seqused_k=None": (2, 14),
+    **dict.fromkeys(
+        (
+            f"{place}_cudnn_attention_forward_no_dropout_inplace"
+            for place in (
+                "aten.",
+                "aten.names: ",
+                f"torch.nn.attention.varlen._varlen_attn_out.{OPERATORS}: ",
+            )
+        ),
+        (2, 15),
+    ),
+}
 # Optional parameters that only some versions have, and that flashtune does not pass.
 IGNORED = {"sdpa_attention_forward": "cache", "sdpa_mask": "allow_torch_fix"}
 
@@ -233,6 +256,16 @@ RELIED: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "transformers.models.deepseek_v32.configuration_deepseek_v32": {"DeepseekV32Config": ("index_topk",)},
         "transformers.models.gemma4.configuration_gemma4": {"Gemma4TextConfig": ("num_kv_shared_layers",)},
     },
+    "torch": {
+        # `flashtune.integrations.torch` overrides these operators.
+        "torch.nn.attention.varlen": {
+            "_varlen_attn": (OPERATORS,),
+            "_varlen_attn_out": (OPERATORS,),
+            "_varlen_attn_backward": (OPERATORS,),
+        },
+        "torch.nn.attention": {"register_flash_attention_impl": (), "current_flash_attention_impl": ()},
+        "torch.nn.attention.flex_attention": {"_Backend": ()},
+    },
 }
 
 
@@ -249,6 +282,11 @@ def contract_of(library: str, path: Path) -> Contract:
             modules[module] = {
                 name: _chosen(name, parts[name], names[name]) for name in sorted(names) if name in parts
             }
+    schemas = root / SCHEMAS
+    if library == "torch" and schemas.is_file():
+        found = dict(SCHEMA.findall(schemas.read_text(encoding="utf-8")))
+        arguments = {name: text.split(", ") for name, text in found.items() if OF_GPUS.match(name)}
+        modules["aten"] = {"names": sorted(found), **arguments}
     infos = [each.name for each in root.iterdir() if each.name.endswith(".dist-info")]
     versions = [info.split("-")[1] for info in infos if info.split("-")[0] == library]
     return {"version": versions[0].removesuffix(".dist"), "modules": modules}
@@ -297,7 +335,7 @@ def _parts(module: ast.Module, names: dict[str, tuple[str, ...]]) -> Iterator[tu
             case ast.ClassDef(name=name) if name in names:
                 yield name, _class_parts(node)
             case ast.FunctionDef(name=name) if names.get(name):
-                yield name, {SOURCE: _text(node), **_keywords(node)}
+                yield name, {OPERATORS: _operators(node), SOURCE: _text(node), **_keywords(node)}
             case _:
                 yield from _texts(node)
 
@@ -311,6 +349,16 @@ def _keywords(node: ast.AST) -> dict[str, list[str]]:
                 passed = found.setdefault(CALLED[name], set())
                 passed.update(keyword.arg for keyword in keywords if keyword.arg is not None)
     return {member: sorted(passed) for member, passed in found.items()}
+
+
+def _operators(node: ast.AST) -> list[str]:
+    """Returns the names after `torch.ops.aten`."""
+    found: set[str] = set()
+    for each in ast.walk(node):
+        match each:
+            case ast.Attribute(value=ast.Attribute(attr="aten"), attr=name):
+                found.add(name)
+    return sorted(found)
 
 
 def _class_parts(node: ast.ClassDef) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from benchmarks.sanitizer.sanitizing import (
 )
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.target import Target, device_target
-from flashtune.tuner.execution.processes import usable_cores
+from flashtune.tuner.execution.cpus import available_cpus
 
 RESULTS = Path("benchmarks/results")
 
@@ -59,7 +59,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=50, help="random configs of each family")
     parser.add_argument("--seed", type=int, default=0, help="of the random configs")
     parser.add_argument("--seconds", type=float, default=500.0, help="limit of the run, compiling included")
-    parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=available_cpus(), help="processes at a time")
     parser.add_argument("--out", type=Path, help="where to write; a name in benchmarks/results if left out")
     parser.add_argument("--load", type=Path, metavar="FILE", help="print what was found before")
     parser.add_argument("--work", nargs=3, metavar=("NAME", "UNTIL", "FOLDER"), help=argparse.SUPPRESS)
@@ -133,7 +133,7 @@ def _by_tool(
         given = ["--tool", tool, "--work", name, str(stop), str(folder)]
         return [sys.executable, str(Path(__file__).resolve()), *given]
 
-    cores = usable_cores()
+    cores = available_cpus()
     how = Examination(sanitizer, tool, program, until, options.jobs, cores, target, stopped.is_set)
     for findings in examine(how, left):
         report = msgspec.structs.replace(report, findings=(*report.findings, *findings))

@@ -32,9 +32,9 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import CompilePool
+from flashtune.tuner.execution.cpus import available_cpus
 from flashtune.tuner.execution.evaluation import lost_device
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
-from flashtune.tuner.execution.processes import usable_cores
 from flashtune.tuner.execution.timing import Run, measure_interleaved, once, summarize
 
 ROUNDS = 15
@@ -106,7 +106,7 @@ def compile_all(jobs: Jobs, target: Target, tell: Told) -> frozenset[tuple[Probl
         (_static(problem), candidate) for problem, candidates in jobs.items() for candidate in candidates
     )
     started = time.monotonic()
-    with CompilePool(usable_cores()) as pool:
+    with CompilePool(available_cpus()) as pool:
         futures = {key: pool.submit(SearchTask(key[0], target, TENSORS, ()), key[1]) for key in distinct}
         broken = frozenset(key for key, job in futures.items() if job.result().outcome is not Outcome.OK)
     tell(

@@ -24,7 +24,7 @@ from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome
 from flashtune.core.target import device_target
-from flashtune.tuner.execution.processes import usable_cores
+from flashtune.tuner.execution.cpus import available_cpus
 from flashtune.tuner.workloads.shapes import parse_shape
 
 PRESET = (
@@ -48,7 +48,7 @@ def main() -> None:
     drawing = Drawing(options.configs or None, options.seed, options.seconds)
     try:
         target = device_target(options.device)
-        with Workers(options.device, options.jobs or max(1, usable_cores() - 1)) as workers:
+        with Workers(options.device, options.jobs or max(1, available_cpus() - 1)) as workers:
             for problem, family in _asked(options):
                 path = options.out / file_name(target.name, family, problem)
                 if path.exists() and not (kept := read_table(path)).is_cut:

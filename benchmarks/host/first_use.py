@@ -145,9 +145,9 @@ def _compile(cases: Sequence[Case], target: Target) -> None:
     # Modules that a fresh process's check must import for itself come along with these.
     from flashtune.tuner.candidates import Candidate, SearchTask
     from flashtune.tuner.execution.compile_pool import CompilePool
-    from flashtune.tuner.execution.processes import usable_cores
+    from flashtune.tuner.execution.cpus import available_cpus
 
-    with CompilePool(usable_cores()) as pool:
+    with CompilePool(available_cpus()) as pool:
         jobs = []
         for case in cases:
             record = case.record(target)

@@ -35,7 +35,7 @@ from benchmarks.search_replay.replays import (
 )
 from flashtune.core.errors import FlashtuneError
 from flashtune.db.store import open_store
-from flashtune.tuner.execution.processes import usable_cores
+from flashtune.tuner.execution.cpus import available_cpus
 from flashtune.tuner.search.request import WarmStart
 
 TABLES = Path("tests/data/truth")
@@ -107,7 +107,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, default=SEEDS, help="searches of each policy on each table")
     parser.add_argument("--tables", type=Path, default=TABLES, help="folder of truth tables")
-    parser.add_argument("--jobs", type=int, default=usable_cores(), help="replays at once")
+    parser.add_argument("--jobs", type=int, default=available_cpus(), help="replays at once")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the curves, in JSON")
     return parser.parse_args()
 

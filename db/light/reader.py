@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from flashtune.core.earlier_names import TABLES
 from flashtune.core.errors import TableError
-from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, fingerprint, raw_bytes
+from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, raw_bytes
 from flashtune.db.errors import UnreadableRecord, sqlite_error
 from flashtune.db.limits import FOREIGN, MAX_VALUE_BYTES, file_exists, foreign_object, is_too_large, restrict
 from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
@@ -46,9 +46,9 @@ SELECT chosen.problem_key, chosen.target, CASE WHEN length(payload) <= :most THE
 FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
 WHERE chosen.target = :target ORDER BY chosen.problem_key
 """
-CHECK = """
-SELECT passed, CASE WHEN length(payload) <= :most THEN payload END
-FROM {table} WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash
+CHECKS_OF = """
+SELECT CASE WHEN length(payload) <= :most THEN payload END
+FROM {table} WHERE digest = :digest AND target = :target ORDER BY created_at DESC
 """
 ROWS = "SELECT rowid FROM {table}"
 # Replaces a table's name in a query.
@@ -106,18 +106,27 @@ class Reader:
         )
 
     def check(self, digest: str, target: str, versions: Versions) -> bool | None:
-        """Returns whether a kernel passed its self-check here under these versions; None if it had none."""
-        rows = self._query(CHECKS, CHECK, _check_key(digest, target, versions))
-        return rows[0][0] == 1 if rows else None
+        """Returns whether a kernel passed a self-check under versions that run it alike; None without one."""
+        check = self.remembered(digest, target, versions)
+        return check.verdict.passed if check else None
 
     def remembered(self, digest: str, target: str, versions: Versions) -> Check | None:
-        """Returns the stored self-check of a kernel, None if it had none.
+        """Returns the latest self-check of a kernel under versions that run it alike, None without one.
 
-        Raises:
-            TableError: The row holds no self-check.
+        A row that cannot be read is skipped, with an `UnreadableRecord` warning.
         """
-        rows = self._query(CHECKS, CHECK, _check_key(digest, target, versions))
-        return decode_check(raw_bytes(str(rows[0][1]))) if rows else None
+        values: Values = {"digest": digest, "target": target, "most": MAX_RECORD_BYTES}
+        for (payload,) in self._query(CHECKS, CHECKS_OF, values):
+            try:
+                check = decode_check(raw_bytes(str(payload)))
+            except TableError as error:
+                warnings.warn(
+                    f"a self-check of {self._where} was skipped: {error}", UnreadableRecord, stacklevel=3
+                )
+                continue
+            if check.versions.makers == versions.makers:
+                return check
+        return None
 
     def _readable(self, rows: Rows) -> Iterator[Record]:
         for problem_key, target, payload in rows:
@@ -127,15 +136,6 @@ class Reader:
                 warnings.warn(
                     f"a selection of {self._where} was skipped: {error}", UnreadableRecord, stacklevel=4
                 )
-
-
-def _check_key(digest: str, target: str, versions: Versions) -> Values:
-    return {
-        "digest": digest,
-        "target": target,
-        "versions_hash": fingerprint(versions),
-        "most": MAX_RECORD_BYTES,
-    }
 
 
 def _query_file(path: Path, url: str, table: str, question: str, values: Values) -> Rows:

@@ -14,11 +14,14 @@ from flashtune.core.block_mask import BlockMask
 from flashtune.core.canonical import shape_text
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS
-from flashtune.request.call import Call, DenseOptions, dense_call, seeded
+from flashtune.request.autocast import any_autocast
+from flashtune.request.call import Call, DenseOptions, autocasted, dense_call, seeded
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Executor, Request, Result
 from flashtune.runtime.autograd import go_back, leaves_like
 from flashtune.runtime.call_cache import call_key, executor_of, unsigned
+from flashtune.runtime.torch_modes import is_tracing
+from flashtune.runtime.torch_ops import attend
 
 Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
 
@@ -59,6 +62,8 @@ class Prepared:
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
                 "grad or which are given: plan again with tensors like these"
             )
+        if is_tracing():
+            return attend(call)
         if self._executor is None:
             return attend_shared(call, [part.run for part in self._parts])
         call = unsigned(seeded(call))
@@ -94,6 +99,8 @@ class Plan(Generic[Planned_co]):
         """
         if self._others is not None and len(tensors) == 3 and not named:
             call = Call(*tensors, *self._others)  # type: ignore[arg-type]
+            if any_autocast():
+                call = autocasted(call)
         else:
             call = self._make(*tensors, **named)
         return cast("Planned_co", self._prepared.run(call))

@@ -110,11 +110,31 @@ def read_bounded(path: Path, most: int) -> bytes:
     Raises:
         OSError: The file cannot be read, or is a pipe, socket or device, which may never end.
     """
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "it is a pipe or a device and no regular file, so copy it to one")
-    with path.open("rb") as file:
-        return file.read(most)
+    return _read(path, most, 0)[0]
+
+
+def read_own(path: Path, most: int) -> bytes:
+    """Returns the first `most` bytes of a regular file that only this user and root can have written.
+
+    The folder does not matter: another user can move such a file, but not write its content.
+
+    Raises:
+        OSError: The file cannot be read, is a link or no regular file, or another user can have written it.
+    """
+    content, status = _read(path, most, os.O_NOFOLLOW)
+    if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(errno.EPERM, "another user can have written it")
+    return content
+
+
+def _read(path: Path, most: int, flags: int) -> tuple[bytes, os.stat_result]:
+    # The opened file is checked, because the path may lead to another one later. A pipe is opened at once.
+    flags |= os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device and no regular file, so copy it to one")
+        return file.read(most), status
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -1,6 +1,7 @@
 """Failures that the machine causes, not the kernel: a full disk, a missing tool, too little memory.
 
-Such a failure gives no information about the kernel, so no result is stored for the kernel.
+Such a failure gives no information about the kernel, so no result is stored for the kernel. The versions of
+installed packages are read here too, also of packages without metadata: vendored, frozen, or in an archive.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import importlib.util
 import os
 import re
 import resource
+import runpy
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +57,7 @@ TOO_MANY = "too many files are open: raise the limit (`ulimit -n`), or use fewer
 # The libraries of torch and Triton. At least this fraction of their bytes is loaded.
 LIBRARIES = (("torch", "lib/*.so*"), ("triton", "_C/*.so"))
 LOADED_SHARE = 0.75
+TRITON_VERSION = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)
 
 
 def machine_fault(error: BaseException) -> str | None:
@@ -356,3 +360,53 @@ def _files(package: str, pattern: str) -> Iterator[Path]:
     spec = importlib.util.find_spec(package)
     for folder in (spec and spec.submodule_search_locations) or ():
         yield from Path(folder).glob(pattern)
+
+
+def installed_version(package: str) -> str:
+    """Returns the version of a package, by its metadata if it has some, and else by its module.
+
+    Raises:
+        ImportError: The package is not installed, or its module has no version.
+    """
+    # Slow to import, and commands without a GPU need it late or not at all.
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        module = importlib.import_module(package.replace("-", "_"))
+    try:
+        return str(module.__version__)
+    except AttributeError as error:
+        raise ImportError(f"{package} has neither metadata nor a version") from error
+
+
+def torch_version() -> str:
+    """Returns `torch.__version__`, if possible without importing torch, which takes 1.5 s of CPU time.
+
+    The version in the package's metadata may lack the part after `+`, such as `cu130`.
+
+    Raises:
+        ImportError: torch is not installed.
+    """
+    found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
+    if found is not None and found.origin is not None:
+        # torch reads its version from this file, which does not import torch.
+        file = Path(found.origin).with_name("version.py")
+        if file.is_file():
+            return str(runpy.run_path(str(file))["__version__"])
+    return str(importlib.import_module("torch").__version__)
+
+
+def triton_version() -> str:
+    """Returns `triton.__version__`, without importing Triton if the version is in its source.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    found = None if "triton" in sys.modules else importlib.util.find_spec("triton")
+    if found is not None and found.origin is not None and Path(found.origin).is_file():
+        stated = TRITON_VERSION.search(Path(found.origin).read_text(encoding="utf-8"))
+        if stated is not None:
+            return stated[1]
+    return str(importlib.import_module("triton").__version__)

@@ -12,9 +12,8 @@ from __future__ import annotations
 def wait(timeout: float | None = None) -> bool:
     """Waits until the kernels of all earlier calls are prepared.
 
-    The first call of a process queues the loading of tuned records. The next call of a kind queues the
-    preparation of its kernels, and the one after that binds them. So a server warms up three times, each with
-    a wait, before it captures CUDA graphs.
+    The next call of each kind binds them. So call the model, wait once, and call it again before CUDA graphs
+    are captured.
 
     Args:
         timeout: The longest wait, in s. None for no limit.

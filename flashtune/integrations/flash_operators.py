@@ -4,6 +4,9 @@ SDPA's flash backend and `torch.nn.attention.varlen` call them. Tensors are [bat
 or [tokens, heads, head_dim] of packed sequences, or pages [pages, page_size, heads, head_dim] of keys. The
 causal mask is aligned bottom-right. The log-sum-exp is natural and float32, [batch, heads, seqlen_q] or
 [heads, tokens]. Outputs and gradients have the strides of the inputs, or are dense in the same order.
+
+Since torch 2.14, `varlen` prefers the operators of cuDNN on Hopper. They have the same tensors. The dense
+operators of `sdpa_operators` call them too. Those calls are passed on at once.
 """
 
 from __future__ import annotations
@@ -30,6 +33,19 @@ USUAL = "sdpa-flash"
 OPTIONS = frozenset(
     {"scale", "window_size_left", "window_size_right", "seqused_k", "block_table", "num_splits"}
 )
+CUDNN_FORWARD = "_cudnn_attention_forward"
+CUDNN_OPTIONS = frozenset({"scale", "seqused_k", "block_table"})
+
+
+def has_known_results(name: str) -> bool:
+    """Whether an operator's log-sum-exp has the shape that this module knows.
+
+    In versions of torch whose `varlen` does not call cuDNN's operators, they had [tokens, heads, 1].
+    """
+    if name not in (CUDNN_FORWARD, CudnnForwardInto.name, CudnnBackward.name):
+        return True
+    forward = getattr(torch.ops.aten, CUDNN_FORWARD, None)
+    return forward is not None and any(one.name == "block_table" for one in forward.default._schema.arguments)
 
 
 class FlashForward:
@@ -42,6 +58,7 @@ class FlashForward:
     name = "_flash_attention_forward"
     flags = 1
     has_options = True
+    is_packed = False
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
         """Returns the call, or None with dropout, a debug mask or options that change results otherwise."""
@@ -70,6 +87,7 @@ class FlashForwardInto:
     name = "_flash_attention_forward_no_dropout_inplace"
     flags = 2
     has_options = True
+    is_packed = False
 
     def __init__(self) -> None:
         self._forward = FlashForward()
@@ -116,6 +134,106 @@ class FlashBackward:
     def results(self, gradients: Gradients, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of query, key and value."""
         return _in_layout(gradients.dq, reading.call.options.layout), gradients.dk, gradients.dv
+
+
+class CudnnForward:
+    """`_cudnn_attention_forward` of packed and paged sequences.
+
+    Its arguments are query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp,
+    dropout_p, is_causal and return_debug_mask. Defaults at the end may be missing.
+    """
+
+    name = CUDNN_FORWARD
+    flags = 2
+    has_options = True
+    is_packed = True
+
+    def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
+        """Returns the call, or None with a bias, dropout, a debug mask or another alignment."""
+        dropout, causal, debug = args[9:] + (0.0, False, False)[len(args) - 9 :]
+        if args[3] is not None or dropout or debug:
+            return None
+        return _cudnn_reading(args[:3], args[4:8], causal, options)
+
+    def inputs(self, *_: object) -> None:
+        """Returns nothing, as `FlashForward`."""
+
+    def results(self, result: Result, args: tuple[Any, ...], _: Options) -> tuple[Any, ...]:
+        """Returns all results of the operator."""
+        out, lse = result
+        return (
+            out,
+            lse if args[8] else None,
+            None,
+            None,
+            *args[6:8],
+            *random_states(args[0], torch.int64),
+            None,
+        )
+
+
+class CudnnForwardInto:
+    """`_cudnn_attention_forward_no_dropout_inplace`.
+
+    Its arguments are out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k and is_causal.
+    """
+
+    name = "_cudnn_attention_forward_no_dropout_inplace"
+    flags = 2
+    has_options = True
+    is_packed = True
+
+    def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
+        """Returns the call as `CudnnForward`."""
+        return _cudnn_reading(args[1:4], args[4:8], len(args) > 8 and args[8], options)
+
+    def inputs(self, *_: object) -> None:
+        """Returns nothing, as `FlashForward`."""
+
+    def results(self, result: Result, args: tuple[Any, ...], _: Options) -> Tensor:
+        """Writes the output and returns the log-sum-exp."""
+        out, lse = result
+        args[0].copy_(out)
+        return lse
+
+
+class CudnnBackward(FlashBackward):
+    """`_cudnn_attention_backward` of packed sequences.
+
+    Its arguments are grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias,
+    cum_seq_q, cum_seq_k, max_q, max_k, dropout_p and is_causal.
+    """
+
+    name = "_cudnn_attention_backward"
+
+    def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
+        """Returns the call after any forward pass without dropout, as `FlashBackward`; None if dense."""
+        if args[8] is not None or args[9] is None or args[13]:
+            return None
+        return _cudnn_reading(args[1:4], args[9:13], args[14], options, needs_grad=True)
+
+
+def _cudnn_reading(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    starts: tuple[Tensor, Tensor | None, int, int],
+    causal: bool,
+    options: dict[str, Any],
+    needs_grad: bool = False,
+) -> Reading | None:
+    """Returns the call of an operator of cuDNN, or None if flashtune does not compute it.
+
+    Its causal mask is aligned bottom-right with lengths, and else top-left. Both are equal if the starts are.
+    """
+    if not CUDNN_OPTIONS.issuperset(options):
+        return None
+    starts_q, starts_k = starts[:2]
+    if causal and "seqused_k" not in options and (starts_k is None or _memory(starts_q) != _memory(starts_k)):
+        return None
+    return _reading(tensors, starts, causal, options, needs_grad)
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _reading(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.errors import UsageError
+from flashtune.core.machine import installed_version
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -30,8 +30,8 @@ def host_library(
     package = distribution or module.partition(".")[0]
     needed = f"{package} >= {least}" + ("" if below is None else f", < {below}")
     try:
-        found = metadata.version(package)
-    except metadata.PackageNotFoundError:
+        found = installed_version(package)
+    except ImportError:
         raise UsageError(f"{package} is not installed: install {needed}") from None
     if _numbers(found) < _numbers(least) or (below is not None and _numbers(found) >= _numbers(below)):
         age = "old" if _numbers(found) < _numbers(least) else "new"
@@ -64,7 +64,7 @@ def host_attribute(module: str, name: str, least: str, below: str | None = None)
         return getattr(found, name)
     except AttributeError as error:
         package = module.partition(".")[0]
-        raise _too_new(package, metadata.version(package), f"{module}.{name}", least) from error
+        raise _too_new(package, installed_version(package), f"{module}.{name}", least) from error
 
 
 def _too_new(package: str, found: str, missing: str | None, least: str) -> UsageError:

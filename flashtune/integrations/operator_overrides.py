@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -46,8 +46,25 @@ Kernel = Callable[..., Any]
 _refused: dict[str, set[tuple[object, ...]]] = {}
 # The executors of calls that are served, likewise.
 _served: dict[str, dict[tuple[object, ...], Served]] = {}
-# How many times each thread has entered `disabled`.
-_disabled: dict[int, int] = {}
+# What passes calls on in this context.
+_pauses: ContextVar[tuple[Pause, ...]] = ContextVar("flashtune_pauses", default=())
+# Bound once, because each call uses it.
+pauses_here = _pauses.get
+
+
+class Pause:
+    """One reason to pass calls on. Contexts that have a copy of it see its end too.
+
+    Attributes:
+        owner: The hooks that began it, or None.
+        is_over: Whether it has ended.
+    """
+
+    __slots__ = ("is_over", "owner")
+
+    def __init__(self, owner: object = None) -> None:
+        self.owner = owner
+        self.is_over = False
 
 
 class Reading(NamedTuple):
@@ -78,11 +95,13 @@ class ForwardOperator(Protocol):
         name: Its name in the library `aten`.
         flags: The number of arguments after the fourth that are not numbers.
         has_options: Whether calls differ by options, and by whether gradients are recorded.
+        is_packed: Whether calls without a fifth argument, which begins packed sequences, are passed on.
     """
 
     name: str
     flags: int
     has_options: bool
+    is_packed: bool
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any], /) -> Reading | None:
         """Returns the call, or None if flashtune does not compute such calls of the operator."""
@@ -135,7 +154,7 @@ def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
         short: tuple[object, ...] = q.shape, k.shape, q.dtype, given, flags[skipped:], same_bits()
         if operator.has_options:
             short = *short, torch.is_grad_enabled(), *_settings(options)
-        if short in refused or (_disabled and threading.get_ident() in _disabled):
+        if short in refused or (pauses_here() and is_paused()):
             return original(keyset, q, k, v, other, *flags, **options)
         args = q, k, v, other, *flags
         scale = options.get("scale")
@@ -160,7 +179,14 @@ def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
         result = passes.forward(call.q, call.k, call.v, call.scale, call.side)
         return operator.results(result, args, call.options)
 
-    return override
+    if not operator.is_packed:
+        return override
+
+    def packed(keyset: object, *args: Any, **options: Any) -> Any:
+        serve = original if args[4] is None else override
+        return serve(keyset, *args, **options)
+
+    return packed
 
 
 def _settings(options: dict[str, Any]) -> Iterator[object]:
@@ -226,29 +252,42 @@ on_change(forget)
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Passes all calls of this thread on to torch's operators, with their backward passes.
+    """Passes all calls of this thread or task on to torch's operators, with their backward passes.
 
     Backward passes of packed sequences are not included, because nothing marks the calls that were passed on.
     """
-    enter_disabled()
+    pause = begin_pause()
     try:
         yield
     finally:
-        leave_disabled()
+        end_pause(pause)
 
 
-def enter_disabled() -> None:
-    """Begins to pass on the calls of this thread."""
-    thread = threading.get_ident()
-    _disabled[thread] = _disabled.get(thread, 0) + 1
+def begin_pause(owner: object = None) -> Pause:
+    """Begins to pass on the calls of this context, and returns what `end_pause` ends."""
+    pause = Pause(owner)
+    _pauses.set((*_active_pauses(), pause))
+    return pause
 
 
-def leave_disabled() -> None:
-    """Ends what the last `enter_disabled` of this thread began."""
-    thread = threading.get_ident()
-    _disabled[thread] -= 1
-    if not _disabled[thread]:
-        del _disabled[thread]
+def end_pause(pause: Pause) -> None:
+    """Ends a pause, of this context or another one. Pauses may end in any order."""
+    pause.is_over = True
+    _pauses.set(_active_pauses())
+
+
+def last_pause(owner: object) -> Pause | None:
+    """Returns the pause of this context that an owner began last, or None."""
+    return next((pause for pause in reversed(_active_pauses()) if pause.owner is owner), None)
+
+
+def is_paused() -> bool:
+    """Whether calls of this context are passed on."""
+    return bool(_active_pauses())
+
+
+def _active_pauses() -> tuple[Pause, ...]:
+    return tuple(pause for pause in pauses_here() if not pause.is_over)
 
 
 def random_states(like: Tensor, dtype: torch.dtype, *sizes: int) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,7 @@ class DenseForward:
 
     flags = 0
     has_options = False
+    is_packed = False
 
     def __init__(self, name: str) -> None:
         self.name = name

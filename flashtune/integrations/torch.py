@@ -22,18 +22,29 @@ from torch.library import Library
 from torch.nn import Module
 from torch.nn import attention as torch_attention
 
+from flashtune.core.arguments import kind_of, shown
 from flashtune.core.errors import UsageError
-from flashtune.integrations.flash_operators import FlashBackward, FlashForward, FlashForwardInto
+from flashtune.integrations.flash_operators import (
+    CudnnBackward,
+    CudnnForward,
+    CudnnForwardInto,
+    FlashBackward,
+    FlashForward,
+    FlashForwardInto,
+    has_known_results,
+)
 from flashtune.integrations.operator_overrides import (
     BackwardOperator,
     ForwardOperator,
     Kernel,
+    Pause,
     backward_override,
+    begin_pause,
     disabled,
-    enter_disabled,
+    end_pause,
     forget,
     forward_override,
-    leave_disabled,
+    last_pause,
 )
 from flashtune.integrations.sdpa_operators import CUDNN, EFFICIENT, DenseBackward, DenseForward
 from flashtune.runtime.deferred import warm_up
@@ -42,9 +53,18 @@ __all__ = ["Activation", "activate", "deactivate", "disable_for", "disabled", "i
 
 NEEDED = "torch >= 2.11"
 KEY = "CUDA"
+# In the error of a kernel that its library has taken away.
+INVALID = "has been invalidated"
+# The name under which flashtune is registered by default, and those of torch, which may not be imported yet.
+NAME, KNOWN = "flashtune", ("FA2", "FA3", "FA4")
 
-FORWARD: tuple[ForwardOperator, ...] = (DenseForward(CUDNN), DenseForward(EFFICIENT))
-BACKWARD: tuple[BackwardOperator, ...] = (DenseBackward(CUDNN), DenseBackward(EFFICIENT))
+FORWARD: tuple[ForwardOperator, ...] = (
+    DenseForward(CUDNN),
+    DenseForward(EFFICIENT),
+    CudnnForward(),
+    CudnnForwardInto(),
+)
+BACKWARD: tuple[BackwardOperator, ...] = (DenseBackward(CUDNN), DenseBackward(EFFICIENT), CudnnBackward())
 FLASH_FORWARD: tuple[ForwardOperator, ...] = (FlashForward(), FlashForwardInto())
 FLASH_BACKWARD: tuple[BackwardOperator, ...] = (FlashBackward(),)
 
@@ -68,37 +88,78 @@ class Overrides:
         Raises:
             UsageError: torch has no kernels of an operator for GPUs.
         """
-        self._library: Library | None = Library("aten", "IMPL")
+        self._key = key
+        # One library for each operator, so that one override can be renewed.
+        self._libraries: dict[str, Library] = {}
+        self._overrides: dict[str, Kernel] = {}
         self._kernels: list[Any] = []
         try:
             for one in forward:
-                if (original := _original(one.name, key)) is not None:
-                    self._register(one.name, forward_override(one, original), key)
+                if (original := self._original(one.name)) is not None:
+                    self._register(one.name, forward_override(one, original))
             for other in backward:
-                if (original := _original(other.name, key)) is not None:
-                    self._register(other.name, backward_override(other, original), key)
+                if (original := self._original(other.name)) is not None:
+                    self._register(other.name, backward_override(other, original))
         except BaseException:
             self.remove()
             raise
 
-    def _register(self, name: str, override: Kernel, key: str) -> None:
-        assert self._library is not None
+    def _original(self, name: str) -> Kernel | None:
+        """Returns a function that calls the overridden kernel of an operator.
+
+        The kernel may be that of another library, which takes it away later. Then the one below it is called.
+        """
+        found = _original(name, self._key)
+        if found is None:
+            return None
+
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal found
+            kernel = found
+            try:
+                return kernel(*args, **options)
+            except RuntimeError as failure:
+                if INVALID not in str(failure):
+                    raise
+            with _changing:
+                if found is kernel:
+                    found = self._renewed(name)
+            return found(*args, **options)
+
+        return call
+
+    def _register(self, name: str, override: Kernel) -> None:
+        library = Library("aten", "IMPL")
         with warnings.catch_warnings():
             # torch warns of the first override.
             warnings.simplefilter("ignore")
-            self._library.impl(name, override, key, with_keyset=True)
-        self._kernels.append(torch.library.get_kernel(getattr(torch.ops.aten, name).default, key))
+            library.impl(name, override, self._key, with_keyset=True)
+        self._libraries[name] = library
+        self._overrides[name] = override
+        self._kernels.append(torch.library.get_kernel(getattr(torch.ops.aten, name).default, self._key))
+
+    def _renewed(self, name: str) -> Kernel:
+        """Registers an override again, above the kernel that is below it now, and returns that kernel."""
+        # torch removes the kernels of a library that nothing refers to.
+        was_registered = self._libraries.pop(name, None) is not None
+        original = _original(name, self._key)
+        assert original is not None
+        if was_registered:
+            self._register(name, self._overrides[name])
+        return original
 
     @property
     def are_registered(self) -> bool:
         """Whether they were not removed yet."""
-        return self._library is not None
+        return bool(self._libraries)
 
     def remove(self) -> None:
         """Restores torch's operators."""
         _removed.append(self._kernels)
-        # torch removes the kernels of a library that nothing refers to.
-        self._library = None
+        # The kernels refer to this object, through objects that Python's collector does not see.
+        self._kernels = []
+        self._libraries.clear()
+        self._overrides.clear()
 
 
 class Activation:
@@ -127,7 +188,7 @@ class RegisteredNames:
         """Registers flashtune under the names.
 
         Raises:
-            UsageError: This version of torch has another registry.
+            UsageError: This version of torch has another registry, or a name is not known.
         """
         # The registry has no public way to read an implementation.
         registered = vars(torch_attention._registry).get("_FLASH_ATTENTION_IMPLS")
@@ -135,6 +196,11 @@ class RegisteredNames:
             raise UsageError(
                 f"torch {torch.__version__} is too new: install an older one or a newer flashtune"
             )
+        known = sorted({NAME, *KNOWN, *registered})
+        for name in names:
+            if name not in known:
+                words = " or ".join(map(repr, known))
+                raise UsageError(f"names has {shown(name)}, which no program activates: pass {words}")
         self._registered: dict[str, Callable[..., Any]] = registered
         self._earlier = {name: registered.get(name) for name in names}
         self._active = torch_attention.current_flash_attention_impl()
@@ -181,17 +247,18 @@ _dense: Overrides | None = None
 _names: RegisteredNames | None = None
 
 
-def activate(*, names: Sequence[str] = ("flashtune",)) -> Activation:
+def activate(*, names: str | Sequence[str] = NAME) -> Activation:
     """Serves torch's attention by flashtune from now on. It is also a context manager.
 
     A second call does nothing, and its context neither.
 
     Args:
-        names: Names under which flashtune is registered in torch's registry of FlashAttention
-            implementations. `("FA3",)` lets torchtitan use it, which activates this name by itself.
+        names: One name or several under which flashtune is registered in torch's registry of FlashAttention
+            implementations: "flashtune", or names that torch knows. "FA3" lets torchtitan use it, which
+            activates this name by itself.
 
     Raises:
-        UsageError: torch is too old or has no attention operators for GPUs.
+        UsageError: torch is too old or has no attention operators for GPUs, or a name is not known.
     """
     global _dense, _names
     with _changing:
@@ -201,6 +268,7 @@ def activate(*, names: Sequence[str] = ("flashtune",)) -> Activation:
             hasattr(torch_attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")
         ):
             raise UsageError(f"torch {torch.__version__} has no registry of attention: install {NEEDED}")
+        names = (names,) if isinstance(names, str) else names
         if not names:
             raise UsageError("names is empty: pass at least one, such as ('flashtune',)")
         dense = Overrides(FORWARD, BACKWARD, KEY)
@@ -235,26 +303,58 @@ def is_active() -> bool:
     return _dense is not None
 
 
+class PausingHooks:
+    """Hooks of a module that pass on its calls. They are copied and saved with the module."""
+
+    def __init__(self) -> None:
+        # The present calls of the module, in all threads.
+        self.pauses: list[Pause] = []
+
+    def __reduce__(self) -> tuple[type[PausingHooks], tuple[()]]:
+        return PausingHooks, ()
+
+    def begin(self, *_: object) -> None:
+        """Begins to pass on calls."""
+        if not torch.compiler.is_compiling():
+            self.pauses.append(begin_pause(self))
+
+    def end(self, *_: object) -> None:
+        """Ends what the last `begin` of this context began, unless the hooks were removed since."""
+        pause = None if torch.compiler.is_compiling() else last_pause(self)
+        if pause is not None:
+            self.pauses.remove(pause)
+            end_pause(pause)
+
+
 class DisabledModule:
-    """Hooks that pass on the calls of a module. `remove` ends this."""
+    """A module whose calls are passed on. `remove` ends this."""
 
     def __init__(self, module: Module) -> None:
-        self._hooks = (
-            module.register_forward_pre_hook(lambda *_: enter_disabled(), prepend=True),
-            module.register_forward_hook(lambda *_: leave_disabled(), always_call=True),
+        self._hooks = PausingHooks()
+        self._handles = (
+            module.register_forward_pre_hook(self._hooks.begin, prepend=True),
+            module.register_forward_hook(self._hooks.end, always_call=True),
         )
 
     def remove(self) -> None:
-        """Lets flashtune serve the module again."""
-        for hook in self._hooks:
-            hook.remove()
+        """Lets flashtune serve the module again, also the rest of its present calls, but not its copies."""
+        for handle in self._handles:
+            handle.remove()
+        while self._hooks.pauses:
+            end_pause(self._hooks.pauses.pop())
 
 
 def disable_for(module: Module) -> DisabledModule:
     """Passes the calls of a module and its submodules on to torch's operators, until `remove` of the result.
 
-    It does not affect compiled modules. Compile them after a call of `deactivate`.
+    Copies of the module are passed on too. It does not affect compiled modules. Compile them after a call of
+    `deactivate`.
+
+    Raises:
+        TypeError: The argument is not a module.
     """
+    if not isinstance(module, Module):
+        raise TypeError(f"disable_for takes a module and was given {kind_of(module)}: pass a torch.nn.Module")
     return DisabledModule(module)
 
 
@@ -265,7 +365,7 @@ def _original(name: str, key: str) -> Kernel | None:
         UsageError: torch has the operator and no kernel.
     """
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    if packet is None or not has_known_results(name):
         return None
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
         raise UsageError(f"this build of torch has no aten::{name} for {key}: install one for GPUs")

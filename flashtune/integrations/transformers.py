@@ -28,11 +28,12 @@ from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.host_library import host_attribute, host_library
 from flashtune.integrations.transformers_masks import Structure
 from flashtune.recording.recorder import on_change
+from flashtune.request.autocast import autocast, autocast_dtype
 from flashtune.request.call import Call, Options
 from flashtune.request.dropout import draw_seed
 from flashtune.request.request import Executor
 from flashtune.runtime import deferred
-from flashtune.runtime.torch_modes import is_compiling, runs_eagerly
+from flashtune.runtime.torch_modes import is_compiling, is_tracing, runs_eagerly
 from flashtune.runtime.torch_ops import call_operator
 
 __all__ = ["attention", "register"]
@@ -46,8 +47,8 @@ HALF = (torch.bfloat16, torch.float16)
 # take longer to move than their masks to read.
 MIN_MOVED = 256
 TAKEN = ("eager", "sdpa", "flex_attention")
-# Preparations of a new kind of call: its device's records, its kernels, and the result.
-STEPS = 3
+# Looks at a new kind of call: before its preparation, and after it.
+STEPS = 2
 # The refused jobs are cleared at this number.
 REFUSED_LIMIT = 4096
 
@@ -69,12 +70,14 @@ class Job(NamedTuple):
         usual: Name of the replaced operator in records, or None if it has no measurements.
         inverse: The places of tokens in the output, if padding was moved. None otherwise.
         short: The properties that distinguish jobs with tensors of their own. None for other jobs.
+        is_apart: Whether the call has a bias and a causal mask, which could be merged.
     """
 
     call: Call
     usual: str | None
     inverse: tuple[Tensor, Tensor] | None = None
     short: tuple[object, ...] | None = None
+    is_apart: bool = False
 
 
 def register(name: str = "tuned_attention", *, dropout: bool = False) -> str:
@@ -161,22 +164,25 @@ def attention(
         position_bias = None if position_bias is None else position_bias[..., :keys]
     if indices is not None and attention_mask is not None:
         attention_mask = masks.selected_mask(attention_mask, indices, query.shape[2], key.shape[2])
+    # Compilers see the casts of the operators.
+    dtype = None if is_compiling() else autocast_dtype(query.device)
+    inputs = query, key, value, attention_mask, position_bias
+    q, k, v, mask, bias = inputs if dtype is None else [autocast(one, dtype) for one in inputs]
     is_served = (
         query.device.type in DEVICES
-        and (is_compiling() or runs_eagerly(query, key, value))
+        and (is_compiling() or (runs_eagerly(query, key, value) and not is_tracing()))
         and (not dropout or (computes_dropout and dropout < 1.0))
         and not others.get("output_attentions")
-        and query.dtype is key.dtype is value.dtype
-        and not (query.dtype is torch.float32 and torch.is_autocast_enabled(query.device.type))
+        and q.dtype is k.dtype is v.dtype
     )
     if is_served:
-        given = query, key, value, attention_mask, scaling, softcap, causal, s_aux, position_bias, others
+        given = q, k, v, mask, scaling, softcap, causal, s_aux, bias, others
         drops = (dropout, draw_seed(query.device)) if dropout else None
         job = _job(*given, drops)
         out = None if job is None else _served(job)
-        if out is None and job is not None and job.short in _refused:
-            # A bias has a second job, with the causal mask merged into it.
-            job = _job(*given, drops)
+        if out is None and job is not None and (job.is_apart or job.short in _refused):
+            # A bias has a second job, with the causal mask merged into it. It is prepared at the same time.
+            job = _job(*given, drops, merges=job.is_apart)
             out = None if job is None else _served(job)
         if out is not None:
             return out.reshape(query.shape[0], query.shape[2], *out.shape[-2:]).contiguous(), None
@@ -251,10 +257,12 @@ def _job(
     position_bias: Tensor | None,
     others: dict[str, Any],
     drops: tuple[float, Tensor] | None = None,
+    merges: bool = False,
 ) -> Job | None:
     """Returns the call of flashtune for a layer, or None if it computes no such call.
 
-    `drops` are the fraction of weights to drop and the seed.
+    `drops` are the fraction of weights to drop and the seed. `merges` is whether to merge a causal mask into
+    a bias.
     """
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     scale = float(scaling) if isinstance(scaling, int) else scaling
@@ -271,7 +279,7 @@ def _job(
         structure = Structure(causal) if pattern is None else pattern.structure
         return _packed(q, k, v, scale, side, structure, starts)
     if position_bias is not None:
-        return _biased(q, k, v, scale, side, causal, mask, pattern, position_bias)
+        return _biased(q, k, v, scale, side, causal, mask, pattern, position_bias, merges)
     is_half = q.dtype in HALF
     if mask is None:
         causal = causal and seqlen_q > 1
@@ -355,11 +363,12 @@ def _biased(
     mask: Tensor | None,
     pattern: masks.Pattern | None,
     bias: Tensor,
+    merges: bool,
 ) -> Job | None:
     """Returns the call with a bias. Masks are merged with it, as SDPA has it.
 
     A causal mask alone stays apart, because kernels skip the blocks that it hides. If that job was refused,
-    the causal mask is merged too.
+    or with `merges`, the causal mask is merged too.
     """
     causal = causal and q.shape[2] > 1
     if mask is None and causal and q.shape[2] != k.shape[2]:
@@ -368,7 +377,7 @@ def _biased(
     is_plain = side is NO_EXTRA_INPUTS
     drops = side.seed is not None
     alike = *_short(q, k, v), bias.shape, bias.requires_grad, is_causal, mask is None, is_plain, drops
-    is_apart = is_causal and (*alike, True) not in _refused
+    is_apart = is_causal and not merges and (*alike, True) not in _refused
     short = *alike, is_apart
     if short in _refused:
         return None
@@ -380,7 +389,8 @@ def _biased(
     if bias.dtype is not q.dtype:
         return None
     usual = _usual(q, k, v, bias, False) if is_plain else None
-    return Job(_dense(q, k, v, scale, side._replace(bias=bias), Structure(is_apart)), usual, None, short)
+    call = _dense(q, k, v, scale, side._replace(bias=bias), Structure(is_apart))
+    return Job(call, usual, None, short, is_apart)
 
 
 def _short(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:

@@ -34,7 +34,7 @@ from flashtune.kv_cache.append import append_rows
 from flashtune.kv_cache.layout import Pool
 from flashtune.recording.callers import called_by
 from flashtune.runtime.call_cache import write_call
-from flashtune.runtime.torch_modes import runs_eagerly
+from flashtune.runtime.torch_modes import is_tracing, runs_eagerly
 from flashtune.runtime.torch_ops import attend
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ class BatchBuilder:
 @called_by("vllm")
 def write(output: Tensor, call: Call) -> None:
     """Computes a call and writes its result to a tensor."""
-    if runs_eagerly(call.q, call.k, call.v):
+    if runs_eagerly(call.q, call.k, call.v) and not is_tracing():
         write_call(output, call)
         return
     result = attend(call)

@@ -25,6 +25,7 @@ from flashtune.kv_cache.layout import (
     slots_of,
     table_of,
 )
+from flashtune.request.autocast import any_autocast, autocast, autocast_dtype
 from flashtune.request.tensor_checks import require_dense
 from flashtune.runtime.value_checks import check_slot_values, values_are_checked
 
@@ -179,7 +180,7 @@ class PagedKVCache:
 
         Args:
             k: [tokens, kv_heads, head_dim], the last dimension contiguous. It has the cache's type, or any
-                floating type if the cache is quantised.
+                floating type if the cache is quantised, or under autocast to the cache's type.
             v: [tokens, kv_heads, value_head_dim], likewise; None if `value_head_dim` is 0.
             slots: Int64 [tokens] from `extend`. Rows of negative slots are skipped. With page scales, append
                 the tokens of a sequence in order. On a GPU their values are checked only with
@@ -190,6 +191,8 @@ class PagedKVCache:
             ProblemError: The tensors do not match the cache.
         """
         pools = self._pools[self._number_of(layer)]
+        if any_autocast() and autocast_dtype(self.device) is self.dtype:
+            k, v = autocast(k, self.dtype), autocast(v, self.dtype)
         if v is None:
             require_dense("k", k)
         values = k[..., :0] if v is None else v

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.machinery
 import importlib.util
+import io
 import linecache
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.errors import KernelError, MachineError
+from flashtune.core.file_lock import read_own
 from flashtune.core.machine import KERNELS, cache_folder, machine_errors, unwritable
 
 if TYPE_CHECKING:
@@ -31,8 +33,12 @@ if TYPE_CHECKING:
 
 # Fused multiply-adds round once. Pinned, because the default of Triton will change.
 FP_FUSION = True
+# The precisions of products of float32 in kernels.
+INPUT_PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16x3", "bf16x6")
 # The name of no stage of Triton's compiler.
 NO_STAGE = "none"
+# Many times the size of a kernel's source.
+MAX_SOURCE_BYTES = 4 * 1024 * 1024
 
 _LOADING = threading.Lock()
 
@@ -63,14 +69,27 @@ def load_module(kernel: Kernel) -> ModuleType:
         file = str(path)
         # Another installation may replace the file by one with other comments, so it is not read again.
         # Triton takes a function's source from `linecache`. A time of None there disables the file check.
-        linecache.cache[file] = len(kernel.source), None, kernel.source.splitlines(keepends=True), file
+        # Its lines must be Python's: `str.splitlines` also ends lines at other characters.
+        lines = io.StringIO(kernel.source).readlines()
+        linecache.cache[file] = len(kernel.source), None, lines, file
         loader = _SourceLoader(name, file, kernel.source)
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
+        if interpreting():
+            _allow_precisions()
         sys.modules[name] = module
         return module
+
+
+def _allow_precisions() -> None:
+    """Makes the interpreter accept all precisions of products. It computes every product in float32."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    interpreter_builder.options = dataclasses.replace(
+        interpreter_builder.options, allowed_dot_input_precisions=INPUT_PRECISIONS
+    )
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):
@@ -87,12 +106,15 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
 def _write_once(path: Path, source: str) -> None:
     """Writes `source` to `path` unless it is there. Safe with many processes."""
     content = source.encode()
-    try:
-        if path.exists() and path.read_bytes() == content:
+    with contextlib.suppress(OSError):
+        if read_own(path, MAX_SOURCE_BYTES) == content:
             return
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             draft = Path(folder) / path.name
+            # A file that a group can write is not read again.
+            draft.touch(0o644)
             draft.write_bytes(content)
             draft.replace(path)
     except OSError as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtune.core.arguments import read_count, read_flag, shown
 from flashtune.core.block_mask import BlockMask
-from flashtune.core.errors import ProblemError
+from flashtune.core.errors import ProblemError, nearest, quoted
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureOptions
 from flashtune.core.features.table import NUMBER_INPUTS, TENSOR_INPUTS
 from flashtune.request.arguments import (
@@ -23,6 +23,7 @@ from flashtune.request.arguments import (
     read_number,
     read_window,
 )
+from flashtune.request.autocast import any_autocast, autocast, autocast_dtype
 from flashtune.request.dropout import draw_seed
 
 CausalOption = bool | Literal["none", "top_left", "bottom_right"]
@@ -30,6 +31,8 @@ LayoutOption = Literal["bhsd", "bshd"]
 PageLayoutOption = Literal["nhd", "hnd"]
 PreferOption = Literal["fastest", "generated"]
 
+# Bound once, because each call uses it.
+is_compiling = torch.compiler.is_dynamo_compiling
 SCALES = ("q_scale", "k_scale", "v_scale")
 PAGE_LAYOUTS = {"nhd": "bshd", "hnd": "bhsd"}
 
@@ -164,6 +167,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 DENSE_NAMES = DenseOptions.__optional_keys__
 VARLEN_NAMES = VarlenOptions.__optional_keys__
 PAGED_NAMES = PagedCallOptions.__optional_keys__
+FUNCTIONS = {DENSE_NAMES: "attention", VARLEN_NAMES: "attention_varlen", PAGED_NAMES: "attention_paged"}
 
 
 def dense_call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Call:
@@ -275,7 +279,9 @@ def _record(
     """
     for option, value in given.items():
         if option not in known:
-            raise TypeError(f"attention has no argument {option!r}")
+            function = FUNCTIONS[known]
+            near = nearest(option, sorted(known), cutoff=0.75)
+            raise TypeError(f"{function} has no argument {quoted(option)}: {near}")
         if option in TENSOR_NAMES:
             inputs[TENSOR_NAMES[option]] = value
         elif option in NUMBERS:
@@ -285,7 +291,23 @@ def _record(
     if "window" in given:
         options["window_left"], options["window_right"] = read_window(given["window"])
     side = known_if_empty(ExtraInputs(**inputs))
-    return Call(q, k, v, given.get("scale"), Options(**options), side)
+    call = Call(q, k, v, given.get("scale"), Options(**options), side)
+    # Compilers see the casts of the operators.
+    return call if is_compiling() or not any_autocast() else autocasted(call)
+
+
+def autocasted(call: Call) -> Call:
+    """Returns the call with q, k, v and the bias in the type to which autocast casts them, as SDPA's."""
+    dtype = autocast_dtype(call.q.device) if isinstance(call.q, Tensor) else None
+    if dtype is None:
+        return call
+    k = autocast(call.k, dtype)
+    # With MLA, values are the keys themselves.
+    v = k if call.v is call.k else autocast(call.v, dtype)
+    side = call.side
+    if side.bias is not None:
+        side = side._replace(bias=autocast(side.bias, dtype))
+    return call._replace(q=autocast(call.q, dtype), k=k, v=v, side=side)
 
 
 def known_if_empty(side: ExtraInputs) -> ExtraInputs:

@@ -18,13 +18,15 @@ from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.canonical import rounded_up
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS
-from flashtune.dispatch.decision import required_specialization
+from flashtune.dispatch.decision import required_specialization, without_values
 from flashtune.dispatch.pair_decision import backward_specialization, side_gradients
 from flashtune.recording.callers import note_caller
 from flashtune.recording.recorder import counted, on_change, recording
+from flashtune.request.autocast import any_autocast, autocast_dtype
 from flashtune.request.call import requires_grad
 from flashtune.request.quantization import with_positive_scale
 from flashtune.request.read_call import read_call
+from flashtune.request.tensor_checks import allows_tf32
 from flashtune.runtime.executors import write_output
 from flashtune.runtime.kernel_fallback import forget_choices
 from flashtune.runtime.prepare import prepare
@@ -45,9 +47,10 @@ AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
 
 SEED = TENSORS.index("seed")
 # Places in keys of whether q, k and v, and whether the bias, are aligned to 16 bytes.
-ALIGNED, BIAS_ALIGNED = 6, 15 + len(TENSORS)
+ALIGNED, BIAS_ALIGNED = 6, 16 + len(TENSORS)
 # Bound once, because each call uses them.
 is_grad_enabled = torch.is_grad_enabled
+float32 = torch.float32
 is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 _executors: dict[tuple[object, ...], Any] = {}
@@ -75,8 +78,14 @@ def known_executor(
     # 1 and 0 are equal to the flags in keys.
     if type(return_lse) is not bool or type(deterministic) is not bool or not runs_eagerly(q, k, v):
         return None
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return None
     causal = "bottom_right" if causal is True else "none" if causal is False else causal
     try:
+        if any_autocast():
+            dtype = autocast_dtype(q.device)
+            if dtype is not None and not (q.dtype is k.dtype is v.dtype is dtype):
+                return None
         return _executors.get(_tensor_key(q, k, v, (causal, layout, return_lse, prefer), deterministic))
     except (RuntimeError, TypeError):
         # A tensor has no strides, or an option is not hashable.
@@ -114,6 +123,7 @@ def call_key(call: Call) -> tuple[object, ...]:
 def _tensor_key(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...], deterministic: bool
 ) -> tuple[object, ...]:
+    dtype = q.dtype
     return (
         q.shape,
         k.shape,
@@ -122,7 +132,8 @@ def _tensor_key(
         k.stride(),
         v.stride(),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,
-        q.dtype,
+        dtype,
+        dtype is float32 and allows_tf32(),
         k.dtype,
         v.dtype,
         q.device,
@@ -166,12 +177,36 @@ def write_call(out: Tensor, call: Call) -> None:
     write_output(executor, out, call.q, call.k, call.v, call.scale, call.side)
 
 
+def resolved(call: Call) -> Call:
+    """Returns a call whose tensors have their sign in memory. `x.conj().imag` has not."""
+    if call.q.is_neg() or call.k.is_neg() or call.v.is_neg():
+        call = call._replace(q=signed(call.q), k=signed(call.k), v=signed(call.v))
+    side = call.side
+    if side is NO_EXTRA_INPUTS or not any(one is not None and one.is_neg() for one in side.optional_tensors):
+        return call
+    named = zip(TENSORS, side.optional_tensors, strict=True)
+    return call._replace(
+        side=side._replace(**{name: None if one is None else signed(one) for name, one in named})
+    )
+
+
+def signed(tensor: Tensor) -> Tensor:
+    """Returns a tensor with its sign in memory, of the same strides if it is copied and not expanded."""
+    if not tensor.is_neg():
+        return tensor
+    if 0 in tensor.stride():
+        return tensor.resolve_neg()
+    room = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return room.copy_(tensor)
+
+
 def unsigned(call: Call) -> Call:
-    """Returns a call with a scale that is not negative. A negative scale is replaced by negated queries.
+    """Returns a call with signs in memory and a scale that is not negative, but negated queries in its place.
 
     Raises:
         ProblemError: The scale is not a finite number.
     """
+    call = resolved(call)
     scale = call.scale
     if scale is None or (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
         return call
@@ -192,7 +227,7 @@ def executor_of(key: tuple[object, ...], call: Call) -> Executor:
         given = call.q, call.k, call.v, call.side
         executor = (prepare_pair if request.needs_grad else prepare)(request, *given)
         executor = with_checks(executor, request)
-        if not recording() or request.is_empty or request.is_double:
+        if not recording() or request.is_double or without_values(request) is not None:
             return executor
         if request.needs_grad:
             # Such a call also has a backward pass.

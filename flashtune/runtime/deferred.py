@@ -31,7 +31,7 @@ from flashtune.dispatch.decision import (
     required_specialization,
     selection_source,
 )
-from flashtune.dispatch.faster_peers import beats
+from flashtune.dispatch.faster_peers import beats, is_untrusted
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.masked_sdpa import sharing_of
 from flashtune.dispatch.nearest import same_computation
@@ -199,6 +199,8 @@ _buckets: dict[BucketKey, Bucket] = {}
 # loaded.
 _tables: dict[torch.device, Known | None] = {}
 _loading: set[torch.device] = set()
+# Calls that came before these records were loaded, with their own extents.
+_early: set[BucketKey] = set()
 _adding = threading.RLock()
 _compiler = CompilerProcess()
 _worker = Worker("flashtune-prepare", _compiler.close, _compiler.kill)
@@ -305,6 +307,7 @@ def forget() -> None:
         _buckets.clear()
         _tables.clear()
         _loading.clear()
+        _early.clear()
 
 
 on_change(forget)
@@ -340,26 +343,48 @@ def _kind(request: Request, call: Call, usual: str | None) -> Kind | None:
     else:
         check_device(request)
     forward = required_specialization(request.forward if request.needs_grad else request, q, k, v, side)
+    sharing = None if side.bias is None else sharing_of(request.problem, side.bias)
+    key = BucketKey(request, forward, backward, side_gradients(side), sharing, usual)
     known = _tables.get(request.device)
     if known is None and not interpreting():
         if request.device in _tables:
             return REFUSED
-        load = functools.partial(_load, request.device)
+        # Extents are rounded, and kernels chosen, after the records are loaded.
+        load, add = functools.partial(_load, request.device), functools.partial(_add_bucket, key)
         if request.device not in _loading and _worker.put(load, QUEUE_LIMIT):
             _loading.add(request.device)
+        if key not in _early and _worker.put(add, QUEUE_LIMIT):
+            _early.add(key)
         return None
-    sharing = None if side.bias is None else sharing_of(request.problem, side.bias)
-    key = BucketKey(_rounded(request, known), forward, backward, side_gradients(side), sharing, usual)
+    key = key._replace(request=_rounded(request, known))
     bucket = _buckets.get(key)
     if bucket is None:
         bucket = Bucket()
         if not _worker.put(functools.partial(_settle, key, bucket, known), QUEUE_LIMIT):
             return None
-        if len(_buckets) >= MEMO_LIMIT:
-            _buckets.clear()
-        _buckets[key] = bucket
+        _keep(key, bucket)
     properties = (forward,) if backward is None else (forward, backward)
     return Kind(request, bucket, properties, _counter(request, forward, backward))
+
+
+def _keep(key: BucketKey, bucket: Bucket) -> None:
+    if len(_buckets) >= MEMO_LIMIT:
+        _buckets.clear()
+    _buckets[key] = bucket
+
+
+def _add_bucket(key: BucketKey) -> None:
+    """Prepares the kernels of calls that came before the tuned records were loaded."""
+    known = _tables.get(key.request.device)
+    if known is None:
+        return
+    key = key._replace(request=_rounded(key.request, known))
+    with _adding:
+        if key in _buckets:
+            return
+        bucket = Bucket()
+        _keep(key, bucket)
+    _settle(key, bucket, known)
 
 
 def _rounded(request: Request, known: Known | None) -> Request:
@@ -422,6 +447,8 @@ def _chosen(key: BucketKey, known: Known | None) -> tuple[Choice, ...] | None:
     target = known.target
     found = [select(problem, target, known.records, needed, generated=True) for problem, needed in passes]
     if key.usual is not None and not beats(found, key.usual, key.sharing):
+        return None
+    if any(is_untrusted(selection, request.problem) for selection in found):
         return None
     return tuple(
         _loaded(selection, target, KernelKey(problem, needed, request.prefer, request.device))

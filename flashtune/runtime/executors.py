@@ -39,10 +39,13 @@ from flashtune.runtime.unfused import unfused_attention
 _writers: WeakKeyDictionary[Executor, Callable[..., bool]] = WeakKeyDictionary()
 
 
-def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
+def launcher(
+    launch: Launch, request: Request, q: Tensor, clear_tail: Callable[..., None] | None = None
+) -> Executor:
     """Returns an executor that allocates the output and launches the kernel, without further work.
 
     A launch reads only addresses, because it is bound to strides. Tensors are passed in the call's layout.
+    `clear_tail` clears rows of the results after the last packed sequence.
     """
     default_scale = request.default_scale
     if request.problem.dtype.is_quantized:
@@ -63,11 +66,37 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
         out = new_out()
         lse = None if new_lse is None else new_lse()
         launch((q, k, v, out, lse), default_scale if scale is None else scale, side)
+        if clear_tail is not None:
+            clear_tail(out, lse, side.cu_seqlens_q)
         return out if lse is None else (out, lse)
 
     if new_lse is None:
         _writers[run] = _writer(launch, default_scale, out_like, q.device)
     return run
+
+
+def with_copies(executor: Executor, flags: tuple[bool, bool, bool]) -> Executor:
+    """Returns an executor that gets contiguous copies of the flagged tensors of q, k and v.
+
+    During the capture of a CUDA graph, the copies are in the memory of the graph.
+    """
+    if not any(flags):
+        return executor
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs = NO_EXTRA_INPUTS
+    ) -> Result:
+        return executor(*copies_of((q, k, v), flags), scale, side)
+
+    return run
+
+
+def copies_of(tensors: tuple[Tensor, Tensor, Tensor], flags: tuple[bool, bool, bool]) -> list[Tensor]:
+    """Returns q, k and v, with contiguous copies of the flagged ones."""
+    return [
+        tensor.clone(memory_format=torch.contiguous_format) if flag else tensor
+        for tensor, flag in zip(tensors, flags, strict=True)
+    ]
 
 
 def _writer(launch: Launch, default_scale: float, like: Tensor, device: torch.device) -> Callable[..., bool]:
@@ -152,7 +181,18 @@ def interpreted(
     extra = side_views(problem, side, tensors.k.shape[0])
     launch = bind(kernel_of(record, needed), decision.target, tensors, extra)
     launch(tensors, request.default_scale if scale is None else scale, extra)
+    if problem.total_q:
+        clear_tail_on_cpu(out, lse, side.cu_seqlens_q)
     return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
+
+
+def clear_tail_on_cpu(out: Tensor, lse: Tensor | None, starts: Tensor | None) -> None:
+    """Clears the rows of outputs on the CPU after the last packed sequence."""
+    assert starts is not None
+    end = int(starts[-1])
+    out[end:] = 0.0
+    if lse is not None:
+        lse[:, end:] = -torch.inf
 
 
 def in_words(backend: Backend) -> str:

@@ -6,10 +6,19 @@ import functools
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.notices import warn_once
-from flashtune.dispatch.decision import Backend, baseline, decide, output_like, required_specialization
+from flashtune.dispatch.decision import (
+    Backend,
+    as_read,
+    baseline,
+    copied,
+    decide,
+    output_like,
+    required_specialization,
+)
 from flashtune.dispatch.masked_sdpa import refusal, sdpa_allowed
 from flashtune.dispatch.sdpa import default_backend
 from flashtune.launch.binding import bind
@@ -18,17 +27,23 @@ from flashtune.request.request import Executor, Request
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.executors import (
     baseline_executor,
+    clear_tail_on_cpu,
     in_words,
     interpreted,
     launcher,
     masked_executor,
     nothing,
     types_as_given,
+    with_copies,
 )
 from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, prepared_or
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    from flashtune.core.target import Target
 
 
 def prepare(
@@ -49,7 +64,7 @@ def prepare(
     # Whether SDPA supports a mask also depends on strides, which are not part of the key of a kernel.
     decision = decide(request, q, k, v, side)
     if decision.backend is Backend.SDPA and request.problem.features:
-        masked = _masked(request, q, k, v, side)
+        masked = masked_sdpa_executor(request, q, k, v, side)
         if masked is not None:
             return masked
         decision = decide(request, q, k, v, side)
@@ -73,7 +88,9 @@ def prepare(
     return baseline_executor(decision.backend, request)
 
 
-def _masked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Executor | None:
+def masked_sdpa_executor(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs
+) -> Executor | None:
     """Returns an executor by SDPA with a mask, or warns and returns None if a trial of SDPA fails."""
     assert side.bias is not None
     views = request.views(q, k, v)
@@ -98,9 +115,24 @@ def forward_pass(
         return KernelKey(request.problem, needed, request.prefer, request.device)
 
     def bound(choice: LoadedKernel) -> Executor:
-        tensors = ForwardTensors(*request.views(q, k, v), output_like(request))
+        read = as_read(request, q, k, v, q.device)
+        tensors = ForwardTensors(*request.views(*read), output_like(request))
         extra = side_views(request.problem, side, tensors.k.shape[0]) if request.problem.features else side
         kernel, target, binary = choice
-        return launcher(bind(kernel, target, tensors, extra, compiled=binary), request, q)
+        launch = bind(kernel, target, tensors, extra, compiled=binary)
+        run = launcher(launch, request, q, _tail_clearer(request, side, target))
+        return with_copies(run, copied(request, q, k, v))
 
     return Pass(key, bound, lambda decision: functools.partial(interpreted, decision, request))
+
+
+def _tail_clearer(request: Request, side: ExtraInputs, target: Target) -> Callable[..., None] | None:
+    """Returns the function that clears rows after the last packed sequence, None without such sequences."""
+    if side.cu_seqlens_q is None:
+        return None
+    if request.device.type == "cpu":
+        return clear_tail_on_cpu
+    from flashtune.launch.packed_tail import tail_clearer
+
+    out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
+    return tail_clearer(out, request.return_lse, side.cu_seqlens_q.numel() - 1, target, request.device)

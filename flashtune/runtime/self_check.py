@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.core.errors import FlashtuneError, StoreError, TableError, UsageError
+from flashtune.core.errors import FlashtuneError, StoreError, UsageError
 from flashtune.core.file_lock import alone_with
 from flashtune.core.notices import warn_once
 from flashtune.dispatch.versions import current_versions
@@ -77,10 +77,7 @@ def known_seconds(kernel: Kernel, target: Target) -> float | None:
     from flashtune.db.light.reader import open_reader
 
     reader = open_reader()
-    try:
-        check = reader and reader.remembered(kernel.digest, target.name, current_versions(kernel.family))
-    except TableError:
-        return None  # the stored time is invalid; the verdict is in another column
+    check = reader and reader.remembered(kernel.digest, target.name, current_versions(kernel.family))
     return check.seconds if check else None
 
 

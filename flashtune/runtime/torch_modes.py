@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from flashtune.core.errors import ProblemError
 
@@ -12,6 +17,7 @@ from flashtune.core.errors import ProblemError
 is_compiling = torch.compiler.is_dynamo_compiling
 function_mode = torch._C._is_torch_function_mode_enabled
 dispatch_modes = torch._C._len_torch_dispatch_stack
+is_tracing: Callable[[], bool] = torch._C._is_tracing
 transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -24,6 +30,14 @@ def runs_eagerly(q: Tensor, k: Tensor, v: Tensor) -> bool:
             function_mode() or dispatch_modes() or transforms() is not None or forward_ad._current_level >= 0
         )
     )
+
+
+def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
+    """Adds formulas of operators to torch's counters, also to active ones, which have a copy."""
+    flop_counter.flop_registry.update(formulas)
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, flop_counter._FlopCounterMode):
+            mode.counter.flop_registry.update(formulas)
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:

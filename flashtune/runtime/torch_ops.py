@@ -8,6 +8,8 @@ this module first.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +17,20 @@ from torch import Tensor
 
 from flashtune.core.arguments import checked
 from flashtune.core.layouts import Layout
-from flashtune.request.call import Call, requires_grad, seeded
+from flashtune.request.call import Call, autocasted, requires_grad, seeded
+from flashtune.request.flop_count import backward_flops, forward_flops
 from flashtune.request.read_call import read_call, require_tensors
 from flashtune.request.request import Result
-from flashtune.runtime.backward_ops import differentiated
+from flashtune.runtime.backward_ops import GIVEN, differentiated
 from flashtune.runtime.call_cache import known_executor, run_call, unsigned
 from flashtune.runtime.op_library import ALL, TAGS, call_of, contiguous, library, operands, schema
-from flashtune.runtime.torch_modes import refuse_tangents, runs_eagerly
+from flashtune.runtime.torch_modes import (
+    count_flops,
+    is_compiling,
+    is_tracing,
+    refuse_tangents,
+    runs_eagerly,
+)
 
 # Operands of calls without features. Those after the required ones have defaults.
 PLAIN = (
@@ -38,6 +47,10 @@ PLAIN = (
     "deterministic",
 )
 REQUIRED = PLAIN.index("q_scale")
+AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 
 class Operator(NamedTuple):
@@ -88,9 +101,12 @@ def attend(call: Call) -> Result:
         KernelError: The call is new, and a CUDA graph is being captured or no kernel can be loaded.
         VerificationError: The call is new, `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    if runs_eagerly(call.q, call.k, call.v):
+    if runs_eagerly(call.q, call.k, call.v) and not is_tracing():
         return checked(run_call, read_call, seeded(call))
     require_tensors(call)
+    if not is_compiling():
+        # A counter that is older than this module has no formulas yet.
+        count_flops(FLOPS)
     return checked(call_operator, read_call, seeded(call))
 
 
@@ -167,7 +183,17 @@ def _register(operator: Operator) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return operator.results(call_operator(call), call.q)
 
+    def cast(keyset: Any, *values: Any) -> Result:
+        del keyset
+        call = autocasted(operator.call(values))
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            result: Result = op(*operands(call, operator.names))
+            return result
+
     library.define(operator.schema, tags=TAGS)
+    op = getattr(torch.ops.flashtune, operator.name).default
+    for key in AUTOCAST_KEYS:
+        library.impl(operator.name, cast, key, with_keyset=True)
     library.impl(operator.name, compute, "CompositeExplicitAutograd")
     library.impl(operator.name, differentiate, "Autograd")
     torch.library.register_fake(f"flashtune::{operator.name}", shapes, lib=library)
@@ -190,9 +216,24 @@ def _fake(call: Call) -> Result:
     return out, q.new_empty(shape, dtype=_lse_dtype(q))
 
 
+def _flops(operator: Operator, *values: Any, out_val: object = None) -> int:
+    del out_val
+    return forward_flops(operator.call(values))
+
+
+def _backward_flops(*values: Any, out_val: object = None) -> int:
+    del out_val
+    return backward_flops(call_of(values[GIVEN:]))
+
+
 def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
 for one in OPERATORS:
     _register(one)
+FLOPS: dict[Any, Callable[..., int]] = {
+    getattr(torch.ops.flashtune, one.name): functools.partial(_flops, one) for one in OPERATORS
+}
+FLOPS[torch.ops.flashtune.attention_backward] = _backward_flops
+count_flops(FLOPS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import tomllib
 import zipfile
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from flashtune import FlashtuneWarning, UsageError
 from flashtune.core import notices
@@ -130,7 +132,7 @@ def test_differences_name_the_change() -> None:
 
 def test_older_versions_may_lack_what_was_added_later() -> None:
     frozen = host_stubs.contract("transformers")
-    (name,) = host_contracts.ADDED
+    name = next(iter(host_contracts.ADDED))
     module, _, function = name.rpartition(".")
     parts = {key: part for key, part in frozen["modules"][module].items() if key != function}
     older: dict[str, Any] = {"version": "5.17.0", "modules": {**frozen["modules"], module: parts}}
@@ -315,3 +317,16 @@ def test_entry_points_warn_instead_of_raising(library: str, module: str, group: 
     points = project["entry-points"][name]
     assert points == {"flashtune": f"flashtune.integrations.{library}:plugin"}
     assert metadata.EntryPoint("flashtune", points["flashtune"], name).load().__name__ == "plugin"
+
+
+def test_extra_constraint_and_page_agree_on_versions_of_kernels() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (extra,) = project["optional-dependencies"]["kernels"]
+    assert extra in project["optional-dependencies"]["dev"]
+    pinned = re.search("^kernels==(.+)$", (ROOT / "constraints/common.txt").read_text("utf-8"), re.MULTILINE)
+    assert pinned is not None
+    assert pinned[1] in Requirement(extra).specifier
+    page = (ROOT / "docs/integrations/hub_kernel.md").read_text(encoding="utf-8")
+    assert f"`{extra}`" in page
+    table = pytest.importorskip("transformers.dependency_versions_table")
+    assert f"`{table.deps['kernels']}`" in page

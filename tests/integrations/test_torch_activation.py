@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -111,6 +113,10 @@ def test_another_name_is_taken(originals: Originals, monkeypatch: pytest.MonkeyP
     assert registered == _registry._FLASH_ATTENTION_IMPLS
     with pytest.raises(UsageError, match="names is empty"):
         integration.activate(names=())
+    with pytest.raises(UsageError, match="names has 'nope', which no program activates: pass 'FA2' or"):
+        integration.activate(names=("flashtune", "nope"))
+    with integration.activate(names="flashtune"):
+        assert torch_attention.current_flash_attention_impl() == "flashtune"
 
 
 def test_another_implementation_is_left_alone(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +319,114 @@ def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.Mo
             other.join()
         attend(q)
     assert asked == ["other", threading.current_thread().name]
-    assert not operator_overrides._disabled
+    assert not operator_overrides.is_paused()
+
+
+class Layer(torch.nn.Module):
+    """Calls a function in its forward pass, and notes whether calls are passed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed_on: list[bool] = []
+
+    def forward(self, inside: Callable[[], object] = lambda: None) -> None:
+        self.passed_on.append(operator_overrides.is_paused())
+        inside()
+        self.passed_on.append(operator_overrides.is_paused())
+
+
+def copied(module: torch.nn.Module) -> torch.nn.Module:
+    return copy.deepcopy(module)
+
+
+def saved(module: torch.nn.Module) -> torch.nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: torch.nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("way", [copied, saved])
+def test_a_disabled_module_can_be_copied_and_saved(way: Callable[[torch.nn.Module], Any]) -> None:
+    module = Layer()
+    switch = integration.disable_for(module)
+    other = way(module)
+    switch.remove()
+    for one in (module, other):
+        one()
+    assert (module.passed_on, other.passed_on) == ([False, False], [True, True])
+    assert not operator_overrides.is_paused()
+
+
+def test_hooks_can_be_removed_inside_of_the_forward_pass() -> None:
+    module = Layer()
+    switch = integration.disable_for(module)
+    module(switch.remove)
+    assert module.passed_on == [True, False]
+    module()
+    assert module.passed_on == [True, False, False, False]
+
+
+def test_a_module_that_calls_itself_stays_disabled() -> None:
+    module = Layer()
+    integration.disable_for(module)
+    integration.disable_for(module)
+
+    def fails() -> None:
+        with pytest.raises(KeyError):
+            module({}.popitem)
+
+    module(fails)
+    assert module.passed_on == [True, True, True]
+    assert not operator_overrides.is_paused()
+
+
+def test_generators_end_only_what_they_began() -> None:
+    def generator() -> Iterator[None]:
+        with integration.disabled():
+            yield
+
+    first, second = generator(), generator()
+    next(first)
+    next(second)
+    first.close()
+    assert operator_overrides.is_paused()
+    # The last reference may go in another thread.
+    thread = threading.Thread(target=second.close)
+    thread.start()
+    thread.join()
+    assert not operator_overrides.is_paused()
+
+
+def test_only_modules_can_be_disabled() -> None:
+    with pytest.raises(TypeError, match="disable_for takes a module and was given a int: pass a"):
+        integration.disable_for(3)  # type: ignore[arg-type]
+
+
+def test_an_override_below_can_be_taken_away(originals: Originals) -> None:
+    q = torch.randn(1, 2, 4, 16)
+    library = torch.library.Library("aten", "IMPL")
+    calls = []
+
+    def below(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return originals.cudnn(*args, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl(CUDNN, below, "CPU")
+    with integration.activate():
+        attend(q)
+        assert len(calls) == 1
+        library._destroy()
+        for count in (2, 3):
+            attend(q)
+            assert originals.calls[CUDNN] == count
+        assert overridden()[CUDNN]
+    attend(q)
+    assert originals.calls[CUDNN] == 4
+    assert not overridden()[CUDNN]
 
 
 def test_a_refused_call_is_not_read_again(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ def test_autocast_does_not_change_types_of_baselines(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(prepare_training, "prepared", without_backward_kernels)
-    q, k, v = tensors()
+    q, k, v = (one.bfloat16() for one in tensors())
 
     def attended() -> tuple[Tensor, ...]:
         result = flashtune.attention(q, k, v, causal=True, **options)

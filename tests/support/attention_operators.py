@@ -17,6 +17,9 @@ EFFICIENT = "_scaled_dot_product_efficient_attention"
 FLASH = "_flash_attention_forward"
 FLASH_INTO = "_flash_attention_forward_no_dropout_inplace"
 FLASH_BACKWARD = "_flash_attention_backward"
+CUDNN_PACKED = "_cudnn_attention_forward"
+CUDNN_PACKED_INTO = "_cudnn_attention_forward_no_dropout_inplace"
+CUDNN_PACKED_BACKWARD = "_cudnn_attention_backward"
 
 
 def by_definition(
@@ -100,6 +103,10 @@ class Originals:
         assert args[4].shape == (*dout.shape[:3], 1)
         return tuple(derived(dout, args[:3], args[7], causal=args[13], scale=scale))
 
+    def cudnn_packed(self, *args: Any, **options: Any) -> None:
+        self.calls[CUDNN_PACKED] += 1
+        raise NotImplementedError("packed sequences have no reference here")
+
     def efficient(
         self,
         q: Tensor,
@@ -176,6 +183,9 @@ def registered() -> Iterator[Originals]:
             (FLASH, originals.flash),
             (FLASH_INTO, originals.flash_into),
             (FLASH_BACKWARD, originals.flash_backward),
+            (CUDNN_PACKED, originals.cudnn_packed),
+            (CUDNN_PACKED_INTO, originals.cudnn_packed),
+            (CUDNN_PACKED_BACKWARD, originals.cudnn_packed),
         ):
             if hasattr(torch.ops.aten, name):
                 library.impl(name, kernel, "CPU")

@@ -12,9 +12,9 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple, Protocol
 
 from flashtune.tuner.execution.compile_pool import CompilePool, Compiler
+from flashtune.tuner.execution.cpus import available_cpus
 from flashtune.tuner.execution.evaluation import Measurer, Predictor
 from flashtune.tuner.execution.gpu_worker import GpuWorker
-from flashtune.tuner.execution.processes import usable_cores
 
 # Longest wait for a job before the observer gets the progress again, in seconds.
 HEARTBEAT = 0.25
@@ -82,4 +82,4 @@ def open_workers(device: int | None, jobs: int | None = None) -> Iterator[Search
 
 def compilers_of(device: int | None, jobs: int | None = None) -> int:
     """Returns the number of compiler processes: `jobs`, or one per core, less one if a GPU is used."""
-    return jobs or max(1, usable_cores() - (device is not None))
+    return jobs or max(1, available_cpus() - (device is not None))

@@ -130,6 +130,11 @@ class Workers:
         threading.Thread(target=self.stop, daemon=True).start()
 
 
+def import_safely() -> None:
+    """Prevents that new processes import modules from the present folder, as `python -c` does."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
     """Converts errors of starting processes to `MachineError`."""
@@ -144,6 +149,7 @@ def _starting() -> Iterator[None]:
 
 @functools.cache
 def _context() -> ForkServerContext:
+    import_safely()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     # Signals to the process group reach the server too. Ctrl-C would print a traceback while it imports, and
@@ -271,8 +277,3 @@ def exit_code_of(job: Future[Any]) -> int:
     """Returns the exit code of a job's process if that ended, else 0."""
     error = None if job.cancelled() else job.exception()
     return (error.exitcode or 0) if isinstance(error, ProcessExpired) else 0
-
-
-def usable_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 HERE = Path(__file__).parent
+# Programs replace the name in `torch.nn.functional` by functions that call this package.
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 Window = tuple[int | None, int | None]
 
 
@@ -128,7 +131,7 @@ def find(call: Call) -> Entry | None:
     """Returns the kernel that serves a call: of this GPU if possible, with the nearest shape."""
     if call.q.is_cuda:
         capability, name = _gpu(call.q.device.index or 0)
-    elif os.environ.get("TRITON_INTERPRET") == "1":
+    elif _interprets():
         capability, name = [8, 0], ""
     else:
         return None
@@ -169,7 +172,7 @@ def run(call: Call) -> Tensor:
     entry = None if needs_grad or call.dropout else find(call)
     if entry is None:
         if not needs_grad:
-            _warn_once(call.kind("bottom_right" if call.causal else "none"))
+            _warn_once(_reason(call))
         return by_torch(call)
     # Triton launches on the present device.
     with torch.cuda.device_of(call.q):
@@ -177,9 +180,21 @@ def run(call: Call) -> Tensor:
     return out
 
 
+def _reason(call: Call) -> str:
+    """Returns the reason for which no kernel serves a call, as the begin of a warning."""
+    if not call.q.is_cuda and not _interprets():
+        return f"kernels of this package need a GPU of NVIDIA, and tensors are on {call.q.device.type}"
+    kind = call.kind("bottom_right" if call.causal else "none")
+    return f"no kernel of this package computes attention of {kind}"
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @functools.cache
-def _warn_once(kind: str) -> None:
-    warnings.warn(f"no kernel of this package computes attention of {kind}: torch computes it", stacklevel=4)
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"{reason}: torch computes it", stacklevel=4)
 
 
 def by_torch(call: Call) -> Tensor:
@@ -219,8 +234,6 @@ def by_torch(call: Call) -> Tensor:
 
 def _packed(call: Call) -> Tensor:
     """Returns the output of packed sequences by torch's own kernel."""
-    from torch.nn.attention.varlen import varlen_attn
-
     left, right = (-1 if side is None else side for side in call.window)
     # `varlen_attn` of torch 2.11 has no parameter for groups of heads.
     group = call.q.shape[1] // call.k.shape[1]
@@ -297,9 +310,7 @@ def _dense(call: Call, inputs: dict[str, Any], lengths: Tensor | None = None) ->
     if lengths is not None:
         hidden |= unused.mT
     if not {"softcap", "sinks", "slopes"} & {*inputs}:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, ~hidden, dropout_p=call.dropout, scale=call.scale
-        )
+        out = scaled_dot_product_attention(q, k, v, ~hidden, dropout_p=call.dropout, scale=call.scale)
         return out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     scores = (q.float() @ k.float().mT) * call.scale
     if "softcap" in inputs:

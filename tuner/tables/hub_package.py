@@ -16,7 +16,7 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.tables import hub_dispatcher
 from flashtune.tuner.tables.admission import facts_of
 from flashtune.tuner.tables.hub_dispatcher import Entry, kind_of
-from flashtune.tuner.tables.table_files import KernelFile, kernel_files
+from flashtune.tuner.tables.table_files import KernelFile, Watch, kernel_files, unwatched
 
 # The package is Python code alone, which the library calls "noarch".
 VARIANT = "build/torch-cuda"
@@ -37,20 +37,24 @@ SERVED = frozenset(
 
 
 def is_served(record: Record) -> bool:
-    """Returns whether a selection is a forward pass that functions of flash_attn express."""
+    """Returns whether a selection is a forward pass that functions of flash_attn express.
+
+    A package has no kernels of tf32, because it does not read torch's setting.
+    """
     problem = record.problem
-    plain = not problem.is_backward and problem.dtype is not Dtype.E4M3 and problem.features <= SERVED
+    expressed = problem.dtype not in (Dtype.E4M3, Dtype.TF32) and problem.features <= SERVED
+    plain = not problem.is_backward and expressed
     return plain and record.config is not None
 
 
-def package_files(records: Iterable[Record]) -> dict[str, str]:
+def package_files(records: Iterable[Record], watch: Watch = unwatched) -> dict[str, str]:
     """Returns the text of each file of a package by its path, for selections that are served.
 
     Raises:
         FlashtuneError: There is no selection.
         TableError: Verification would reject one of the records.
     """
-    kernels = kernel_files(records)
+    kernels = kernel_files(records, watch)
     if not kernels:
         raise FlashtuneError("no selection here has a function in flash_attn: name another shape")
     listed = [_entry(file, record)._asdict() for file in kernels for record in file.records]

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from flashtune.core.machine import triton_version
 from flashtune.core.record import Outcome, Provenance, Record, VerificationStatus
-from flashtune.dispatch.versions import NO_DRIVER, current_versions, is_proven, triton_version
+from flashtune.dispatch.versions import NO_DRIVER, current_versions, is_proven
 from flashtune.tuner.tables.lookup import Found
 from flashtune.tuner.workloads.work import operations
 

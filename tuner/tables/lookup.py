@@ -117,10 +117,11 @@ def shipped_selections() -> tuple[Found, ...]:
     Raises:
         TableError: A shipped table is damaged.
     """
-    return tuple(found for table in shipped_tables() for found in _with_evidence(table))
+    return tuple(found for table in shipped_tables() for found in shipped_records(table))
 
 
-def _with_evidence(table: TunedTable) -> Iterator[Found]:
+def shipped_records(table: TunedTable) -> Iterator[Found]:
+    """Yields the records of one shipped table as `shipped_selections` does."""
     drivers = sorted({one.versions.driver for one in table.receipts})
     places = [functools.partial(_versions_here, driver) for driver in drivers]
     for versions_of in places:

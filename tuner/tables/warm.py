@@ -21,7 +21,7 @@ from flashtune.dispatch.tables import Tables, tuned_records
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
-from flashtune.tuner.execution.processes import usable_cores
+from flashtune.tuner.execution.cpus import available_cpus
 from flashtune.tuner.workloads.models import saving_lse
 
 # Called with a phase, the number of finished kernels, and the number of all kernels.
@@ -134,7 +134,7 @@ def compile_needs(
     if not total:
         return {}
     compiled: dict[str, Compiled] = {}
-    with CompilePool(min(total, usable_cores())) as pool:
+    with CompilePool(min(total, available_cpus())) as pool:
         jobs = {digest: pool.submit(*_job(need, target)) for digest, need in needs.kernels.items()}
         for digest, job in jobs.items():
             watch("compiling", len(compiled), total)

@@ -20,7 +20,8 @@ from flashtune.dispatch.masked_sdpa import timed_ways
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.execution.processes import lacked_memory, start_pool, usable_cores
+from flashtune.tuner.execution.cpus import available_cpus
+from flashtune.tuner.execution.processes import lacked_memory, start_pool
 from flashtune.tuner.tables.table_receipts import sibling
 from flashtune.tuner.verify import verify_jobs
 from flashtune.tuner.verify.verify_jobs import Runs, Subject
@@ -176,7 +177,7 @@ def _compile(tasks: Iterable[_Task], runs: Runs) -> None:
         jobs.update({one.digest: (one, task.subject.target) for one in further if one is not None})
     runs.run(
         "compiling siblings",
-        lambda: start_pool(usable_cores()),
+        lambda: start_pool(available_cpus()),
         verify_jobs.why_not_compiled,
         jobs,
         verify_jobs.COMPILE_SECONDS,
@@ -215,7 +216,7 @@ def _workers(index: int) -> int:
     import torch
 
     free, _ = torch.cuda.mem_get_info(index)
-    return max(1, min(MAX_WORKERS, usable_cores() // 2, free // WORKER_BYTES))
+    return max(1, min(MAX_WORKERS, available_cpus() // 2, free // WORKER_BYTES))
 
 
 def _receipts(done: list[_Done]) -> tuple[Check, ...]:
@@ -262,7 +263,7 @@ def _time(
     changed = [one for one in subjects if one.renders_differently]
     read = runs.run(
         "reading resources",
-        lambda: start_pool(usable_cores()),
+        lambda: start_pool(available_cpus()),
         verify_jobs.read_compiled,
         {one.kernel.digest: (one.kernel, one.target) for one in changed},
         verify_jobs.COMPILE_SECONDS,

@@ -23,7 +23,8 @@ from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.execution.processes import start_pool, usable_cores
+from flashtune.tuner.execution.cpus import available_cpus
+from flashtune.tuner.execution.processes import start_pool
 from flashtune.tuner.tables.admission import (
     Receipt,
     facts_of,
@@ -223,7 +224,7 @@ def _compile(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
     jobs = {_binary(subject): (subject.kernel, subject.target) for subject in subjects}
     done = runs.run(
         "compiling",
-        lambda: start_pool(usable_cores()),
+        lambda: start_pool(available_cpus()),
         verify_jobs.why_not_compiled,
         jobs,
         verify_jobs.COMPILE_SECONDS,
@@ -238,7 +239,7 @@ def _interpret(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
     first = sorted(tasks, key=lambda source: _length(tasks[source]), reverse=True)
     done = runs.run(
         "under the interpreter",
-        lambda: verify_jobs.start_interpreters(usable_cores()),
+        lambda: verify_jobs.start_interpreters(available_cpus()),
         verify_jobs.check_interpreted,
         {source: (tasks[source],) for source in first},
         verify_jobs.INTERPRETER_SECONDS,

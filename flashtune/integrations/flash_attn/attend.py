@@ -23,6 +23,7 @@ from flashtune.recording.callers import called_by
 from flashtune.request.call import dense_call, varlen_call
 from flashtune.request.quantization import cached_ones
 from flashtune.request.request import Result
+from flashtune.runtime.torch_modes import is_tracing
 from flashtune.runtime.torch_ops import attend
 
 # The output, and the log-sum-exp if the call returns it.
@@ -208,7 +209,10 @@ class NoGradient(torch.autograd.Function):
 
 def without_gradient(why: str, out: Tensor, *inputs: Tensor | None) -> Tensor:
     """Returns the output of a call without a backward pass. `why` is the error of a backward pass."""
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs):
+    # A traced program with a function of Python cannot be saved.
+    if is_tracing() or not torch.is_grad_enabled():
+        return out
+    if any(one is not None and one.requires_grad for one in inputs):
         return cast("Tensor", NoGradient.apply(why, out, *inputs))  # type: ignore[no-untyped-call]
     return out
 
@@ -218,11 +222,13 @@ def combined(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         out_partial: Outputs, [parts, ..., heads, width].
-        lse_partial: Their natural log-sum-exps, [parts, ..., heads]. The outputs of -inf do not count.
+        lse_partial: Their natural log-sum-exps, [parts, ..., heads]. The outputs of infinity do not count.
     """
-    lse = torch.logsumexp(lse_partial.float(), 0)
-    base = lse.masked_fill(lse == -torch.inf, 0.0)
-    shares = torch.exp(lse_partial.float() - base)[..., None]
+    parts = lse_partial.float()
+    parts = parts.masked_fill(parts == torch.inf, -torch.inf)
+    lse = torch.logsumexp(parts, 0)
+    # A softmax is relative to the largest: large log-sum-exps have no room for the logarithm of their number.
+    shares = torch.softmax(parts, 0).masked_fill(lse == -torch.inf, 0.0)[..., None]
     out = torch.zeros_like(out_partial[0], dtype=torch.float32)
     for part, share in zip(out_partial, shares, strict=True):
         # A part without keys may have any output, also NaN.

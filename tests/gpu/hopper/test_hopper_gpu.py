@@ -26,7 +26,8 @@ from flashtune.core.target import device_target
 from flashtune.db.table import shipped_table
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.rendering import render
-from flashtune.tuner.execution.processes import failure_of, start_pool, stop_pool, usable_cores
+from flashtune.tuner.execution.cpus import available_cpus
+from flashtune.tuner.execution.processes import failure_of, start_pool, stop_pool
 from flashtune.verification.cases import Case, far_cases
 from flashtune.verification.probes import Probe
 from tests.gpu.hopper import hopper_jobs
@@ -116,7 +117,7 @@ def workers() -> Iterator[None]:
 def refused(workers: None, kernel_cache: Path) -> dict[str, str]:
     """All binaries are made first, on all cores: why which kernels did not compile, by digest."""
     kernels = [sample.kernel for sample in samples()] + [kernel_of(record) for record in winners()]
-    pool = start_pool(usable_cores())
+    pool = start_pool(available_cpus())
     try:
         jobs = {
             kernel.digest: pool.schedule(

@@ -18,7 +18,7 @@ from flashtune.core.record import Outcome
 from flashtune.core.target import Target
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import CompilePool
-from flashtune.tuner.execution.processes import usable_cores
+from flashtune.tuner.execution.cpus import available_cpus
 from tests.gpu.random.random_problems import Subject, Trial
 from tests.gpu.random.random_subject import Result, Wrong, check_subject, refusal, wrong_at
 
@@ -119,7 +119,7 @@ def _named(subject: Subject) -> str:
 
 def _unfit(subjects: Sequence[Subject], target: Target) -> dict[Subject, str]:
     """Kernels that do not compile or do not fit the GPU, and why; the others' binaries are in the cache."""
-    with CompilePool(usable_cores()) as pool:
+    with CompilePool(available_cpus()) as pool:
         jobs = {
             subject: pool.submit(
                 SearchTask(subject.problem, target, subject.specialization, ()),

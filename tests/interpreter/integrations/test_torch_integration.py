@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import Tensor
 import flashtune
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
+from flashtune.integrations.flash_operators import CudnnForward, CudnnForwardInto
 from flashtune.recording.recorder import read_counts, record_calls
 from flashtune.runtime import deferred
 from tests.support.attention_operators import (
     CUDNN,
+    CUDNN_PACKED,
     EFFICIENT,
     FLASH,
     FLASH_BACKWARD,
@@ -288,10 +290,12 @@ STARTS = torch.tensor([0, 5, 5, 21], dtype=torch.int32)
 KEYS = torch.tensor([0, 9, 12, 30], dtype=torch.int32)
 
 
-def in_sequences(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def in_sequences(
+    q: Tensor, k: Tensor, v: Tensor, starts_k: Tensor = KEYS, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of packed sequences, one after another."""
     outs, sums = [], []
-    for start, end, first, last in zip(STARTS, STARTS[1:], KEYS, KEYS[1:], strict=False):
+    for start, end, first, last in zip(STARTS, STARTS[1:], starts_k, starts_k[1:], strict=False):
         one = q[start:end], k[first:last], v[first:last]
         out, lse = by_definition(*(x.transpose(0, 1)[None] for x in one), bottom_right=True, **options)
         outs.append(out[0].transpose(0, 1))
@@ -333,6 +337,74 @@ def test_packed_sequences(originals: Originals, causal: bool) -> None:
     found = prepared(backward)
     for one, other in zip(found, torch.autograd.grad(want, given, dout.double()), strict=True):
         close(one, other)
+
+
+@pytest.fixture
+def cudnn_packed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Originals:
+    """`originals`, where cuDNN's operators of packed sequences are overridden under any version of torch."""
+    monkeypatch.setattr(integration, "has_known_results", lambda name: hasattr(aten, name))
+    found: Originals = request.getfixturevalue("originals")
+    return found
+
+
+def or_none(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Returns the results of an operator, or None if it is passed on to one without a reference."""
+    with torch.no_grad():
+        try:
+            return call(*args, **options)
+        except NotImplementedError:
+            return None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_of_cudnn(cudnn_packed: Originals, causal: bool) -> None:
+    torch.manual_seed(3)
+    given = torch.randn(21, 4, 32), torch.randn(21, 2, 32), torch.randn(21, 2, 32)
+    for tensor in given:
+        tensor.requires_grad_()
+    starts = STARTS, STARTS, 16, 16
+    forward = aten._cudnn_attention_forward
+    results = prepared(lambda: or_none(forward, *given, None, *starts, True, 0.0, causal, scale=0.3))
+    assert cudnn_packed.calls[CUDNN_PACKED] == 1
+    out, lse, state = results[0], results[1], results[6]
+    want, want_lse = in_sequences(*(one.double() for one in given), starts_k=STARTS, causal=causal, scale=0.3)
+    close(out, want)
+    close(lse, want_lse)
+    dout = torch.randn_like(out)
+    more = out, lse, state, state, None, *starts, 0.0, causal
+    backward = aten._cudnn_attention_backward
+    found = prepared(lambda: or_none(backward, dout, *given, *more, scale=0.3))
+    for one, other in zip(found, torch.autograd.grad(want, given, dout.double()), strict=True):
+        close(one, other)
+
+
+def test_calls_of_cudnn_that_are_passed_on(cudnn_packed: Originals) -> None:
+    q = torch.randn(21, 4, 32)
+    # The mask of cuDNN is aligned top-left, and that of flashtune bottom-right.
+    args = q, q, q, None, STARTS, STARTS.clone(), 16, 16, True, 0.0, True
+    dense = (*(q.view(1, 4, 21, 32),) * 3, None, None, None, 21, 21, True)
+    for call in (args, args, dense):
+        assert or_none(aten._cudnn_attention_forward, *call) is None
+        deferred.wait()
+    assert cudnn_packed.calls[CUDNN_PACKED] == 3
+
+
+def test_pages_of_cudnn_are_aligned_bottom_right() -> None:
+    q, cache = torch.empty(4, 4, 32), torch.empty(6, 16, 2, 32)
+    lengths = torch.zeros(3, dtype=torch.int32)
+    starts = torch.arange(4, dtype=torch.int32)
+    options = {"seqused_k": lengths, "block_table": torch.zeros(3, 2, dtype=torch.int32)}
+    for operator, args in (
+        (CudnnForward(), (q, cache, cache, None, starts, None, 1, 32, True, 0.0, True)),
+        (CudnnForwardInto(), (q, q, cache, cache, starts, None, 1, 32, True)),
+    ):
+        reading = operator.read(args, options)
+        assert reading is not None
+        assert reading.call.options.causal == "bottom_right"
+        assert reading.call.side.seqlens_kv is lengths
+        out = torch.ones_like(q)
+        results = operator.results((out, torch.ones(4, 4)), args, reading.call.options)
+        assert (args[0] if isinstance(results, Tensor) else results[0]).eq(1).all()
 
 
 @pytest.mark.skipif(not hasattr(aten, FLASH_INTO), reason="this torch has no operator with pages")

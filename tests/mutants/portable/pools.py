@@ -13,7 +13,8 @@ from pebble import ProcessPool
 from flashtune.core.kernel import Kernel
 from flashtune.core.target import Target
 from flashtune.launch.compilation import first_line
-from flashtune.tuner.execution.processes import failure_of, start_pool, stop_pool, usable_cores
+from flashtune.tuner.execution.cpus import available_cpus
+from flashtune.tuner.execution.processes import failure_of, start_pool, stop_pool
 from flashtune.verification.cases import Level
 from flashtune.verification.schedule_fuzzing import delayed
 from tests.mutants import jobs
@@ -67,7 +68,7 @@ def compiling(kernels: Iterable[Kernel], plan: Plan) -> Iterator[Compiling]:
 
     What a search would not launch, because the GPU has no room for it, counts as not compiled.
     """
-    pool = start_pool(max(1, usable_cores() - plan.workers))
+    pool = start_pool(max(1, available_cpus() - plan.workers))
     try:
         distinct = {kernel.digest: kernel for kernel in kernels}
         yield Compiling(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from flashtune.request.read_call import read_call
 from flashtune.runtime import prepare
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from flashtune.tuner.tables import hub_dispatcher
 from tests.runtime.conftest import TARGET
 from tests.support.machine import Machine, tuned
 
@@ -454,3 +456,16 @@ def test_sdpa_on_the_cpu_passes_its_check(seqlen_q: int, kv_heads: int, dtype: t
     bias = torch.ones(2, 1, 1, 90, dtype=torch.bool)
     backend = chosen_backend(q, k, k, bias, False)
     assert refusal(request, backend, q, k, k, bias) is None
+
+
+@pytest.mark.parametrize("module", [masked_sdpa, hub_dispatcher])
+def test_a_replaced_sdpa_is_not_called(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = torch.nn.functional.scaled_dot_product_attention
+
+    def mine(*args: Any, **options: Any) -> Tensor:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", mine)
+    # Also if the module is imported afterwards.
+    for names in (vars(module), runpy.run_path(module.__file__, run_name="a_copy")):
+        assert names["scaled_dot_product_attention"] is usual

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from flashtune.core.errors import UsageError
 from flashtune.tuner.tables import hub_dispatcher
@@ -42,7 +41,7 @@ def test_packed_sequences_with_groups_of_heads_use_no_new_parameter_of_torch(
         assert torch.equal(v[:, 3], values[:, 1])
         return v
 
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(hub_dispatcher, "varlen_attn", varlen_attn)
     q, keys, values = torch.randn(10, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
     starts = torch.tensor([0, 10], dtype=torch.int32)
     inputs = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
@@ -206,3 +205,11 @@ def refused_calls() -> dict[str, Callable[[], object]]:
 def test_sizes_that_do_not_fit_are_refused(reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         refused_calls()[reason]()
+
+
+def test_the_warning_names_the_device_of_tensors_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = torch.randn(1, 4, 2, 16)
+    hub_dispatcher._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="need a GPU of NVIDIA, and tensors are on cpu: torch computes it"):
+        hub_dispatcher.flash_attn_func(q, q, q)

@@ -186,12 +186,15 @@ def _written_table(table: Path | None, db: str | None) -> TunedTable:
 def _tables(table: Path | None, db: str | None) -> tuple[TunedTable, ...]:
     """Returns the tables to verify: that of --table, or the shipped ones; none with --db."""
     from flashtune.db.table import load_table
+    from flashtune.tuner.tables.admission import require_sound_evidence
     from flashtune.tuner.tables.lookup import shipped_tables
 
     if table is not None and db is not None:
         raise UsageError("--table and --db each name what to verify: give one of the two")
     if table is not None:
-        return (load_table(table),)
+        found = load_table(table)
+        require_sound_evidence(found, str(table))
+        return (found,)
     return shipped_tables() if db is None else ()
 
 

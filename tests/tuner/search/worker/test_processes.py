@@ -287,3 +287,23 @@ def test_signals_leave_no_temporary_folder(number: signal.Signals, tmp_path: Pat
         program.send_signal(number)
         program.wait(WAIT)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_import_nothing_from_the_present_folder(tmp_path: Path) -> None:
+    present = tmp_path / "present"
+    present.mkdir()
+    for name in ("selectors", "socket", "multiprocessing"):
+        (present / f"{name}.py").write_text("open('imported', 'w')", encoding="utf-8")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from flashtune.tuner.execution import processes\n"
+        "processes.PRELOADED = ()\n"
+        "process = processes._context().Process(target=abs, args=(1,))\n"
+        "process.start()\n"
+        "process.join()\n",
+        encoding="utf-8",
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run([sys.executable, program], cwd=present, env=environment, check=False)
+    assert not (present / "imported").exists()
+    assert done.returncode == 0

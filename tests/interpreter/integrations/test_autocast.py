@@ -1,0 +1,126 @@
+"""Tests of calls under `torch.autocast`, against SDPA and against calls with tensors that were cast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import flashtune
+from flashtune.integrations.flash_attn import flash_attn_2
+
+Call = Callable[..., Tensor]
+BF16 = torch.bfloat16
+STARTS = torch.tensor([0, 9, 20], dtype=torch.int32)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    q, k, v = (one[0].transpose(0, 1) for one in (q, k, v))
+    return flashtune.attention_varlen(q, k, v, STARTS, STARTS, 11, 11, **options)
+
+
+def paged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    table = torch.arange(2, dtype=torch.int32)[None]
+    # Pages of 16 rows, of which the sequence has 20.
+    pages = (torch.nn.functional.pad(one[0], (0, 0, 0, 12)).unflatten(1, (2, 16)) for one in (k, v))
+    k, v = (one.transpose(0, 1) for one in pages)
+    lengths = torch.tensor([20], dtype=torch.int32)
+    return flashtune.attention_paged(q.transpose(1, 2), k, v, table, lengths, layout="hnd", **options)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = flash_attn_2.flash_attn_func(*(one.transpose(1, 2) for one in (q, k, v)))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def planned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flashtune.plan(q, k, v)(q, k, v)
+
+
+def operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = torch.ops.flashtune.attention(q, k, v, "none", None, "bhsd", "fastest")
+    return out
+
+
+def compiled(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    out: Tensor = torch.compile(flashtune.attention, backend="aot_eager", fullgraph=True)(q, k, v, **options)
+    return out
+
+
+def drawn(*types: torch.dtype, requires_grad: bool = False) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, 2, 20, 16).to(one).requires_grad_(requires_grad) for one in types]
+
+
+MIXED = [
+    (torch.float32, torch.float32, BF16),
+    (torch.float32, torch.float32, torch.float32),
+    (torch.float16, BF16, torch.float32),
+    (torch.float64, torch.float64, torch.float64),
+]
+
+
+@pytest.mark.parametrize("types", MIXED, ids=str)
+def test_types_are_those_of_sdpa(types: tuple[torch.dtype, ...]) -> None:
+    q, k, v = drawn(*types)
+    with torch.autocast("cpu", BF16):
+        out, usual = flashtune.attention(q, k, v), scaled_dot_product_attention(q, k, v)
+        with torch.autocast("cpu", enabled=False):
+            assert flashtune.attention(v, v, v).dtype is v.dtype
+    assert out.dtype is usual.dtype
+    torch.testing.assert_close(out, usual, atol=1e-2, rtol=1e-2)
+
+
+WAYS: dict[str, Call] = {
+    "dense": flashtune.attention,
+    "softcap": lambda q, k, v: flashtune.attention(q, k, v, softcap=5.0),
+    "bias": lambda q, k, v: flashtune.attention(
+        q, k, v, attn_bias=torch.linspace(0, 1, 20).view(1, 1, 1, 20)
+    ),
+    "packed": packed,
+    "paged": paged,
+    "flash_attn": flash,
+    "plan": planned,
+    "operator": operator,
+    "compiled": compiled,
+    "compiled softcap": lambda q, k, v: compiled(q, k, v, softcap=5.0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_entry_points_cast(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, q, k, v = WAYS[way], *drawn(torch.float32, torch.float32, BF16)
+    with torch.autocast("cpu", BF16):
+        found = call(q, k, v)
+        again = call(q.bfloat16(), k.bfloat16(), v)
+    assert found.dtype is BF16
+    assert torch.equal(found, again)
+    if way != "bias":
+        assert torch.equal(found, call(q.bfloat16(), k.bfloat16(), v))
+
+
+@pytest.mark.parametrize("way", ["dense", "softcap", "packed", "flash_attn", "operator", "compiled"])
+def test_gradients_have_the_types_of_the_inputs(way: str) -> None:
+    given = drawn(torch.float32, torch.float32, BF16, requires_grad=True)
+    with torch.autocast("cpu", BF16):
+        out = WAYS[way](*given)
+    found = torch.autograd.grad(out.float().square().sum(), given)
+    cast = [one.detach().bfloat16().requires_grad_() for one in given]
+    wanted = torch.autograd.grad(WAYS[way](*cast).float().square().sum(), cast)
+    for one, other, source in zip(found, wanted, given, strict=True):
+        assert one.dtype is source.dtype
+        assert torch.equal(one, other.to(one.dtype))
+
+
+def test_rows_are_cast_to_the_type_of_a_cache() -> None:
+    cache = flashtune.PagedKVCache(1, 16, 2, 16, device="cpu")
+    rows = torch.randn(3, 2, 16)
+    slots = cache.extend([cache.add()], [3])
+    with torch.autocast("cpu", BF16):
+        cache.append(rows, rows.bfloat16(), slots)
+    assert torch.equal(cache.keys[0, 0, :3], rows.bfloat16())
