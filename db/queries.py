@@ -50,10 +50,16 @@ def now() -> str:
 def insert_record(connection: Connection, record: Record, created_at: str) -> tuple[int, bool]:
     """Returns the record's row, and whether it is new. An equal record is not stored twice.
 
+    Records that differ in the time of compilation alone are equal.
+
     Raises:
         TableError: A field is outside its bounds.
     """
     values = _columns(record, created_at)
+    earlier = select(RECORDS.c.id).where(RECORDS.c.content_hash == _earlier_hash(values))
+    known_id = connection.execute(earlier).scalar()
+    if known_id is not None:
+        return int(known_id), False
     insert = insert_into(connection, RECORDS).values(values)
     unless_known = insert.on_conflict_do_nothing(index_elements=["content_hash"])
     added = connection.execute(unless_known.returning(RECORDS.c.id)).scalar()
@@ -64,12 +70,17 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
 
 
 def insert_records(connection: Connection, records: list[Record], created_at: str) -> list[tuple[int, bool]]:
-    """Inserts some hundred records as `insert_record` does, with four statements in all.
+    """Inserts some hundred records as `insert_record` does, with five statements in all.
 
     Raises:
         TableError: A field is outside its bounds.
     """
     rows = [_columns(record, created_at) for record in records]
+    earlier = {_earlier_hash(row): row for row in rows}
+    query = select(RECORDS.c.content_hash).where(RECORDS.c.content_hash.in_(earlier))
+    for content_hash in connection.scalars(query).all():
+        # The row was stored by an earlier version.
+        earlier[content_hash]["content_hash"] = content_hash
     hashes = [str(row["content_hash"]) for row in rows]
     query = select(RECORDS.c.content_hash, RECORDS.c.id).where(RECORDS.c.content_hash.in_(hashes))
     known = {row.content_hash for row in connection.execute(query)}
@@ -91,8 +102,12 @@ def _columns(record: Record, created_at: str) -> dict[str, object]:
         TableError: A field is outside its bounds.
     """
     payload = encode_record(record)
+    evidence = record
+    if record.resources is not None:
+        resources = msgspec.structs.replace(record.resources, compile_seconds=0.0)
+        evidence = msgspec.structs.replace(record, resources=resources)
     return {
-        "content_hash": fingerprint(payload),
+        "content_hash": fingerprint(encode_record(evidence)),
         "created_at": created_at,
         "problem_key": record.problem.key,
         "target": record.target,
@@ -107,6 +122,11 @@ def _columns(record: Record, created_at: str) -> dict[str, object]:
         "template": record.versions.template,
         "payload": payload.decode(),
     }
+
+
+def _earlier_hash(row: dict[str, object]) -> str:
+    """Returns the hash that earlier versions stored for a record: of all its fields."""
+    return fingerprint(str(row["payload"]).encode())
 
 
 def write_check(connection: Connection, check: Check, created_at: str, *, replace: bool) -> bool:

@@ -184,8 +184,8 @@ def temporary_folder() -> Path:
 
     Python passes over a full folder, which these programs still use.
     """
-    named = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))
-    return Path(next(filter(None, named), None) or tempfile.gettempdir())
+    named = filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP")))
+    return next(filter(Path.is_dir, map(Path.absolute, map(Path, named))), Path(tempfile.gettempdir()))
 
 
 class WrittenFolder(NamedTuple):

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from sqlalchemy import text, update
 
@@ -16,6 +17,7 @@ from flashtune.db.errors import UnreadableRecord
 from flashtune.db.light.reader import open_reader
 from flashtune.db.schema import RECORDS
 from flashtune.db.store import Store, open_store
+from flashtune.db.table import TunedTable
 
 MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]
@@ -34,6 +36,17 @@ def test_added_records_can_be_read(store: Store, make_record: MakeRecord) -> Non
 def test_equal_record_is_stored_once(store: Store, make_record: MakeRecord) -> None:
     assert store.add(make_record(ms=1.0)) == store.add(make_record(ms=1.0)) != store.add(make_record(ms=2.0))
     assert len(store.records()) == 2
+
+
+def test_records_that_differ_in_compile_time_are_stored_once(store: Store, make_record: MakeRecord) -> None:
+    record = make_record()
+    assert record.resources is not None
+    resources = msgspec.structs.replace(record.resources, compile_seconds=9.0)
+    again = msgspec.structs.replace(record, resources=resources)
+    first = store.add(record)
+    assert store.add(again) == first
+    counts = store.merge_tables(TunedTable(target=record.target, records=(again,)))
+    assert (counts.records_added, len(store.records())) == (0, 1)
 
 
 def test_records_are_found_by_problem_target_and_family(

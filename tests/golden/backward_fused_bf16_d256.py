@@ -6,7 +6,7 @@ With         no features
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop False,
              transpose_dq True, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 9c0c980894d9
+Template     backward_fused b50fe3cff63f
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:

@@ -5,7 +5,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 Config       block_m 16, block_n 128, 4 warps, 3 stages, 16 splits,
              split_head_dim False, early_combine False, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv ded6730c2573
+Template     decode_split_kv ab9fecd92db8
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -146,6 +146,8 @@ def decode_split_kv(
     k_base = k + sequence * stride_kb + kv_head * stride_kh
     v_base = v + sequence * stride_vb + kv_head * stride_vh
     k_factor = tl.load(k_scale + sequence * stride_k_scale_p + kv_head * stride_k_scale_h)
+    # With a factor of 0, hidden scores would be NaN: -inf * 0.
+    k_factor = tl.where(k_factor == 0.0, 1e-30, k_factor)
     v_factor = tl.load(v_scale + sequence * stride_v_scale_p + kv_head * stride_v_scale_h)
     k_block = k_base
     v_block = v_base

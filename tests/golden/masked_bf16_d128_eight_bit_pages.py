@@ -6,7 +6,7 @@ With         pages, quantized_kv
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked ff55a20137e7
+Template     forward_masked f45485a2a7e4
 
 Algorithm of a program, for a tile of queries
   n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
@@ -141,6 +141,8 @@ def forward_masked(
     # A length beyond the tensors counts as their end.
     seqlen_kv = tl.minimum(tl.load(seqlens_kv + sequence), seqlen_kv)
     k_factor = tl.load(k_scale + sequence * stride_k_scale_p + kv_head * stride_k_scale_h)
+    # With a factor of 0, hidden scores would be NaN: -inf * 0.
+    k_factor = tl.where(k_factor == 0.0, 1e-30, k_factor)
     v_factor = tl.load(v_scale + sequence * stride_v_scale_p + kv_head * stride_v_scale_h)
     # [BLOCK_M, 128]
     q_tile = tl.load(

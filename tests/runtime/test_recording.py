@@ -217,3 +217,11 @@ def test_invalid_file_in_environment_variable_causes_a_warning(file: Path) -> No
     told = run_recorded(str(file.parent / "none" / "x.jsonl"))
     assert FlashtuneWarning.__name__ in told.stderr
     assert "no such folder" in told.stderr
+
+
+def test_variable_that_names_no_file_does_not_fail_the_import() -> None:
+    environment = {**os.environ, recorder.RECORD_VARIABLE: "x" * 300}
+    argv = [sys.executable, "-c", "import flashtune.recording.recorder"]
+    told = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert "FLASHTUNE_RECORD is too long for a path" in told.stderr

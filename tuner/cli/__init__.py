@@ -10,7 +10,9 @@ import contextlib
 import errno
 import importlib
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,8 @@ import click
 
 from flashtune.core.errors import FlashtuneError, MachineError, nearest, quoted
 
-INTERRUPTED = 130
+# Plus the number of the signal.
+INTERRUPTED = 128
 # Errors of an open file that cannot be written: a full disk or quota, a file over its limit, a broken device.
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
@@ -64,7 +67,7 @@ Exit codes:
   0    success
   1    failure: a wrong kernel, an unreadable database, a failed check
   2    invalid command line, file or shape
-  130  interrupted; finished results are stored
+  130  interrupted; finished results are stored (129 by SIGHUP, 143 by SIGTERM)
 """
 
 
@@ -134,7 +137,7 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command. flashtune's errors become one sentence and an exit code."""
         try:
-            with plain_warnings():
+            with plain_warnings(), ended_by_signals():
                 return super().invoke(ctx)
         except FlashtuneError as error:
             raise Failure(error) from error
@@ -153,11 +156,11 @@ class CommandGroup(click.Group):
             # click writes its own errors after this word.
             sentence = folded(f"Error: {error.format_message()}", err=True).removeprefix("Error: ")
             raise click.UsageError(sentence, error.ctx) from error
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             from flashtune.tuner.cli.output import warn
 
             warn("interrupted; finished results are stored")
-            ctx.exit(INTERRUPTED)
+            ctx.exit(INTERRUPTED + next(iter(interrupt.args), signal.SIGINT))
 
 
 def _give_up_output() -> None:
@@ -182,6 +185,33 @@ def plain_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP interrupt a command as Ctrl-C does, so that no process or folder is left.
+
+    A second signal ends the program. A signal that is ignored, as with nohup, stays ignored.
+    """
+    usual = signal.SIG_DFL
+    handled = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is usual]
+    if threading.current_thread() is not threading.main_thread():
+        handled = []
+
+    def restore() -> None:
+        for one in handled:
+            signal.signal(one, usual)
+
+    def interrupt(number: int, _: object) -> None:
+        restore()
+        raise KeyboardInterrupt(number)
+
+    for one in handled:
+        signal.signal(one, interrupt)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def module_name(command: str) -> str:

@@ -7,12 +7,15 @@ It kills the worker's process group when the worker or the program that started 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
 import os
 import select
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -24,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 from flashtune.core.errors import MachineError
-from flashtune.core.machine import FREE_MEMORY, machine_fault
+from flashtune.core.machine import FREE_MEMORY, machine_fault, temporary_folder
 from flashtune.launch.compilation import first_line
 
 # These imports must not use a GPU.
@@ -43,7 +46,11 @@ def start_pool(workers: int) -> ProcessPool:
     Raises:
         MachineError: No process can be started.
     """
-    return started(ProcessPool(max_workers=workers, context=_context(), initializer=_become_worker))
+    with _starting():
+        context, folder = _context(), _temporary_folder()
+    return started(
+        ProcessPool(max_workers=workers, context=context, initializer=_become_worker, initargs=(folder,))
+    )
 
 
 def started(pool: ProcessPool) -> ProcessPool:
@@ -146,10 +153,11 @@ def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     # Signals to the process group reach the server too. Ctrl-C would print a traceback while it imports, and
-    # SIGTERM would end it before the program has stopped its pools. The server inherits the signal mask.
+    # the others would end it before the program has stopped its pools. The server inherits the signal mask.
     # Start the resource tracker before, because its start unblocks the signals.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         forkserver.ensure_running()
     finally:
@@ -157,7 +165,16 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _become_worker() -> None:
+@functools.cache
+def _temporary_folder() -> str:
+    """Returns the folder of the workers' temporary files. Killed compilers leave files."""
+    folder = tempfile.mkdtemp(prefix="flashtune-", dir=temporary_folder())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _become_worker(folder: str) -> None:
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     # Only the search handles Ctrl-C. In the terminal's process group the signal would reach ptxas too, and
     # look like a failed compilation.
     os.setpgid(0, 0)
@@ -172,12 +189,14 @@ def _become_worker() -> None:
     torch.set_num_threads(1)
     # A worker needs no cleanup, and a Python handler would run only after the compiler returns.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    _start_guard()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+    _start_guard(folder)
 
 
-def _start_guard() -> None:
+def _start_guard(folder: str) -> None:
     """Forks a guard that kills this process group when this process, or the program that uses it, ends.
+
+    If the program ends, it also removes the folder of temporary files, since a killed program does not.
 
     A thread cannot do this: it would wait for a compiler that holds the interpreter's lock. A
     parent-death signal cannot either: the parent is the fork server, and the signal would not reach ptxas.
@@ -198,6 +217,7 @@ def _start_guard() -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
     if ended:
+        shutil.rmtree(folder, ignore_errors=True)
         # Without this the server ends only after it unloaded torch, which takes seconds.
         with contextlib.suppress(ProcessLookupError):
             os.kill(server, signal.SIGKILL)

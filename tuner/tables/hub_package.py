@@ -12,9 +12,9 @@ from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Dtype, Feature
 from flashtune.core.record import Record
-from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.tables import hub_dispatcher
+from flashtune.tuner.tables.admission import facts_of
 from flashtune.tuner.tables.hub_dispatcher import Entry, kind_of
 from flashtune.tuner.tables.table_files import KernelFile, Watch, kernel_files, unwatched
 
@@ -104,9 +104,10 @@ def _entry(file: KernelFile, record: Record) -> Entry:
     window = problem.window_left, problem.window_right
     kind = kind_of(dtype, widths, problem.causal.value, window, problem.page_size, kernel.all_side)
     capability = None
-    if not find_family(record.family).interpreted:
+    target = facts_of(record)
+    if target is not None and not find_family(record.family).interpreted:
         # A Gluon kernel has instructions of one architecture.
-        capability = [*divmod(find_target(record.target).capability, 10)]
+        capability = [*divmod(target.capability, 10)]
     rows = problem.total_q or problem.seqlen_q
     sizes = [(1 if problem.total_q else problem.batch) * problem.heads, rows, problem.seqlen_kv]
     alignment = int(kernel.specialization.alignment)

@@ -11,7 +11,7 @@ Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, ea
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 8
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 576ece0c4288
+Template     backward_hopper 46b0f46d5762
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -551,11 +551,19 @@ def find_rows(tile, cu_seqlens_q, sequences):
 
     Sequence b owns the blocks from cu_seqlens_q[b] // 64 + b on.
     """
-    begun = 0
-    for start in tl.range(0, sequences, 128):
-        others = start + tl.arange(0, 128)
-        begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // 64 + others
-        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    # Of many sequences, first some at equal steps, then those from the last of them that begins by the tile.
+    step = (sequences + 127) // 128
+    others = step * tl.arange(0, 128)
+    begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // 64 + others
+    begun = tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if step > 1:
+        first = tl.maximum(begun - 1, 0) * step
+        end = tl.minimum(first + step, sequences)
+        begun = first
+        for start in tl.range(first, end, 128):
+            others = start + tl.arange(0, 128)
+            begins = tl.load(cu_seqlens_q + others, mask=others < end, other=0) // 64 + others
+            begun += tl.sum(((begins <= tile) & (others < end)).to(tl.int32), 0)
     sequence = tl.maximum(begun - 1, 0)
     q_start = tl.load(cu_seqlens_q + sequence)
     queries = q_start + (tile - q_start // 64 - sequence) * 64 + tl.arange(0, 64)

@@ -11,7 +11,7 @@ Config       block_m 128, block_n 128, num_stages 2, do_stages 2, ds_stages 2, e
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 8
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 576ece0c4288
+Template     backward_hopper 46b0f46d5762
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0

@@ -10,7 +10,7 @@ With         varlen
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt True, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 236da04a4be8
+Template     backward_split bfb6e4998891
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -64,11 +64,19 @@ SEARCHED = tl.constexpr(256)
 @triton.jit
 def count_sequences(tile, cu_seqlens, sequences, BLOCK: tl.constexpr):
     """Returns how many sequences begin by a tile. Sequence b's tiles begin at its first row // BLOCK + b."""
-    begun = 0
-    for start in tl.range(0, sequences, SEARCHED):
-        others = start + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens + others, mask=others < sequences, other=0) // BLOCK + others
-        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    # Of many sequences, first some at equal steps, then those from the last of them that begins by the tile.
+    step = (sequences + SEARCHED - 1) // SEARCHED
+    others = step * tl.arange(0, SEARCHED)
+    begins = tl.load(cu_seqlens + others, mask=others < sequences, other=0) // BLOCK + others
+    begun = tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if step > 1:
+        first = tl.maximum(begun - 1, 0) * step
+        end = tl.minimum(first + step, sequences)
+        begun = first
+        for start in tl.range(first, end, SEARCHED):
+            others = start + tl.arange(0, SEARCHED)
+            begins = tl.load(cu_seqlens + others, mask=others < end, other=0) // BLOCK + others
+            begun += tl.sum(((begins <= tile) & (others < end)).to(tl.int32), 0)
     return begun
 
 

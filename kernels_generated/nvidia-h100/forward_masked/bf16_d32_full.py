@@ -10,7 +10,7 @@ With         bias
 Config       block_m 64, block_n 32, 4 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 60550adfa1af
+Template     forward_masked f45485a2a7e4
 
 Algorithm of a program, for a tile of queries
   n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
@@ -58,8 +58,8 @@ def softmax_step(s, running_max, running_sum):
     new_max = tl.maximum(running_max, tl.max(s, 1))
     # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s - shift[:, None])
-    rescale = tl.exp2(running_max - shift)
+    p = tl.exp2((s - shift[:, None]) * LOG2_E)
+    rescale = tl.exp2((running_max - shift) * LOG2_E)
     return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
@@ -122,7 +122,7 @@ def forward_masked(
     n_full_max = seqlen_kv // BLOCK_N * BLOCK_N
 
     bias_queries = tl.minimum(queries, seqlen_q - 1)
-    scale_log2 = scale * LOG2_E
+    score_scale = scale
     # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
     bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s
     bias_rows = ((bias_queries - first_query) * stride_bias_s).to(tl.int32)
@@ -138,10 +138,10 @@ def forward_masked(
             k_base + keys[:, None] * stride_ks + columns_32[None, :],
         )
         s = tl.dot(q_tile, k_tile.T)
-        s *= scale_log2
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
         bias_tile = tl.load(bias_at)
-        s += bias_tile.to(tl.float32) * LOG2_E
+        # In natural units, where sums are rounded as in unfused attention.
+        s = s * score_scale + bias_tile.to(tl.float32)
         p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum)
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_N, 64]
@@ -160,10 +160,10 @@ def forward_masked(
             other=0.0,
         )
         s = tl.dot(q_tile, k_tile.T)
-        s *= scale_log2
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
         bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
-        s += bias_tile.to(tl.float32) * LOG2_E
+        # In natural units, where sums are rounded as in unfused attention.
+        s = s * score_scale + bias_tile.to(tl.float32)
         visible = (keys < seqlen_kv)[None, :]
         s = tl.where(visible, s, float("-inf"))
         p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum)

@@ -10,7 +10,7 @@ With         varlen
 Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 2f8774e0e7ac
+Template     backward_fused b50fe3cff63f
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -65,11 +65,19 @@ COPY_ENGINE = tl.constexpr(not triton.knobs.runtime.interpret)
 @triton.jit
 def count_sequences(tile, cu_seqlens, sequences, BLOCK: tl.constexpr):
     """Returns how many sequences begin by a tile. Sequence b's tiles begin at its first row // BLOCK + b."""
-    begun = 0
-    for start in tl.range(0, sequences, SEARCHED):
-        others = start + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens + others, mask=others < sequences, other=0) // BLOCK + others
-        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    # Of many sequences, first some at equal steps, then those from the last of them that begins by the tile.
+    step = (sequences + SEARCHED - 1) // SEARCHED
+    others = step * tl.arange(0, SEARCHED)
+    begins = tl.load(cu_seqlens + others, mask=others < sequences, other=0) // BLOCK + others
+    begun = tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if step > 1:
+        first = tl.maximum(begun - 1, 0) * step
+        end = tl.minimum(first + step, sequences)
+        begun = first
+        for start in tl.range(first, end, SEARCHED):
+            others = start + tl.arange(0, SEARCHED)
+            begins = tl.load(cu_seqlens + others, mask=others < end, other=0) // BLOCK + others
+            begun += tl.sum(((begins <= tile) & (others < end)).to(tl.int32), 0)
     return begun
 
 

@@ -10,7 +10,7 @@ With         bias
 Config       block_m 32, block_n 128, 8 warps, 2 stages, reduction atomics, split_masked_loop True,
              transpose_dq True, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 2f8774e0e7ac
+Template     backward_fused b50fe3cff63f
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -34,7 +34,9 @@ Tunables
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
                                     and the gradients dq, dk, dv alike
-  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
+  workspace_0                       delta, float32 [batch, heads, seqlen_q]
+  workspace_1                       row_max and row_sum_log2, float32 [batch, heads, seqlen_q, 2]: the maximum of a row with
+                                    large scores and the logarithm of its sum, else lse and 0. A large lse is rounded
   workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
                                     with a block of its own, so that no block reaches into another's rows
   workspace_3                       with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
@@ -51,12 +53,15 @@ import triton.language as tl
 
 BLOCK_M = tl.constexpr(32)
 BLOCK_N = tl.constexpr(128)
-DELTA_ROWS = tl.constexpr(256)
+DELTA_ROWS = tl.constexpr(128)
 SUM_PIECE = tl.constexpr(1024)
 SUM_ROWS = tl.constexpr(32)
 HEAD_DIM = tl.constexpr(32)
 VALUE_HEAD_DIM = tl.constexpr(32)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Larger log-sum-exps have a rounding error that matters.
+LARGE = tl.constexpr(1024.0)
+SUMMED_KEYS = tl.constexpr(32)
 
 
 @triton.jit
@@ -67,6 +72,10 @@ def delta(
     workspace_0,
     workspace_1,
     workspace_2,
+    q,
+    k,
+    bias,
+    scale,
     stride_ob,
     stride_oh,
     stride_os,
@@ -76,6 +85,17 @@ def delta(
     heads,
     seqlen_q,
     sum_pieces,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_s,
+    group_size,
+    seqlen_kv,
 ):
     # What others add up begins at zero.
     piece_numbers = tl.arange(0, SUM_PIECE)
@@ -108,9 +128,53 @@ def delta(
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     rows = batch_head.to(tl.int64) * seqlen_q + queries
     tl.store(workspace_0 + rows, row_delta, mask=query_exists)
-    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0)
+    row_max = tl.where(row_lse == float("-inf"), 0.0, row_lse)
+    row_sum_log2 = tl.where(row_lse == float("-inf"), float("inf"), 0.0)
+    is_large = tl.abs(row_max) > LARGE
+    if tl.max(is_large.to(tl.int32), 0) != 0:
+        sequence = batch
+        k_base = k + batch * stride_kb + head // group_size * stride_kh
+        q_base = q + batch * stride_qb + head * stride_qh
+        columns_64 = tl.arange(0, 64)
+        # [DELTA_ROWS, 64]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_64[None, :],
+            mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        key_offsets = tl.arange(0, SUMMED_KEYS)
+        bias_queries = tl.minimum(queries, seqlen_q - 1)
+        score_scale = scale
+        # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
+        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
+        bias_rows = ((bias_queries - tile * DELTA_ROWS) * stride_bias_s).to(tl.int32)
+        running_max = tl.full([DELTA_ROWS], float("-inf"), tl.float32)
+        running_sum = tl.zeros([DELTA_ROWS], tl.float32)
+        for start in tl.range(0, seqlen_kv, SUMMED_KEYS):
+            keys = start + key_offsets
+            # [SUMMED_KEYS, 64]
+            k_tile = tl.load(
+                k_base + keys[:, None] * stride_ks + columns_64[None, :],
+                mask=(keys < seqlen_kv)[:, None] & (columns_64 < HEAD_DIM)[None, :],
+                other=0.0,
+            )
+            s = tl.dot(q_tile, k_tile.T)
+            bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
+            bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
+            # In natural units, where sums are rounded as in unfused attention.
+            s = s * score_scale + bias_tile.to(tl.float32)
+            visible = (keys < seqlen_kv)[None, :]
+            s = tl.where(visible, s, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(s, 1))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp2((s - shift[:, None]) * LOG2_E)
+            running_sum = running_sum * tl.exp2((running_max - shift) * LOG2_E) + tl.sum(p, 1)
+            running_max = new_max
+        row_max = tl.where(is_large, running_max, row_max)
+        row_sum_log2 = tl.where(is_large, tl.log2(running_sum), row_sum_log2)
+    tl.store(workspace_1 + rows * 2, row_max, mask=query_exists)
+    tl.store(workspace_1 + rows * 2 + 1, row_sum_log2, mask=query_exists)
 
 
 @triton.jit
@@ -185,7 +249,7 @@ def backward_fused(
         other=0.0,
     )
     dv_sum = tl.zeros([BLOCK_N, 64], tl.float32)
-    scale_log2 = scale * LOG2_E
+    score_scale = scale
     # Offsets of a bias over all pairs pass 2^31 soon, those within a tile do not.
     bias_rows = (query_offsets * stride_bias_s).to(tl.int32)
     bias_keys = tl.minimum(keys, seqlen_kv - 1)
@@ -214,15 +278,15 @@ def backward_fused(
             mask=(columns_64 < HEAD_DIM)[None, :],
             other=0.0,
         )
-        row_lse = tl.load(workspace_1 + row_base + queries)
+        row_max = tl.load(workspace_1 + (row_base + queries) * 2)
+        row_sum_log2 = tl.load(workspace_1 + (row_base + queries) * 2 + 1)
         # [BLOCK_N, BLOCK_M]
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
         s = tl.dot(k_tile, q_tile.T)
-        s *= scale_log2
         bias_tile = tl.load(bias_at)
-        s += bias_tile.to(tl.float32) * LOG2_E
-        p = tl.exp2(s - row_lse[None, :])
+        s = s * score_scale + bias_tile.to(tl.float32)
+        p = tl.exp2((s - row_max[None, :]) * LOG2_E - row_sum_log2[None, :])
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 64]
         dout_tile = tl.load(
@@ -265,15 +329,15 @@ def backward_fused(
             mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
             other=0.0,
         )
-        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        row_max = tl.load(workspace_1 + (row_base + queries) * 2, mask=query_exists, other=0.0)
+        row_sum_log2 = tl.load(workspace_1 + (row_base + queries) * 2 + 1, mask=query_exists, other=float("inf"))
         # [BLOCK_N, BLOCK_M]
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
         s = tl.dot(k_tile, q_tile.T)
-        s *= scale_log2
         bias_tile = tl.load(bias_at, mask=query_exists[None, :], other=0.0)
-        s += bias_tile.to(tl.float32) * LOG2_E
-        p = tl.exp2(s - row_lse[None, :])
+        s = s * score_scale + bias_tile.to(tl.float32)
+        p = tl.exp2((s - row_max[None, :]) * LOG2_E - row_sum_log2[None, :])
         # The rows of k of missing keys are zeros, but their probabilities may be infinite.
         p = tl.where(key_exists[:, None], p, 0.0)
         p_low = p.to(q.dtype.element_ty)
@@ -364,8 +428,10 @@ def prologue_plan(q, k, v, out, dout, dq, dk, dv, bias):
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
     blocks = triton.cdiv(seqlen_q, 32) * heads * batch
     pieces = blocks * 1
-    grid = (triton.cdiv(seqlen_q, 256) * heads * batch,)
-    return grid, (*strides, heads, seqlen_q, pieces)
+    grid = (triton.cdiv(seqlen_q, 128) * heads * batch,)
+    scores = [tensor.stride(axis) for tensor in (q, k) for axis in (0, 1, 2)]
+    scores += [bias.stride(0), bias.stride(1), bias.stride(2), heads // k.shape[1], k.shape[2]]
+    return grid, (*strides, heads, seqlen_q, pieces, *scores)
 
 
 def launch_plan(q, k, v, out, dout, dq, dk, dv, bias):
@@ -381,7 +447,7 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv, bias):
         bias.stride(2),
     ]
     rows = (batch, heads, seqlen_q)
-    return grid, (rows, rows, (blocks, 32, 32)), (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+    return grid, (rows, (*rows, 2), (blocks, 32, 32)), (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
 
 
 def epilogue_plan(q, k, v, out, dout, dq, dk, dv, bias):
@@ -476,6 +542,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
     inputs = [bias, scale]
     delta[first_grid](
         *(out, dout, lse, *workspaces),
+        *(q, k, bias, scale),
         *first_integers,
         num_warps=4,
         num_stages=1,

@@ -31,6 +31,14 @@ def test_empty_database_is_reported_and_not_created(run: Run, tmp_path: Path) ->
     assert not (tmp_path / "flashtune.sqlite").exists()
 
 
+def test_database_in_creation_reads_as_empty(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "flashtune.sqlite").touch()
+    for arguments in (("show",), ("show", "--records", "--shape", "heads=1,seqlen=64,head_dim=64")):
+        result = run(*arguments)
+        assert "older schema" not in result.stderr
+        assert result.exit_code == 0, result.stderr
+
+
 def test_selection_is_one_short_line(run: Run, stored: Stored) -> None:
     result = run("show")
     assert result.exit_code == 0, result.output

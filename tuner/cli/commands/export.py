@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashtune.core.errors import FlashtuneError, UsageError
+from flashtune.core.errors import FlashtuneError, UsageError, printable
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
     database_option,
@@ -85,6 +85,20 @@ def command(
         _triton_configs(records, out)
 
 
+def _of_known_gpus(records: tuple[Record, ...]) -> tuple[Record, ...]:
+    """Returns the records of GPUs whose properties are known here, and names the others; all if none is."""
+    from flashtune.tuner.tables.admission import facts_of
+
+    known = tuple(record for record in records if facts_of(record) is not None)
+    unknown = {record.target for record in records} - {record.target for record in known}
+    if known and unknown:
+        note(
+            f"the selections of {', '.join(sorted(map(printable, unknown)))} were left out: export them on a "
+            "machine with that GPU"
+        )
+    return known or records
+
+
 def _json(records: tuple[Record, ...], out: Path | None, shipped: bool) -> None:
     targets = sorted({record.target for record in records})
     with progress_bars() as watch:
@@ -144,6 +158,7 @@ def _hub_package(records: tuple[Record, ...], out: Path | None) -> None:
 
     if out is None or out.is_file():
         raise UsageError("a kernel package is a folder: pass --out FOLDER")
+    records = _of_known_gpus(records)
     served = [record for record in records if is_served(record)]
     with progress_bars() as watch:
         files = package_files(served, watch)

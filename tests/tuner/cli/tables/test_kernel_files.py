@@ -17,6 +17,7 @@ from click.testing import Result
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
+from flashtune.db.store import open_store
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables.table_files import file_name, kernel_files, triton_configs
@@ -165,8 +166,10 @@ def test_triton_configs_are_valid(run: Run, two_gpus: Stored, tmp_path: Path) ->
 
 
 def test_hub_export_writes_a_package_of_selections(
-    run: Run, two_gpus: tuple[Record, ...], tmp_path: Path
+    run: Run, two_gpus: tuple[Record, ...], make_record: MakeRecord, tmp_path: Path
 ) -> None:
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        store.pin(store.add(msgspec.structs.replace(make_record(), target="nvidia-h900")))
     result = run("export", "--format", "hf-kernel", "--out", tmp_path / "package")
     assert result.exit_code == 0, result.output
     built = tmp_path / "package/build/torch-cuda"
@@ -180,4 +183,5 @@ def test_hub_export_writes_a_package_of_selections(
         "metadata.json",
     }
     assert f"wrote {len(two_gpus) - 1 + 3} files" in result.stderr
+    assert "the selections of nvidia-h900 were left out" in result.stderr
     assert run("export", "--format", "hf-kernel").exit_code == 2

@@ -202,7 +202,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(FlashtuneError, match="No space left"):
         write_file(target, b"after")
     assert list(tmp_path.iterdir()) == [target]

@@ -260,6 +260,35 @@ def test_pool_ends_quickly_with_hanging_workers(scope: SearchTask, monkeypatch: 
     assert time.monotonic() - start < WAIT
 
 
+STUCK = f"""
+import tempfile, time
+from flashtune.tuner.cli import ended_by_signals
+from flashtune.tuner.execution.processes import start_pool, stop_pool
+with ended_by_signals():
+    pool = start_pool(1)
+    try:
+        print(pool.schedule(tempfile.mkdtemp).result({WAIT}), flush=True)
+        time.sleep({WAIT})
+    finally:
+        stop_pool(pool)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_leave_no_temporary_folder(number: signal.Signals, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", STUCK]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        folder = Path(program.stdout.readline().strip())
+        assert folder.is_dir()
+        assert folder.is_relative_to(tmp_path)
+        program.send_signal(number)
+        program.wait(WAIT)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_processes_import_nothing_from_the_present_folder(tmp_path: Path) -> None:
     present = tmp_path / "present"
     present.mkdir()
