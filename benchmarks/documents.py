@@ -37,7 +37,7 @@ from benchmarks.search import report as search_report
 from benchmarks.search_replay import policies_report
 from benchmarks.training import report as training_report
 from flashtune.core.errors import FlashtuneError, UsageError
-from scripts.reference import feature_table
+from scripts.reference import feature_table, key_table
 from tests.mutants import pages as mutants
 
 PICTURES = ROOT / "docs/pictures"
@@ -57,7 +57,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     limits.SCRIPT: limits.texts,
     random_report.SCRIPT: random_report.texts,
     integrations_report.SCRIPT: integrations_report.texts,
-    "scripts/reference.py": lambda: {"features": feature_table()},
+    "scripts/reference.py": lambda: {"features": feature_table(), "shape-keys": key_table()},
     saved.SCRIPT: saved.texts,
     search_report.SCRIPT: search_report.texts,
     serving.SCRIPT: serving.texts,

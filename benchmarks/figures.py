@@ -13,13 +13,33 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks import headline, tables
 from benchmarks.exhaustive.truth_table import read_tables
-from benchmarks.saved import RESULTS, ROOT, document
+from benchmarks.kernels import tritons
+from benchmarks.saved import RESULTS, ROOT, document, sources
 from benchmarks.search_replay import policies_report
 from flashtune.core.errors import UsageError
+from flashtune.core.problem import Direction
+from flashtune.core.target import TARGETS
+from flashtune.templates.registry import families
 
 MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
 OURS, CUDNN = "flashtune", "sdpa-cudnn"
+WORDS = (
+    "no",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 
 
 @functools.cache
@@ -42,6 +62,35 @@ def with_figures(page: str) -> str:
         return f"<!-- figure {name} -->{FIGURES[name]()}<!-- end -->"
 
     return MARK.sub(text, page)
+
+
+def in_words(number: int) -> str:
+    """Returns a count up to twelve in words, and a larger one in digits."""
+    return WORDS[number] if number < len(WORDS) else str(number)
+
+
+def _versions(name: str) -> str:
+    """Returns the versions of torch and Triton of a saved run, without their patch levels."""
+    source = sources()[f"benchmarks/results/nvidia-h200-{name}.json"]
+    torch, triton = (".".join(one.split(".")[:2]) for one in (source.torch, source.triton))
+    return f"torch {torch}, Triton {triton}"
+
+
+def _tokens() -> str:
+    """Returns the number of tokens of each shape of the paper's grid, in thousands."""
+    problems = [bench["problem"] for bench in result("bench")["run"]["benches"]]
+    (tokens,) = {problem["batch"] * problem["seqlen_q"] for problem in problems}
+    return f"{tokens // 1024}k"
+
+
+def _audit_points() -> str:
+    """Returns the points of each family and GPU in the saved audit."""
+    (points,) = {row["points"] for row in document(RESULTS / "sram-audit.json")["rows"]}
+    return in_words(points)
+
+
+def _truth_families(family: str) -> str:
+    return in_words(sum(one.family == family for one in read_tables(ROOT / "tests/data/truth")))
 
 
 def _rows(name: str, contestant: str) -> Iterator[dict[str, Any]]:
@@ -91,9 +140,21 @@ def _mutants_of(*families: str) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "backward-least": lambda: f"{min(_ratios('backward')):.2f}",
     "backward-most": lambda: f"{max(_ratios('backward')):.2f}",
+    "bench-versions": lambda: _versions("bench"),
+    "bench-date": lambda: str(sources()["benchmarks/results/nvidia-h200-bench.json"].date),
+    "bench-tokens": _tokens,
+    "bench-length": lambda: str(tables.USUAL),
+    "bench-shapes": lambda: str(len(_ratios("bench"))),
+    "bench-shipped": lambda: str(len(_ratios("bench")) - len(headline.not_shipped())),
+    "search-shapes": lambda: in_words(len(_first_seconds())),
+    "targets": lambda: in_words(len(TARGETS)),
+    "tritons": lambda: in_words(len(tritons.SAVED)),
+    "truth-hopper": lambda: _truth_families("forward_hopper"),
+    "truth-portable": lambda: _truth_families("forward_q_outer"),
+    "audit-points": _audit_points,
+    "backward-families": lambda: in_words(sum(one.direction is Direction.BACKWARD for one in families())),
     "host-ours": lambda: f"{_host_us(OURS):.1f}",
     "host-cudnn": lambda: f"{_host_us(CUDNN):.1f}",
-    "host-shapes": lambda: str(len(_ratios("bench"))),
     "fp8-ceiling": lambda: f"{result('fp8')['run']['ceilings'][0]['tflops']:,.0f}",
     "search-least-seconds": lambda: f"{min(_first_seconds()):.0f}",
     "search-most-seconds": lambda: f"{max(_first_seconds()):.0f}",

@@ -1,6 +1,6 @@
 """Digests of the kernels in the measurements of the front page.
 
-    python -m benchmarks.headline               # says which kernels render differently now
+    python -m benchmarks.headline               # says which kernels render differently now, or do not ship
     python -m benchmarks.headline --write       # right after these runs were measured: writes the digests
 
 A digest covers everything that decides the launched code; comments do not count. If a kernel changed, its run
@@ -18,6 +18,9 @@ import msgspec
 from benchmarks.saved import KERNELS, RESULTS
 from flashtune.core.errors import FlashtuneError, TableError
 from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Problem
+from flashtune.db.eligibility import by_problem
+from flashtune.db.table import shipped_table
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.bench.driver import read_report
@@ -39,6 +42,8 @@ def main() -> None:
         if options.write:
             KERNELS.write_bytes(msgspec.json.format(msgspec.json.encode(rendered()), indent=1) + b"\n")
         differing = changed()
+        for case in not_shipped():
+            print(f"{case}: the shipped table has another kernel now")
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
     if differing:
@@ -61,11 +66,33 @@ def changed(path: Path = KERNELS) -> list[str]:
 
 def rendered() -> dict[str, str]:
     """The digest of each measured kernel, as it renders now, by its case."""
-    found = {}
-    for name in MEASURED:
-        for bench in read_report((RESULTS / name).read_bytes(), name).benches:
-            found[case_of(bench.problem)] = kernel_of(bench).digest
+    return {case_of(bench.problem): kernel_of(bench).digest for name in MEASURED for bench in _benches(name)}
+
+
+def not_shipped() -> list[str]:
+    """The cases of the first run whose kernel is not the one that the shipped table selects."""
+    benches = _benches(MEASURED[0])
+    table = shipped_table(benches[0].target)
+    assert table is not None
+    selected = {key: records[0] for key, records in by_problem(table.records).items()}
+    found = []
+    for bench in benches:
+        record = selected.get(bench.problem.key)
+        if record is None or record.config is None:
+            found.append(case_of(bench.problem))
+            continue
+        shipped = render(find_family(record.family), _static(bench), record.config, Specialization())
+        if shipped.digest != kernel_of(bench).digest:
+            found.append(case_of(bench.problem))
     return found
+
+
+def _benches(name: str) -> tuple[Bench, ...]:
+    return tuple(read_report((RESULTS / name).read_bytes(), name).benches)
+
+
+def _static(bench: Bench) -> Problem:
+    return msgspec.structs.replace(bench.problem, **STATIC)
 
 
 def kernel_of(bench: Bench) -> Kernel:
@@ -84,8 +111,7 @@ def kernel_of(bench: Bench) -> Kernel:
     except msgspec.ValidationError as error:
         case = case_of(bench.problem)
         raise TableError(f"{case} was measured with no config of {family_name}: {error}") from error
-    problem = msgspec.structs.replace(bench.problem, **STATIC)
-    return render(family, problem, config, Specialization())
+    return render(family, _static(bench), config, Specialization())
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ VERSION = re.compile(
     r"|\b20\d\d\.\d+(?:\.\d+)*\b"
 )
 INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
+# Counts in words; smaller ones are rarely measured.
+IN_WORDS = r"(?:three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty|hundred)"
 NUMBER = rf"{INTEGER}(?:\.\d+)?(?:\s?(?:to|and|or|–|-|/|,)\s?{INTEGER}(?:\.\d+)?)*"
 UNIT = (
     r"%|×|µs\b|us\b|ms\b|s\b|seconds?\b|minutes?\b|hours?\b|percent\b|times\b|TFLOP|GFLOP|GB/s|TB/s|[KMGT]iB\b"
@@ -60,13 +62,15 @@ UNIT = (
 COUNTED = (
     r"configs?|kernels?|records?|mutants?|problems?|shapes?|seeds?|tests?|cases?|checks?|launches|samples?"
     r"|searches|points?|candidates?|trials?|runs?|selections?|rows were|passed|failed|checked|refused"
-    r"|survived|anchors?|hazards?|errors?|mistakes?|tokens of|requests|steps|places"
+    r"|GPUs?|families|versions|survived|anchors?|hazards?|errors?|mistakes?|tokens of|requests|steps|places"
 )
 MEASURED = re.compile(
     rf"(?<![\w.,/-])(?:{NUMBER}\s?-?(?:{UNIT})"
     rf"|{INTEGER}\.\d+"
     rf"|{INTEGER} of (?:the |these |its |all )?{INTEGER}"
     rf"|{INTEGER}(?:\s(?!when|where|for|in|the|a|on|at|of|is|and|or)[a-z][\w-]*){{0,2}}?\s(?:{COUNTED})\b)"
+    rf"|\b(?i:{IN_WORDS})(?:\s[a-z][\w-]*)??\s(?:{COUNTED})\b"
+    rf"|\blengths? {INTEGER}"
 )
 
 

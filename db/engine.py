@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Engine, create_engine, event, exc, make_url
+from sqlalchemy import URL, Engine, create_engine, event, exc
 
-from flashtune.core.errors import StoreError
-from flashtune.db.errors import ELSEWHERE, sqlite_error
-from flashtune.db.limits import require_file, restrict, statement_seconds
-from flashtune.db.location import describe, read_only_uri, read_write_uri, sqlite_path
+from flashtune.db.errors import sqlite_error
+from flashtune.db.limits import file_exists, restrict, statement_seconds
+from flashtune.db.location import make_file, read_only_uri, read_write_uri, sqlite_path
+from flashtune.db.server import server_engine, server_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,29 +29,18 @@ def make_engine(url: str, *, read_only: bool = False) -> Engine:
     """Returns an engine for a URL that `database_url` made, without connecting.
 
     Raises:
-        StoreError: The URL is invalid, flashtune does not support its kind of database, or its driver is not
-            installed.
+        StoreError: flashtune does not support the URL's kind of database, or its driver is not installed.
     """
     path = sqlite_path(url)
     if path is not None:
         return _sqlite_engine(path, read_only)
-    where = describe(url)
-    try:
-        backend = make_url(url).get_backend_name()
-        if backend != "postgresql":
-            raise StoreError(f"records are kept in SQLite or PostgreSQL, and {where} is neither: {ELSEWHERE}")
-        return create_engine(url, pool_pre_ping=True)
-    except (exc.ArgumentError, ValueError) as error:
-        raise StoreError(
-            f"{where} is not a database URL: write postgresql+psycopg://USER@HOST/NAME"
-        ) from error
-    except ImportError as error:
-        raise StoreError(f"{where} needs a driver ({error}): install psycopg, or {ELSEWHERE}") from error
+    return server_engine(url)
 
 
 def _sqlite_engine(path: Path, read_only: bool) -> Engine:
     def connect() -> sqlite3.Connection:
-        require_file(path)
+        if not (file_exists(path) or read_only):
+            make_file(path)
         # With a URI, SQLite itself refuses to write, or to create a missing file.
         name = read_only_uri(path) if read_only else read_write_uri(path)
         # With no isolation level, the driver opens no transactions: the hook below opens them.
@@ -108,9 +97,9 @@ def explained(url: str) -> Iterator[None]:
     except exc.DBAPIError as error:
         if isinstance(error.orig, sqlite3.Error):
             raise sqlite_error(error.orig, url) from error
-        reason = str(error.orig).strip().partition("\n")[0]
-        raise StoreError(
-            f"the database {describe(url)} cannot be used ({reason}): check the server, or {ELSEWHERE}"
-        ) from error
+        # The chain of causes would show a password that the driver quotes.
+        raise server_error(error.orig, url) from None
     except (sqlite3.Error, UnicodeError) as error:
+        if sqlite_path(url) is None:
+            raise server_error(error, url) from None
         raise sqlite_error(error, url) from error

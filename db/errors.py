@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from flashtune.core.errors import StoreError
+from flashtune.core.errors import Printable, StoreError
 from flashtune.core.machine import CAPACITY, unwritable, writing_error
 from flashtune.db.location import describe, sqlite_path
 
@@ -17,7 +17,7 @@ ELSEWHERE = "name another with --db or FLASHTUNE_DB"
 FROM_THE_DISK = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
 
 
-class UnreadableRecord(UserWarning):
+class UnreadableRecord(Printable, UserWarning):
     """A stored row was skipped: this flashtune cannot read or use it."""
 
 

@@ -82,20 +82,26 @@ def statement_seconds(path: Path) -> float:
     return STATEMENT_SECONDS + stored / SCANNED_BYTES_PER_SECOND
 
 
-def require_file(path: Path) -> None:
-    """Rejects paths on which SQLite would wait forever, such as a named pipe. A missing file passes.
+def file_exists(path: Path) -> bool:
+    """Returns whether the file of a database exists.
 
     Raises:
-        StoreError: The path names neither a file nor a folder.
+        StoreError: The path cannot be looked up, or names neither a file nor a folder. SQLite would wait for
+            a named pipe forever.
     """
     try:
         mode = path.stat().st_mode
-    except OSError:
-        return
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be looked up ({error.strerror}): name another with --db or FLASHTUNE_DB"
+        ) from error
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise StoreError(
             f"{path} is not a file and holds no database: name another with --db or FLASHTUNE_DB"
         )
+    return True
 
 
 def is_too_large(error: BaseException | None) -> bool:

@@ -12,7 +12,7 @@ from flashtune.core.errors import StoreError
 from flashtune.db.engine import explained, make_engine, reading, writing
 from flashtune.db.errors import ELSEWHERE
 from flashtune.db.light.bootstrap import HEAD, REVISIONS, alone, older_schema
-from flashtune.db.limits import FOREIGN, foreign_object
+from flashtune.db.limits import FOREIGN, file_exists, foreign_object
 from flashtune.db.location import database_url, describe, sqlite_path
 
 MIGRATIONS = Path(__file__).parent / "migrations"
@@ -60,30 +60,30 @@ def ready_engine(url: str) -> Engine:
     return engine
 
 
-def source_engine(url: str) -> Engine:
-    """Returns a read-only engine on an existing database of the present schema.
+def source_engine(url: str) -> Engine | None:
+    """Returns a read-only engine on a database of the present schema, None if it has no tables (yet).
 
     Raises:
-        StoreError: The database does not exist, or is damaged, newer, older or not flashtune's.
+        StoreError: The database is damaged, newer, older or not flashtune's.
     """
     path = sqlite_path(url)
-    if path is not None and not path.is_file():
-        raise StoreError(f"there is no database {path}: check the path")
+    if path is not None and not file_exists(path):
+        return None
     engine = make_engine(url, read_only=True)
     try:
         with reading(engine, url) as connection:
             revision = _revision(connection, url)
-        if revision != HEAD:
+        if revision not in (None, HEAD):
             raise older_schema(url)
     except BaseException:
         engine.dispose()
         raise
-    return engine
+    return engine if revision else None
 
 
 def _upgraded(engine: Engine, url: str) -> Upgraded:
     path = sqlite_path(url)
-    if path is not None and not path.exists():
+    if path is not None and not file_exists(path):
         before = None
     else:
         with reading(engine, url) as connection:

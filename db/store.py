@@ -226,6 +226,8 @@ class Store:
         """
         address = database_url(url)
         source = source_engine(address)
+        if source is None:
+            raise StoreError(f"there is no database {describe(address)}: check its name")
         try:
             with reading(source, address) as theirs, writing(self._engine, self.url) as ours:
                 return merge(theirs, ours, address, why_refused)

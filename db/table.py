@@ -218,9 +218,10 @@ def check_table(table: TunedTable, where: str) -> None:
         if reason:
             raise TableError(f"{where}, record {position} cannot be used: {reason}")
         seen.add(key)
-    proven: set[tuple[str, tuple[str, ...]]] = set()
+    proven: set[tuple[str, tuple[str, ...], str]] = set()
     for position, receipt in enumerate(table.receipts, start=1):
-        place = receipt.digest, receipt.versions.makers
+        # Receipts of two drivers of one branch are equal in dispatch. Earlier versions wrote both.
+        place = receipt.digest, receipt.versions.makers, receipt.versions.driver
         on_gpu = receipt.target == table.target and names_gpu(table.target, receipt.verdict.device)
         if not on_gpu or not receipt.verdict.passed:
             raise TableError(

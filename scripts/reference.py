@@ -1,7 +1,7 @@
-"""Generates the command-line reference from the commands, and the table of features from their descriptions.
+"""Generates the command-line reference from the commands, and the tables of features and of keys.
 
 `python -m scripts.reference > docs/cli.md` writes the reference. `python -m benchmarks.documents --write`
-writes the table to docs/features.md.
+writes the tables to docs/features.md and docs/shapes.md.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import click
 
 from flashtune.core.features.table import FEATURES
 from flashtune.templates.registry import families
-from flashtune.tuner.analysis.model_overview import MODEL_HEADS, model_row
 from flashtune.tuner.cli import COMMANDS, EPILOG, main
 from flashtune.tuner.cli.command import Command
 from flashtune.tuner.cli.options import optional_problem_options
+from flashtune.tuner.workloads.models import MODEL_HEADS, model_row
 from flashtune.tuner.workloads.presets import MODELS
+from flashtune.tuner.workloads.shape_keys import shape_keys
 
 TITLE = """# The command line
 
@@ -34,7 +35,10 @@ def reference() -> str:
     for name, command, inner in commands(ctx):
         parts.append(_section(name, command, inner))
     parts += [
-        "\n## Shapes\n\nCommands that work on shapes accept any combination of these options.\n\n",
+        (
+            "\n## Shapes\n\nCommands that work on shapes accept any combination of these options. "
+            "[Shapes](shapes.md) has the keys of `--shape`.\n\n"
+        ),
         _options(*_shapes()),
     ]
     parts += [
@@ -61,6 +65,12 @@ def feature_table() -> str:
         for feature, one in FEATURES.items()
     )
     return _table(("feature", "in a shape", "computed by"), rows).rstrip("\n")
+
+
+def key_table() -> str:
+    """Returns the keys of shapes and their meanings."""
+    rows = ((f"`{key}`", text) for key, text in shape_keys().items())
+    return _table(("key", "meaning"), rows).rstrip("\n")
 
 
 def commands(ctx: click.Context) -> Iterator[tuple[str, click.Command, click.Context]]:

@@ -13,8 +13,8 @@ import re
 from importlib import resources
 
 import flashtune.templates as room
-from flashtune.core.errors import TableError
-from flashtune.core.kernel import canonical_template
+from flashtune.core.canonical_source import canonical_template
+from flashtune.core.errors import TableError, nearest, quoted
 from flashtune.templates.family import Family
 
 SHARED = "common"
@@ -40,9 +40,7 @@ def find_family(name: str) -> Family:
         TableError: No family has this name.
     """
     if name not in family_names():
-        raise TableError(
-            f"there is no kernel family {name!r}: this flashtune knows {', '.join(family_names())}"
-        )
+        raise TableError(f"there is no kernel family {quoted(name)}: {nearest(name, family_names())}")
     family: Family = importlib.import_module(f"flashtune.templates.{name}.family").FAMILY
     return family
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from flashtune.core.config import Config, Space
-from flashtune.core.errors import ProblemError, UsageError
+from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
@@ -111,11 +111,8 @@ def open_spaces(
     """
     if forced:
         return tuple(FamilySpace(find_family(name), space) for name, space in forced)
-    unknown = [name for name in families if name not in family_names()]
-    if unknown:
-        raise UsageError(
-            f"there is no kernel family {unknown[0]!r}: choose among {', '.join(family_names())}"
-        )
+    for name in families:
+        find_family(name)
     reasons = []
     spaces = []
     assumed = contiguous_specialization(problem)

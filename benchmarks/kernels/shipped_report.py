@@ -27,16 +27,28 @@ SCRIPT = "benchmarks/kernels/shipped_report.py"
 PLAIN = "nvidia-h100"
 FEATURES = "nvidia-h200"
 # Files of shapes, and the names of their tables.
+PLAIN_SHAPES = "plain_shapes.txt"
 SHAPES = {"feature_shapes.txt": "shipped-features", "masked_shapes.txt": "shipped-masks"}
 
 
 def texts() -> dict[str, str]:
     """Returns the tables by name."""
-    found = {PLAIN: "\n".join(_grids(PLAIN, _selected(PLAIN)))}
+    found = {PLAIN: "\n".join(_grids(PLAIN, _selected(PLAIN))), f"{PLAIN}-lacks": _lacking(PLAIN)}
     for file, name in SHAPES.items():
         problems = read_shapes_file(Path(__file__).with_name(file))
         found[name] = "\n".join(_shapes(FEATURES, problems, _selected(FEATURES)))
     return found
+
+
+def _lacking(target: str) -> str:
+    """Returns the shapes of the files that have no record in a shipped table, as a sentence or a list."""
+    selected = _selected(target)
+    files = (Path(__file__).with_name(name) for name in (PLAIN_SHAPES, *SHAPES))
+    missing = [problem for file in files for problem in read_shapes_file(file) if problem not in selected]
+    if not missing:
+        return "Every shape of these files has a record."
+    lines = [f"- {title_of(problem)}, {lengths_of(problem)}" for problem in missing]
+    return "\n".join(("These shapes have no record:", "", *lines))
 
 
 def _selected(target: str) -> dict[Problem, Record]:

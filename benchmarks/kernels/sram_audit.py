@@ -35,11 +35,11 @@ def texts(path: Path = SAVED, hopper: Path = HOPPER) -> dict[str, str]:
         TableError: A file is missing or holds no audit.
     """
     audit = _audit(path)
-    missed = [f"- {failure}" for failure in audit.failures()] or ["- none"]
+    missed = [f"- {failure}" for failure in (*audit.failures(), *audit.unjudged())] or ["- none"]
     *sums, rows = markdown_parts(audit)
     missing = "\n".join(missed)
     return {
-        "sram-audit": "\n\n".join((*sums, "GPUs and families that miss the bar:", missing)),
+        "sram-audit": "\n\n".join((*sums, "GPUs that miss the bar, or cannot be judged:", missing)),
         "sram-audit-rows": rows,
         "sram-audit-h100": "\n\n".join(markdown_parts(_audit(hopper))[:2]),
     }

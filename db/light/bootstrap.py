@@ -19,7 +19,7 @@ from flashtune.core.errors import StoreError
 from flashtune.core.file_lock import alone_with
 from flashtune.db.errors import ELSEWHERE
 from flashtune.db.limits import FOREIGN, foreign_object
-from flashtune.db.location import describe
+from flashtune.db.location import describe, make_file
 
 # The names of all migrations, oldest first.
 REVISIONS = ("0001", "0002", "0003", "0004", "0005")
@@ -70,6 +70,7 @@ def create_database(path: Path) -> None:
         # No process sees an incomplete database, and no reader blocks the switch to WAL.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             draft = Path(folder) / path.name
+            make_file(draft)
             with _open(draft) as connection:
                 # Skip the syncs: each one delays a first call on a busy disk. The file is synced once, at the
                 # end.

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from flashtune.core.earlier_names import TABLES
 from flashtune.core.errors import TableError
-from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, fingerprint, raw_bytes
+from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, raw_bytes
 from flashtune.db.errors import UnreadableRecord, sqlite_error
-from flashtune.db.limits import FOREIGN, MAX_VALUE_BYTES, foreign_object, is_too_large, require_file, restrict
+from flashtune.db.limits import FOREIGN, MAX_VALUE_BYTES, file_exists, foreign_object, is_too_large, restrict
 from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ SELECT chosen.problem_key, chosen.target, CASE WHEN length(payload) <= :most THE
 FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
 WHERE chosen.target = :target ORDER BY chosen.problem_key
 """
-CHECK = """
-SELECT passed, CASE WHEN length(payload) <= :most THEN payload END
-FROM {table} WHERE digest = :digest AND target = :target AND versions_hash = :versions_hash
+CHECKS_OF = """
+SELECT CASE WHEN length(payload) <= :most THEN payload END
+FROM {table} WHERE digest = :digest AND target = :target ORDER BY created_at DESC
 """
 ROWS = "SELECT rowid FROM {table}"
 # Replaces a table's name in a query.
@@ -68,7 +68,7 @@ def open_reader(url: str | None = None) -> Reader | None:
         from flashtune.db.light.remote import server_query
 
         return Reader(server_query(address), describe(address))
-    if not path.exists():
+    if not file_exists(path):
         return None
     return Reader(functools.partial(_query_file, path, address), str(path))
 
@@ -106,18 +106,27 @@ class Reader:
         )
 
     def check(self, digest: str, target: str, versions: Versions) -> bool | None:
-        """Returns whether a kernel passed its self-check here under these versions; None if it had none."""
-        rows = self._query(CHECKS, CHECK, _check_key(digest, target, versions))
-        return rows[0][0] == 1 if rows else None
+        """Returns whether a kernel passed a self-check under versions that run it alike; None without one."""
+        check = self.remembered(digest, target, versions)
+        return check.verdict.passed if check else None
 
     def remembered(self, digest: str, target: str, versions: Versions) -> Check | None:
-        """Returns the stored self-check of a kernel, None if it had none.
+        """Returns the latest self-check of a kernel under versions that run it alike, None without one.
 
-        Raises:
-            TableError: The row holds no self-check.
+        A row that cannot be read is skipped, with an `UnreadableRecord` warning.
         """
-        rows = self._query(CHECKS, CHECK, _check_key(digest, target, versions))
-        return decode_check(raw_bytes(str(rows[0][1]))) if rows else None
+        values: Values = {"digest": digest, "target": target, "most": MAX_RECORD_BYTES}
+        for (payload,) in self._query(CHECKS, CHECKS_OF, values):
+            try:
+                check = decode_check(raw_bytes(str(payload)))
+            except TableError as error:
+                warnings.warn(
+                    f"a self-check of {self._where} was skipped: {error}", UnreadableRecord, stacklevel=3
+                )
+                continue
+            if check.versions.makers == versions.makers:
+                return check
+        return None
 
     def _readable(self, rows: Rows) -> Iterator[Record]:
         for problem_key, target, payload in rows:
@@ -129,17 +138,9 @@ class Reader:
                 )
 
 
-def _check_key(digest: str, target: str, versions: Versions) -> Values:
-    return {
-        "digest": digest,
-        "target": target,
-        "versions_hash": fingerprint(versions),
-        "most": MAX_RECORD_BYTES,
-    }
-
-
 def _query_file(path: Path, url: str, table: str, question: str, values: Values) -> Rows:
-    require_file(path)
+    if not file_exists(path):
+        return []
     try:
         with closing(_connect(path)) as connection:
             # All statements see one state of the file: another process may rename the tables meanwhile.
@@ -160,7 +161,7 @@ def _query_file(path: Path, url: str, table: str, question: str, values: Values)
                     raise
             return _query_rows(connection, table, question, values, describe(url))
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        if not path.exists():
+        if not file_exists(path):
             return []
         raise sqlite_error(error, url) from error
 

@@ -1,19 +1,55 @@
-"""Sends the reader's queries to a database server, through SQLAlchemy."""
+"""Sends the queries of end users' programs to a database server, through SQLAlchemy.
+
+A server has one second in total. One that fails is not asked again in this process.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import inspect, text
 
 from flashtune.core.earlier_names import TABLES
+from flashtune.core.errors import StoreError
 from flashtune.db.engine import make_engine, reading
+from flashtune.db.server import Result, within
 
 Rows = list[tuple[Any, ...]]
 Values = dict[str, str | int]
 # Arguments: a table's name, a SELECT statement and its values.
 Query = Callable[[str, str, Values], Rows]
+
+SECONDS = 1.0
+
+# The errors of servers that failed, by URL.
+_failed: dict[str, StoreError] = {}
+
+
+class Server:
+    """A server with a limit of time for all its answers."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._seconds = SECONDS
+
+    def ask(self, run: Callable[[], Result]) -> Result:
+        """Returns the result of a function that uses the server.
+
+        Raises:
+            StoreError: The server failed now or before, or takes too long.
+        """
+        if self._url in _failed:
+            raise StoreError(*_failed[self._url].args)
+        start = time.monotonic()
+        try:
+            return within(self._seconds, self._url, run)
+        except StoreError as error:
+            _failed[self._url] = error
+            raise
+        finally:
+            self._seconds -= time.monotonic() - start
 
 
 def server_query(url: str) -> Query:
@@ -23,13 +59,17 @@ def server_query(url: str) -> Query:
         StoreError: The URL names no supported database, or its driver is missing.
     """
     engine = make_engine(url)
+    server = Server(url)
 
     def query(table: str, question: str, values: Values) -> Rows:
-        with reading(engine, url) as connection:
-            tables = inspect(connection).get_table_names()
-            table = table if table in tables else TABLES.get(table, table)
-            if table not in tables:
-                return []
-            return [tuple(row) for row in connection.execute(text(question.format(table=table)), values)]
+        def run() -> Rows:
+            with reading(engine, url) as connection:
+                tables = inspect(connection).get_table_names()
+                name = table if table in tables else TABLES.get(table, table)
+                if name not in tables:
+                    return []
+                return [tuple(row) for row in connection.execute(text(question.format(table=name)), values)]
+
+        return server.ask(run)
 
     return query

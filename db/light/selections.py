@@ -60,7 +60,9 @@ def chosen_in_file(path: Path, url: str) -> tuple[StoredRecord, ...] | None:
             deadline = restrict(connection, statement_seconds(path))
             # Both tables are read in one view.
             connection.execute("BEGIN")
-            if is_empty(connection) or known_revision(connection, url) != HEAD:
+            if is_empty(connection):
+                return ()  # another process is creating it
+            if known_revision(connection, url) != HEAD:
                 raise older_schema(url)
             for table in TABLES:
                 deadline.restart()

@@ -12,7 +12,7 @@ from flashtune.core.errors import StoreError
 from flashtune.db.codec import encode_check, fingerprint
 from flashtune.db.errors import ELSEWHERE, sqlite_error
 from flashtune.db.light.bootstrap import create_database, is_empty, known_revision
-from flashtune.db.limits import require_file, restrict
+from flashtune.db.limits import file_exists, restrict
 from flashtune.db.location import database_url, describe, read_write_uri, sqlite_path
 
 if TYPE_CHECKING:
@@ -49,10 +49,14 @@ def remember_check(check: Check, url: str | None = None) -> None:
     address = database_url(url)
     path = sqlite_path(address)
     if path is None:
+        from flashtune.db.light.remote import Server
         from flashtune.db.store import open_store
 
-        with open_store(address) as store:
-            store.remember_check(check)
+        def remember() -> None:
+            with open_store(address) as store:
+                store.remember_check(check)
+
+        Server(address).ask(remember)
         return
     row = {
         "digest": check.digest,
@@ -71,9 +75,8 @@ def remember_check(check: Check, url: str | None = None) -> None:
 
 
 def _is_filled(path: Path) -> bool:
-    if not path.exists():
+    if not file_exists(path):
         return False
-    require_file(path)
     with closing(_connect(path)) as connection:
         return not is_empty(connection)
 

@@ -30,6 +30,7 @@ from flashtune.request.read_call import read_call
 from flashtune.request.request import Prefer, Request
 from flashtune.runtime.call_cache import unsigned
 from flashtune.runtime.self_check import known_seconds, known_verdict
+from flashtune.templates.config_text import config_text
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,12 +227,15 @@ def _explanation(problem: Problem, decision: Decision) -> Explanation:
     )
 
 
+# Words for sources that are no tables or databases.
+SOURCES = {"estimated": "another shape's"}
+
+
 def _record_lines(selection: Selection) -> list[str]:
     record = selection.record
-    label = record.config.label() if record.config else "no config"
-    lines = [
-        f"  {selection.source} record of {record.problem.key}: {record.family}, {label}; {selection.standing}"
-    ]
+    label = config_text(record) or "no config"
+    source = SOURCES.get(selection.source, selection.source)
+    lines = [f"  {source} record of {record.problem.key}: {record.family}, {label}; {selection.standing}"]
     if record.measurement is not None:
         lines.append(f"  measured there: {_times_in_words(record.measurement.ms, record.measurement.peers)}")
         for shared in record.measurement.shared or ():

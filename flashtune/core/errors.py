@@ -1,7 +1,30 @@
 """The errors that flashtune raises. Each is one sentence with the cause and the next step."""
 
+from __future__ import annotations
 
-class FlashtuneError(Exception):
+import difflib
+from collections.abc import Iterable
+
+# Maximum number of names in one sentence.
+MAX_NAMED = 6
+# Shorter parts occur in unrelated names.
+MIN_PART = 4
+
+
+def printable(text: str) -> str:
+    """Returns a text of any origin on one line, with `?` for control codes of terminals."""
+    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
+
+
+class Printable(Exception):  # noqa: N818 - the base of errors and of warnings
+    """An error or warning whose text may quote names of any origin."""
+
+    def __str__(self) -> str:
+        """Returns the text on one line, without control codes."""
+        return printable(super().__str__())
+
+
+class FlashtuneError(Printable):
     """The base of all errors. The CLI exits with `exit_code`."""
 
     exit_code = 1
@@ -43,3 +66,24 @@ class VerificationError(FlashtuneError):
 
 class CacheFullError(FlashtuneError):
     """A cache has too few free pages for a request. The cache is unchanged."""
+
+
+def quoted(text: str) -> str:
+    """Returns a user's words for a sentence: one line, escaped, shortened."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.5, others: str = "") -> str:
+    """Returns names similar to a word, as the end of a sentence.
+
+    These are the names that begin with the word, else those that contain it, else the most similar one, else
+    all or the text `others`. `cutoff` is the least similarity, from 0 to 1.
+    """
+    names = tuple(known)
+    found = [name for name in names if word and name.startswith(word)]
+    found = found or [name for name in names if len(word) >= MIN_PART and word in name]
+    found = found or difflib.get_close_matches(word[:100], names, n=1, cutoff=cutoff)
+    if not found:
+        return others or f"choose one of {', '.join(names)}"
+    *first, last = map(repr, found[:MAX_NAMED])
+    return f"did you mean {', '.join(first)}{' or ' if first else ''}{last}?"

@@ -1,20 +1,27 @@
-"""File locks between processes of one host, and bounded reads of files that a user names.
+"""File locks between processes of one host, and safe reads and writes of files that a user names.
 
-The locks are compatible with those of filelock on POSIX systems. An import of filelock would take as long
-as the self-check of a kernel in a first call.
+The locks are compatible with those of filelock. An import of filelock would take as long as the self-check of
+a kernel in a first call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 POLL_SECONDS = 0.02
+OPENED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+# Results of `lock_fault`.
+_lock_faults: dict[Path, str | None] = {}
 
 
 @contextlib.contextmanager
@@ -25,17 +32,8 @@ def alone_with(path: Path, seconds: float) -> Iterator[None]:
 
     Raises:
         TimeoutError: Another holder did not release it in time.
-        OSError: The file cannot be opened or locked.
+        OSError: The file cannot be opened or locked, or is a symbolic link.
     """
-    try:
-        import fcntl
-    except ImportError:  # not a POSIX system
-        from filelock import FileLock
-
-        with FileLock(path, timeout=seconds):  # its Timeout is a TimeoutError
-            yield
-        return
-
     file = _held(path, time.monotonic() + seconds)
     try:
         yield
@@ -47,16 +45,12 @@ def alone_with(path: Path, seconds: float) -> Iterator[None]:
 
 def _held(path: Path, until: float) -> int:
     """Returns the open, locked file."""
-    import fcntl
-
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = _opened(path)
         try:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_locked(file) and os.fstat(file).st_nlink:
                 # A process that releases the lock may remove the file. A lock on a removed file is useless.
-                if os.fstat(file).st_nlink:
-                    return file
+                return file
             if time.monotonic() > until:
                 raise TimeoutError(f"another process holds {path}")
         except BaseException:
@@ -66,14 +60,104 @@ def _held(path: Path, until: float) -> int:
         time.sleep(POLL_SECONDS)
 
 
+def _opened(path: Path) -> int:
+    """Opens a lock file, with the mode that the umask leaves. A link is not followed."""
+    try:
+        file = os.open(path, os.O_RDWR | OPENED | os.O_CREAT, 0o666)
+    except PermissionError:
+        # A lock needs no right to write, and the file may be another user's.
+        file = os.open(path, os.O_RDONLY | OPENED)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, f"{path} is a symbolic link, which no lock file is") from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, f"{path} is no regular file, as a lock file is")
+    return file
+
+
+def _is_locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise OSError(error.errno, f"its file system has no file locks: {error.strerror}") from error
+    return True
+
+
+def lock_fault(folder: Path) -> str | None:
+    """Returns why a database in a folder cannot be locked. None if it can, or if nothing can be written."""
+    if folder not in _lock_faults:
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+            _lock_faults[folder] = _fault(file.fileno())
+    return _lock_faults.get(folder)
+
+
+def _fault(file: int) -> str | None:
+    try:
+        # SQLite's locks are these, and not those of `alone_with`.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.strerror
+    return None
+
+
 def read_bounded(path: Path, most: int) -> bytes:
     """Returns the first `most` bytes of a regular file.
 
     Raises:
         OSError: The file cannot be read, or is a pipe, socket or device, which may never end.
     """
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "it is a pipe or a device and no regular file, so copy it to one")
-    with path.open("rb") as file:
-        return file.read(most)
+    return _read(path, most, 0)[0]
+
+
+def read_own(path: Path, most: int) -> bytes:
+    """Returns the first `most` bytes of a regular file that only this user and root can have written.
+
+    The folder does not matter: another user can move such a file, but not write its content.
+
+    Raises:
+        OSError: The file cannot be read, is a link or no regular file, or another user can have written it.
+    """
+    content, status = _read(path, most, os.O_NOFOLLOW)
+    if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(errno.EPERM, "another user can have written it")
+    return content
+
+
+def _read(path: Path, most: int, flags: int) -> tuple[bytes, os.stat_result]:
+    # The opened file is checked, because the path may lead to another one later. A pipe is opened at once.
+    flags |= os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device and no regular file, so copy it to one")
+        return file.read(most), status
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file atomically: on an error, the old content stays. Creates a missing file.
+
+    A new file has the mode that the umask leaves, a replaced one keeps its mode. A link is replaced and not
+    followed. Pipes and devices are written to.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)  # a folder raises
+        return
+    # Nobody else can have made a file or link of this name.
+    fresh = path.with_name(f".flashtune-{secrets.token_hex(8)}")
+    number = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(number, "wb") as file:
+            if path.exists() and not path.is_symlink():
+                os.fchmod(number, stat.S_IMODE(path.stat().st_mode))
+            file.write(content)
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise

@@ -1,161 +1,21 @@
-"""`Kernel`: rendered source and its specialization. The digest is computed over the source's canonical form.
-
-A changed comment, docstring or header leaves the digest and the template version unchanged. The module has
-its own lexer, because those of the standard library differ between Python versions: 3.12 splits f-strings
-into tokens, and `ast.dump` of one file differs between 3.11, 3.12 and 3.13.
-"""
+"""`Kernel`: rendered source and its specialization. The digest hashes the source in canonical form."""
 
 from __future__ import annotations
 
 import enum
 import functools
 import hashlib
-import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from flashtune.core.canonical_source import canonical_source
 from flashtune.core.config import LaunchOptions
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# A Jinja tag. Templates have them, Python sources do not.
-_JINJA_TAG = r"\{%.*?%\}|\{\{.*?\}\}|\{\#.*?\#\}"
-_NO_TAG = r"(?!)"
-
-# Functions that make a rendered file usable alone. The runtime never calls them. Python evaluates defaults
-# on import, so a signature with anything but names and constants is part of the digest.
-_WRAPPER = re.compile(rf"def attention(?:_backward)?\((?:{_JINJA_TAG}|[\w\s,=*])*\):", re.DOTALL)
-
-# Line ends and encodings that Python accepts and the lexer does not.
-_UNUSUAL = "\r\f\0\ufeff"
-_ENCODING = re.compile(r"(?:.*\n)?[ \t]*#.*?coding[:=]")
-
-
-def _lexer(tag: str) -> re.Pattern[str]:
-    # No two alternatives match at the same character. The most frequent one is first, for speed.
-    return re.compile(
-        rf"""
-        (?P<code>[^\s"'\#\\(){{}}\[\]]++(?:[ ]++[^\s"'\#\\(){{}}\[\]]++)*+)
-        | (?P<tag>{tag})
-        | (?P<string>
-            \"\"\"(?:\\.|{tag}|(?!\"\"\")[^\\])*+(?:\"\"\"|\\?\Z)
-            | '''(?:\\.|{tag}|(?!''')[^\\])*+(?:'''|\\?\Z)
-            | "(?:\\.|{tag}|[^"\\\n])*+(?:"|(?=\n)|\\?\Z)
-            | '(?:\\.|{tag}|[^'\\\n])*+(?:'|(?=\n)|\\?\Z)
-          )
-        | (?P<comment>\#(?:{tag}|[^\n])*+)
-        | (?P<newline>\n)
-        | (?P<open>[(\[{{])
-        | (?P<close>[)\]}}])
-        | (?P<space>[ \t]+)
-        | (?P<other>\\\n | .)
-        """,
-        re.VERBOSE | re.DOTALL,
-    )
-
-
-# Strings with replacement fields. From Python 3.12 on, a field may contain quotes and comments.
-_FORMATTED = re.compile(
-    r"""\b(?:[fFtT][rR]?|[rR][fFtT])(?P<quote>\"{3}|'{3}|"|')(?P<text>(?:\\.|(?!(?P=quote)).)*+)""", re.DOTALL
-)
-_PYTHON = _lexer(_NO_TAG)
-_TEMPLATE = _lexer(_JINJA_TAG)
-_CONTROL_TAG = re.compile(r"\{%.*?%\}", re.DOTALL)
-
-
-@functools.lru_cache(maxsize=64)
-def canonical_source(source: str) -> str:
-    """Returns a Python source without comments, docstrings, blank lines and stand-alone wrappers.
-
-    A string that is a whole statement counts as a docstring. All other strings are unchanged, inline PTX too.
-    The result is for comparison; it need not be valid Python. A source with a carriage return, a form feed, a
-    null character, a byte-order mark or an encoding declaration is returned unchanged.
-    """
-    if any(sign in source for sign in _UNUSUAL) or _ENCODING.match(source):
-        return source
-    if any(map(_may_nest, _FORMATTED.finditer(source))):
-        return source
-    return "\n".join(_statements(source, _PYTHON))
-
-
-def _may_nest(string: re.Match[str]) -> bool:
-    """Returns whether a replacement field has a quote, comment or line end, or continues after the string."""
-    depth = 0
-    for part in re.finditer(r"\{\{|\}\}|[{}]|[\"'\#\\\n]", string["text"]):
-        sign = part.group()
-        if depth == 0:
-            depth = int(sign == "{")
-        elif sign in {"{", "{{"}:
-            depth += len(sign)
-        elif sign in {"}", "}}"}:
-            depth = max(depth - len(sign), 0)
-        else:
-            return True
-    return depth > 0
-
-
-def canonical_template(text: str) -> str:
-    """Returns a Jinja template of Python code in canonical form. Control tags are kept everywhere."""
-    return "\n".join(_statements(text, _TEMPLATE))
-
-
-def _statements(text: str, lexer: re.Pattern[str]) -> Iterator[str]:
-    """Yields the logical lines of the digest: indentation is kept, layout within brackets is not."""
-    in_wrapper = decorated = False
-    for line, is_string in _logical_lines(text, lexer):
-        indented = line[0] in " \t"
-        if in_wrapper:
-            in_wrapper = indented or line.startswith("{%")
-        if not in_wrapper and not decorated and _WRAPPER.match(line):
-            in_wrapper = True
-        # A decorated function is not a wrapper: without it the decorator would apply to the next function.
-        decorated = line.startswith("@")
-        if in_wrapper or is_string:
-            yield from _control_tags(line, lexer)
-        else:
-            yield line
-
-
-def _control_tags(text: str, lexer: re.Pattern[str]) -> list[str]:
-    return _CONTROL_TAG.findall(text) if lexer is _TEMPLATE else []
-
-
-def _logical_lines(text: str, lexer: re.Pattern[str]) -> Iterator[tuple[str, bool]]:
-    """Yields logical lines without comments, and whether each is only a string."""
-    parts: list[str] = []
-    kinds: list[str] = []
-    space = ""
-    depth = 0
-    for token in lexer.finditer(text):
-        kind, value = str(token.lastgroup), token.group()
-        if kind == "tag" and value.startswith("{#"):
-            continue
-        if kind == "space":
-            space = space or value
-        elif kind == "comment":
-            # A control tag in a comment affects the lines after it too.
-            tags = _control_tags(value, lexer)
-            parts += tags
-            kinds += ["tag"] * len(tags)
-        elif kind == "newline" and depth > 0:
-            space = "\n"
-        elif kind == "newline":
-            if parts:
-                yield "".join(parts), kinds == ["string"]
-            parts, kinds, space = [], [], ""
-        else:
-            depth = max(depth + (kind == "open") - (kind == "close"), 0)
-            parts.append(space + value)
-            kinds.append(kind)
-            space = ""
-    if parts:
-        yield "".join(parts), kinds == ["string"]
-
 
 MAX_INT32 = 2**31 - 1
 POINTER_ALIGNMENT = 16
@@ -164,10 +24,12 @@ POINTER_ALIGNMENT = 16
 class Alignment(enum.IntEnum):
     """The power of two that divides every stride (in elements) of a kernel's tensors.
 
-    16 and 8 also guarantee 16-byte aligned pointers; 1 guarantees nothing.
+    All but 1 also guarantee 16-byte aligned pointers; 1 guarantees nothing.
     """
 
     ANY = 1
+    TWO = 2
+    FOUR = 4
     EIGHT = 8
     SIXTEEN = 16
 
@@ -315,7 +177,7 @@ def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | Non
         lse: Whether the log-sum-exp is needed.
         bias: The attention bias or mask. Its strides need no alignment, but offsets must reach its end.
     """
-    combined = 16
+    combined = int(Alignment.SIXTEEN)
     pointers = 0
     repeats = False
     extent = 0
@@ -336,14 +198,9 @@ def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | Non
         reach = sum((size - 1) * stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
         # A tile of the bias extends past the end in both queries and keys.
         extent = max(extent, reach + 1024 * (bias.stride(2) + 1))
-    if repeats or pointers % POINTER_ALIGNMENT:
-        alignment = Alignment.ANY
-    elif combined % 16 == 0:
-        alignment = Alignment.SIXTEEN
-    elif combined % 8 == 0:
-        alignment = Alignment.EIGHT
-    else:
-        alignment = Alignment.ANY
+    # The lowest bit that is set in any stride is the power of two that divides all strides.
+    common = combined & -combined
+    alignment = Alignment.ANY if repeats or pointers % POINTER_ALIGNMENT else Alignment(common)
     copies_bias = msgspec.UNSET if bias is None or _is_copied(bias) else False
     return Specialization(alignment, 64 if extent > MAX_INT32 else 32, lse, copies_bias)
 

@@ -59,11 +59,12 @@ TORCH_DTYPES = {
     Dtype.BF16: torch.bfloat16,
     Dtype.FP16: torch.float16,
     Dtype.FP32: torch.float32,
+    Dtype.TF32: torch.float32,
     Dtype.E4M3: torch.float8_e4m3fn,
 }
 # Element types of quantised caches with queries that are not quantised.
 STORED_DTYPES = {KvDtype.E4M3: torch.float8_e4m3fn, KvDtype.INT8: torch.int8}
-DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+DTYPES = {torch_dtype: dtype.stored for dtype, torch_dtype in TORCH_DTYPES.items()}
 KV_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in STORED_DTYPES.items()}
 # The largest magnitudes in a quantised cache. The range of int8 is symmetric.
 LARGEST_STORED = {KvDtype.E4M3: 448.0, KvDtype.INT8: 127.0}

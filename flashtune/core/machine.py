@@ -21,7 +21,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from flashtune.core.errors import MachineError
+from flashtune.core.errors import MachineError, UsageError
+
+# Environment variables of users. Only this module reads them.
+DATABASE_VARIABLE = "FLASHTUNE_DB"
+CACHE_VARIABLE = "FLASHTUNE_CACHE_DIR"
+RECORD_VARIABLE = "FLASHTUNE_RECORD"
+CHECK_VARIABLE = "FLASHTUNE_CHECK"
+CONTROL_CODES = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# Limits of Linux, less the endings and files that are added to a path.
+MAX_NAME_BYTES = 255 - 32
+MAX_PATH_BYTES = 4096 - 512
 
 # The subfolder of flashtune's cache folder for rendered kernels.
 KERNELS = "kernels"
@@ -91,15 +101,56 @@ def signal_fault(number: int, process: str) -> str | None:
     return f"{process} was ended by signal {int(number)} from outside: start again when nothing ends it"
 
 
+def variable(name: str) -> str:
+    """Returns the value of an environment variable, empty without one.
+
+    Raises:
+        UsageError: The value has control codes.
+    """
+    value = os.environ.get(name, "")
+    if CONTROL_CODES.search(value):
+        raise UsageError(f"{name} has control codes: set it to printable text, or unset it")
+    return value
+
+
+def user_path(text: str, source: str) -> Path:
+    """Returns the absolute path that a user named, with `~` expanded.
+
+    Args:
+        text: The path.
+        source: The option or variable that has it, for errors.
+
+    Raises:
+        UsageError: No file can have this path.
+    """
+    if CONTROL_CODES.search(text):
+        raise UsageError(f"{source} has control codes: write a path of printable text")
+    try:
+        path = Path(text).expanduser().absolute()
+        sizes = [len(os.fsencode(part)) for part in path.parts]
+    except RuntimeError as error:
+        raise UsageError(f"{source} begins with ~ and no such home folder is known: write it out") from error
+    except ValueError as error:
+        raise UsageError(f"{source} is not a path ({error}): write another") from error
+    except OSError as error:
+        raise UsageError(f"{source} is relative to a folder that was deleted: change the folder") from error
+    if max(sizes) > MAX_NAME_BYTES or sum(sizes) + len(sizes) > MAX_PATH_BYTES:
+        raise UsageError(f"{source} is too long for a path: write a shorter one")
+    return path
+
+
 def cache_folder() -> Path:
     """Returns flashtune's cache folder: `FLASHTUNE_CACHE_DIR`, or one in the user's cache folder.
 
     Raises:
-        MachineError: The user has no home folder.
+        MachineError: The variable names no folder, or the user has no home folder.
     """
-    named = os.environ.get("FLASHTUNE_CACHE_DIR")
-    if named:
-        return Path(named)
+    try:
+        named = variable(CACHE_VARIABLE)
+        if named:
+            return user_path(named, CACHE_VARIABLE)
+    except UsageError as error:
+        raise MachineError(str(error)) from error
     import platformdirs
 
     try:
@@ -128,6 +179,15 @@ def triton_folder() -> Path:
     return folder
 
 
+def temporary_folder() -> Path:
+    """Returns the folder of temporary files, of ptxas and the C compiler too.
+
+    Python passes over a full folder, which these programs still use.
+    """
+    named = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))
+    return Path(next(filter(None, named), None) or tempfile.gettempdir())
+
+
 class WrittenFolder(NamedTuple):
     """A folder to which a compilation writes.
 
@@ -145,7 +205,7 @@ class WrittenFolder(NamedTuple):
 WRITTEN_FOLDERS = (
     WrittenFolder("the kernel cache", lambda: cache_folder() / KERNELS, "FLASHTUNE_CACHE_DIR"),
     WrittenFolder("the Triton cache", triton_folder, "TRITON_CACHE_DIR"),
-    WrittenFolder("the temporary folder", lambda: Path(tempfile.gettempdir()), "TMPDIR"),
+    WrittenFolder("the temporary folder", temporary_folder, "TMPDIR"),
 )
 
 

@@ -1,18 +1,20 @@
-"""Warnings of the runtime, each at most once per process and subject."""
+"""Warnings of the runtime, each at most once per process and subject; and commands in messages."""
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 
 from flashtune.core.canonical import shape_text
+from flashtune.core.errors import Printable
 from flashtune.core.problem import Problem
 
 _seen_messages: set[str] = set()
 _telling = threading.Lock()
 
 
-class FlashtuneWarning(UserWarning):
+class FlashtuneWarning(Printable, UserWarning):
     """The runtime does not work as expected, for example because it uses a fallback."""
 
 
@@ -28,3 +30,14 @@ def warn_once(matter: str, message: str) -> None:
 def search_command(problem: Problem) -> str:
     """Returns the command that tunes a problem."""
     return f'flashtune search --shape "{shape_text(problem)}"'
+
+
+def folded_command(command: str, width: int) -> str:
+    """Returns a command line folded between its words to a width, so that a shell reads it as one command."""
+    lines: list[str] = []
+    for space, word in re.findall(r"""(\s*)((?:'[^']*'|"[^"]*"|\S)+)""", command):
+        if lines and len(lines[-1]) + len(space) + len(word) + len(" \\") <= width:
+            lines[-1] += space + word
+        else:
+            lines.append(f"  {word}" if lines else word)
+    return " \\\n".join(lines)

@@ -7,10 +7,10 @@ import math
 import msgspec
 
 from flashtune.core.errors import ProblemError
+from flashtune.core.features.mask_geometry import MaskInfo, distinct_keys, visible_pairs
 from flashtune.core.features.plain_problem import Causal, Direction, Dtype
 from flashtune.core.features.records import Bias, BlockLists, Feature, FeatureFields, KvDtype, KvScale
 from flashtune.core.features.table import BLOCK_PART, FEATURES, feature_words, features_of
-from flashtune.core.mask_geometry import MaskInfo, distinct_keys, visible_pairs
 
 # Other packages import the types of a problem's fields from here.
 __all__ = [

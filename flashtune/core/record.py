@@ -181,14 +181,19 @@ class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.triton, self.ptxas
 
     @property
+    def driver_branch(self) -> str:
+        """The driver's major version. Later releases of a branch only fix faults."""
+        return self.driver.partition(".")[0]
+
+    @property
     def builders(self) -> tuple[str, str, str]:
         """The versions that determine how a source is built and runs: Triton, its ptxas, the driver."""
-        return self.triton, self.ptxas, self.driver
+        return self.triton, self.ptxas, self.driver_branch
 
     @property
     def makers(self) -> tuple[str, str, str, str]:
-        """The versions that determine a binary and how it runs: template, Triton, its ptxas, the driver."""
-        return self.template, self.triton, self.ptxas, self.driver
+        """The versions that determine a binary and how it runs: template and `builders`."""
+        return self.template, *self.builders
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from flashtune.core.errors import TargetError
+from flashtune.core.errors import TargetError, nearest, quoted
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -170,8 +170,8 @@ def find_target(name: str) -> Target:
     for target in TARGETS:
         if wanted in (target.name, target.name.split("-", 1)[1], target.name.replace("-rtx-", "-")):
             return target
-    known = ", ".join(target.short_name for target in TARGETS)
-    raise TargetError(f"there is no target {name!r}: choose one of {known}")
+    known = (target.short_name for target in TARGETS)
+    raise TargetError(f"there is no target {quoted(name)}: {nearest(wanted, known, cutoff=0.8)}")
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Iterable
 
 import msgspec
 import torch
@@ -10,11 +12,18 @@ from torch import Tensor
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-from flashtune.core.kernel import Specialization, specialization_of
+from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Specialization, specialization_of
 from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, device_target, find_target
-from flashtune.dispatch.faster_peers import UNFUSED, faster_peer, shared_time
+from flashtune.dispatch.faster_peers import (
+    UNFUSED,
+    faster_peer,
+    is_untrusted,
+    shared_time,
+    untimed_peer,
+)
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import known_refusal, sdpa_allowed, sharing_of
 from flashtune.dispatch.sdpa import default_backend
@@ -22,6 +31,9 @@ from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
 from flashtune.request.side_inputs import side_views
+from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.model.tile_schedule import RESIDENT
+from flashtune.templates.common.model.traffic import unpacked
 
 # The target for which the interpreter's default configs are made: small tiles and no TMA.
 INTERPRETED_TARGET = "nvidia-l4"
@@ -29,6 +41,12 @@ INTERPRETED_TARGET = "nvidia-l4"
 DOUBLE = "no kernel takes float64"
 # All families can address tensors with these properties.
 BEST_TENSORS = Specialization()
+# Additional time of a program with unaligned tensors for a block of 64 queries and 64 keys, per column of a
+# head, and the time of a copy's launch, in ms. Measured at 20 shapes on an H200. It is a half or a quarter of
+# this if strides are multiples of two or four elements.
+UNALIGNED_TILE, UNALIGNED_MS, COPY_MS = 64, 3e-5, 0.0025
+# Queries, keys and values.
+Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class Backend(enum.StrEnum):
@@ -101,6 +119,7 @@ def decide(
     if msgspec.structs.replace(needed, lse=BEST_TENSORS.lse) != BEST_TENSORS:
         usual = select(request.problem, target, tables, BEST_TENSORS, generated=generated)
         passed_over = _passed_over(usual, selection)
+    passed_over += copy_words(copied(request, q, k, v))
     return _of_selection(request, selection, target, (q, k, v, side), passed_over)
 
 
@@ -133,11 +152,72 @@ def required_specialization(
     request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
 ) -> Specialization:
     """Returns the properties that a kernel may assume of these tensors and of the output."""
-    tensors = *request.views(q, k, v), output_like(request)
+    tensors = *request.views(*as_read(request, q, k, v)), output_like(request)
     bias = None
     if side.bias is not None:
         bias = side_views(request.problem, side, tensors[1].shape[0]).bias
     return specialization_of(tensors, request.return_lse, bias)
+
+
+def as_read(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, device: torch.device | str = "meta"
+) -> Tensors:
+    """Returns the tensors that kernels read, with new tensors on a device for those that are copied first."""
+    flags = copied(request, q, k, v)
+    return _with_copies((q, k, v), flags, device) if any(flags) else (q, k, v)
+
+
+def copied(request: Request, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, bool, bool]:
+    """Returns which of q, k and v are copied before a pass, because kernels are faster with aligned tensors.
+
+    Only the flag for all three addresses is part of a call's key. So all three are copied if one of the
+    addresses is unaligned.
+    """
+    none = (False, False, False)
+    problem, views = request.problem, request.views(q, k, v)
+    found = tuple(specialization_of((view,), False) for view in views)
+    odd = tuple(not one.takes_descriptors(problem.dtype) for one in found)
+    if not any(odd) or interpreting() or problem.page_size or problem.mla:
+        return none
+    if problem.dtype.is_quantized or problem.kv_dtype is not None:
+        return none
+    if any(view.data_ptr() % POINTER_ALIGNMENT for view in views):
+        odd = (True, True, True)
+    read = _with_copies((q, k, v), odd, "meta")
+    aligned = specialization_of((*request.views(*read), output_like(request)), False)
+    if not aligned.takes_descriptors(problem.dtype):
+        return none
+    target = request_target(request)
+    moved = 2 * sum(tensor.numel() * tensor.element_size() for tensor in read if tensor.is_meta)
+    copy_ms = sum(odd) * COPY_MS + moved / (target.hbm_bandwidth * 1e6)
+    worst = min(one.alignment for one in found)
+    return odd if copy_ms < _saved_ms(problem, target, worst) else none
+
+
+def _with_copies(tensors: Tensors, flags: tuple[bool, bool, bool], device: torch.device | str) -> Tensors:
+    q, k, v = (
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if flag else tensor
+        for tensor, flag in zip(tensors, flags, strict=True)
+    )
+    return q, k, v
+
+
+def _saved_ms(problem: Problem, target: Target, alignment: Alignment) -> float:
+    """Returns the time by which a pass with unaligned tensors is longer, roughly, in ms."""
+    problem = unpacked(problem)
+    tiles = problem.batch * problem.heads * math.ceil(problem.seqlen_q / UNALIGNED_TILE)
+    blocks = math.ceil(problem.visible_pairs() / max(1, problem.seqlen_q) / UNALIGNED_TILE)
+    width = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    rounds = math.ceil(tiles / (RESIDENT * target.sm_count))
+    return rounds * blocks * width * UNALIGNED_MS / alignment
+
+
+def copy_words(flags: Iterable[bool]) -> str:
+    """Returns the reason for copies of q, k and v as the start of a clause. Empty without copies."""
+    names = [name for name, flag in zip("qkv", flags, strict=True) if flag]
+    if not names:
+        return ""
+    return f"{', '.join(names)} are copied first to align strides and addresses to 16 bytes, and "
 
 
 def output_like(request: Request) -> Tensor:
@@ -165,7 +245,7 @@ def _of_selection(
     if request.prefer is Prefer.FASTEST and not request.return_lse:
         bias = given[-1].bias
         sharing = None if bias is None else sharing_of(request.problem, bias)
-        peer = _faster_peer(request, selection, sharing, *given)
+        peer = _faster_peer(request, selection, target, sharing, *given)
         if peer is not None:
             backend = peer_backend(peer)
             timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
@@ -179,7 +259,7 @@ def selection_source(selection: Selection) -> str:
     where = {
         "database": "it is selected in the user's database",
         "shipped": "it is selected in the table that ships for this GPU",
-        "nearest": _forecast_in_words(selection),
+        "estimated": _forecast_in_words(selection),
         "default": "nothing alike is tuned for this GPU, so its family's default config serves",
     }
     return where[selection.source]
@@ -193,7 +273,7 @@ def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = Non
     condition = ", both passes together" if len(passes) > 1 else ""
     if sharing is not None:
         condition = f" with a mask shared over {sharing}"
-    if all(selection.forecast is None for selection in passes):
+    if all(selection.forecast is None and selection.source != "default" for selection in passes):
         return f"{peer} was measured as fast or faster{condition}"
     return f"{peer} is expected to be faster{condition}"
 
@@ -201,6 +281,7 @@ def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = Non
 def _faster_peer(
     request: Request,
     selection: Selection,
+    target: Target,
     sharing: MaskSharing | None,
     q: Tensor,
     k: Tensor,
@@ -220,6 +301,14 @@ def _faster_peer(
         usual = default_backend(*views, problem, side.bias)
         if known_refusal(request, usual, *views, side.bias) is not None:
             usual = None
+    if problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv and not problem.features:
+        # No query sees later keys, and SDPA gets none of them.
+        problem = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
+        q, k, v = request.views(q, k, v)
+        usual = default_backend(q, k[:, :, : problem.seqlen_q], v[:, :, : problem.seqlen_q], problem)
+        selection = select(problem, target, tuned_records(target.name), BEST_TENSORS, generated=True)
+    if is_untrusted(selection, problem) and (usual is not None or not problem.features):
+        return untimed_peer((selection,), problem, usual, target)
     return faster_peer(selection, problem, usual, sharing)
 
 

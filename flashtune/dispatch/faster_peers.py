@@ -9,14 +9,26 @@ from typing import NamedTuple
 from flashtune.core.mask_sharing import MaskSharing, nearest_way
 from flashtune.core.problem import Problem, score_bytes
 from flashtune.core.record import Record, Selection, SharedTime
+from flashtune.core.target import Target
+from flashtune.dispatch.nearest import DECODING_FAMILY
+from flashtune.dispatch.sdpa_times import float32_ms
+from flashtune.templates.registry import find_family
 
 # The fraction by which two measurements of one kernel may differ. SDPA is used unless the kernel is faster by
 # more than this, so that a call is not slower than SDPA. The unfused computation stores all scores in memory.
 # It is used only if it is faster than the kernel by more than this.
 NOISE = 0.01
-# With an estimated time, SDPA must be faster by more than this fraction.
+# With an estimated time, SDPA must be faster by more than this fraction. Estimates of short times are less
+# precise than differences of launches: below this time in ms, SDPA may also be slower by another fraction.
 FORECAST_NOISE = 0.05
+SHORT_MS, SHORT_NOISE = 0.015, 0.15
 UNFUSED = "unfused"
+# SDPA by a backend without measured times.
+ANY_SDPA = "SDPA"
+# Maximum bytes of scores that SDPA's unfused path may store.
+MAX_SCORES = 2**33
+# A decoding kernel in float32 may take this multiple of the modelled time.
+SLOW_PRODUCTS = 4.0
 
 
 def faster_peer(
@@ -49,6 +61,32 @@ def faster_peer_of_pair(
     The arguments are those of `faster_peer` for the forward problem.
     """
     return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa)
+
+
+def is_untrusted(selection: Selection, problem: Problem) -> bool:
+    """Whether nothing like the problem was timed and its kernels may be far slower than estimated.
+
+    That holds for float32: its products take several products of Tensor Cores, or none.
+    """
+    return problem.dtype.is_float32 and selection.measured.measurement is None
+
+
+def untimed_peer(
+    passes: Sequence[Selection], problem: Problem, usual_sdpa: str | None, target: Target
+) -> str | None:
+    """Returns the name of a baseline that replaces untrusted selections for all passes, or None.
+
+    SDPA does, unless keys are split and its backends would not split them. If it selects its unfused path,
+    scores must not take too much memory. The other arguments are those of `faster_peer`.
+    """
+    if usual_sdpa is None and score_bytes(problem) > MAX_SCORES:
+        return None
+    record = passes[0].record
+    if len(passes) == 1 and record.family == DECODING_FAMILY:
+        ms = find_family(record.family).makespan_ms(problem, record.config, target)
+        if SLOW_PRODUCTS * ms < float32_ms(problem, target):
+            return None
+    return usual_sdpa or ANY_SDPA
 
 
 def beats(passes: Sequence[Selection], baseline: str, sharing: MaskSharing | None = None) -> bool:
@@ -122,7 +160,8 @@ def _fastest_baseline(
         return None
     ms = sum(times.ms for times in known)
     is_forecast = any(times.is_forecast for times in known)
-    limits = {usual_sdpa or "": ms * (1 - FORECAST_NOISE if is_forecast else 1 + NOISE)}
+    margin = (SHORT_NOISE if ms < SHORT_MS else -FORECAST_NOISE) if is_forecast else NOISE
+    limits = {usual_sdpa or "": ms * (1 + margin)}
     if score_bytes(problem) <= min(times.scores for times in known):
         limits[UNFUSED] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))
     taken = {name: sum(times.peers.get(name, math.inf) for times in known) for name in limits}

@@ -22,21 +22,24 @@ import msgspec
 
 from flashtune.core.canonical import without
 from flashtune.core.config import Config
-from flashtune.core.problem import Direction, Dtype, Problem
-from flashtune.core.record import PeerTime, Provenance, Record, TransferEstimate
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.record import Provenance, Record, TransferEstimate
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import (
+    DECODING_FAMILY,
     FEW_QUERIES,
     PRIOR_WEIGHT,
+    SPLIT_GAIN,
     distance,
+    is_short_prompt,
+    may_split,
     nearest_record,
     regression,
     tuned_alike,
     weight,
 )
-from flashtune.templates.common.model.makespan import portable_span
+from flashtune.dispatch.sdpa_times import expected_peers, least_ms, narrowed_peers
 from flashtune.templates.common.model.sram import power_of_two
-from flashtune.templates.common.model.traffic import unpacked
 from flashtune.templates.registry import find_family
 
 # Length scale of the penalties of configs, in steps of a factor of two.
@@ -55,16 +58,12 @@ NEIGHBOUR_MARGIN = 0.02
 # Number of a family's best tuned configs from which untimed configs are derived.
 NUM_SEEDS = 3
 
-# Prefix of the names of SDPA's backends in records.
-SDPA = "sdpa-"
-# Queries and keys of a tile of SDPA's fused kernels.
-TILE = 128
-
 SIXTEEN_BITS = (Dtype.BF16, Dtype.FP16)
 # Axes that the head dims determine: whether heads are several tiles, and outputs two halves.
 OF_WIDTH = ("split_head_dim", "split_epilogue")
-# Shapes whose heads are wider than this multiple of the problem's tile have another bottleneck.
-WIDEST = 2
+# Shapes whose heads are wider than this multiple of the problem's tile have another bottleneck. Heads of less
+# than 32 are as slow as those, because exponentials dominate.
+WIDEST, NARROWEST = 2, 32
 
 
 class _Candidate(NamedTuple):
@@ -89,7 +88,7 @@ def forecast(
     `serves` returns whether a record's kernel can serve the call.
     """
     alike = tuned_alike(problem, records)
-    able = [record for record in alike if serves(record)]
+    able = [record for record in alike if serves(record) and not is_short_prompt(record, problem)]
     nearest = nearest_record(problem, able)
     if nearest is None:
         return None
@@ -101,9 +100,16 @@ def forecast(
     ]
     candidates += _of_other_families(problem, names, records, target, serves)
     best = min(candidates, key=lambda candidate: candidate.rank)
+    if may_split(problem):
+        best = _split(problem, best, target, serves) or best
     usual = next(one for one in candidates if one.record == nearest)
-    peers = expected_peers(problem, alike, target)
-    return best.record, TransferEstimate(ms=best.ms, nearest=nearest, nearest_ms=usual.ms, peers=peers)
+    least = least_ms(problem, ((record.problem, record.ms) for record in able if record.ms))
+    return best.record, TransferEstimate(
+        ms=max(best.ms, least),
+        nearest=nearest,
+        nearest_ms=usual.ms,
+        peers=expected_peers(problem, alike, target),
+    )
 
 
 def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> Iterator[_Candidate]:
@@ -160,6 +166,7 @@ def _of_other_families(
     if not problem.features:
         return
     alike = [record for record in tuned_alike(without(problem, problem.features), records) if record.config]
+    alike = [record for record in alike if not is_short_prompt(record, problem)]
     for name in sorted({record.family for record in alike} - set(names)):
         plain = [record for record in alike if record.family == name]
         known = sorted((_known(record, problem, target) for record in plain), key=lambda one: one.distance)
@@ -169,6 +176,27 @@ def _of_other_families(
         if serves(record):
             ms = family.makespan_ms(problem, default, target) * math.exp(_correction(known))
             yield _Candidate(record, ms, 2 * UNTIMED_MARGIN)
+
+
+def _split(
+    problem: Problem, best: _Candidate, target: Target, serves: Callable[[Record], bool]
+) -> _Candidate | None:
+    """Returns the default of the family that splits keys, if its schedule is far shorter, else None.
+
+    It replaces configs of families without splits where such keys were never tuned.
+    """
+    config, family = best.record.config, find_family(DECODING_FAMILY)
+    assert config is not None
+    if best.record.family == family.name or family.supports(problem, target) is not None:
+        return None
+    default = family.default(problem, target)
+    gain = family.makespan_ms(problem, default, target) / find_family(best.record.family).makespan_ms(
+        problem, config, target
+    )
+    record = untimed(msgspec.structs.replace(best.record, family=family.name, problem=problem), default)
+    if gain > SPLIT_GAIN or not serves(record):
+        return None
+    return _Candidate(record, gain * best.ms, best.doubt)
 
 
 class _Known(NamedTuple):
@@ -238,35 +266,6 @@ def untimed(record: Record, config: Config) -> Record:
     )
 
 
-def expected_peers(problem: Problem, records: Iterable[Record], target: Target) -> tuple[PeerTime, ...]:
-    """Returns the estimated times of SDPA's backends at a shape, in ms. Empty if none was timed.
-
-    The schedule has one program per tile (`portable_span`), as in SDPA's kernels. The correction is that of
-    the forecast of configs. `records` are tuned records of the same computation at other shapes.
-    """
-    # Records of one problem were timed in one run with the same baselines.
-    timed = {record.problem.key: record for record in records if record.measurement is not None}
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    # Sort, so that all ranks sum in the same order.
-    for _, record in sorted(timed.items()):
-        assert record.measurement is not None
-        for peer in record.measurement.peers:
-            if peer.name.startswith(SDPA):
-                correction = math.log(peer.ms / _schedule_ms(record.problem, target))
-                pairs.setdefault(peer.name, []).append((correction, distance(record.problem, problem)))
-    return tuple(
-        PeerTime(name, _schedule_ms(problem, target) * math.exp(regression(known)))
-        for name, known in sorted(pairs.items())
-    )
-
-
-@functools.lru_cache(maxsize=8192)
-def _schedule_ms(problem: Problem, target: Target) -> float:
-    """Returns the schedule time at a shape in ms, up to a factor that is the same for all shapes."""
-    forward = msgspec.structs.replace(unpacked(problem), direction=Direction.FORWARD)
-    return portable_span(forward, TILE, TILE, target)
-
-
 def forecast_related(
     problem: Problem,
     records: Iterable[Record],
@@ -299,6 +298,8 @@ def forecast_related(
                 head_dim=problem.head_dim,
                 value_head_dim=problem.value_head_dim,
             )
+            peers = narrowed_peers(why.peers, other, problem)
+            why = msgspec.structs.replace(why, peers=peers)
             return msgspec.structs.replace(untimed(record, config), problem=own), why
     return None
 
@@ -326,7 +327,7 @@ def _related(problem: Problem, records: Sequence[Record]) -> Iterator[Problem]:
 def _is_wider(tuned: Problem, problem: Problem) -> bool:
     """Whether the heads of a tuned shape are at least as wide as the problem's, up to a limit."""
     return all(
-        own <= other <= WIDEST * power_of_two(own)
+        own <= other <= WIDEST * power_of_two(max(own, NARROWEST))
         for own, other in (
             (problem.head_dim, tuned.head_dim),
             (problem.value_head_dim, tuned.value_head_dim),

@@ -14,10 +14,25 @@ from flashtune.core.canonical import without
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Feature, Problem
-from flashtune.core.record import Outcome, Provenance, Record, Selection, VerificationStatus
+from flashtune.core.record import (
+    Outcome,
+    Provenance,
+    Record,
+    Selection,
+    TransferEstimate,
+    VerificationStatus,
+)
 from flashtune.core.target import Target
 from flashtune.dispatch.forecast import forecast, forecast_related
-from flashtune.dispatch.nearest import FEW_QUERIES, is_far, same_computation, tuned_alike
+from flashtune.dispatch.nearest import (
+    DECODING_FAMILY,
+    FEW_QUERIES,
+    SPLIT_GAIN,
+    is_far,
+    may_split,
+    same_computation,
+    tuned_alike,
+)
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions, is_proven
 from flashtune.launch.compilation import interpreting
@@ -32,12 +47,14 @@ DEFAULT_FAMILIES = (
     "backward_hopper",
     "backward_split",
 )
-# The first family if queries are so few that keys must be split among programs.
-DECODING_FAMILY = "decode_split_kv"
+# A family without splits that computes most problems.
+WHOLE_FAMILY = "forward_masked"
 # The first family for latent keys, if queries fill its tiles of 64 rows or its tiles occupy a quarter of the
 # SMs. One sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us with DECODING_FAMILY.
 LATENT_FAMILY = "decode_latent_hopper"
 LATENT_ROWS = 64
+# The first family for gradients in float32: 0.5 to 0.7 of the time of `backward_split` on an H200.
+FLOAT32_BACKWARD = "backward_fused"
 # With block masks of 128, tuned kernels of `forward_masked` took 1.3 to 1.4 times as long as estimated,
 # relative to those of `forward_hopper`, at the three shapes in the tables of the H100 and the H200.
 PORTABLE_BLOCKS, PORTABLE_FACTOR = 128, 1.3
@@ -71,15 +88,21 @@ def select(
     if expected is None:
         default = default_selection(problem, target, specialization)
         expected = forecast_related(problem, tuned, target, serves, default.record.family)
-    if expected is not None and not _is_new_phase(problem, expected[1].nearest.problem):
+    if expected is not None and not _is_new_phase(problem, *expected):
         record, why = expected
         standing = _standing(record, VerificationStatus.VERIFIED)
-        return Selection(record=record, standing=standing, source="nearest", forecast=why)
+        return Selection(record=record, standing=standing, source="estimated", forecast=why)
     return default_selection(problem, target, specialization)
 
 
-def _is_new_phase(problem: Problem, nearest: Problem) -> bool:
-    """Whether the nearest tuned shape is far, and only one of both has few queries, as in decoding."""
+def _is_new_phase(problem: Problem, record: Record, why: TransferEstimate) -> bool:
+    """Whether the nearest tuned shape is far, and only one of both has few queries, as in decoding.
+
+    The decoding family also splits the keys of more queries.
+    """
+    nearest = why.nearest.problem
+    if problem.seqlen_q > FEW_QUERIES and record.family == DECODING_FAMILY:
+        return False
     few = [one.seqlen_q <= FEW_QUERIES for one in (problem, nearest)]
     return few[0] != few[1] and is_far(nearest, problem)
 
@@ -93,7 +116,7 @@ def nearest_selection(selection: Selection) -> Selection | None:
         # The kernel of that shape is for another type or head dim.
         return None
     return Selection(
-        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="nearest"
+        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="estimated"
     )
 
 
@@ -173,10 +196,23 @@ def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[boo
         rows = problem.group_size * problem.seqlen_q
         tiles = problem.batch * math.ceil(rows / LATENT_ROWS)
         return False, -2 if rows >= LATENT_ROWS or 4 * tiles >= target.sm_count else 0, family.name
-    if family.name == DECODING_FAMILY and problem.seqlen_q <= FEW_QUERIES:
+    if family.name == DECODING_FAMILY and (problem.seqlen_q <= FEW_QUERIES or _splits_pay(problem, target)):
+        return False, -1, family.name
+    if family.name == FLOAT32_BACKWARD and problem.dtype.is_float32:
         return False, -1, family.name
     known = family.name in DEFAULT_FAMILIES
     return not known, DEFAULT_FAMILIES.index(family.name) if known else 0, family.name
+
+
+def _splits_pay(problem: Problem, target: Target) -> bool:
+    """Whether split keys take much less time than one program for each tile of queries. Both are modelled."""
+    split, whole = (find_family(name) for name in (DECODING_FAMILY, WHOLE_FAMILY))
+    if not may_split(problem) or split.supports(problem, target) is not None:
+        return False
+    split_ms, whole_ms = (
+        family.makespan_ms(problem, family.default(problem, target), target) for family in (split, whole)
+    )
+    return split_ms < SPLIT_GAIN * whole_ms
 
 
 def _why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:

@@ -32,6 +32,8 @@ PEERS = {1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
 PROBE_ROWS = 192
 PROBE_KEYS = 200
 PROBE_ERROR = 2.0**-5
+# Backends load this many bytes at once.
+ADDRESS_ALIGNMENT = 16
 # Every refused call has its own entry.
 REFUSALS_LIMIT = 1024
 
@@ -79,14 +81,50 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
         causal: The causal mask and its alignment.
     """
     return scaled_dot_product_attention(
-        q,
-        k,
-        v,
+        *readable(q, k, v),
         additive_mask(q, k, bias, causal),
         # With a scale of 0, outputs are averages. 0 times the mask's -inf would be NaN.
         scale=scale or MIN_SCALE,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=shares_heads(q, k),
     )
+
+
+def shares_heads(q: Tensor, k: Tensor) -> bool:
+    """Whether SDPA gets fewer heads of keys than of queries. In float32 no fused backend takes them."""
+    return q.shape[1] != k.shape[1] and q.dtype is not torch.float32
+
+
+def readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tensors that SDPA's backends can read: copies of shared heads and of unaligned tensors."""
+    if q.shape[1] != k.shape[1] and not shares_heads(q, k):
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    q, k, v = (
+        tensor.clone(memory_format=torch.contiguous_format) if is_unaligned(tensor) else tensor
+        for tensor in (q, k, v)
+    )
+    return q, k, v
+
+
+def is_unaligned(tensor: Tensor) -> bool:
+    """Whether the address or a stride of [batch, heads, seqlen, head_dim] is no multiple of 16 bytes.
+
+    Some backends need such addresses and strides and do not check them. With other strides, the outputs of
+    the cuDNN backend were wrong.
+    """
+    size = tensor.element_size()
+    if start(tensor) % ADDRESS_ALIGNMENT:
+        return True
+    steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return any(extent > 1 and step * size % ADDRESS_ALIGNMENT for extent, step in steps)
+
+
+def start(tensor: Tensor) -> int:
+    """Returns the address of a tensor, or the offset of a tensor subclass, which may have no address."""
+    if type(tensor) is Tensor:
+        # Memory of other libraries may start at any address with an offset of 0.
+        return tensor.data_ptr()
+    # torch allocates at multiples of 256 bytes.
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
@@ -134,6 +172,8 @@ def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def chosen_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
     """Returns the name of the backend that SDPA selects for a call, or None for its unfused path."""
+    if q.shape[1] != k.shape[1] and not shares_heads(q, k):
+        k, v = (tensor[:, :1].expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
     # torch has no public function for this.
     choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
         q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1]

@@ -16,8 +16,24 @@ LENGTH_SCALE = 1.5
 PRIOR_WEIGHT = 0.3
 # If an extent differs by more than a factor of four, the nearest config is a guess, and dispatch warns.
 FAR = 2.0
-# With at most this many queries, keys must be split among programs.
+# With at most this many queries, keys must be split among programs. This family does that.
 FEW_QUERIES = 16
+DECODING_FAMILY = "decode_split_kv"
+# The same holds for more queries if splits reduce a schedule to this fraction, and if there are as many keys.
+# Launches dominate with fewer.
+SPLIT_GAIN, LONG_KEYS = 0.5, 1024
+
+
+def may_split(problem: Problem) -> bool:
+    """Whether a problem is a forward pass of many queries over keys that are worth a split."""
+    many = problem.seqlen_q > FEW_QUERIES and problem.seqlen_kv >= LONG_KEYS
+    return many and not problem.is_backward and not problem.mla
+
+
+def is_short_prompt(record: Record, problem: Problem) -> bool:
+    """Whether a record's kernel splits keys and a problem has many queries and keys that are not worth it."""
+    many = problem.seqlen_q > FEW_QUERIES and not problem.mla
+    return record.family == DECODING_FAMILY and many and not may_split(problem)
 
 
 def same_computation(problem: Problem) -> tuple[Problem, ...]:

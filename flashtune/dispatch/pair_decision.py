@@ -18,8 +18,11 @@ from flashtune.dispatch.decision import (
     INTERPRETED_TARGET,
     Backend,
     Decision,
+    as_read,
     baseline,
     check_device,
+    copied,
+    copy_words,
     peer_backend,
     peer_reason,
     request_target,
@@ -27,9 +30,11 @@ from flashtune.dispatch.decision import (
     selection_source,
     without_values,
 )
-from flashtune.dispatch.faster_peers import faster_peer_of_pair
+from flashtune.dispatch.faster_peers import faster_peer_of_pair, is_untrusted, untimed_peer
 from flashtune.dispatch.lookup import default_selection, select
+from flashtune.dispatch.masked_sdpa import is_masked
 from flashtune.dispatch.sdpa import default_backend
+from flashtune.dispatch.sdpa_times import EFFICIENT
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.tensors import BackwardTensors
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.core.record import Selection
+    from flashtune.core.target import Target
 
 # Side inputs whose gradients are computed from the kernels' results, in addition to those of q, k and v.
 DIFFERENTIABLE_SIDE = tuple(name for name in TENSORS if TENSOR_INPUTS[name].has_gradient)
@@ -57,12 +63,14 @@ class Assumptions(NamedTuple):
         backward: Properties that a backward kernel may assume.
         gradients: Names of the side inputs that require grad.
         usual: Returns the backend that SDPA selects, or None if it is not known or has no name.
+        copies: The start of the reason: the tensors that are copied first, if any.
     """
 
     forward: Specialization
     backward: Specialization
     gradients: tuple[str, ...] = ()
     usual: Callable[[], str | None] = lambda: None
+    copies: str = ""
 
 
 def decide_pair(
@@ -81,7 +89,8 @@ def decide_pair(
         required_specialization(forward, q, k, v, side),
         backward_specialization(request, q, k, v, side),
         side_gradients(side),
-        lambda: default_backend(*request.views(q, k, v), request.problem),
+        lambda: default_backend(*request.views(q, k, v), request.problem, side.bias),
+        copy_words(copied(request, q, k, v)),
     )
     return decide_assumed(request, assumed)
 
@@ -151,12 +160,23 @@ def specialization_of_pass(
 
 
 def backward_tensors(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    device: torch.device | str = "meta",
 ) -> BackwardTensors:
-    """Returns the tensors of a call in the kernels' layout. The gradients are meta tensors."""
+    """Returns the tensors of a call in the kernels' layout. The gradients are meta tensors.
+
+    New tensors on a device replace those that are copied first.
+    """
     gradients = [torch.empty_like(tensor, device="meta") for tensor in (q, k, v)]
     views, heads_first = request.views, request.layout.heads_first
-    return BackwardTensors(*views(q, k, v), heads_first(out), lse, heads_first(dout), *views(*gradients))
+    read = as_read(request, q, k, v, device)
+    return BackwardTensors(*views(*read), heads_first(out), lse, heads_first(dout), *views(*gradients))
 
 
 def _generated(request: Request, assumed: Assumptions) -> BothPasses:
@@ -180,26 +200,35 @@ def _generated(request: Request, assumed: Assumptions) -> BothPasses:
     tables = tuned_records(target.name)
     forward = select(request.problem, target, tables, assumed.forward, generated=True)
     backward = select(request.backward, target, tables, assumed.backward, generated=True)
-    peer = _faster_peer(request, forward, backward, assumed.usual)
+    peer = _faster_peer(request, forward, backward, target, assumed.usual)
     if peer is not None:
         backend, reason = peer_backend(peer), peer_reason(peer, forward, backward)
         return Decision(backend, reason, target, forward), Decision(backend, reason, target, backward)
     return (
-        Decision(Backend.GENERATED, selection_source(forward), target, forward),
-        Decision(Backend.GENERATED, selection_source(backward), target, backward),
+        Decision(Backend.GENERATED, assumed.copies + selection_source(forward), target, forward),
+        Decision(Backend.GENERATED, assumed.copies + selection_source(backward), target, backward),
     )
 
 
 def _faster_peer(
-    request: Request, forward: Selection, backward: Selection, usual: Callable[[], str | None]
+    request: Request,
+    forward: Selection,
+    backward: Selection,
+    target: Target,
+    usual: Callable[[], str | None],
 ) -> str | None:
     """Returns the baseline that is faster over both passes and may replace both kernels, or None."""
     problem = request.problem
     ragged = problem.total_q or problem.seqlens_k
     if request.prefer is Prefer.GENERATED or request.return_lse or request.deterministic or ragged:
         return None
-    # With a mask, gradients of some of SDPA's backends may be NaN.
-    return faster_peer_of_pair(forward, backward, problem, None if problem.features else usual())
+    passes = forward, backward
+    if any(is_untrusted(selection, problem) for selection in passes):
+        backend = usual() if is_masked(problem) or not problem.features else None
+        if backend == EFFICIENT or not problem.features:
+            return untimed_peer(passes, problem, backend, target)
+    # With a mask, gradients of SDPA's cuDNN backend may be NaN.
+    return faster_peer_of_pair(*passes, problem, None if problem.features else usual())
 
 
 def _ungenerated(request: Request) -> BothPasses | None:

@@ -6,11 +6,17 @@ import torch
 from torch import Tensor
 
 from flashtune.core.problem import Causal, Problem
-from flashtune.dispatch.masked_sdpa import chosen_backend, scaled_dot_product_attention, unexpanded
+from flashtune.dispatch.masked_sdpa import (
+    ADDRESS_ALIGNMENT,
+    chosen_backend,
+    is_unaligned,
+    readable,
+    scaled_dot_product_attention,
+    shares_heads,
+    start,
+    unexpanded,
+)
 from flashtune.launch.launch import MIN_SCALE
-
-# Backends load this many bytes at once.
-ADDRESS_ALIGNMENT = 16
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal) -> Tensor:
@@ -21,7 +27,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
     """
     # With a scale of 0, outputs are averages. 0 times the mask's -inf would be NaN.
     scale = scale or MIN_SCALE
-    gqa = q.shape[1] != k.shape[1]
+    gqa = shares_heads(q, k)
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     if causal is Causal.TOP_LEFT and seqlen_q < seqlen_kv:
         # No query sees later keys.
@@ -38,7 +44,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
         diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
         mask = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril(diagonal)
     is_causal = causal is not Causal.NONE and square
-    out = scaled_dot_product_attention(seeing, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
+    read = readable(seeing, k, v)
+    out = scaled_dot_product_attention(*read, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
     if not blind:
         return out
     return torch.cat([out.new_zeros(*out.shape[:2], blind, out.shape[3]), out], 2)
@@ -49,23 +56,15 @@ def default_backend(
 ) -> str | None:
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
-    It was not measured for SDPA's unfused path, for causal masks with different lengths, and for tensors
-    whose addresses are not multiples of 16 bytes. In some versions of torch, backends need such addresses and
-    do not check them. Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
+    It was not measured for SDPA's unfused path, for causal masks with different lengths, and for tensors of
+    16 bits whose addresses or strides are not multiples of 16 bytes: SDPA gets copies of them. Tensors are
+    [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
     """
     causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:
         return None
-    read = (q, k, v) if bias is None or bias.dtype is torch.bool else (q, k, v, bias)
-    if any(_start(one) % ADDRESS_ALIGNMENT for one in read):
+    if q.dtype is not torch.float32 and any(map(is_unaligned, (q, k, v))):
+        return None
+    if bias is not None and bias.dtype is not torch.bool and start(bias) % ADDRESS_ALIGNMENT:
         return None
     return chosen_backend(q, k, v, None if bias is None else unexpanded(bias), causal)
-
-
-def _start(tensor: Tensor) -> int:
-    """Returns the address of a tensor, or the offset of a tensor subclass, which may have no address."""
-    if type(tensor) is Tensor:
-        # Memory of other libraries may start at any address with an offset of 0.
-        return tensor.data_ptr()
-    # torch allocates at multiples of 256 bytes.
-    return int(tensor.storage_offset()) * tensor.element_size()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from flashtune.core.errors import StoreError
+from flashtune.core.errors import StoreError, UsageError
 from flashtune.core.notices import warn_once
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import by_problem, serves_any_tensors
@@ -94,7 +94,7 @@ def _selected(target_name: str) -> tuple[Record, ...]:
     try:
         reader = open_reader()
         return (*reader.selections(target_name), *reader.fallbacks(target_name)) if reader else ()
-    except StoreError as error:
+    except (StoreError, UsageError) as error:
         warn_once("database", f"{error} (until then dispatch uses the shipped tables alone)")
         return ()
 

@@ -31,7 +31,7 @@ def current_versions(family_name: str) -> Versions:
 
 
 def same_makers(one: Versions, other: Versions) -> bool:
-    """Whether two sets of versions produce the same binaries: template, Triton, its ptxas and the driver."""
+    """Whether binaries are the same and run alike under two sets of versions."""
     return one.makers == other.makers
 
 

@@ -1,8 +1,8 @@
 """Writes rows of keys and values into the pages of a cache.
 
-A row is written to its slot, page · page_size + row. Negative slots are skipped, so that a captured CUDA
-graph may have more rows than tokens. Quantised caches hold x / scale, clamped and rounded to nearest even:
-in e4m3, or in int8 from -127 to 127.
+A row is written to its slot, page · page_size + row. Slots after the last page are skipped. So are negative
+ones: a captured CUDA graph may have more rows than tokens. Quantised caches hold x / scale, clamped and
+rounded to nearest even: in e4m3, or in int8 from -127 to 127.
 
 If each head has a scale per page, the page's first rows determine its first value. When a later row needs
 a larger scale, the scale is doubled until the row fits, and the earlier rows are rewritten. In e4m3 this
@@ -40,7 +40,7 @@ def append_rows(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -
 
         launch(k, v, keys, values, slots)
         return
-    kept = slots >= 0
+    kept = (slots >= 0) & (slots < keys.elements.shape[0] * keys.elements.shape[2])
     for rows, pool in ((k, keys), (v, values)):
         if rows.shape[2]:
             _write(rows.detach()[kept], pool, slots[kept])

@@ -154,20 +154,24 @@ def append_run(
         store_rows(numbers, scale, places, mask, encoding, head_dim)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "room_of_pool"])
 def append(
-    k, v, keys, values, k_scale, v_scale, slots, tokens,
+    k, v, keys, values, k_scale, v_scale, slots, tokens, room_of_pool,
     stride_kt, stride_kh, stride_keys_p, stride_keys_h, stride_keys_s, stride_k_scale_p, stride_k_scale_h,
     stride_vt, stride_vh, stride_values_p, stride_values_h, stride_values_s,
     stride_v_scale_p, stride_v_scale_h,
     page_size: tl.constexpr, encoding: tl.constexpr, growing: tl.constexpr, tile_rows: tl.constexpr,
     head_dim: tl.constexpr, block_dim: tl.constexpr, value_dim: tl.constexpr, block_value_dim: tl.constexpr,
 ):  # fmt: skip
-    """Has a program for each head and `tile_rows` tokens, or for the first token of each run in a page."""
+    """Has a program for each head and `tile_rows` tokens, or for the first token of each run in a page.
+
+    Slots that are negative or not less than `room_of_pool`, the rows of the pool, are skipped.
+    """
     head = tl.program_id(1).to(tl.int64)
     if growing:
         token = tl.program_id(0).to(tl.int64)
         slot = tl.load(slots + token)
+        slot = tl.where(slot < room_of_pool, slot, -1)
         previous = tl.load(slots + token - 1, mask=token > 0, other=-2)
         if (slot >= 0) & ((slot % page_size == 0) | (previous != slot - 1)):
             # The rows up to the end of the page that have consecutive slots.
@@ -191,6 +195,7 @@ def append(
     else:
         some = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
         places = tl.load(slots + some, mask=some < tokens, other=-1)
+        places = tl.where(places < room_of_pool, places, -1)
         append_tile(
             k, keys, k_scale, some, places, head,
             stride_kt, stride_kh, stride_keys_p, stride_keys_h, stride_keys_s,
@@ -220,6 +225,7 @@ def launch(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -> Non
         queue: Any = append[grid]
         queue(
             k, v, _elements(keys), _elements(values), *scales, slots, tokens,
+            keys.elements.shape[0] * keys.elements.shape[2],
             *_strides(k, keys), *_strides(v, values),
             page_size=keys.elements.shape[2], encoding=keys.encoding.value, growing=keys.growing,
             tile_rows=tile_rows, head_dim=head_dim, block_dim=blocks[0],

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.machinery
 import importlib.util
+import io
 import linecache
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.errors import KernelError, MachineError
+from flashtune.core.file_lock import read_own
 from flashtune.core.machine import KERNELS, cache_folder, machine_errors, unwritable
 
 if TYPE_CHECKING:
@@ -31,8 +33,12 @@ if TYPE_CHECKING:
 
 # Fused multiply-adds round once. Pinned, because the default of Triton will change.
 FP_FUSION = True
+# The precisions of products of float32 in kernels.
+INPUT_PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16x3", "bf16x6")
 # The name of no stage of Triton's compiler.
 NO_STAGE = "none"
+# Many times the size of a kernel's source.
+MAX_SOURCE_BYTES = 4 * 1024 * 1024
 
 _LOADING = threading.Lock()
 
@@ -63,7 +69,9 @@ def load_module(kernel: Kernel) -> ModuleType:
         file = str(path)
         # Another installation may replace the file by one with other comments, so it is not read again.
         # Triton takes a function's source from `linecache`. A time of None there disables the file check.
-        linecache.cache[file] = len(kernel.source), None, kernel.source.splitlines(keepends=True), file
+        # Its lines must be Python's: `str.splitlines` also ends lines at other characters.
+        lines = io.StringIO(kernel.source).readlines()
+        linecache.cache[file] = len(kernel.source), None, lines, file
         loader = _SourceLoader(name, file, kernel.source)
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         assert spec is not None
@@ -87,12 +95,15 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
 def _write_once(path: Path, source: str) -> None:
     """Writes `source` to `path` unless it is there. Safe with many processes."""
     content = source.encode()
-    try:
-        if path.exists() and path.read_bytes() == content:
+    with contextlib.suppress(OSError):
+        if read_own(path, MAX_SOURCE_BYTES) == content:
             return
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             draft = Path(folder) / path.name
+            # A file that a group can write is not read again.
+            draft.touch(0o644)
             draft.write_bytes(content)
             draft.replace(path)
     except OSError as error:
@@ -194,7 +205,8 @@ def launching() -> Iterator[None]:
 
     While a kernel runs, the interpreter replaces parts of Triton for all threads. It repeats each int32
     operation in int64 for an assertion that only its debug mode has. It also replaces the functions of
-    `triton.language` at each call between functions of a kernel. The launch has already replaced them.
+    `triton.language` at each call between functions of a kernel. The launch has already replaced them. It
+    computes all products in float32, but does not know all names of the precisions of Tensor Cores.
     """
     from triton.runtime import interpreter
 
@@ -211,7 +223,9 @@ def launching() -> Iterator[None]:
             known.add(names)
             return replace(function)
 
-        builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
+        builder.options = dataclasses.replace(
+            options, sanitize_overflow=options.debug, allowed_dot_input_precisions=INPUT_PRECISIONS
+        )
         interpreter._patch_lang = replace_once
         try:
             yield

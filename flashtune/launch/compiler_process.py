@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+import flashtune
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
@@ -112,14 +113,14 @@ def _started() -> subprocess.Popen[bytes]:
     """
     if not sys.executable or getattr(sys, "frozen", False):
         raise FileNotFoundError("there is no Python interpreter")
-    paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    # Without the present folder, whose modules may have the names of others. flashtune's own folder is last.
+    folders = [path for path in sys.path if path] + [str(Path(flashtune.__file__).parents[1])]
     return subprocess.Popen(
-        # Without the present folder, whose modules may have the names of others.
         [sys.executable, "-P", "-m", __name__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
         # Ctrl-C is for this process alone.
         process_group=0,
     )

@@ -1,8 +1,9 @@
 """The kernel of a record, from a verified copy of its source if there is one, and the cache of binaries.
 
 A process that serves a tuned shape then does not import the template engine. The copy is the file that
-`compilation.load_module` writes. It is used only if its digest is that of the record, so a file with modified
-code is never used. Each kernel is compiled and loaded once per process for all shapes.
+`compilation.load_module` writes. It is used only if its digest is that of the record, and no other user can
+have written it. So modified code is never used. Each kernel is compiled and loaded once per process for all
+shapes.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import functools
 from typing import TYPE_CHECKING
 
 from flashtune.core.errors import KernelError
+from flashtune.core.file_lock import read_own
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record
 from flashtune.launch.binding import Binary, compile_binary
-from flashtune.launch.compilation import kernel_folder
+from flashtune.launch.compilation import MAX_SOURCE_BYTES, kernel_folder
 from flashtune.launch.launcher import load
 from flashtune.templates.family import Family, kernel_of_source
 from flashtune.templates.registry import find_family, template_hash
@@ -71,8 +73,9 @@ def _proven_copy(record: Record, family: Family, specialization: Specialization)
         or not current
     ):
         return None
+    path = kernel_folder() / f"{record.family}_{record.kernel}.py"
     try:
-        source = (kernel_folder() / f"{record.family}_{record.kernel}.py").read_text(encoding="utf-8")
+        source = read_own(path, MAX_SOURCE_BYTES).decode()
     except (OSError, UnicodeDecodeError):
         return None
     kernel = kernel_of_source(family, record.problem, record.config, specialization, source)

@@ -14,8 +14,6 @@ import atexit
 import contextlib
 import functools
 import os
-import secrets
-import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,8 +23,9 @@ import msgspec
 
 from flashtune.core.earlier_names import present_call
 from flashtune.core.errors import UsageError
-from flashtune.core.file_lock import alone_with, read_bounded
+from flashtune.core.file_lock import alone_with, read_bounded, replace_file
 from flashtune.core.kernel import Specialization
+from flashtune.core.machine import RECORD_VARIABLE, user_path, variable
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
 
@@ -36,8 +35,6 @@ MAX_FILE_BYTES = 8 * 2**20
 MAX_CALLS = 2**53
 # The time to wait for another process, which writes a few megabytes in far less.
 LOCK_SECONDS = 30.0
-
-VARIABLE = "FLASHTUNE_RECORD"
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -111,10 +108,13 @@ def known_counts(path: Path) -> tuple[CallCount, ...]:
     Raises:
         UsageError: The file does not have recorded calls, or its folder does not exist.
     """
-    if path.exists():
-        return read_counts(path)
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"cannot record calls in {path}: there is no such folder, so make it first")
+    try:
+        if path.exists():
+            return read_counts(path)
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"cannot record calls in {path}: there is no such folder, so make it first")
+    except OSError as error:
+        raise UsageError(f"cannot record calls in {path}: {error.strerror}") from error
     return ()
 
 
@@ -128,25 +128,11 @@ def add_counts(path: Path, counts: Iterable[CallCount]) -> None:
     try:
         with alone_with(Path(f"{path}.lock"), LOCK_SECONDS):
             lines = (_encoder.encode(count) + b"\n" for count in merged((*known_counts(path), *counts)))
-            _replace(path, b"".join(lines))
+            replace_file(path, b"".join(lines))
     except TimeoutError as error:
         raise UsageError(f"another process holds {path}.lock: wait for it, or record elsewhere") from error
     except OSError as error:
         raise UsageError(f"cannot write the recorded calls {path}: {error.strerror}") from error
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replaces a file atomically and preserves its permissions."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with fresh.open("xb") as file:
-            file.write(content)
-        if path.exists():
-            fresh.chmod(stat.S_IMODE(path.stat().st_mode))
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
 
 
 class Tally:
@@ -275,13 +261,13 @@ def _write_at_exit(found: Recording) -> None:
 
 def _begin_for_process() -> None:
     """Records this process from now on if the environment variable names a file."""
-    name = os.environ.get(VARIABLE)
-    if not name:
-        return
     try:
-        found = _begin(Path(name))
+        name = variable(RECORD_VARIABLE)
+        if not name:
+            return
+        found = _begin(user_path(name, RECORD_VARIABLE))
     except UsageError as error:
-        warn_once("recording", f"{error}, as {VARIABLE} asks for: nothing is recorded")
+        warn_once("recording", f"{error}, as {RECORD_VARIABLE} asks for: nothing is recorded")
         return
     atexit.register(_write_at_exit, found)
 

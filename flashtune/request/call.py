@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtune.core.arguments import read_count, read_flag, shown
 from flashtune.core.block_mask import BlockMask
-from flashtune.core.errors import ProblemError
+from flashtune.core.errors import ProblemError, nearest, quoted
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureOptions
 from flashtune.core.features.table import NUMBER_INPUTS, TENSOR_INPUTS
 from flashtune.request.arguments import (
@@ -167,6 +167,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 DENSE_NAMES = DenseOptions.__optional_keys__
 VARLEN_NAMES = VarlenOptions.__optional_keys__
 PAGED_NAMES = PagedCallOptions.__optional_keys__
+FUNCTIONS = {DENSE_NAMES: "attention", VARLEN_NAMES: "attention_varlen", PAGED_NAMES: "attention_paged"}
 
 
 def dense_call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Call:
@@ -278,7 +279,9 @@ def _record(
     """
     for option, value in given.items():
         if option not in known:
-            raise TypeError(f"attention has no argument {option!r}")
+            function = FUNCTIONS[known]
+            near = nearest(option, sorted(known), cutoff=0.75)
+            raise TypeError(f"{function} has no argument {quoted(option)}: {near}")
         if option in TENSOR_NAMES:
             inputs[TENSOR_NAMES[option]] = value
         elif option in NUMBERS:

@@ -174,7 +174,11 @@ def _check_tensors(call: Call, layout: Layout, kv_layout: Layout) -> None:
     ):
         dimensions = order.count(",") + 1
         if tensor.dim() != dimensions:
-            raise ProblemError(f"{name} has {tensor.dim()} dimensions: pass a dense tensor {order}")
+            heads = order.split(", ").index("heads") if "heads" in order.split(", ") else None
+            remedy = ""
+            if heads is not None and (tensor.dim(), dimensions) == (3, 4):
+                remedy = f"; {name}.unsqueeze({heads}) makes one head of [batch, seqlen, head_dim]"
+            raise ProblemError(f"{name} has {tensor.dim()} dimensions: pass a dense tensor {order}{remedy}")
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ProblemError(
                 f"{name}'s last dimension has stride {tensor.stride(-1)}: pass {name}.contiguous()"

@@ -11,6 +11,8 @@ from flashtune.core.layouts import DTYPES
 from flashtune.core.problem import Dtype, Problem
 
 MAX_HEADS = 2**24
+# Of all of torch's settings: `set_float32_matmul_precision`, `allow_tf32` and `fp32_precision`.
+fp32_precision = torch._C._get_fp32_precision_getter
 
 
 def require_dense(name: str, value: object) -> None:
@@ -45,7 +47,15 @@ def check_extents(problem: Problem) -> None:
 
 def dtype_of(q: Tensor) -> Dtype:
     """Returns the element type of a problem. float64, which no kernel takes, counts as fp32."""
+    if q.dtype is torch.float32:
+        return Dtype.TF32 if allows_tf32() else Dtype.FP32
     return Dtype.FP32 if q.dtype is torch.float64 else DTYPES[q.dtype]
+
+
+def allows_tf32() -> bool:
+    """Whether torch's settings allow tf32 in matrix products of float32 on a GPU."""
+    allowed: str = fp32_precision("cuda", "matmul")
+    return allowed == "tf32"
 
 
 def check_double(q: Tensor, generated: bool) -> None:

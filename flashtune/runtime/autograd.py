@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.kernel import POINTER_ALIGNMENT
 from flashtune.runtime.torch_modes import refuse_batches
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ TWICE = (
 # As `flashtune.runtime.backward_executors.BackwardExecutor`, with the gradients of extra inputs. Without such
 # inputs, only the first three are used.
 ServeAll = Callable[..., tuple[Tensor | None, ...]]
-# Bound once, because each call uses it.
+# Bound once, because each call uses them. torch has no public function for the hooks of saved tensors.
 is_grad_enabled = torch.is_grad_enabled
+saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Pair(NamedTuple):
@@ -139,11 +141,13 @@ class Attend(Function):
         del tracked  # arguments only so that autograd tracks them
         out, lse = pair.forward(q, k, v, scale, side)
         if side is NO_EXTRA_INPUTS:
-            ctx.save_for_backward(q, k, v, out, lse)
+            saved: tuple[Tensor | None, ...] = q, k, v, out, lse
             ctx.call = pair, scale, None
         else:
-            ctx.save_for_backward(q, k, v, out, lse, *side.optional_tensors)
+            saved = q, k, v, out, lse, *side.optional_tensors
             ctx.call = pair, scale, side.numbers
+        ctx.save_for_backward(*saved)
+        ctx.forms = None if saving_hooks(True) is None or pair.is_traced else tuple(map(Form.of, saved))
         return (out, lse) if pair.return_lse else out
 
     @staticmethod
@@ -151,17 +155,61 @@ class Attend(Function):
         """Runs the backward pass for gradients of the results. Batches of gradients raise ProblemError."""
         pair, scale, numbers = ctx.call
         dlse = results[1] if pair.return_lse else None
+        saved = ctx.saved_tensors
+        if ctx.forms is not None:
+            saved = tuple(map(restored, saved, ctx.forms))
         try:
             if is_grad_enabled() and not pair.is_traced:
-                found = only_once(_gradients, *ctx.call, results[0], dlse, *ctx.saved_tensors)
+                found = only_once(_gradients, *ctx.call, results[0], dlse, *saved)
             elif numbers is None:
-                found = pair.backward(*ctx.saved_tensors, results[0], dlse, scale)
+                found = pair.backward(*saved, results[0], dlse, scale)
             else:
-                found = _gradients(*ctx.call, results[0], dlse, *ctx.saved_tensors)
+                found = _gradients(*ctx.call, results[0], dlse, *saved)
         except RuntimeError:
             refuse_batches(results)
             raise
         return None, None, None, *found
+
+
+class Form(NamedTuple):
+    """Properties of a saved tensor, which hooks may change."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_aligned: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> Form | None:
+        """Returns those of a tensor."""
+        if tensor is None:
+            return None
+        is_aligned = tensor.data_ptr() % POINTER_ALIGNMENT == 0
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_aligned)
+
+
+def restored(tensor: Tensor | None, form: Form | None) -> Tensor | None:
+    """Returns what a hook made of a saved tensor, with the type and on the device of before.
+
+    It has the strides of before or is contiguous. Kernels are bound to either.
+
+    Raises:
+        ProblemError: The shape is another.
+    """
+    if tensor is None or form is None:
+        return tensor
+    if tensor.shape != form.shape:
+        raise ProblemError(
+            f"a hook of saved tensors returned shape {list(tensor.shape)} for a tensor of shape "
+            f"{list(form.shape)}: return the tensor that was saved, or a copy"
+        )
+    tensor = tensor.to(form.device, form.dtype)
+    if tensor.stride() != form.strides:
+        tensor = tensor.contiguous()
+    if form.is_aligned and tensor.data_ptr() % POINTER_ALIGNMENT:
+        tensor = tensor.clone()
+    return tensor
 
 
 def only_once(

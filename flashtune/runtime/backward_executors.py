@@ -16,6 +16,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT, Kernel, Specialization
 from flashtune.core.problem import Dtype
+from flashtune.dispatch.decision import copied
 from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.pair_decision import backward_tensors, specialization_of_pass
 from flashtune.launch.binding import bind
@@ -24,6 +25,7 @@ from flashtune.launch.launcher import current_device
 from flashtune.launch.tensors import BackwardTensors
 from flashtune.launch.workspaces import allocator
 from flashtune.request.side_inputs import side_views
+from flashtune.runtime.executors import copies_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,12 +81,13 @@ class BackwardExecutor(Protocol):
 
 
 class Bound(NamedTuple):
-    """A launch, and functions that allocate dq, dk and dv on the current device."""
+    """A launch, functions that allocate dq, dk and dv on the current device, and which inputs are copied."""
 
     launch: Launch
     new_dq: Callable[[], Tensor]
     new_dk: Callable[[], Tensor]
     new_dv: Callable[[], Tensor]
+    copies: tuple[bool, bool, bool] | None = None
 
 
 class BoundBackward:
@@ -118,12 +121,13 @@ class BoundBackward:
         """Returns the gradients as `BackwardExecutor`.
 
         Raises:
-            KernelError: A hook of saved tensors returned strides that the kernel cannot address.
+            KernelError: Copies of the tensors have strides that the kernel cannot address.
         """
         if dout.data_ptr() % POINTER_ALIGNMENT:
             dout = dout.clone()
         if dlse is not None:
             dlse = dlse.contiguous()
+        lse = lse.contiguous()
         key = _strides(q, k, v, out, dout, side)
         bound = self._launches.get(key)
         if bound is None:
@@ -132,11 +136,12 @@ class BoundBackward:
                     self._launches.clear()
                 self._launches[key] = self._bind(q, k, v, out, dout, side)
             else:
-                # A contiguous tensor may have unusual strides in dimensions of size 1.
-                dout = dout.clone(memory_format=torch.contiguous_format)
+                q, k, v, out, dout = self._addressable(q, k, v, out, dout)
             return self(q, k, v, out, lse, dout, dlse, scale, side)
         scale = self._default_scale if scale is None else scale
         gradients = _allocated(self._request, q, k, v, self._writes)
+        if bound.copies is not None:
+            q, k, v = copies_of((q, k, v), bound.copies)
         tensors = q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[4:], gradients.dsinks
         bound.launch(tensors, scale, side)
         return gradients
@@ -155,9 +160,10 @@ class BoundBackward:
         """Returns the gradients of q, k and v with less overhead, without side inputs and `dlse`."""
         bound = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
         elsewhere = self._index is not None and current_device() != self._index
-        if bound is None or elsewhere or dout.data_ptr() % POINTER_ALIGNMENT:
+        unaligned = dout.data_ptr() % POINTER_ALIGNMENT or not lse.is_contiguous()
+        if bound is None or elsewhere or unaligned or bound.copies is not None:
             return self(q, k, v, out, lse, dout, dlse, scale)
-        launch, new_dq, new_dk, new_dv = bound
+        launch, new_dq, new_dk, new_dv, _ = bound
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         tensors = q, k, v, out, lse, dout, dq, dk, dv, None, None, None
         launch(tensors, self._default_scale if scale is None else scale)
@@ -175,20 +181,31 @@ class BoundBackward:
     def _bind(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: ExtraInputs
     ) -> Bound | None:
-        tensors = backward_tensors(self._request, q, k, v, out, out, dout)
+        tensors = backward_tensors(self._request, q, k, v, out, out, dout, q.device)
         kernel, target, binary = self._choice
         needed = specialization_of_pass(self._request, tensors, side)
-        if _has_rows(dout) and _covers(kernel.specialization, needed):
+        if all(map(_has_rows, (q, k, v, out, dout))) and _covers(kernel.specialization, needed):
             extra = _extra_views(self._request, side, tensors)
             launch = bind(kernel, target, tensors, extra, compiled=binary)
             made = (allocator(torch.empty_like(one, device="meta"), one.device) for one in (q, k, v))
-            return Bound(launch, *made)
-        if dout.stride() == torch.empty(dout.shape, device="meta").stride():
+            copies = copied(self._request, q, k, v)
+            return Bound(launch, *made, copies if any(copies) else None)
+        return None
+
+    def _addressable(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        """Returns tensors of other strides: with a contiguous gradient, or if it is, all with padded rows."""
+        usual = torch.empty(dout.shape, device="meta").stride()
+        if dout.stride() != usual:
+            # A contiguous tensor may have unusual strides in dimensions of size 1.
+            return q, k, v, out, dout.clone(memory_format=torch.contiguous_format)
+        given = q, k, v, out
+        copies = tuple(map(_with_padded_rows, given))
+        if all(one.stride() == other.stride() for one, other in zip(given, copies, strict=True)):
             raise KernelError(
                 "tensors that were saved for the backward pass came back with strides that its kernel cannot "
                 "address: let hooks of saved tensors keep their strides"
             )
-        return None
+        return *copies, dout
 
 
 def _strides(
@@ -228,6 +245,17 @@ def _covers(assumed: Specialization, needed: Specialization) -> bool:
     return assumed.alignment <= needed.alignment and assumed.index_bits >= needed.index_bits
 
 
+def _with_padded_rows(tensor: Tensor) -> Tensor:
+    """Returns a copy whose strides are multiples of all alignments."""
+    width = -(-tensor.shape[-1] // POINTER_ALIGNMENT) * POINTER_ALIGNMENT
+    return tensor.new_empty(*tensor.shape[:-1], width)[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def with_rows(tensor: Tensor) -> Tensor:
+    """Returns a tensor with a contiguous last dimension, a copy if needed."""
+    return tensor if _has_rows(tensor) else tensor.contiguous()
+
+
 def _has_rows(tensor: Tensor) -> bool:
     """Whether the last dimension is contiguous, as kernels require."""
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
@@ -254,7 +282,9 @@ def interpreted_backward(
 ) -> Gradients:
     """Runs kernels under Triton's interpreter in float32, as `flashtune.runtime.executors.interpreted`."""
     assert decision.target is not None
-    q_wide, k_wide, v_wide, out_wide = (tensor.float() for tensor in (q, k, v, out))
+    wide = (tensor.float() for tensor in (q, k, v, out))
+    q_wide, k_wide, v_wide, out_wide = map(with_rows, wide)
+    lse = lse.contiguous()
     dout_wide = dout.float().contiguous()
     if side.bias is not None and side.bias.dtype is not torch.bool:
         side = side._replace(bias=side.bias.float())

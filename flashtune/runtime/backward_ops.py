@@ -32,7 +32,7 @@ from flashtune.recording.recorder import counted
 from flashtune.request.call import Call
 from flashtune.request.request import Request, Result
 from flashtune.runtime.autograd import Pair, differentiable, only_once, with_side
-from flashtune.runtime.backward_executors import Gradients
+from flashtune.runtime.backward_executors import Gradients, with_rows
 from flashtune.runtime.call_cache import call_key, remembered, unsigned
 from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
 from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
@@ -151,6 +151,9 @@ def _backward_operator(
 
 def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
     call = call_of(values)
+    # Compilers save the operands too, and hooks of saved tensors may return other strides.
+    call = call._replace(q=with_rows(call.q), k=with_rows(call.k), v=with_rows(call.v))
+    out, lse = with_rows(out), lse.contiguous()
 
     def make(request: Request) -> Callable[..., Gradients]:
         # The tensors of an operator do not show whether the bias requires grad.

@@ -26,6 +26,7 @@ from flashtune.request.autocast import any_autocast, autocast_dtype
 from flashtune.request.call import requires_grad
 from flashtune.request.quantization import with_positive_scale
 from flashtune.request.read_call import read_call
+from flashtune.request.tensor_checks import allows_tf32
 from flashtune.runtime.executors import write_output
 from flashtune.runtime.kernel_fallback import forget_choices
 from flashtune.runtime.prepare import prepare
@@ -46,9 +47,10 @@ AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
 
 SEED = TENSORS.index("seed")
 # Places in keys of whether q, k and v, and whether the bias, are aligned to 16 bytes.
-ALIGNED, BIAS_ALIGNED = 6, 15 + len(TENSORS)
+ALIGNED, BIAS_ALIGNED = 6, 16 + len(TENSORS)
 # Bound once, because each call uses them.
 is_grad_enabled = torch.is_grad_enabled
+float32 = torch.float32
 is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 _executors: dict[tuple[object, ...], Any] = {}
@@ -119,6 +121,7 @@ def call_key(call: Call) -> tuple[object, ...]:
 def _tensor_key(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...], deterministic: bool
 ) -> tuple[object, ...]:
+    dtype = q.dtype
     return (
         q.shape,
         k.shape,
@@ -127,7 +130,8 @@ def _tensor_key(
         k.stride(),
         v.stride(),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,
-        q.dtype,
+        dtype,
+        dtype is float32 and allows_tf32(),
         k.dtype,
         v.dtype,
         q.device,

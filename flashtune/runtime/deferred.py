@@ -31,7 +31,7 @@ from flashtune.dispatch.decision import (
     required_specialization,
     selection_source,
 )
-from flashtune.dispatch.faster_peers import beats
+from flashtune.dispatch.faster_peers import beats, is_untrusted
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.masked_sdpa import sharing_of
 from flashtune.dispatch.nearest import same_computation
@@ -447,6 +447,8 @@ def _chosen(key: BucketKey, known: Known | None) -> tuple[Choice, ...] | None:
     target = known.target
     found = [select(problem, target, known.records, needed, generated=True) for problem, needed in passes]
     if key.usual is not None and not beats(found, key.usual, key.sharing):
+        return None
+    if any(is_untrusted(selection, request.problem) for selection in found):
         return None
     return tuple(
         _loaded(selection, target, KernelKey(problem, needed, request.prefer, request.device))

@@ -70,6 +70,30 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
     return run
 
 
+def with_copies(executor: Executor, flags: tuple[bool, bool, bool]) -> Executor:
+    """Returns an executor that gets contiguous copies of the flagged tensors of q, k and v.
+
+    During the capture of a CUDA graph, the copies are in the memory of the graph.
+    """
+    if not any(flags):
+        return executor
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs = NO_EXTRA_INPUTS
+    ) -> Result:
+        return executor(*copies_of((q, k, v), flags), scale, side)
+
+    return run
+
+
+def copies_of(tensors: tuple[Tensor, Tensor, Tensor], flags: tuple[bool, bool, bool]) -> list[Tensor]:
+    """Returns q, k and v, with contiguous copies of the flagged ones."""
+    return [
+        tensor.clone(memory_format=torch.contiguous_format) if flag else tensor
+        for tensor, flag in zip(tensors, flags, strict=True)
+    ]
+
+
 def _writer(launch: Launch, default_scale: float, like: Tensor, device: torch.device) -> Callable[..., bool]:
     kind, index = (like.shape, like.stride(), like.dtype, device), device.index
 

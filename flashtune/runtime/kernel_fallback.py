@@ -202,7 +202,7 @@ def _warn_of_fallback(selection: Selection, problem: Problem) -> None:
         what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
     elif (near.head_dim, near.value_head_dim) != (problem.head_dim, problem.value_head_dim):
         what = f"{problem.key} is not tuned here and its nearest, {near.key}, has other head dims"
-    elif selection.source == "nearest" and is_far(near, problem):
+    elif selection.source == "estimated" and is_far(near, problem):
         what = f"{problem.key} is not tuned here and its nearest, {near.key}, is far"
     else:
         return

@@ -9,7 +9,15 @@ import msgspec
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.notices import warn_once
-from flashtune.dispatch.decision import Backend, baseline, decide, output_like, required_specialization
+from flashtune.dispatch.decision import (
+    Backend,
+    as_read,
+    baseline,
+    copied,
+    decide,
+    output_like,
+    required_specialization,
+)
 from flashtune.dispatch.masked_sdpa import refusal, sdpa_allowed
 from flashtune.dispatch.sdpa import default_backend
 from flashtune.launch.binding import bind
@@ -24,6 +32,7 @@ from flashtune.runtime.executors import (
     masked_executor,
     nothing,
     types_as_given,
+    with_copies,
 )
 from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, prepared_or
 
@@ -49,7 +58,7 @@ def prepare(
     # Whether SDPA supports a mask also depends on strides, which are not part of the key of a kernel.
     decision = decide(request, q, k, v, side)
     if decision.backend is Backend.SDPA and request.problem.features:
-        masked = _masked(request, q, k, v, side)
+        masked = masked_sdpa_executor(request, q, k, v, side)
         if masked is not None:
             return masked
         decision = decide(request, q, k, v, side)
@@ -73,7 +82,9 @@ def prepare(
     return baseline_executor(decision.backend, request)
 
 
-def _masked(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Executor | None:
+def masked_sdpa_executor(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs
+) -> Executor | None:
     """Returns an executor by SDPA with a mask, or warns and returns None if a trial of SDPA fails."""
     assert side.bias is not None
     views = request.views(q, k, v)
@@ -98,9 +109,11 @@ def forward_pass(
         return KernelKey(request.problem, needed, request.prefer, request.device)
 
     def bound(choice: LoadedKernel) -> Executor:
-        tensors = ForwardTensors(*request.views(q, k, v), output_like(request))
+        read = as_read(request, q, k, v, q.device)
+        tensors = ForwardTensors(*request.views(*read), output_like(request))
         extra = side_views(request.problem, side, tensors.k.shape[0]) if request.problem.features else side
         kernel, target, binary = choice
-        return launcher(bind(kernel, target, tensors, extra, compiled=binary), request, q)
+        run = launcher(bind(kernel, target, tensors, extra, compiled=binary), request, q)
+        return with_copies(run, copied(request, q, k, v))
 
     return Pass(key, bound, lambda decision: functools.partial(interpreted, decision, request))

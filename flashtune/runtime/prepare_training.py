@@ -18,7 +18,7 @@ from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import score_tensors
 from flashtune.core.layouts import Layout
 from flashtune.core.notices import warn_once
-from flashtune.dispatch.decision import Backend, Decision, baseline
+from flashtune.dispatch.decision import Backend, Decision, baseline, copied
 from flashtune.dispatch.pair_decision import backward_specialization, decide_pair, side_gradients
 from flashtune.request.request import Executor, Prefer, Request, Result
 from flashtune.request.side_inputs import side_views
@@ -29,9 +29,9 @@ from flashtune.runtime.backward_executors import (
     Gradients,
     interpreted_backward,
 )
-from flashtune.runtime.executors import baseline_executor, in_words, nothing
+from flashtune.runtime.executors import baseline_executor, copies_of, in_words, nothing, with_copies
 from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, prepared_or
-from flashtune.runtime.prepare import forward_pass
+from flashtune.runtime.prepare import forward_pass, masked_sdpa_executor
 
 
 def prepare_pair(
@@ -44,12 +44,20 @@ def prepare_pair(
         KernelError: `prefer` is "generated" and no kernel compiles or loads.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
+    flags = copied(request, q, k, v)
+    if any(flags):
+        # Autograd saves the copies. Most programs do not save the tensors that q, k and v are slices of.
+        return with_copies(prepare_pair(request, *copies_of((q, k, v), flags), side), flags)
     forward, backward = forward_pass(request.forward, q, k, v, side), backward_pass(request, q, k, v, side)
     if request.problem.features and not request.is_empty:
         first, last = forward.known(), backward.known()
         if first is not None and last is not None:
             return paired(first, last, request, side)
     decisions = decide_pair(request, q, k, v, side)
+    if decisions[1].backend is Backend.SDPA and request.problem.features:
+        with torch.no_grad():
+            executor = masked_sdpa_executor(request, q, k, v, side)
+        return executor or baseline_executor(Backend.UNFUSED, request)
     if not decisions[1].generated:
         return baseline_of_pair(decisions[1], request)
 

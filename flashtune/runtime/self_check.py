@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.core.errors import StoreError, TableError
+from flashtune.core.errors import FlashtuneError, StoreError, UsageError
 from flashtune.core.file_lock import alone_with
 from flashtune.core.notices import warn_once
 from flashtune.dispatch.versions import current_versions
@@ -77,10 +77,7 @@ def known_seconds(kernel: Kernel, target: Target) -> float | None:
     from flashtune.db.light.reader import open_reader
 
     reader = open_reader()
-    try:
-        check = reader and reader.remembered(kernel.digest, target.name, current_versions(kernel.family))
-    except TableError:
-        return None  # the stored time is invalid; the verdict is in another column
+    check = reader and reader.remembered(kernel.digest, target.name, current_versions(kernel.family))
     return check.seconds if check else None
 
 
@@ -157,7 +154,7 @@ def _remembered(kernel: Kernel, target: Target) -> bool | None:
     """Returns `known_verdict`, or None with a warning if the database cannot be read."""
     try:
         return known_verdict(kernel, target)
-    except StoreError as error:
+    except (StoreError, UsageError) as error:
         _warn_of_database(error)
         return None
 
@@ -204,9 +201,9 @@ def _remember(kernel: Kernel, target: Target, verdict: Verdict, seconds: float) 
     )
     try:
         remember_check(check)
-    except StoreError as error:
+    except (StoreError, UsageError) as error:
         _warn_of_database(error)
 
 
-def _warn_of_database(error: StoreError) -> None:
+def _warn_of_database(error: FlashtuneError) -> None:
     warn_once("database", f"{error} (until then kernels are checked again in every process)")

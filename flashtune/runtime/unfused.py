@@ -18,7 +18,7 @@ from flashtune.core.features.description import ScoreRows
 from flashtune.core.features.masks import seen_keys, seen_pairs
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import TENSOR_INPUTS, changed_scores
-from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Dtype, Problem
+from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.runtime.value_checks import check_pages
 from flashtune.templates.family import BytesItem
@@ -128,7 +128,7 @@ def standard_hbm_items(problem: Problem) -> tuple[BytesItem, ...]:
         BytesItem("scores read and written to scale them", pairs * 2 * SCORE_BYTES),
         *(() if problem.causal is Causal.NONE else (mask,)),
         BytesItem("scores read and weights written by the softmax", pairs * 2 * SCORE_BYTES),
-        *(() if problem.dtype is Dtype.FP32 else (rounding,)),
+        *(() if problem.dtype.is_float32 else (rounding,)),
         BytesItem("weights read by the second product", pairs * size),
         BytesItem("out written once", queries * problem.value_head_dim),
     )
@@ -149,7 +149,7 @@ def _gradient_hbm_items(problem: Problem) -> tuple[BytesItem, ...]:
         BytesItem("q, k and v read once", queries * problem.head_dim + keys * _both(problem)),
         BytesItem("weights read for dv", pairs * size),
         BytesItem("the weights' gradients written", pairs * size),
-        *(() if problem.dtype is Dtype.FP32 else (widening,)),
+        *(() if problem.dtype.is_float32 else (widening,)),
         BytesItem("weights and their gradients read, the scores' gradients written", pairs * 3 * SCORE_BYTES),
         *(() if problem.causal is Causal.NONE else (mask,)),
         BytesItem("the scores' gradients read and written to scale them", pairs * 2 * SCORE_BYTES),

@@ -8,12 +8,12 @@ without the check.
 from __future__ import annotations
 
 import functools
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
 from flashtune.core.errors import ProblemError
+from flashtune.core.machine import CHECK_VARIABLE, variable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.request.request import Executor, Request, Result
 
-VARIABLE = "FLASHTUNE_CHECK"
-
 
 def values_are_checked(device: torch.device) -> bool:
     """Whether values on a device are checked: on the CPU, and if `FLASHTUNE_CHECK` is set."""
-    asked = os.environ.get(VARIABLE, "0") not in ("", "0")
+    asked = variable(CHECK_VARIABLE) not in ("", "0")
     return device.type == "cpu" or (asked and device.type != "meta")
 
 

@@ -70,6 +70,10 @@ class Probe(enum.StrEnum):
     SINK = "sink"
 
 
+# The probes of a passed verdict at every level, for every problem.
+EVERY_LEVEL = frozenset({Probe.RANDOM, Probe.FAR_BELOW, Probe.NEEDLE, Probe.LAST, Probe.RISING})
+
+
 class Values(NamedTuple):
     """q, k and v as [batch, heads, seqlen, head_dim] in float32, not yet rounded to their dtype."""
 

@@ -39,17 +39,23 @@ from torch import Tensor
 from flashtune.core.problem import Dtype, Problem
 
 # Largest relative error of one rounding to nearest.
-UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24, Dtype.E4M3: 2.0**-4}
+UNIT_ROUNDOFF = {
+    Dtype.BF16: 2.0**-8,
+    Dtype.FP16: 2.0**-11,
+    Dtype.FP32: 2.0**-24,
+    Dtype.TF32: 2.0**-11,
+    Dtype.E4M3: 2.0**-4,
+}
 FLOAT32_ROUNDOFF = UNIT_ROUNDOFF[Dtype.FP32]
 # Half of the smallest positive number, for rows whose largest element is near zero.
-MIN_ROUNDING = {Dtype.BF16: 2.0**-134, Dtype.FP16: 2.0**-25, Dtype.FP32: 2.0**-150}
+MIN_ROUNDING = {Dtype.BF16: 2.0**-134, Dtype.FP16: 2.0**-25, Dtype.FP32: 2.0**-150, Dtype.TF32: 2.0**-150}
 # The smallest normal number of float32. Smaller numbers may become zero.
 MIN_NORMAL = 2.0**-126
 # A probability that becomes zero loses the contribution of its value. Values of a check are below this bound.
 LARGEST_VALUE = 2.0**12
 # Unnormalised probabilities are between 0 and this value when they are rounded. e4m3 has few small numbers,
 # so its range is used up to the largest power of two, as in FlashAttention-3. Larger dtypes are used up to 1.
-WEIGHT_RANGE = {Dtype.BF16: 1.0, Dtype.FP16: 1.0, Dtype.FP32: 1.0, Dtype.E4M3: 256.0}
+WEIGHT_RANGE = {Dtype.BF16: 1.0, Dtype.FP16: 1.0, Dtype.FP32: 1.0, Dtype.TF32: 1.0, Dtype.E4M3: 256.0}
 
 # Hopper's Tensor Cores keep 13 bits after the leading bit of a sum of 8-bit products. They truncate the rest
 # at every instruction of 32 products. The DeepSeek-V3 report (2024, section 3.3.2) reports about 14 bits, and
@@ -64,6 +70,9 @@ PRODUCTS_AT_ONCE = 32
 PRODUCTS_OF_A_STEP = 16
 ROUNDOFFS_OF_A_STEP = 2.0
 MIN_SCORE_STEPS = 16.0
+# The sum of the squares of a product's terms, relative to the square of the largest product over its width:
+# that of a normally distributed vector with itself.
+SQUARES_OF_TERMS = 3.0
 # Roundoffs of the GPU's approximate exponential, division and logarithm. Also those of a hyperbolic tangent
 # that is computed from these, in proportion to the softcap.
 FUNCTION_STEPS = 32.0
@@ -104,7 +113,8 @@ class RowScale(NamedTuple):
 
 def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     """Returns the tolerance of each row's output, [heads, rows] in float64."""
-    steps = FUNCTION_STEPS + _score_steps(problem) * scale.score + scale.keys.sqrt() + _addition_steps(scale)
+    of_score = product_steps(problem.dtype, problem.head_dim) * scale.score
+    steps = FUNCTION_STEPS + of_score + scale.keys.sqrt() + _addition_steps(scale)
     typical = scale.spread * (_weight_roundoff(scale, problem) + FLOAT32_ROUNDOFF * steps)
     # The sum of the weights is in float32 too, and its error affects the whole row.
     summing = FLOAT32_ROUNDOFF * (4.0 + scale.keys.sqrt())
@@ -125,7 +135,8 @@ def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
 
 def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
     """Returns the tolerance of each row's float32 log-sum-exp, [heads, rows] in float64."""
-    steps = FUNCTION_STEPS + _score_steps(problem) * scale.score + scale.keys.sqrt() + 4.0 * scale.lse
+    of_score = product_steps(problem.dtype, problem.head_dim) * scale.score
+    steps = FUNCTION_STEPS + of_score + scale.keys.sqrt() + 4.0 * scale.lse
     allowed = 2.0 * plain + FLOAT32_ROUNDOFF * (steps + _addition_steps(scale))
     if scale.products is not None and scale.focus is not None:
         allowed += 2.0 * UNIT_ROUNDOFF[problem.dtype] * scale.products * scale.focus
@@ -134,9 +145,16 @@ def allowed_lse_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tenso
     return allowed
 
 
-def _score_steps(problem: Problem) -> float:
-    """Returns the error of a score, in roundoffs of the largest score."""
-    return max(MIN_SCORE_STEPS, problem.head_dim / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
+def product_steps(dtype: Dtype, width: int) -> float:
+    """Returns the error of a product of vectors of this width, in float32 roundoffs of the largest product.
+
+    In tf32 both factors of each term may be rounded, independently. The squares of all terms have a sum of at
+    most about 3 / width of the square of the largest product.
+    """
+    steps = max(MIN_SCORE_STEPS, width / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
+    if dtype is Dtype.TF32:
+        steps += UNIT_ROUNDOFF[dtype] / FLOAT32_ROUNDOFF * math.sqrt(2 * SQUARES_OF_TERMS / width)
+    return steps
 
 
 def _addition_steps(scale: RowScale) -> Tensor | float:

@@ -21,6 +21,7 @@ from flashtune.templates.backward_fused.space import (
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
     plain_arguments,
+    score_arguments,
     seed_arguments,
     stride_arguments,
 )
@@ -91,11 +92,14 @@ class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
         workspaces = ("workspace_0", "workspace_1", SUMS, *_random(problem))
         tensors = ("out", "dout", "lse", *dlse, *workspaces, *dslopes)
         counts = ("heads", "seqlen_q", "sum_pieces", *(("slope_count",) if problem.alibi else ()))
+        values, integers = score_arguments(problem, specialization)
         arguments = (
             *plain_arguments(problem.dtype, specialization, tensors),
             *seed_arguments(problem),
+            *values,
             *stride_arguments(specialization, tensors),
             *(Argument(name, "i32") for name in counts),
+            *integers,
         )
         return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
 

@@ -9,7 +9,7 @@ from flashtune.templates.backward_fused.space import FusedConfig, Reduction, can
 from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, engine_of
 from flashtune.templates.common.model.traffic import summed_items, unpacked
-from flashtune.templates.common.precision import InputPrecision
+from flashtune.templates.common.precision import InputPrecision, at_rate
 from flashtune.templates.family import BytesItem, PerformanceModel
 
 FLOAT32 = 4
@@ -53,7 +53,7 @@ class FusedModel(PerformanceModel[FusedConfig]):
             problem,
             config.block_m,
             config.block_n,
-            target,
+            at_rate(problem, config.input_precision, target),
             heads_innermost=config.heads_innermost,
             products=PRODUCTS_OF_ALL,
         )

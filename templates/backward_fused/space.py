@@ -6,7 +6,7 @@ import enum
 
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.kernel import Alignment
-from flashtune.core.problem import Bias, Dtype, Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Chunk, columns, is_exact, power_of_two
 from flashtune.templates.common.model.sram_backward import (
@@ -15,7 +15,12 @@ from flashtune.templates.common.model.sram_backward import (
     may_split,
     usual_tiles_of_keys,
 )
-from flashtune.templates.common.precision import InputPrecision, precision_axis
+from flashtune.templates.common.precision import (
+    InputPrecision,
+    float32_width,
+    input_precisions,
+    precision_axis,
+)
 
 # TMA addresses are multiples of this many float32 elements.
 DESCRIBED_NUMBERS = 4
@@ -58,13 +63,17 @@ class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
 # Below this many queries and keys, small tiles are in the space.
 SHORT = 128
 HOPPER = 90
+# Queries, keys, warps and stages of float32 on Hopper, by the width of the head dim: the fastest that were
+# measured on an H200, and smaller ones if scores are changed.
+HOPPER_TILES = {64: (64, 64, 4, 1), 128: (32, 128, 8, 1), 256: (16, 32, 8, 1)}
+SMALL_TILES = {64: (32, 64, 4, 2), 128: (32, 64, 4, 1), 256: (16, 32, 8, 1)}
 # From this width on, tiles of 32 rows are in the space: larger ones may exceed SRAM.
 WIDE_HEAD = 256
 
 
 def fused_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
-    wide = problem.dtype is Dtype.FP32
+    wide = problem.dtype.is_float32
     short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
     odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
@@ -135,16 +144,33 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
 def usual_config(problem: Problem, target: Target) -> FusedConfig:
     """Returns a config that fits the target, for untuned shapes."""
     width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
-    if problem.dtype is not Dtype.FP32 and target.capability == HOPPER:
+    hopper = target.capability == HOPPER
+    if hopper and not problem.dtype.is_float32:
         return _usual_of_hopper(problem, width)
-    block_m, block_n, warps, stages = usual_tiles_of_keys(problem, width, target)
-    return FusedConfig(block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
+    if hopper:
+        tiles = SMALL_TILES if _changes_scores(problem) else HOPPER_TILES
+        block_m, block_n, warps, stages = tiles[float32_width(problem)]
+    else:
+        block_m, block_n, warps, stages = usual_tiles_of_keys(problem, width, target)
+    return FusedConfig(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=warps,
+        num_stages=stages,
+        split_masked_loop=not hopper,
+        input_precision=input_precisions(problem, target)[-1],
+    )
+
+
+def _changes_scores(problem: Problem) -> bool:
+    """Returns whether scores are changed, which needs more registers."""
+    return bool(problem.bias is not Bias.NONE or problem.dropout or problem.alibi or problem.softcap)
 
 
 def _usual_of_hopper(problem: Problem, width: int) -> FusedConfig:
     """Returns tiles that Triton 3.6 compiles without spills; features of scores need more registers."""
     wide = width > 256 or (width > 128 and problem.bias is not Bias.NONE)
-    changes = problem.bias is not Bias.NONE or problem.dropout or problem.alibi or problem.softcap
+    changes = _changes_scores(problem)
     return FusedConfig(
         block_m=32 if wide or changes else 64,
         block_n=64 if wide else 128,

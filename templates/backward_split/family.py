@@ -11,6 +11,7 @@ from flashtune.templates.backward_split.space import SplitConfig, chunks_of, spl
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
     plain_arguments,
+    score_arguments,
     seed_arguments,
     stride_arguments,
 )
@@ -23,6 +24,7 @@ from flashtune.templates.common.args.backward_portable import (
 )
 from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.precision import input_precisions
 from flashtune.templates.family import Context, FamilyOf
 
 # Features that hide keys from only some queries of a block.
@@ -75,6 +77,7 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
             # If only the last block is masked, one loop is as fast and needs fewer registers.
             split_masked_loop=masked and width <= 256,
             lpt=problem.causal is not Causal.NONE,
+            input_precision=input_precisions(problem, target)[-1],
         )
 
     def arguments(
@@ -88,12 +91,15 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
         dslopes = ("dslopes",) if clears_slopes else ()
         random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
         tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", *random, *dslopes)
+        values, integers = score_arguments(problem, specialization)
         arguments = (
             *plain_arguments(problem.dtype, specialization, tensors),
             *seed_arguments(problem),
+            *values,
             *stride_arguments(specialization, tensors),
             *(Argument(name, "i32") for name in ("heads", "seqlen_q")),
             *((Argument("slope_count", "i32"),) if clears_slopes else ()),
+            *integers,
         )
         return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
 

@@ -21,7 +21,7 @@ from flashtune.templates.common.model.traffic import (
     tiles_of_queries,
     unpacked,
 )
-from flashtune.templates.common.precision import InputPrecision
+from flashtune.templates.common.precision import InputPrecision, at_rate
 from flashtune.templates.family import BytesItem, PerformanceModel
 
 KEYS, QUERIES = "k and v", "q and dout"
@@ -50,6 +50,7 @@ class SplitModel(PerformanceModel[SplitConfig]):
     def makespan_ms(self, problem: Problem, config: SplitConfig, target: Target) -> float:
         """Returns the time of the three kernels in sequence, in ms."""
         problem = unpacked(problem)
+        target = at_rate(problem, config.input_precision, target)
         keys = keys_span(
             problem,
             config.block_m,

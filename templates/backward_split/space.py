@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Chunk, columns, is_exact, power_of_two
 from flashtune.templates.common.model.sram_backward import (
@@ -16,7 +16,7 @@ from flashtune.templates.common.model.sram_backward import (
     may_split,
     usual_tiles_of_keys,
 )
-from flashtune.templates.common.precision import InputPrecision, precision_axis
+from flashtune.templates.common.precision import InputPrecision, float32_width, precision_axis
 
 
 class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,6 +52,12 @@ class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 HOPPER = 90
+# Sides, warps and stages of both kernels in float32 on Hopper, by the width of the head dim.
+HOPPER_TILES = {
+    64: (32, 128, 8, 1, 128, 64, 8, 1),
+    128: (32, 64, 4, 1, 64, 32, 4, 1),
+    256: (16, 32, 4, 1, 64, 16, 4, 1),
+}
 # Below this many queries and keys, small tiles are in the space.
 SHORT = 128
 # From this width on, tiles of 32 rows are in the space: larger ones may exceed SRAM.
@@ -60,7 +66,7 @@ WIDE_HEAD = 256
 
 def split_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
-    wide = problem.dtype is Dtype.FP32
+    wide = problem.dtype.is_float32
     short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
     odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
@@ -109,11 +115,13 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
 def usual_tiles(width: int, problem: Problem, target: Target) -> tuple[int, ...]:
     """Returns sides, warps and stages of both kernels' default config, for heads of this many bytes."""
     walked = 32 if is_narrow(problem, width) else 64
-    if problem.dtype is not Dtype.FP32 and target.capability == HOPPER:
+    if not problem.dtype.is_float32 and target.capability == HOPPER:
         return walked, 128 if width <= 256 else 64, 8, 2, 128, walked, 8, 2
+    if target.capability == HOPPER:
+        return HOPPER_TILES[float32_width(problem)]
     keys = usual_tiles_of_keys(problem, width, target)
     block_m, block_n, warps, stages = keys
-    if problem.dtype is Dtype.FP32:
+    if problem.dtype.is_float32:
         return *keys, block_n, block_m, warps, stages
     if target.sram_per_block < SMALL_SRAM:
         return *keys, block_n, block_m, 4, 1

@@ -42,7 +42,7 @@ class CheckContext(Context, frozen=True):
     @property
     def is_fp32(self) -> bool:
         """Whether queries are in fp32."""
-        return self.dtype is Dtype.FP32
+        return self.dtype.is_float32
 
     @property
     def quantized_queries(self) -> bool:
@@ -63,8 +63,8 @@ def checks_of(family: Family, problem: Problem, specialization: Specialization) 
         # Gluon kernels use TMA descriptors, whose strides are multiples of 16 bytes.
         alignment = POINTER_ALIGNMENT // problem.kv_itemsize
     return CheckContext(
-        dtype=problem.dtype,
-        kv_dtype=problem.kv_dtype or problem.dtype,
+        dtype=problem.dtype.stored,
+        kv_dtype=problem.kv_dtype or problem.dtype.stored,
         head_dim=problem.head_dim,
         value_head_dim=problem.value_head_dim,
         features=feature_context(problem),

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from flashtune.core.features.mask_geometry import distinct_keys
 from flashtune.core.kernel import Specialization
-from flashtune.core.mask_geometry import distinct_keys
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from flashtune.core.config import Axis, Config, Space
-from flashtune.core.mask_geometry import distinct_keys
+from flashtune.core.features.mask_geometry import distinct_keys
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 

@@ -34,6 +34,7 @@ from flashtune.templates.decode_split_kv.space import (
     combined_columns,
     combines_early,
     decode_space,
+    fewest_tiles,
     fits_registers,
     group_rows,
     loads_pairs,
@@ -43,7 +44,7 @@ from flashtune.templates.decode_split_kv.space import (
 )
 from flashtune.templates.family import Context, FamilyOf
 
-# Maximum number of queries; other families compute more.
+# Maximum number of queries if their tiles occupy all SMs. Other families then compute more.
 MAX_QUERIES = 16
 MAX_LATENT = 1024
 # Kernels of a shorter estimated time start before the preceding kernel ends, in ms.
@@ -110,8 +111,8 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
-        if problem.seqlen_q > MAX_QUERIES and not problem.mla:
-            return f"decode_split_kv takes up to {MAX_QUERIES} queries of a sequence"
+        if problem.seqlen_q > MAX_QUERIES and fewest_tiles(problem) >= target.sm_count and not problem.mla:
+            return f"decode_split_kv takes up to {MAX_QUERIES} queries of a sequence if they occupy all SMs"
         if problem.dtype.is_quantized:
             return f"decode_split_kv takes no queries in {problem.dtype}"
         if problem.kv_dtype is KvDtype.E4M3 and target.is_nvidia and target.capability < CONVERTS_E4M3:
@@ -210,7 +211,7 @@ def _smaller_tiles(problem: Problem, config: DecodeConfig) -> DecodeConfig:
 
     Two blocks in flight are enough. Fewer rows come late, since then more programs read the same keys.
     """
-    wide = problem.dtype is Dtype.FP32
+    wide = problem.dtype.is_float32
     if config.num_stages > 3:
         return msgspec.structs.replace(config, num_stages=config.num_stages - 1)
     if config.block_n > (16 if wide else MIN_KEYS):
@@ -226,7 +227,7 @@ def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
     """Returns tiles for any length, with three blocks in SRAM, two of them in flight."""
     rows = group_rows(problem)
     block_m = next((size for size in (16, 32) if rows <= size), 64)
-    if problem.dtype is Dtype.FP32:
+    if problem.dtype.is_float32:
         wide = power_of_two(max(problem.head_dim, problem.value_head_dim)) > 128
         return DecodeConfig(block_m=min(block_m, 32), block_n=16 if wide else 32, num_warps=4, num_stages=2)
     if problem.mla:

@@ -7,14 +7,15 @@ from collections.abc import Iterable
 
 import msgspec
 
+from flashtune.core.features.mask_geometry import distinct_keys
 from flashtune.core.kernel import Specialization
-from flashtune.core.mask_geometry import distinct_keys
-from flashtune.core.problem import Bias, Dtype, KvScale, Problem
+from flashtune.core.problem import Bias, KvScale, Problem
 from flashtune.core.target import KIB, Target
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
 from flashtune.templates.common.model.sram import Engine, columns, engine_of, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream
 from flashtune.templates.common.model.traffic import split_keys_items
+from flashtune.templates.common.precision import at_rate, fixed_precision
 from flashtune.templates.decode_split_kv.space import (
     WARPGROUP_ROWS,
     DecodeConfig,
@@ -48,6 +49,8 @@ MAX_PAIRED_VALUES = 256
 BARRIERS = KIB
 # Bytes of a page's number, of a scale, and of a row's maximum.
 WORD = 4
+# Bytes of the parts of a float32 number: three numbers in bf16.
+PARTS_BYTES = 6
 
 
 class DecodeModel(PerformanceModel[DecodeConfig]):
@@ -59,7 +62,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         """Returns the items that are live at one point of the main loop."""
         chunks = query_chunks(problem, config.split_head_dim), value_chunks(problem, config.split_head_dim)
         blocks = config.block_m, config.block_n
-        tiles = tiles_of(problem, target, blocks, config.num_warps, chunks, ieee=True)
+        tiles = tiles_of(problem, target, blocks, config.num_warps, chunks, ieee=False)
         # AMD's units reorder tiles in registers, other units read them from SRAM.
         if tiles is None or tiles.engine is Engine.MFMA:
             return ()
@@ -102,8 +105,9 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         share = GREED * bandwidth / target.sm_count
         products = 2 * config.block_m * blocks * config.block_n * (width + values)
         grouped = config.block_m >= WARPGROUP_ROWS and config.num_warps % 4 == 0
-        peak = target.peak.fp32 if problem.dtype is Dtype.FP32 else target.peak.half
-        rate = peak * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
+        peak = at_rate(problem, fixed_precision(problem), target).peak
+        peak_rate = peak.fp32 if problem.dtype.is_float32 else peak.half
+        rate = peak_rate * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
         busy = rounds * (max(part / share, products / rate) + PROGRAM)
         if problem.kv_dtype is not None or problem.page_size:
             busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_PROGRAM + PROGRAM))
@@ -137,8 +141,9 @@ def expected_sram(problem: Problem, config: DecodeConfig, target: Target) -> int
 
     A bias can need up to two tiles of scores more. `sram_items` is a lower bound for all Triton versions.
     """
-    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=True)
-    size, stored = problem.dtype.itemsize, problem.kv_dtype is not None
+    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=False)
+    stored = problem.kv_dtype is not None
+    size = PARTS_BYTES if problem.dtype.is_float32 else problem.dtype.itemsize
     q_chunks = query_chunks(problem, config.split_head_dim)
     values = columns(value_chunks(problem, config.split_head_dim))
     in_sram = engine in (Engine.WARPGROUP, Engine.TENSOR_MEMORY)
@@ -156,9 +161,9 @@ def expected_sram(problem: Problem, config: DecodeConfig, target: Target) -> int
     if stored and not (engine is Engine.WARP and loads_pairs(problem, config, Specialization())):
         # At most two tiles of keys are in SRAM after their conversion.
         converted = values if engine is Engine.WARP else max(sum(widths[-2:]), values)
-        total += config.block_n * converted * size
+        total += config.block_n * converted * problem.dtype.itemsize
     elif config.num_stages == 1:
-        total += config.block_n * max(widths[-1], values) * size
+        total += config.block_n * max(widths[-1], values) * problem.dtype.itemsize
     if engine is Engine.TENSOR_MEMORY:
         # Values that are keys as well are copied for the products of each tile of columns.
         copies = len(q_chunks) if problem.mla and not stored else 0
@@ -171,7 +176,7 @@ def _score_tiles(problem: Problem, config: DecodeConfig, engine: Engine | None, 
     biased, stored = problem.bias is not Bias.NONE, problem.kv_dtype is not None
     if engine in (Engine.WARPGROUP, Engine.TENSOR_MEMORY):
         return int(biased and not stored)
-    if problem.dtype is Dtype.FP32:
+    if problem.dtype.is_float32:
         return 2 if problem.bias is Bias.ADDITIVE else 1
     if engine is not Engine.WARP:
         return 2 if biased else int(config.block_m >= WARPGROUP_ROWS)
@@ -183,7 +188,7 @@ def _score_tiles(problem: Problem, config: DecodeConfig, engine: Engine | None, 
 
 def converts_for_tensor_memory(problem: Problem, config: DecodeConfig, target: Target) -> bool:
     """Returns whether products in tensor memory need 8-bit keys that Triton 3.7 cannot convert for them."""
-    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=True)
+    engine = engine_of(target, problem.dtype, config.block_m, config.num_warps, ieee=False)
     if engine is not Engine.TENSOR_MEMORY or problem.kv_dtype is None:
         return False
     if loads_pairs(problem, config, Specialization()):

@@ -8,9 +8,9 @@ from typing import Annotated
 import msgspec
 
 from flashtune.core.config import Axis, BlockSize, Config, LaunchOptions, Space
+from flashtune.core.features.mask_geometry import distinct_keys
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.mask_geometry import distinct_keys
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, is_exact, power_of_two
 
@@ -60,7 +60,7 @@ MIN_COLUMNS = 32
 def decode_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
     odd_width = not problem.mla and not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
-    fewest = math.ceil(group_rows(problem) / ROWS[-1]) * problem.batch * problem.kv_heads
+    fewest = fewest_tiles(problem)
     most = min(
         max(1, math.ceil(distinct_keys(problem.sight) / MIN_KEYS)),
         max(1, PROGRAMS_PER_SM * target.sm_count // max(1, fewest)),
@@ -68,12 +68,12 @@ def decode_space(problem: Problem, target: Target) -> Space:
     # Also the numbers that give every SM one, two or three programs.
     filling = (waves * target.sm_count // max(1, fewest) for waves in (1, 2, 3))
     splits = tuple(count for count in sorted({*SPLITS, *filling}) if 1 <= count <= min(most, SPLITS[-1]))
-    early = len(splits) > 1 and target.capability >= HOPPER and problem.dtype is not Dtype.FP32
+    early = len(splits) > 1 and target.capability >= HOPPER and not problem.dtype.is_float32
     axes = (
         Axis("block_m", tuple(rows for rows in ROWS if rows < 2 * group_rows(problem) or rows == ROWS[0])),
-        Axis("block_n", (16, 32, 64) if problem.dtype is Dtype.FP32 else (32, 64, 128, 256)),
+        Axis("block_n", (16, 32, 64) if problem.dtype.is_float32 else (32, 64, 128, 256)),
         Axis("num_warps", (2, 4, 8)),
-        Axis("num_stages", (1, 2, 3) if problem.dtype is Dtype.FP32 else (2, 3, 4, 5)),
+        Axis("num_stages", (1, 2, 3) if problem.dtype.is_float32 else (2, 3, 4, 5)),
         Axis("num_splits", splits),
         Axis("split_head_dim", (False, True) if odd_width else (False,)),
         Axis(
@@ -93,6 +93,15 @@ def decode_space(problem: Problem, target: Target) -> Space:
 def group_rows(problem: Problem) -> int:
     """Returns the rows of one KV head of a sequence."""
     return max(1, problem.seqlen_q * problem.group_size)
+
+
+def fewest_tiles(problem: Problem) -> int:
+    """Returns the number of tiles with the most rows. Each packed sequence may end in a partial tile."""
+    if problem.total_q:
+        tiles = problem.total_q * problem.group_size // ROWS[-1] + problem.batch
+    else:
+        tiles = math.ceil(group_rows(problem) / ROWS[-1]) * problem.batch
+    return tiles * problem.kv_heads
 
 
 def query_chunks(problem: Problem, split_head_dim: bool) -> tuple[Chunk, ...]:
@@ -119,7 +128,7 @@ def loads_pairs(problem: Problem, config: DecodeConfig, specialization: Speciali
     a half, and narrow tiles take more instructions than they save. If warps divide the rows, Tensor Cores
     read values from SRAM, and pairs gain nothing unless the values are keys as well.
     """
-    if problem.kv_dtype is None or problem.dtype is Dtype.FP32 or specialization.alignment is Alignment.ANY:
+    if problem.kv_dtype is None or problem.dtype.is_float32 or specialization.alignment is Alignment.ANY:
         return False
     if problem.head_dim % 2 or problem.value_head_dim % 2:
         return False
@@ -153,7 +162,7 @@ def combines_early(problem: Problem, config: DecodeConfig) -> bool:
 
     Triton's interpreter, used for float32 only, cannot do this.
     """
-    return config.early_combine and problem.dtype is not Dtype.FP32
+    return config.early_combine and not problem.dtype.is_float32
 
 
 def combine_options(problem: Problem, config: DecodeConfig) -> LaunchOptions:

@@ -12,6 +12,7 @@ from flashtune.templates.forward_hopper.space import (
     copied_keys,
     gathers,
     has_lists,
+    shares_rows,
     stored_dtype,
 )
 
@@ -31,6 +32,8 @@ KINDS, WORDS, LISTS, COUNTER = (
     Argument(name, "*i32", POINTER_ALIGNMENT) for name in ("kinds", "words", "lists", "counter")
 )
 MASK_COUNTS = ("mask_batches", "mask_heads")
+# The tiles of queries with lists of their own.
+MASK_TILES = "mask_tiles"
 LISTED_COUNTS = ("mask_heads", "seqlen_q", "seqlen_kv")
 # The most blocks of a list by a block mask.
 LIST_WIDTH = "list_width"
@@ -140,7 +143,9 @@ def _lists(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:
 def _list_counts(problem: Problem) -> tuple[str, ...]:
     if problem.block_mask:
         return (*MASK_COUNTS, LIST_WIDTH)
-    return MASK_COUNTS if problem.bias is not Bias.NONE else ()
+    if problem.bias is Bias.NONE:
+        return ()
+    return (*MASK_COUNTS, MASK_TILES) if shares_rows(problem) else MASK_COUNTS
 
 
 def _strides(problem: Problem, specialization: Specialization, *, of_lists: bool) -> tuple[Argument, ...]:

@@ -32,6 +32,7 @@ from flashtune.templates.forward_hopper.perf_model import HopperModel
 from flashtune.templates.forward_hopper.space import (
     CONVERTED_HEAD_DIMS,
     CONVERTER_REGISTERS,
+    GROUP_ROWS,
     GROUP_WARPS,
     QUANTIZED_DEPTH,
     SMALLEST_COPY,
@@ -56,7 +57,7 @@ DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
 ROW_BYTES = 16
 WORKSPACE = "transposed"
 # Warps of a program that classifies blocks, and the blocks of a bias for each program, which reads few rows.
-CLASSIFYING_WARPS = {Bias.BOOLEAN: 4, Bias.ADDITIVE: 8}
+CLASSIFYING_WARPS = {Bias.BOOLEAN: 2, Bias.ADDITIVE: 8}
 CLASSIFIED = 8
 # Features that a bias or mask, or a block mask, excludes.
 EXCLUDED_WITH_BIAS = {Feature.VARLEN, Feature.PAGES, Feature.SEQLENS_K, Feature.PREFIX}
@@ -140,6 +141,11 @@ class HopperContext(Context, frozen=True):
     def has_pairs(self) -> bool:
         """Whether a bias or mask tensor has an element for each pair of a query and a key."""
         return self.bias is not Bias.NONE
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a mask with the same row for all queries has the same lists for all tiles."""
+        return self.has_mask and self.listed_left < 0 and self.listed_right < 0 and not self.listed_chunk
 
     @property
     def has_block_mask(self) -> bool:
@@ -365,6 +371,10 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         then uses all SMs.
         """
         usual = usual_config(problem)
+        is_short = problem.seqlen_q <= GROUP_ROWS or problem.total_q <= GROUP_ROWS * problem.batch
+        if problem.total_q and is_short and usual.num_consumer_groups > 1:
+            # Other groups have no rows of short sequences.
+            usual = msgspec.structs.replace(usual, num_consumer_groups=1, ping_pong=False, q_stages=2)
         room = target.sram_per_block - SPARE_BYTES
         items = self.sram_items(problem, usual, target, Specialization())
         if sum(item.bytes for item in items) > room:

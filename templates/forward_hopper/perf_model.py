@@ -174,7 +174,9 @@ class HopperModel(PerformanceModel[HopperConfig]):
     ) -> tuple[BytesItem, ...]:
         problem = unpacked(problem)
         at_once = running_programs(problem, config, target)
-        return streamed_items(problem, config.block_m, config.block_n, at_once, target)
+        return streamed_items(
+            problem, config.block_m, config.block_n, at_once, target, packed_heads=config.pack_gqa
+        )
 
 
 def running_programs(problem: Problem, config: HopperConfig, target: Target | None) -> AtOnce:

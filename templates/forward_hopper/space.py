@@ -162,6 +162,13 @@ def tiles_differ(problem: Problem) -> bool:
     return problem.sight.right is not None or has_lists(problem)
 
 
+def shares_rows(problem: Problem) -> bool:
+    """Returns whether a mask of keys alone, as of padded sequences, has one list for all tiles of queries."""
+    sight = problem.sight
+    by_position = sight.left is not None or sight.right is not None or problem.attention_chunk > 0
+    return problem.bias is Bias.BOOLEAN and not by_position
+
+
 def has_lists(problem: Problem) -> bool:
     """Returns whether a prologue lists the blocks of each tile."""
     return problem.bias is not Bias.NONE or problem.block_mask > 0

@@ -20,6 +20,7 @@ from flashtune.templates.common.model.sram import (
     triton_release,
 )
 from flashtune.templates.common.model.traffic import AtOnce, cycled_rows, missed
+from flashtune.templates.common.precision import at_rate, fixed_precision
 from flashtune.templates.family import BytesItem, PerformanceModel
 from flashtune.templates.forward_kv_outer.space import KVOuterConfig
 
@@ -71,6 +72,7 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
         idle = math.ceil(heads / target.sm_count) * target.sm_count / heads
         moved = sum(item.bytes for item in self.hbm_items(problem, config, target))
         moving = moved / (target.hbm_bandwidth * 1e6 * BANDWIDTH_SHARE)
+        target = at_rate(problem, fixed_precision(problem), target)
         return max(idle * portable_span(problem, config.block_m, config.block_n, target), moving)
 
     def hbm_items(
@@ -104,7 +106,7 @@ def _tiles(problem: Problem, config: KVOuterConfig, target: Target) -> Tiles | N
     """Returns the tiles of a program, None for unknown architectures."""
     qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
     chunks = qk_chunks, head_chunks(problem.value_head_dim, config.split_head_dim)
-    return tiles_of(problem, target, (config.block_m, config.block_n), config.num_warps, chunks, ieee=True)
+    return tiles_of(problem, target, (config.block_m, config.block_n), config.num_warps, chunks, ieee=False)
 
 
 def _largest_reordered(tiles: Tiles) -> int:

@@ -9,7 +9,6 @@ from flashtune.core.problem import (
     Bias,
     Causal,
     Direction,
-    Dtype,
     Feature,
     KvDtype,
     KvScale,
@@ -23,12 +22,15 @@ from flashtune.templates.common.args.feature_context import (
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
+from flashtune.templates.common.precision import float32_width, input_precisions
 from flashtune.templates.family import Context, FamilyOf
 from flashtune.templates.forward_masked.perf_model import MaskedModel
 from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, masked_space, value_chunks
 
 SMALL_SRAM = 128 * 1024
 SHORT = 64
+# Queries, keys, warps and stages of float32 on Hopper, by the width of the head dim.
+HOPPER_TILES = {64: (128, 64, 8, 2), 128: (64, 32, 4, 1), 256: (64, 16, 4, 1)}
 
 
 class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
@@ -71,10 +73,25 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         near = problem.window_left is not None or problem.attention_chunk > 0
         lpt = problem.causal is not Causal.NONE and not near
+        precision = input_precisions(problem, target)[-1]
+        if problem.dtype.is_float32 and target.capability == HOPPER:
+            # A tile lies within one block of a block mask.
+            width = 128 if problem.block_mask == SHORT and width < 512 else float32_width(problem)
+            block_m, block_n, warps, stages = HOPPER_TILES[width]
+            return MaskedConfig(
+                block_m=block_m,
+                block_n=block_n,
+                num_warps=warps,
+                num_stages=stages,
+                lpt=lpt,
+                input_precision=precision,
+            )
         if width > 512:
-            return MaskedConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, lpt=lpt)
+            return MaskedConfig(
+                block_m=32, block_n=16, num_warps=4, num_stages=1, lpt=lpt, input_precision=precision
+            )
         small = target.sram_per_block < SMALL_SRAM
-        wide = problem.dtype is Dtype.FP32
+        wide = problem.dtype.is_float32
         short = problem.seqlen_q <= SHORT or problem.block_mask == SHORT
         rows = 64 if wide or width > 256 or short else 128
         hopper = target.capability == HOPPER and not wide
@@ -86,6 +103,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
             num_warps=8 if rows > SHORT else 4,
             num_stages=3 if hopper and width <= 256 else 2,
             lpt=lpt,
+            input_precision=precision,
         )
 
     def arguments(

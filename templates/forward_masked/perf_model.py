@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.common.model.sram import Engine, Tiles, head_chunks, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries, unpacked
-from flashtune.templates.common.precision import InputPrecision
+from flashtune.templates.common.precision import InputPrecision, at_rate
 from flashtune.templates.family import BytesItem, PerformanceModel
 from flashtune.templates.forward_masked.space import MaskedConfig, value_chunks
 
@@ -38,14 +38,14 @@ class MaskedModel(PerformanceModel[MaskedConfig]):
             descriptors=False,
             ahead=False,
             aligned_bytes=specialization.alignment * stored,
-            halves=problem.dtype is Dtype.FP32 and config.input_precision is InputPrecision.TF32X3,
+            halves=problem.dtype.is_float32 and config.input_precision is InputPrecision.TF32X3,
         )
         return _converted_items(stream) if problem.kv_dtype else stream_items(stream)
 
     def tensor_memory_columns(self, problem: Problem, config: MaskedConfig, target: Target) -> int:
         """Returns columns of tensor memory, 0 for unknown architectures."""
         tiles = _tiles(problem, config, target)
-        return stream_columns(tiles, config.num_stages, problem.dtype is Dtype.FP32) if tiles else 0
+        return stream_columns(tiles, config.num_stages, problem.dtype.is_float32) if tiles else 0
 
     def makespan_ms(self, problem: Problem, config: MaskedConfig, target: Target) -> float:
         """Returns the time of a launch, in ms."""
@@ -54,7 +54,7 @@ class MaskedModel(PerformanceModel[MaskedConfig]):
             problem,
             config.block_m,
             config.block_n,
-            target,
+            at_rate(problem, config.input_precision, target),
             longest_first=config.lpt,
             heads_innermost=config.heads_innermost,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, is_exact
 from flashtune.templates.common.precision import InputPrecision, precision_axis
@@ -46,7 +46,7 @@ SPARE_REGISTERS = 24
 
 def masked_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
-    wide = problem.dtype is Dtype.FP32
+    wide = problem.dtype.is_float32
     few = problem.seqlen_q < FEW_QUERIES or wide
     splits = _may_split(problem)
     block_m = (16, 32, 64, 128) if few else (64, 128)
@@ -70,7 +70,7 @@ def masked_space(problem: Problem, target: Target) -> Space:
 def value_chunks(problem: Problem, config: MaskedConfig) -> tuple[Chunk, ...]:
     """Returns the tiles of V's columns."""
     chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
-    if problem.dtype is Dtype.FP32 or chunks[0].width >= MIN_WIDTH:
+    if problem.dtype.is_float32 or chunks[0].width >= MIN_WIDTH:
         return chunks
     return (Chunk(0, 0, MIN_WIDTH, padded=True),)
 
@@ -78,7 +78,7 @@ def value_chunks(problem: Problem, config: MaskedConfig) -> tuple[Chunk, ...]:
 def _may_split(problem: Problem) -> bool:
     """Returns whether the head dim can be split without tiles that are too narrow."""
     widths = problem.head_dim, problem.value_head_dim
-    least = 0 if problem.dtype is Dtype.FP32 else MIN_WIDTH
+    least = 0 if problem.dtype.is_float32 else MIN_WIDTH
     chunks = [chunk for width in widths for chunk in head_chunks(width, split_head_dim=True)]
     return not all(map(is_exact, widths)) and all(chunk.width >= least for chunk in chunks)
 
@@ -98,7 +98,7 @@ def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     accumulator = config.block_m * columns(value_chunks(problem, config)) // threads
     scores = config.block_m * config.block_n // threads
     room = min(MAX_REGISTERS, target.registers_per_sm // threads)
-    if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
+    if target.capability == HOPPER and not problem.dtype.is_float32:
         # The probabilities are live in 16 bits too.
         scores += scores // 2
     return accumulator + scores + SPARE_REGISTERS <= room

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization
-from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.problem import MAX_HEAD_DIM, Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
+from flashtune.templates.common.precision import float32_width, input_precisions
 from flashtune.templates.family import Context, FamilyOf
 from flashtune.templates.forward_q_outer.perf_model import QOuterModel
 from flashtune.templates.forward_q_outer.space import HOPPER, Loads, QOuterConfig, q_outer_space
 
 SMALL_SRAM = 128 * 1024
+# Queries, keys, warps and stages of float32 on Hopper, by the width of the head dim.
+HOPPER_TILES = {64: (128, 64, 8, 3), 128: (64, 64, 4, 1), 256: (64, 32, 4, 1)}
 
 
 class QOuterContext(PortableContext, frozen=True):
@@ -51,7 +54,7 @@ class ForwardQOuter(QOuterModel, FamilyOf[QOuterConfig]):
         """Returns a tile that fits every target of the table, for untuned shapes."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         lpt = problem.causal is not Causal.NONE
-        if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
+        if target.capability == HOPPER and not problem.dtype.is_float32:
             # The fastest measured config of long sequences on an H200 for these head dims.
             return QOuterConfig(
                 block_m=128,
@@ -61,8 +64,21 @@ class ForwardQOuter(QOuterModel, FamilyOf[QOuterConfig]):
                 loads=Loads.POINTER if width < 256 else Loads.DESCRIPTOR,
                 lpt=lpt,
             )
+        precision = input_precisions(problem, target)[-1]
+        if target.capability == HOPPER:
+            block_m, block_n, warps, stages = HOPPER_TILES[float32_width(problem)]
+            return QOuterConfig(
+                block_m=block_m,
+                block_n=block_n,
+                num_warps=warps,
+                num_stages=stages,
+                lpt=lpt,
+                input_precision=precision,
+            )
         if width > 512:
-            return QOuterConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, lpt=lpt)
+            return QOuterConfig(
+                block_m=32, block_n=16, num_warps=4, num_stages=1, lpt=lpt, input_precision=precision
+            )
         small = target.sram_per_block < SMALL_SRAM
         return QOuterConfig(
             block_m=128 if width <= 256 else 64,
@@ -70,6 +86,7 @@ class ForwardQOuter(QOuterModel, FamilyOf[QOuterConfig]):
             num_warps=4,
             num_stages=2,
             lpt=lpt,
+            input_precision=precision,
         )
 
     def arguments(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.makespan import portable_span, resident_programs
 from flashtune.templates.common.model.sram import Tiles, head_chunks, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
-from flashtune.templates.common.precision import InputPrecision
+from flashtune.templates.common.precision import InputPrecision, at_rate
 from flashtune.templates.family import BytesItem, PerformanceModel
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 
@@ -31,14 +31,14 @@ class QOuterModel(PerformanceModel[QOuterConfig]):
             descriptors=descriptors,
             ahead=config.overlap_qk and descriptors,
             aligned_bytes=specialization.alignment * problem.dtype.itemsize,
-            halves=problem.dtype is Dtype.FP32 and config.input_precision is InputPrecision.TF32X3,
+            halves=problem.dtype.is_float32 and config.input_precision is InputPrecision.TF32X3,
         )
         return stream_items(stream)
 
     def tensor_memory_columns(self, problem: Problem, config: QOuterConfig, target: Target) -> int:
         """Returns columns of tensor memory, 0 for unknown architectures."""
         tiles = _tiles(problem, config, target)
-        halves = problem.dtype is Dtype.FP32
+        halves = problem.dtype.is_float32
         return stream_columns(tiles, config.num_stages, halves) if tiles else 0
 
     def makespan_ms(self, problem: Problem, config: QOuterConfig, target: Target) -> float:
@@ -47,7 +47,7 @@ class QOuterModel(PerformanceModel[QOuterConfig]):
             problem,
             config.block_m,
             config.block_n,
-            target,
+            at_rate(problem, config.input_precision, target),
             longest_first=config.lpt,
             heads_innermost=config.heads_innermost,
             descriptors=config.loads is Loads.DESCRIPTOR,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from flashtune.core.config import Axis, AxisValue, BlockSize, Config, RegisterCap, Space
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import columns, head_chunks, is_exact, power_of_two
 from flashtune.templates.common.precision import InputPrecision, precision_axis
@@ -66,7 +66,7 @@ def q_outer_space(problem: Problem, target: Target) -> Space:
     causal = problem.causal is not Causal.NONE
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
-    wide = problem.dtype is Dtype.FP32
+    wide = problem.dtype.is_float32
     few_queries = problem.seqlen_q < FEW_QUERIES
     few_keys = problem.seqlen_kv <= FEW_KEYS
     axes = (
@@ -120,6 +120,6 @@ def _fits_registers(problem: Problem, config: QOuterConfig, target: Target) -> b
         if config.maxnreg > room:
             return False
         room = config.maxnreg
-    if target.capability == HOPPER and problem.dtype is not Dtype.FP32:
+    if target.capability == HOPPER and not problem.dtype.is_float32:
         return accumulator + scores + scores // 2 + next_scores + SPARE_FOR_WGMMA <= room
     return accumulator + scores + next_scores + SPARE_REGISTERS <= room

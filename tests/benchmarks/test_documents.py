@@ -68,6 +68,9 @@ def test_every_result_has_command_date_gpu_and_versions() -> None:
         "It saves 20%.",
         "It costs 15 µs of the host.",
         "2,796 rows were right.",
+        "It takes a minute for four shapes.",
+        "Times are predicted for nine GPUs.",
+        "All cells have sequence length 8192.",
     ],
 )
 def test_measured_number_without_a_saved_result_is_found(sentence: str) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flashtune import kernels_generated
-from flashtune.core.kernel import canonical_source, canonical_template
+from flashtune import kernels_generated, templates
+from flashtune.core import canonical_source as module
+from flashtune.core.canonical_source import canonical_source, canonical_template
 
 SOURCE = '''# A header.
 #   More of it.
@@ -94,15 +98,63 @@ MEANINGFUL = [
     ("import triton\n", 'import triton\n"docstring"; print(1)\n'),
     ("import triton\n", 'import triton\n"docstring".join(())\n'),
     ("import triton\n", 'import triton\nf"{print(1)}"\n'),
-    ("    # A comment.\n", "    # A comment.\r    print(1)\n"),
+    ("    # A comment.\n", "    # f'\n    f'{f\"{1}\"}'\n"),
+    ("    # A comment.\n", "    f'{q:{k}}'\n"),
     ("# A header.", "# coding: utf-7"),
     ("    # The end.\n", "    # The end.\nprint(1)\n"),
 ]
 
 
+# Runs the module alone, with the standard library only.
+PROGRAM = """
+import hashlib, pathlib, runpy, sys
+forms = runpy.run_path(sys.argv[1])
+digest = hashlib.sha256()
+for name in sys.argv[2:]:
+    form = forms["canonical_template" if name.endswith(".jinja") else "canonical_source"]
+    digest.update(form(pathlib.Path(name).read_text("utf-8")).encode())
+print(digest.hexdigest())
+"""
+
+
 def test_canonical_form_does_not_depend_on_python_version() -> None:
     digest = hashlib.sha256(canonical_source(SOURCE).encode()).hexdigest()
     assert digest[:16] == PINNED
+
+
+def other_pythons() -> dict[tuple[int, ...], Path]:
+    """The oldest and the newest Python on this machine, from 3.11 on, that are not the present one."""
+    folders = [*map(Path, os.get_exec_path()), *Path.home().glob(".pyenv/versions/*/bin")]
+    found: dict[tuple[int, ...], Path] = {}
+    for path in sorted({path for folder in folders for path in folder.glob("python3.[0-9][0-9]")}):
+        command = [path, "-I", "-c", "import sys; print(*sys.version_info[:3])"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        version = tuple(map(int, said.split()))
+        if version >= (3, 11) and version != sys.version_info[:3]:
+            found.setdefault(version, path)
+    return {version: found[version] for version in (min(found), max(found))} if found else {}
+
+
+def test_other_pythons_give_the_same_forms() -> None:
+    pythons = other_pythons()
+    if not pythons:
+        pytest.skip("there is no other Python from 3.11 on")
+    files = sorted(map(str, Path(kernels_generated.__path__[0]).rglob("*.py")))
+    files += sorted(map(str, Path(templates.__path__[0]).rglob("*.jinja")))
+    assert len(files) > 100
+    digests = {
+        str(path): subprocess.check_output(
+            [path, "-I", "-c", PROGRAM, str(module.__file__), *files], text=True
+        )
+        for path in (sys.executable, *pythons.values())
+    }
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_generated_kernels_have_a_canonical_form_of_their_own() -> None:
+    for path in Path(kernels_generated.__path__[0]).rglob("*.py"):
+        source = path.read_text("utf-8")
+        assert len(canonical_source(source)) < len(source), path
 
 
 @pytest.mark.parametrize(("old", "new"), NEUTRAL)
@@ -128,10 +180,10 @@ def test_canonicalisation_is_idempotent() -> None:
     assert canonical_source(canonical_source(SOURCE)) == canonical_source(SOURCE)
 
 
-def test_sources_with_other_control_characters_are_not_changed() -> None:
-    for character in "\r\f\0\ufeff":
-        source = f"# comment{character}\nx = 1\n"
-        assert canonical_source(source) == source
+@pytest.mark.parametrize("character", "\t\r\f\v\0\x1c\x1d\x1e\x85\u2028\u2029\ufeff")
+def test_sources_with_other_characters_are_not_changed(character: str) -> None:
+    source = f"# comment{character}\nx = 1\n"
+    assert canonical_source(source) == source
 
 
 @pytest.mark.parametrize("source", ["", "'", '"""', "(", ")))\nx", "#", "\\", "x = '", "{% if", "'\\"])

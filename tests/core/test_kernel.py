@@ -19,7 +19,7 @@ def views(
 
 @pytest.mark.parametrize(
     ("offset", "stride", "alignment"),
-    [(0, 64, 16), (0, 40, 8), (0, 36, 1), (1, 64, 1), (8, 64, 16)],
+    [(0, 64, 16), (0, 40, 8), (0, 36, 4), (0, 38, 2), (0, 37, 1), (1, 64, 1), (8, 64, 16)],
 )
 def test_alignment_class_follows_pointers_and_strides(offset: int, stride: int, alignment: int) -> None:
     assert specialization_of(views(offset=offset, stride=stride), lse=False).alignment == alignment

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.mask_geometry import MaskInfo, distinct_keys, visible_pairs
+from flashtune.core.features.mask_geometry import MaskInfo, distinct_keys, visible_pairs
 from flashtune.core.problem import Causal, Dtype, Problem
 
 PROBLEMS = st.builds(

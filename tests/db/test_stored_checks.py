@@ -12,11 +12,13 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Verdict, Versions
 from flashtune.db.codec import Check
+from flashtune.db.errors import UnreadableRecord
 from flashtune.db.light import bootstrap
 from flashtune.db.light.bootstrap import HEAD, create_database
 from flashtune.db.light.reader import open_reader
@@ -188,3 +190,27 @@ def test_concurrent_creation_loses_no_checks(path: Path) -> None:
     reader = open_reader(str(path))
     assert reader is not None
     assert all(reader.check(digest, TARGET, VERSIONS) for digest in digests)
+
+
+def test_a_check_counts_under_versions_that_run_the_kernel_alike(path: Path) -> None:
+    stored = msgspec.structs.replace(VERSIONS, driver="580.159.04", torch="2.11", flashtune="0.1")
+    remember_check(msgspec.structs.replace(make_check(), versions=stored), str(path))
+    reader = open_reader(str(path))
+    assert reader is not None
+    for change, known in (
+        ({"driver": "580.200", "torch": "2.13", "flashtune": "0.2"}, True),
+        ({"driver": "590.10"}, None),
+        ({"triton": "99.0"}, None),
+        ({"template": "f" * 32}, None),
+    ):
+        assert reader.check("a" * 32, TARGET, msgspec.structs.replace(stored, **change)) is known, change
+
+
+def test_an_unreadable_check_is_skipped_with_a_warning(path: Path) -> None:
+    remember_check(make_check(), str(path))
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE checks SET payload = '{'")
+    reader = open_reader(str(path))
+    assert reader is not None
+    with pytest.warns(UnreadableRecord, match="a self-check of .* was skipped"):
+        assert reader.check("a" * 32, TARGET, VERSIONS) is None

@@ -6,7 +6,7 @@ With         attention_chunk, bias, prefix, seqlens_k, softcap, gradient of the 
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction atomics, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 2f8774e0e7ac
+Template     backward_fused 9c0c980894d9
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -30,7 +30,9 @@ Tunables
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
                                     and the gradients dq, dk, dv alike
-  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
+  workspace_0                       delta, float32 [batch, heads, seqlen_q]
+  workspace_1                       row_max and row_sum_log2, float32 [batch, heads, seqlen_q, 2]: the maximum of a row with
+                                    large scores and the logarithm of its sum, else lse and 0. A large lse is rounded
   workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
                                     with a block of its own, so that no block reaches into another's rows
   workspace_3                       with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
@@ -47,12 +49,16 @@ import triton.language as tl
 
 BLOCK_M = tl.constexpr(32)
 BLOCK_N = tl.constexpr(32)
-DELTA_ROWS = tl.constexpr(256)
+DELTA_ROWS = tl.constexpr(128)
 SUM_PIECE = tl.constexpr(256)
 SUM_ROWS = tl.constexpr(32)
 HEAD_DIM = tl.constexpr(40)
 VALUE_HEAD_DIM = tl.constexpr(24)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Larger log-sum-exps have a rounding error that matters.
+LARGE = tl.constexpr(1024.0)
+SUMMED_KEYS = tl.constexpr(32)
+LN_2 = tl.constexpr(0.6931471805599453)
 CHUNK = tl.constexpr(64)
 
 
@@ -105,6 +111,13 @@ def delta(
     workspace_0,
     workspace_1,
     workspace_2,
+    q,
+    k,
+    bias,
+    prefix,
+    seqlens_kv,
+    scale,
+    softcap,
     stride_ob,
     stride_oh,
     stride_os,
@@ -114,6 +127,17 @@ def delta(
     heads,
     seqlen_q,
     sum_pieces,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_s,
+    group_size,
+    seqlen_kv,
 ):
     # What others add up begins at zero.
     piece_numbers = tl.arange(0, SUM_PIECE)
@@ -147,9 +171,64 @@ def delta(
     rows = batch_head.to(tl.int64) * seqlen_q + queries
     row_delta -= tl.load(dlse + rows, mask=query_exists, other=0.0)
     tl.store(workspace_0 + rows, row_delta, mask=query_exists)
-    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0)
+    row_max = tl.where(row_lse == float("-inf"), 0.0, row_lse)
+    row_sum_log2 = tl.where(row_lse == float("-inf"), float("inf"), 0.0)
+    is_large = tl.abs(row_max) > LARGE
+    if tl.max(is_large.to(tl.int32), 0) != 0:
+        sequence = batch
+        k_base = k + batch * stride_kb + head // group_size * stride_kh
+        # A length beyond the tensors counts as their end.
+        seqlen_kv = tl.minimum(tl.load(seqlens_kv + batch), seqlen_kv)
+        prefix_end = tl.minimum(tl.load(prefix + batch), seqlen_kv)
+        q_base = q + batch * stride_qb + head * stride_qh
+        columns_64 = tl.arange(0, 64)
+        # [DELTA_ROWS, 64]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_64[None, :],
+            mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        key_offsets = tl.arange(0, SUMMED_KEYS)
+        positions = queries + (seqlen_kv - seqlen_q)
+        row_end = key_stop(positions, seqlen_kv)
+        row_lifted = prefix_end
+        row_start = key_start(positions)
+        bias_queries = tl.minimum(queries, seqlen_q - 1)
+        # tanh(x) is 1 - 2 / (1 + exp(2x)).
+        cap_log2 = softcap * LOG2_E
+        score_factor = scale / softcap
+        # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
+        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
+        bias_rows = ((bias_queries - tile * DELTA_ROWS) * stride_bias_s).to(tl.int32)
+        running_max = tl.full([DELTA_ROWS], float("-inf"), tl.float32)
+        running_sum = tl.zeros([DELTA_ROWS], tl.float32)
+        for start in tl.range(0, seqlen_kv, SUMMED_KEYS):
+            keys = start + key_offsets
+            # [SUMMED_KEYS, 64]
+            k_tile = tl.load(
+                k_base + keys[:, None] * stride_ks + columns_64[None, :],
+                mask=(keys < seqlen_kv)[:, None] & (columns_64 < HEAD_DIM)[None, :],
+                other=0.0,
+            )
+            s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            s = cap_scores(s, score_factor, cap_log2)
+            bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
+            bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
+            # In natural units, where sums are rounded as in unfused attention.
+            s = s * LN_2 + bias_tile.to(tl.float32)
+            visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
+            visible |= (keys < row_lifted)[None, :]
+            s = tl.where(visible, s, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(s, 1))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp2((s - shift[:, None]) * LOG2_E)
+            running_sum = running_sum * tl.exp2((running_max - shift) * LOG2_E) + tl.sum(p, 1)
+            running_max = new_max
+        row_max = tl.where(is_large, running_max, row_max)
+        row_sum_log2 = tl.where(is_large, tl.log2(running_sum), row_sum_log2)
+    tl.store(workspace_1 + rows * 2, row_max, mask=query_exists)
+    tl.store(workspace_1 + rows * 2 + 1, row_sum_log2, mask=query_exists)
 
 
 @triton.jit
@@ -276,7 +355,8 @@ def backward_fused(
             mask=(columns_64 < HEAD_DIM)[None, :],
             other=0.0,
         )
-        row_lse = tl.load(workspace_1 + row_base + queries)
+        row_max = tl.load(workspace_1 + (row_base + queries) * 2)
+        row_sum_log2 = tl.load(workspace_1 + (row_base + queries) * 2 + 1)
         # [BLOCK_N, BLOCK_M]
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
@@ -286,8 +366,8 @@ def backward_fused(
         tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
         bias_tile = tl.load(bias_at)
-        s += bias_tile.to(tl.float32) * LOG2_E
-        p = tl.exp2(s - row_lse[None, :])
+        s = s * LN_2 + bias_tile.to(tl.float32)
+        p = tl.exp2((s - row_max[None, :]) * LOG2_E - row_sum_log2[None, :])
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 32]
         dout_tile = tl.load(
@@ -337,7 +417,8 @@ def backward_fused(
             mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
             other=0.0,
         )
-        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        row_max = tl.load(workspace_1 + (row_base + queries) * 2, mask=query_exists, other=0.0)
+        row_sum_log2 = tl.load(workspace_1 + (row_base + queries) * 2 + 1, mask=query_exists, other=float("inf"))
         # [BLOCK_N, BLOCK_M]
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
@@ -347,8 +428,8 @@ def backward_fused(
         tangent = s * (1.0 / cap_log2)
         steepness = 1.0 - tangent * tangent
         bias_tile = tl.load(bias_at, mask=query_exists[None, :], other=0.0)
-        s += bias_tile.to(tl.float32) * LOG2_E
-        p = tl.exp2(s - row_lse[None, :])
+        s = s * LN_2 + bias_tile.to(tl.float32)
+        p = tl.exp2((s - row_max[None, :]) * LOG2_E - row_sum_log2[None, :])
         visible = (keys[:, None] >= row_start[None, :]) & (keys[:, None] < row_end[None, :])
         visible |= (keys < row_lifted)[:, None]
         p = tl.where(visible, p, 0.0)
@@ -447,8 +528,10 @@ def prologue_plan(q, k, v, out, dout, dq, dk, dv, bias, prefix, seqlens_kv):
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
     blocks = triton.cdiv(seqlen_q, 32) * heads * batch
     pieces = blocks * 5
-    grid = (triton.cdiv(seqlen_q, 256) * heads * batch,)
-    return grid, (*strides, heads, seqlen_q, pieces)
+    grid = (triton.cdiv(seqlen_q, 128) * heads * batch,)
+    scores = [tensor.stride(axis) for tensor in (q, k) for axis in (0, 1, 2)]
+    scores += [bias.stride(0), bias.stride(1), bias.stride(2), heads // k.shape[1], k.shape[2]]
+    return grid, (*strides, heads, seqlen_q, pieces, *scores)
 
 
 def launch_plan(q, k, v, out, dout, dq, dk, dv, bias, prefix, seqlens_kv):
@@ -464,7 +547,7 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv, bias, prefix, seqlens_kv):
         bias.stride(2),
     ]
     rows = (batch, heads, seqlen_q)
-    return grid, (rows, rows, (blocks, 32, 40)), (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+    return grid, (rows, (*rows, 2), (blocks, 32, 40)), (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
 
 
 def epilogue_plan(q, k, v, out, dout, dq, dk, dv, bias, prefix, seqlens_kv):
@@ -484,8 +567,14 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, bias, prefi
     and seed are those of the forward pass. The checks give the dtype and the shape of each tensor.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.float32
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in (
+        *large,
+        ("bias", bias),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.float32
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -508,6 +597,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, bias, prefi
         ("prefix", prefix, torch.int32, (batch,)),
         ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:
@@ -546,6 +637,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, bias, prefi
     inputs = [bias, prefix, seqlens_kv, scale, softcap]
     delta[first_grid](
         *(out, dout, lse, dlse, *workspaces),
+        *(q, k, bias, prefix, seqlens_kv, scale, softcap),
         *first_integers,
         num_warps=4,
         num_stages=1,

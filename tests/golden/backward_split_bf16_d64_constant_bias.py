@@ -6,7 +6,7 @@ With         bias
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets, no gradient of the bias
-Template     backward_split 236da04a4be8
+Template     backward_split 075748351c33
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -32,7 +32,9 @@ Tunables
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
                                     and the gradients dq, dk, dv alike
-  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
+  workspace_0                       delta, float32 [batch, heads, seqlen_q]
+  workspace_1                       row_max and row_sum_log2, float32 [batch, heads, seqlen_q, 2]: the maximum of a row with
+                                    large scores and the logarithm of its sum, else lse and 0. A large lse is rounded
   workspace_2                       with ALiBi: parts of the slopes' gradients, float32 [batch, heads, seqlen_kv]
   the last workspace                with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
   position                          position of a query among the keys of its sequence
@@ -54,6 +56,9 @@ DELTA_ROWS = tl.constexpr(128)
 HEAD_DIM = tl.constexpr(64)
 VALUE_HEAD_DIM = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Larger log-sum-exps have a rounding error that matters.
+LARGE = tl.constexpr(1024.0)
+SUMMED_KEYS = tl.constexpr(32)
 
 
 @triton.jit
@@ -63,6 +68,10 @@ def delta(
     lse,
     workspace_0,
     workspace_1,
+    q,
+    k,
+    bias,
+    scale,
     stride_ob,
     stride_oh,
     stride_os,
@@ -71,6 +80,17 @@ def delta(
     stride_dos,
     heads,
     seqlen_q,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_s,
+    group_size,
+    seqlen_kv,
 ):
     # Of each row delta = rowsum(dout * out) [- dlse], which the softmax's gradient takes off those of the probabilities,
     # and its log-sum-exp in units of log2: infinite where it sees nothing, so that its probabilities are zero.
@@ -98,9 +118,53 @@ def delta(
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     rows = batch_head.to(tl.int64) * seqlen_q + queries
     tl.store(workspace_0 + rows, row_delta, mask=query_exists)
-    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0)
+    row_max = tl.where(row_lse == float("-inf"), 0.0, row_lse)
+    row_sum_log2 = tl.where(row_lse == float("-inf"), float("inf"), 0.0)
+    is_large = tl.abs(row_max) > LARGE
+    if tl.max(is_large.to(tl.int32), 0) != 0:
+        sequence = batch
+        k_base = k + batch * stride_kb + head // group_size * stride_kh
+        q_base = q + batch * stride_qb + head * stride_qh
+        columns_64 = tl.arange(0, 64)
+        # [DELTA_ROWS, 64]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_64[None, :],
+            mask=query_exists[:, None],
+            other=0.0,
+        )
+        key_offsets = tl.arange(0, SUMMED_KEYS)
+        bias_queries = tl.minimum(queries, seqlen_q - 1)
+        score_scale = scale
+        # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
+        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
+        bias_rows = ((bias_queries - tile * DELTA_ROWS) * stride_bias_s).to(tl.int32)
+        running_max = tl.full([DELTA_ROWS], float("-inf"), tl.float32)
+        running_sum = tl.zeros([DELTA_ROWS], tl.float32)
+        for start in tl.range(0, seqlen_kv, SUMMED_KEYS):
+            keys = start + key_offsets
+            # [SUMMED_KEYS, 64]
+            k_tile = tl.load(
+                k_base + keys[:, None] * stride_ks + columns_64[None, :],
+                mask=(keys < seqlen_kv)[:, None],
+                other=0.0,
+            )
+            s = tl.dot(q_tile, k_tile.T)
+            bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
+            bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
+            # In natural units, where sums are rounded as in unfused attention.
+            s = s * score_scale + bias_tile.to(tl.float32)
+            visible = (keys < seqlen_kv)[None, :]
+            s = tl.where(visible, s, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(s, 1))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp2((s - shift[:, None]) * LOG2_E)
+            running_sum = running_sum * tl.exp2((running_max - shift) * LOG2_E) + tl.sum(p, 1)
+            running_max = new_max
+        row_max = tl.where(is_large, running_max, row_max)
+        row_sum_log2 = tl.where(is_large, tl.log2(running_sum), row_sum_log2)
+    tl.store(workspace_1 + rows * 2, row_max, mask=query_exists)
+    tl.store(workspace_1 + rows * 2 + 1, row_sum_log2, mask=query_exists)
 
 
 @triton.jit
@@ -172,7 +236,7 @@ def backward_split(
         other=0.0,
     )
     dv_sum = tl.zeros([BLOCK_N, 64], tl.float32)
-    scale_log2 = scale * LOG2_E
+    score_scale = scale
     # Offsets of a bias over all pairs pass 2^31 soon, those within a tile do not.
     bias_rows = (query_offsets * stride_bias_s).to(tl.int32)
     bias_keys = tl.minimum(keys, seqlen_kv - 1)
@@ -196,15 +260,15 @@ def backward_split(
         q_tile = tl.load(
             q_base + queries[:, None] * stride_qs + columns_64[None, :],
         )
-        row_lse = tl.load(workspace_1 + row_base + queries)
+        row_max = tl.load(workspace_1 + (row_base + queries) * 2)
+        row_sum_log2 = tl.load(workspace_1 + (row_base + queries) * 2 + 1)
         # [BLOCK_N, BLOCK_M]
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
         s = tl.dot(k_tile, q_tile.T)
-        s *= scale_log2
         bias_tile = tl.load(bias_at)
-        s += bias_tile.to(tl.float32) * LOG2_E
-        p = tl.exp2(s - row_lse[None, :])
+        s = s * score_scale + bias_tile.to(tl.float32)
+        p = tl.exp2((s - row_max[None, :]) * LOG2_E - row_sum_log2[None, :])
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 64]
         dout_tile = tl.load(
@@ -237,15 +301,15 @@ def backward_split(
             mask=query_exists[:, None],
             other=0.0,
         )
-        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        row_max = tl.load(workspace_1 + (row_base + queries) * 2, mask=query_exists, other=0.0)
+        row_sum_log2 = tl.load(workspace_1 + (row_base + queries) * 2 + 1, mask=query_exists, other=float("inf"))
         # [BLOCK_N, BLOCK_M]
         bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
         s = tl.dot(k_tile, q_tile.T)
-        s *= scale_log2
         bias_tile = tl.load(bias_at, mask=query_exists[None, :], other=0.0)
-        s += bias_tile.to(tl.float32) * LOG2_E
-        p = tl.exp2(s - row_lse[None, :])
+        s = s * score_scale + bias_tile.to(tl.float32)
+        p = tl.exp2((s - row_max[None, :]) * LOG2_E - row_sum_log2[None, :])
         p_low = p.to(q.dtype.element_ty)
         # [BLOCK_M, 64]
         dout_tile = tl.load(
@@ -342,13 +406,14 @@ def gradient_of_queries(
         mask=query_exists[:, None],
         other=0.0,
     )
-    row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+    row_max = tl.load(workspace_1 + (row_base + queries) * 2, mask=query_exists, other=0.0)
+    row_sum_log2 = tl.load(workspace_1 + (row_base + queries) * 2 + 1, mask=query_exists, other=float("inf"))
     row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
     dq_sum = tl.zeros([BLOCK_M, 64], tl.float32)
     n_max = seqlen_kv
     n_full_max = seqlen_kv // BLOCK_N * BLOCK_N
     bias_queries = tl.minimum(queries, seqlen_q - 1)
-    scale_log2 = scale * LOG2_E
+    score_scale = scale
     # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
     bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s
     bias_rows = ((bias_queries - first_query) * stride_bias_s).to(tl.int32)
@@ -362,10 +427,9 @@ def gradient_of_queries(
         s = tl.dot(q_tile, k_tile.T)
         # [BLOCK_M, BLOCK_N]
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
-        s *= scale_log2
         bias_tile = tl.load(bias_at)
-        s += bias_tile.to(tl.float32) * LOG2_E
-        p = tl.exp2(s - row_lse[:, None])
+        s = s * score_scale + bias_tile.to(tl.float32)
+        p = tl.exp2((s - row_max[:, None]) * LOG2_E - row_sum_log2[:, None])
         # [BLOCK_N, 64]
         v_tile = tl.load(
             v_base + keys[:, None] * stride_vs + columns_64[None, :],
@@ -386,10 +450,9 @@ def gradient_of_queries(
         s = tl.dot(q_tile, k_tile.T)
         # [BLOCK_M, BLOCK_N]
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
-        s *= scale_log2
         bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
-        s += bias_tile.to(tl.float32) * LOG2_E
-        p = tl.exp2(s - row_lse[:, None])
+        s = s * score_scale + bias_tile.to(tl.float32)
+        p = tl.exp2((s - row_max[:, None]) * LOG2_E - row_sum_log2[:, None])
         visible = (keys < seqlen_kv)[None, :]
         p = tl.where(visible, p, 0.0)
         # [BLOCK_N, 64]
@@ -414,7 +477,9 @@ def prologue_plan(q, k, v, out, dout, dq, dk, dv, bias):
     """Grid of `delta`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
-    return (triton.cdiv(seqlen_q, 128) * heads * batch,), (*strides, heads, seqlen_q)
+    scores = [tensor.stride(axis) for tensor in (q, k) for axis in (0, 1, 2)]
+    scores += [bias.stride(0), bias.stride(1), bias.stride(2), heads // k.shape[1], k.shape[2]]
+    return (triton.cdiv(seqlen_q, 128) * heads * batch,), (*strides, heads, seqlen_q, *scores)
 
 
 def launch_plan(q, k, v, out, dout, dq, dk, dv, bias):
@@ -429,7 +494,7 @@ def launch_plan(q, k, v, out, dout, dq, dk, dv, bias):
         bias.stride(2),
     ]
     rows = (batch, heads, seqlen_q)
-    workspaces = (rows, rows)
+    workspaces = (rows, (*rows, 2))
     return grid, workspaces, (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
 
 
@@ -456,12 +521,18 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
     and seed are those of the forward pass. The checks give the dtype and the shape of each tensor.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in (
+        *large,
+        ("bias", bias),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16
     if triton.knobs.runtime.interpret:
         if q.dtype != torch.float32:
             raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
         dtype = torch.float32
-    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -481,6 +552,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
         ("lse", lse, torch.float32, rows),
         ("bias", bias, dtype, (*rows, *k.shape[2:3])),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:
@@ -522,6 +595,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
     inputs = [bias, scale]
     delta[first_grid](
         *(out, dout, lse, *workspaces[:2]),
+        *(q, k, bias, scale),
         *first_integers,
         num_warps=4,
         num_stages=1,

@@ -5,7 +5,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 Config       block_m 16, block_n 128, 4 warps, 3 stages, 16 splits,
              split_head_dim False, early_combine True, early_start True
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv 25aaf031599c
+Template     decode_split_kv ded6730c2573
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -263,12 +263,15 @@ def attention(q, k, v, scale=None):
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (*large,):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16
     if triton.knobs.runtime.interpret:
         if q.dtype != torch.float32:
             raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
         dtype = torch.float32
-    large = [("q", q), ("k", k), ("v", v)]
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -284,6 +287,8 @@ def attention(q, k, v, scale=None):
         ("k", k, dtype, (*keys, 128)),
         ("v", v, dtype, (*keys, 128)),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

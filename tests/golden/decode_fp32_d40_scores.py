@@ -5,7 +5,7 @@ Computes     fp32, head dim 40, value head dim 24, causal: none
 Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits,
              split_head_dim False, early_combine False, early_start False
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     decode_split_kv 25aaf031599c
+Template     decode_split_kv ded6730c2573
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -219,7 +219,7 @@ def decode_split_kv(
             mask=(columns_64 < HEAD_DIM)[None, :],
             other=0.0,
         )
-        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        s = tl.dot(q_tile, k_tile.T, input_precision="bf16x6")
         s = cap_scores(s, score_factor, cap_log2)
         distance = (position_numbers - start)[:, None] - key_numbers[None, :]
         s -= slope_log2[:, None] * tl.abs(distance)
@@ -236,7 +236,7 @@ def decode_split_kv(
             mask=(columns_32 < VALUE_HEAD_DIM)[None, :],
             other=0.0,
         )
-        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None], input_precision="ieee")
+        accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None], input_precision="bf16x6")
 
     # Rows without a visible key have a sum of zero: their output is zero and their log-sum-exp -inf.
     # The sink is added last: next to a large sink, probabilities would underflow in low precision.
@@ -331,8 +331,14 @@ def attention(q, k, v, scale=None, *, slopes, bias, sinks, prefix, softcap):
     [batch, heads, seqlen_q] in float32.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.float32
     large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (
+        *large,
+        ("bias", bias),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.float32
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -352,6 +358,8 @@ def attention(q, k, v, scale=None, *, slopes, bias, sinks, prefix, softcap):
         ("sinks", sinks, torch.float32, (heads,)),
         ("prefix", prefix, torch.int32, (batch,)),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

@@ -8,7 +8,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt False, serpentine False, balanced_grid False, bias_stages 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 28cbe34e1b1a
+Template     forward_hopper b5849cbc5e67
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -84,8 +84,8 @@ CLASSIFIED = gl.constexpr(8)
 BIAS_STAGES = gl.constexpr(1)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-# Growth of a row's maximum, in log2, from which on the accumulator is rescaled.
-RESCALE_THRESHOLD = gl.constexpr(8.0)
+# Growth of a row's maximum, in natural units, from which on the accumulator is rescaled.
+RESCALE_THRESHOLD = gl.constexpr(5.5)
 # Rows of a thread.
 THREAD_ROWS = gl.constexpr(2)
 ELEMENT = gl.constexpr(gl.bfloat16)
@@ -328,10 +328,15 @@ def load_bias(GROUP: gl.constexpr, bias, bias_state, is_partial):
     return values, bias_state
 
 @gluon.jit
-def add_bias(s, values, bias_factor, is_partial):
-    """Returns scores plus the bias of a partial block, in units of the scores."""
+def add_bias(s, values, score_scale, is_partial):
+    """Returns scores times their scale plus the bias of a partial block, in natural units.
+
+    In units of log2 the least float32 would be -inf, and other large scores would be rounded otherwise.
+    """
     if is_partial != 0:
-        s = gl.fma(values.to(gl.float32), bias_factor, s)
+        s = gl.fma(s, score_scale, values.to(gl.float32))
+    else:
+        s = s * score_scale
     return s
 
 @gluon.jit
@@ -376,7 +381,8 @@ def finite(row_max):
 def exponentiate(s, row_max, scale_log2):
     """Returns the sums of a block's probabilities over the columns of each thread, and the probabilities."""
     shift = finite(row_max)
-    p = gl.exp2(s * scale_log2 - shift[:, None])
+    # Differences of large scores are exact only before they are scaled.
+    p = gl.exp2((s - shift[:, None]) * scale_log2)
     return gl.sum(gl.sum(p.reshape([GROUP_M, BLOCK_N // 8, 4, 2]), 3), 1), p
 
 
@@ -530,7 +536,9 @@ def consume(GROUP: gl.constexpr, q, k, v, outputs, scale_log2, scheduler, block_
         this, this_m_start = tile, m_start
         s_scale_log2 = scale_log2
         o_scale = 1.0
-        bias_factor = LOG2_E / s_scale_log2
+        # Scores with their bias are in natural units.
+        score_scale = s_scale_log2 * LN_2
+        s_scale_log2 = LOG2_E
         entries = get_list(block_lists, this, scheduler, GROUP + 1)
         n_entries = gl.load(entries)
         passed = gl.load(entries + 2)
@@ -543,10 +551,10 @@ def consume(GROUP: gl.constexpr, q, k, v, outputs, scale_log2, scheduler, block_
         s = warpgroup_mma_wait(0, deps=[s])
         k_state = k.release(k_state)
         bias_values, bias_state = load_bias(GROUP, bias, bias_state, is_partial)
-        s = add_bias(s, bias_values, bias_factor, is_partial)
+        s = add_bias(s, bias_values, score_scale, is_partial)
         if this.seqlen_kv % BLOCK_N != 0:
             s = mask_from(s, this.seqlen_kv, n_last, n_offsets)
-        row_max = gl.max(s, 1) * s_scale_log2
+        row_max = gl.max(s, 1)
         running_sum, p = exponentiate(s, row_max, s_scale_log2)
         p = gl.convert_layout(p.to(ELEMENT), P_LAYOUT)
         accumulator = gl.zeros([GROUP_M, 128], gl.float32, O_LAYOUT)
@@ -568,12 +576,12 @@ def consume(GROUP: gl.constexpr, q, k, v, outputs, scale_log2, scheduler, block_
             s = warpgroup_mma_wait(1, deps=[s])
             k_state = k.release(k_state)
             bias_values, bias_state = load_bias(GROUP, bias, bias_state, is_partial)
-            s = add_bias(s, bias_values, bias_factor, is_partial)
-            block_max = gl.max(s, 1) * s_scale_log2
+            s = add_bias(s, bias_values, score_scale, is_partial)
+            block_max = gl.max(s, 1)
             grows = block_max > row_max + RESCALE_THRESHOLD
             vote_rescale(grows.to(gl.int32), GROUP)
             new_max = gl.where(grows, block_max, row_max)
-            rescale = gl.exp2(row_max - finite(new_max))
+            rescale = gl.exp2((row_max - finite(new_max)) * LOG2_E)
             row_max = new_max
             block_sum, p = exponentiate(s, row_max, s_scale_log2)
             sum_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, running_sum.type.layout))
@@ -955,8 +963,14 @@ def attention(q, k, v, scale=None, *, bias):
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.bfloat16
     large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (
+        *large,
+        ("bias", bias),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.bfloat16
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -973,6 +987,8 @@ def attention(q, k, v, scale=None, *, bias):
         ("v", v, dtype, (*keys, 128)),
         ("bias", bias, dtype, (*rows, *k.shape[2:3])),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

@@ -8,7 +8,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
              lpt True, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 28cbe34e1b1a
+Template     forward_hopper b5849cbc5e67
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -700,19 +700,29 @@ def get_fours(keys, start, end, lifted_end):
     return (((1 << before_end) - 1) & (15 << before_start)) | ((1 << lifted) - 1)
 
 @triton.jit
-def load_fours(bias, stride_bias_s, rows, keys, is_visible, seqlen_kv):
-    """Returns the mask of the four keys from each on, as four bits. Rows that are not visible are not read."""
-    steps = rows * stride_bias_s + keys
-    is_aligned = ((bias.to(tl.int64) | stride_bias_s | seqlen_kv) & 3) == 0
-    if is_aligned:
-        found = tl.load((bias + steps).to(tl.pointer_type(tl.int32), bitcast=True), mask=is_visible != 0, other=0)
+def load_fours(bias, stride_bias_s, rows, places, is_visible, seqlen_kv, n_rows):
+    """Returns the mask of the fours of keys at places, as four bits. Rows and blocks that are hidden are not read."""
+    steps = rows * stride_bias_s + 4 * places
+    alignment = bias.to(tl.int64) | stride_bias_s | seqlen_kv
+    if (alignment & 3) == 0:
+        fours_of_mask = bias.to(tl.pointer_type(tl.int32), bitcast=True)
+        if (alignment & 15) == 0:
+            # A thread reads 16 keys at once. It reads hidden ones too, unless all of the block are hidden.
+            fours_of_mask = tl.multiple_of(fours_of_mask, 16)
+            exists = (rows < n_rows) & (places < tl.multiple_of(seqlen_kv // 4, 4))
+            is_read = exists & (tl.max(tl.max(is_visible, 1), 0) != 0)
+            steps = rows * tl.multiple_of(stride_bias_s // 4, 4) + places
+            found = tl.load(fours_of_mask + steps, mask=is_read, other=0)
+        else:
+            steps = rows * (stride_bias_s // 4) + places
+            found = tl.load(fours_of_mask + steps, mask=is_visible != 0, other=0)
         # True is any number but 0: the lowest bit of each byte becomes that of all its bits.
         found = found | (found >> 4)
         found = found | (found >> 2)
         found = (found | (found >> 1)) & 0x01010101
         fours = (found | (found >> 7) | (found >> 14) | (found >> 21)) & 15
     else:
-        fours = keys * 0 + rows * 0
+        fours = places * 0 + rows * 0
         for key in tl.static_range(4):
             bit = tl.load(bias + steps + key, mask=(is_visible >> key) & 1 != 0, other=0)
             fours = fours | ((bit != 0).to(tl.int32) << key)
@@ -738,10 +748,11 @@ def classify_blocks(
     bias += tl.program_id(1) // mask_heads * stride_bias_b + tl.program_id(1) % mask_heads * stride_bias_h
     m_start = group * GROUP_M
     rows = tl.arange(0, GROUP_M)[:, None]
-    keys = n_block * BLOCK_N + 4 * tl.arange(0, BLOCK_N // 4)[None, :]
+    places = n_block * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
     start, end, lifted_end = get_bounds(m_start + rows, seqlen_q, seqlen_kv)
-    is_visible = get_fours(keys, start, end, lifted_end)
-    fours = load_fours(bias + m_start * stride_bias_s, stride_bias_s, rows, keys, is_visible, seqlen_kv)
+    is_visible = get_fours(4 * places, start, end, lifted_end)
+    first_row = bias + m_start * stride_bias_s
+    fours = load_fours(first_row, stride_bias_s, rows, places, is_visible, seqlen_kv, seqlen_q - m_start)
     # The number of fours with some visible key, and above it that of fours with four.
     counts = tl.sum(tl.sum((fours != 0).to(tl.int32) + ((fours == 15).to(tl.int32) << 16), 1), 0)
     n_fours = tl.minimum(seqlen_q - m_start, GROUP_M) * (BLOCK_N // 4)
@@ -936,8 +947,14 @@ def attention(q, k, v, scale=None, *, bias):
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.bfloat16
     large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (
+        *large,
+        ("bias", bias),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.bfloat16
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -954,6 +971,8 @@ def attention(q, k, v, scale=None, *, bias):
         ("v", v, dtype, (*keys, 64)),
         ("bias", bias, torch.bool, (*rows, *k.shape[2:3])),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:
@@ -985,7 +1004,7 @@ def attention(q, k, v, scale=None, *, bias):
     tensors = (q, k, v, out)
     scratch = [torch.empty(shape, dtype=torch.int32, device=q.device) for shape in workspaces]
     first_grid, first_integers = first_plan(q, k, v, out, bias)
-    classify_blocks[first_grid](bias, *scratch[:-1], *first_integers, num_warps=4)
+    classify_blocks[first_grid](bias, *scratch[:-1], *first_integers, num_warps=2)
     list_grid, list_integers = prologue_plan(q, k, v, out, bias)
     list_blocks[list_grid](scratch[0], scratch[-1], *list_integers, num_warps=1)
     for parameter in forward_hopper.params[-len(integers) :]:

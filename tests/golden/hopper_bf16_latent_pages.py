@@ -524,8 +524,14 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
     [batch, heads, seqlen_q] in float32.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.bfloat16
     large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (
+        *large,
+        ("block_table", block_table),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.bfloat16
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -543,6 +549,8 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
         ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
         ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:
@@ -558,6 +566,8 @@ def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
             raise ValueError(f"{name} has strides {tensor.stride()}, expected multiples of 8 before the last")
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} has the address {tensor.data_ptr()}, expected a multiple of 16")
+    if block_table.numel() and k.shape[0] == 0:
+        raise ValueError("k has no pages, and block_table lists some")
     if not q.is_cuda:
         raise ValueError(f"q is on {q.device}, expected a GPU")
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -565,8 +565,13 @@ def attention(q, k, v, scale=None, *, seqlens_kv):
     [batch, heads, seqlen_q] in float32.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.float16
     large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (
+        *large,
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.float16
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -583,6 +588,8 @@ def attention(q, k, v, scale=None, *, seqlens_kv):
         ("v", v, dtype, (*keys, 512)),
         ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

@@ -3,7 +3,7 @@
 Computes     fp32, head dim 40, value head dim 40, causal: bottom_right
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_head_dim False, maxnreg 0
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_kv_outer 00dde3412141
+Template     forward_kv_outer f4933bfb94f8
 
 Algorithm of a program, for a head
   running_max, running_sum, accumulator = -inf, 0, 0, of all rows, in global memory, float32
@@ -157,12 +157,12 @@ def forward_kv_outer(
                 mask=query_exists[:, None] & (columns_64 < HEAD_DIM)[None, :],
                 other=0.0,
             )
-            s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            s = tl.dot(q_tile, k_tile.T, input_precision="bf16x6")
             row_end = tl.minimum(queries + diagonal + 1, seqlen_kv)
             s = tl.where(keys[None, :] < row_end[:, None], s, float("-inf"))
             p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum, scale_log2)
             p_low = p.to(v.dtype.element_ty)
-            accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None], input_precision="ieee")
+            accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None], input_precision="bf16x6")
             # No warp may overwrite rows that another has yet to read.
             tl.debug_barrier()
             tl.store(max_base + queries, running_max, mask=query_exists)
@@ -217,8 +217,11 @@ def attention(q, k, v, scale=None):
     not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.float32
     large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (*large,):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.float32
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -234,6 +237,8 @@ def attention(q, k, v, scale=None):
         ("k", k, dtype, (*keys, 40)),
         ("v", v, dtype, (*keys, 40)),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

@@ -6,7 +6,7 @@ With         pages, quantized_kv
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 60550adfa1af
+Template     forward_masked ff55a20137e7
 
 Algorithm of a program, for a tile of queries
   n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
@@ -246,10 +246,16 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, seqlens_kv, block_table)
     not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (
+        *large,
+        ("block_table", block_table),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET is set, and Triton's interpreter corrupts 16-bit tiles: unset it")
-    large = [("q", q), ("k", k), ("v", v)]
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -271,6 +277,8 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, seqlens_kv, block_table)
         ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
         ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:
@@ -291,6 +299,8 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, seqlens_kv, block_table)
             span -= (tensor.shape[0] - 1) * tensor.stride(0)
         if span >= 2**31:
             raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    if block_table.numel() and k.shape[0] == 0:
+        raise ValueError("k has no pages, and block_table lists some")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale

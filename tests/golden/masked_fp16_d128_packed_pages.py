@@ -6,7 +6,7 @@ With         pages, quantized_kv, varlen
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_masked_loop True, split_head_dim False,
              lpt True, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 60550adfa1af
+Template     forward_masked ff55a20137e7
 
 Algorithm of a program, for a tile of queries
   n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
@@ -54,11 +54,19 @@ SEARCHED = tl.constexpr(256)
 @triton.jit
 def count_sequences(tile, cu_seqlens, sequences, BLOCK: tl.constexpr):
     """Returns how many sequences begin by a tile. Sequence b's tiles begin at its first row // BLOCK + b."""
-    begun = 0
-    for start in tl.range(0, sequences, SEARCHED):
-        others = start + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens + others, mask=others < sequences, other=0) // BLOCK + others
-        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    # Of many sequences, first some at equal steps, then those from the last of them that begins by the tile.
+    step = (sequences + SEARCHED - 1) // SEARCHED
+    others = step * tl.arange(0, SEARCHED)
+    begins = tl.load(cu_seqlens + others, mask=others < sequences, other=0) // BLOCK + others
+    begun = tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if step > 1:
+        first = tl.maximum(begun - 1, 0) * step
+        end = tl.minimum(first + step, sequences)
+        begun = first
+        for start in tl.range(first, end, SEARCHED):
+            others = start + tl.arange(0, SEARCHED)
+            begins = tl.load(cu_seqlens + others, mask=others < end, other=0) // BLOCK + others
+            begun += tl.sum(((begins <= tile) & (others < end)).to(tl.int32), 0)
     return begun
 
 
@@ -280,10 +288,17 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
     not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (
+        *large,
+        ("cu_seqlens_q", cu_seqlens_q),
+        ("block_table", block_table),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.float16
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET is set, and Triton's interpreter corrupts 16-bit tiles: unset it")
-    large = [("q", q), ("k", k), ("v", v)]
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -306,6 +321,8 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
         ("seqlens_kv", seqlens_kv, torch.int32, (batch,)),
         ("block_table", block_table, torch.int32, (batch, *block_table.shape[-1:])),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:
@@ -326,6 +343,8 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
             span -= (tensor.shape[0] - 1) * tensor.stride(0)
         if span >= 2**31:
             raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
+    if block_table.numel() and k.shape[0] == 0:
+        raise ValueError("k has no pages, and block_table lists some")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale

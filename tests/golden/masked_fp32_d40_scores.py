@@ -6,7 +6,7 @@ With         alibi, attention_chunk, bias, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_masked 60550adfa1af
+Template     forward_masked ff55a20137e7
 
 Algorithm of a program, for a tile of queries
   n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
@@ -96,8 +96,8 @@ def softmax_step(s, running_max, running_sum):
     new_max = tl.maximum(running_max, tl.max(s, 1))
     # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s - shift[:, None])
-    rescale = tl.exp2(running_max - shift)
+    p = tl.exp2((s - shift[:, None]) * LOG2_E)
+    rescale = tl.exp2((running_max - shift) * LOG2_E)
     return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
@@ -196,7 +196,8 @@ def forward_masked(
         s -= slope_log2 * tl.abs(distance)
         bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
         bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
-        s += bias_tile.to(tl.float32) * LOG2_E
+        # In natural units, where sums are rounded as in unfused attention.
+        s = s * LN_2 + bias_tile.to(tl.float32)
         visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_end[:, None])
         s = tl.where(visible, s, float("-inf"))
         p, rescale, running_max, running_sum = softmax_step(s, running_max, running_sum)
@@ -217,7 +218,7 @@ def forward_masked(
         o_tile,
         mask=query_exists[:, None] & (columns_32 < VALUE_HEAD_DIM)[None, :],
     )
-    row_lse = (running_max + tl.log2(running_sum)) * LN_2
+    row_lse = running_max + tl.log2(running_sum) * LN_2
     tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=query_exists)
 
 
@@ -244,8 +245,14 @@ def attention(q, k, v, scale=None, *, slopes, bias, softcap):
     not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.float32
     large = [("q", q), ("k", k), ("v", v)]
+    for name, tensor in (
+        *large,
+        ("bias", bias),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.float32
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -263,6 +270,8 @@ def attention(q, k, v, scale=None, *, slopes, bias, softcap):
         ("slopes", slopes, torch.float32, (batch, heads)),
         ("bias", bias, dtype, (*rows, *k.shape[2:3])),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtune import ProblemError
 from flashtune.integrations.flash_attn import UnsupportedError, flash_attn_3, flash_attn_with_kvcache
-from flashtune.integrations.flash_attn.cache import Cache, kernel_pages
+from flashtune.integrations.flash_attn.cache import Cache, append, kernel_pages
 from tests.integrations.test_flash_attn_2 import close, numbers, starts, with_infinity
 from tests.support.flash_attn_reference import Rule, one_sequence, rotated_by_pairs
 
@@ -259,3 +259,39 @@ def test_kernels_read_pages_of_any_size(size: int, pages: int | None) -> None:
     found = kernel_pages(cache)
     assert (None if found is None else found.page_size) == pages
     assert found is None or found.capacity == cache.capacity
+
+
+@pytest.mark.parametrize("length", [32, 28, -3])
+def test_new_tokens_that_do_not_fit_are_refused_where_values_are_checked(length: int) -> None:
+    memory = torch.full((2, 40, KV_HEADS, WIDTH), 7.0)
+    k, v, new = memory[:, :32], torch.zeros(2, 32, KV_HEADS, WIDTH), numbers(2, 8, KV_HEADS, WIDTH)
+    lengths = torch.tensor([3, length], dtype=torch.int32)
+    for given in (lengths, length):
+        with pytest.raises(
+            ProblemError, match=f"is {length}, with 8 new tokens, and the cache has room for 32"
+        ):
+            flash_attn_with_kvcache(
+                numbers(2, 8, HEADS, WIDTH), k, v, new, new, cache_seqlens=given, causal=True
+            )
+    more = numbers(2, 40, KV_HEADS, WIDTH)
+    with pytest.raises(ProblemError, match="k has 40 new tokens"):
+        flash_attn_with_kvcache(more, k, v, more, more, cache_seqlens=lengths)
+    assert (memory == 7).all()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_new_tokens_that_do_not_fit_are_dropped_elsewhere(is_packed: bool) -> None:
+    memory = torch.full((7, 4, KV_HEADS, WIDTH), 7.0)
+    # The second sequence has a page that does not exist, the third and the fourth one have too little room.
+    table = torch.tensor([[0, 1], [2, 9], [3, 4], [5, 0]], dtype=torch.int32)
+    lengths, new = torch.tensor([2, 3, 7, -1], dtype=torch.int32), numbers(4, 3, KV_HEADS, WIDTH)
+    cache = Cache(memory[:6], memory[:6].clone(), table)
+    if is_packed:
+        ends = torch.arange(5, dtype=torch.int32) * 3
+        append(cache, new.flatten(0, 1), new.flatten(0, 1), lengths, ends)
+    else:
+        append(cache, new, new, lengths, None)
+    right = torch.full_like(memory, 7.0)
+    right[0, 2:], right[1, 0], right[2, 3], right[4, 3] = new[0, :2], new[0, 2], new[1, 0], new[2, 0]
+    right[5, :2] = new[3, 1:]
+    assert torch.equal(memory, right)

@@ -167,3 +167,16 @@ def test_nothing_to_append() -> None:
     k = torch.empty(0, 1, 8)
     append_rows(k, k, pool, pool, torch.empty(0, dtype=torch.int64))
     assert not pool.elements.any()
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_slots_after_the_last_page_are_skipped(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.int8 if growing else torch.float32
+    memory = torch.full((3, 1, 16, 8), 7.0).to(dtype)
+    scale = torch.ones(3, 1) if growing else None
+    pools = Pool(memory[:2], scale, growing), Pool(memory[:2, ..., :0], scale, growing)
+    rows, slots = torch.randn(3, 1, 8), torch.tensor([31, 32, 2**40])
+    append_rows(rows, rows[..., :0], *pools, slots)
+    by_torch(rows, rows[..., :0], pools, slots, monkeypatch)
+    assert (memory[2] == 7).all()
+    assert (memory[1, 0, 15] != 7).any()

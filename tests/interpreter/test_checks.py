@@ -68,3 +68,13 @@ def test_a_kernel_of_quantized_keys_is_refused() -> None:
     scales = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"^TRITON_INTERPRET is set, and Triton's interpreter corrupts"):
         module.attention(q, k, k, k_scale=scales, v_scale=scales)
+
+
+def test_inputs_that_are_no_tensors_are_named() -> None:
+    module = load_module(kernel_of("masked_bf16_d64_window_sinks"))
+    q = torch.zeros(2, 4, 8, 64)
+    sinks = torch.zeros(4)
+    with pytest.raises(TypeError, match=r"^k is a list, expected a tensor$"):
+        module.attention(q, [1.0], q, sinks=sinks)
+    with pytest.raises(TypeError, match=r"^sinks is a list, expected a tensor$"):
+        module.attention(q, q, q, sinks=[0.0] * 4)

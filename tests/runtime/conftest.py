@@ -137,6 +137,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for module in (decision, pair_decision, deferred):
         monkeypatch.setattr(module, "check_device", lambda request: None)
         monkeypatch.setattr(module, "tuned_records", lambda name: fake.tables)
+        # Tests use float32, and SDPA would serve without timed kernels.
+        monkeypatch.setattr(module, "is_untrusted", lambda *_: False)
     for module in (sdpa, masked_sdpa):
         monkeypatch.setattr(module, "chosen_backend", lambda *_: fake.usual)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

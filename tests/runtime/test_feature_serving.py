@@ -151,16 +151,17 @@ def test_windows_without_effect_use_plain_kernels(machine: Machine) -> None:
     assert {kernel.family for kernel in machine.kernels} <= {"forward_q_outer", "forward_hopper"}
 
 
-def test_decoding_kernels_serve_few_queries_only(machine: Machine) -> None:
-    def family(queries: int) -> str:
-        q = torch.randn(2, queries, HEADS, 64).half()
-        given = paged((2048, 900), widths=(64, 64))
+def test_decoding_kernels_serve_few_tiles_of_queries_only(machine: Machine) -> None:
+    def family(queries: int, sequences: int = 2) -> str:
+        q = torch.randn(sequences, queries, HEADS, 64).half()
+        given = paged((2048, 900) * (sequences // 2), widths=(64, 64))
         pages = given.k_cache.half(), given.v_cache.half(), *given[2:]
         told = flashtune.explain_paged(q, *pages)
         assert told.selection is not None
         return told.selection.record.family
 
-    assert [family(queries) for queries in (1, 16, 17)] == ["decode_split_kv"] * 2 + ["forward_hopper"]
+    assert [family(queries) for queries in (1, 16, 17)] == ["decode_split_kv"] * 3
+    assert [family(17, sequences=140), family(2000)] == ["forward_hopper"] * 2
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")

@@ -197,7 +197,7 @@ print(serve(-1), serve(-2))
 
 
 def run_recorded(name: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, recorder.VARIABLE: name}
+    environment = {**os.environ, recorder.RECORD_VARIABLE: name}
     argv = [sys.executable, "-c", PROGRAM]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable
@@ -97,7 +98,10 @@ def test_plan_with_negative_scale_keeps_strides_of_views(
     torch.testing.assert_close(planned(gaps, k, v), expected(q, k, v, scale=-0.3))
 
 
-def test_executors_are_cached_by_alignment(machine: Machine, problem: Problem, make_record: Make) -> None:
+def test_executors_are_cached_by_alignment(
+    machine: Machine, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision, "COPY_MS", math.inf)
     tuned(machine, make_record(problem))
     q, k, v = inputs(problem)
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 import flashtune
-from flashtune.core.errors import KernelError
+from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Problem
@@ -98,10 +99,43 @@ def test_number_of_cached_launches_is_bounded(
     assert len(bound._launches) == 2
 
 
-def test_saved_tensors_with_other_strides_are_refused(machine: Machine, problem: Problem) -> None:
-    q, k, v = leaves(problem, torch.bfloat16)
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "padded rows": lambda saved: torch.nn.functional.pad(saved, (0, 3))[..., : saved.shape[-1]],
+    "other order": lambda saved: saved.mT.contiguous().mT if saved.dim() > 1 else saved,
+    "unaligned": lambda saved: (
+        torch.empty(saved.numel() + 1, dtype=saved.dtype)[1:].view(saved.shape).copy_(saved)
+    ),
+    "other type": lambda saved: saved.double(),
+}
+
+
+@pytest.mark.slow
+@quiet
+@pytest.mark.parametrize("change", CHANGES)
+def test_saved_tensors_of_another_form_are_copied(machine: Machine, problem: Problem, change: str) -> None:
+    q, k, v = leaves(problem)
+    with torch.autograd.graph.saved_tensors_hooks(CHANGES[change], lambda kept: kept):
+        out = flashtune.attention(q, k, v, causal=True)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
+
+
+@quiet
+def test_saved_tensors_of_another_shape_are_refused(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved[:1], lambda kept: kept):
+        out = flashtune.attention(q, k, v, causal=True)
+    with pytest.raises(ProblemError, match="a hook of saved tensors returned shape"):
+        out.sum().backward()
+
+
+@quiet
+def test_tensors_that_a_kernel_cannot_address_are_copied(machine: Machine, problem: Problem) -> None:
+    q, k, v = leaves(problem)
     out = flashtune.attention(q, k, v, causal=True)
-    bound = executor_of(out)
-    odd = torch.empty(*q.shape[:3], q.shape[3] + 3, dtype=q.dtype)[..., : q.shape[3]]
-    with pytest.raises(KernelError, match="hooks of saved tensors keep their strides"):
-        bound(odd, k, v, out, torch.zeros(q.shape[:3]), torch.zeros_like(out), None, None)
+    odd = torch.nn.functional.pad(q.detach(), (0, 3))[..., : q.shape[3]]
+    lse = torch.logsumexp(torch.randn(*q.shape[:3], 2), -1).mT.contiguous().mT
+    dout, bound = torch.randn_like(out), executor_of(out)
+    found = bound(odd, k, v, out, lse, dout, None, None)
+    close(found[:3], bound(q, k, v, out, lse.contiguous(), dout, None, None)[:3])

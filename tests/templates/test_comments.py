@@ -10,7 +10,8 @@ import jinja2
 import jinja2.meta
 import pytest
 
-from flashtune.core.kernel import _TEMPLATE, Kernel, canonical_template
+from flashtune.core.canonical_source import _TEMPLATE, canonical_template
+from flashtune.core.kernel import Kernel
 from flashtune.templates import registry, rendering
 from flashtune.templates.registry import PACKAGE, TEMPLATE, family_names, template_hash
 from tests.support.golden_kernels import COMBINATIONS, kernel_of

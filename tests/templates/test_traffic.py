@@ -25,6 +25,8 @@ from flashtune.templates.common.model.traffic import (
 )
 from flashtune.templates.family import BytesItem, Family
 from flashtune.templates.registry import families, find_family
+from flashtune.tuner.tables.kernel_choice import change_config
+from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.lengths import is_ragged
 
 H200 = find_target("h200")
@@ -143,6 +145,15 @@ def test_cache_reduces_traffic_down_to_the_minimum(name: str, causal: Causal) ->
         # A causal query near the start needs few keys, so the minimum counts keys that none needs.
         if causal is not Causal.TOP_LEFT:
             assert cached >= problem.minimal_bytes()
+
+
+@pytest.mark.parametrize("target", [H200, None])
+def test_packed_query_heads_read_their_keys_once(target: Target | None) -> None:
+    (problem,) = parse_shape("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16")
+    family = find_family("forward_hopper")
+    packed, apart = (change_config(family.default(problem, H200), f"pack_gqa={heads}") for heads in (4, 1))
+    assert total(family.hbm_items(problem, packed, target)) == problem.minimal_bytes()
+    assert total(family.hbm_items(problem, apart, None)) > 3 * problem.minimal_bytes()
 
 
 def test_unfused_attention_transfers_its_scores() -> None:

@@ -13,8 +13,9 @@ import msgspec
 
 from flashtune.core.errors import FlashtuneError, MachineError, TargetError
 from flashtune.core.machine import WRITTEN_FOLDERS, folder_fault
+from flashtune.core.record import VerificationStatus
 from flashtune.core.target import TARGETS, Target, device_target, find_target
-from flashtune.tuner.tables.table_receipts import verified_kernels
+from flashtune.dispatch.versions import NO_DRIVER, current_versions
 
 if TYPE_CHECKING:
     from flashtune.core.record import Record
@@ -187,18 +188,20 @@ def caches() -> Iterator[Finding]:
 
 def database(db: str | None) -> Finding:
     """Returns whether the database can be read, and its contents."""
-    from flashtune.db.location import database_url, describe, sqlite_path
+    from flashtune.db.location import database_url, describe, read_write_uri, sqlite_path
     from flashtune.tuner.tables.lookup import existing_store
 
     try:
-        where = describe(database_url(db))
+        url = database_url(db)
+        where, file = describe(url), sqlite_path(url)
+        if file is not None:
+            read_write_uri(file)
         with existing_store(db) as store:
             if store is None:
                 return Finding("database", Level.OK, f"{where}: none yet, the first search creates it")
             count = len(store.selections())
     except FlashtuneError as error:
         return Finding("database", Level.FAIL, str(error), "or name another one by --db or FLASHTUNE_DB")
-    file = sqlite_path(database_url(db))
     said = f"{where}: {count} selections"
     if file is not None and not os.access(file, os.W_OK):
         return Finding("database", Level.WARN, f"{said}, read-only", "a search needs another --db")
@@ -206,8 +209,10 @@ def database(db: str | None) -> Finding:
 
 
 def shipped(target: Target) -> Finding:
-    """Returns whether a tuned table ships for the target."""
+    """Returns whether a tuned table ships for the target, and how many of its kernels dispatch must check."""
     from flashtune.db.table import shipped_table
+    from flashtune.tuner.tables.listing import standing
+    from flashtune.tuner.tables.lookup import shipped_records
 
     name = "shipped table"
     try:
@@ -218,19 +223,23 @@ def shipped(target: Target) -> Finding:
         return Finding(
             name, Level.WARN, f"none for {target.name}", "run flashtune search for the shapes in use"
         )
-    import triton
-
-    shapes = {record.problem for record in table.records}
-    kernels = {record.kernel for record in table.records if record.kernel is not None}
-    verified = verified_kernels(table)
+    records = tuple(shipped_records(table))
+    shapes = {entry.record.problem for entry in records}
+    kernels = {entry.record.kernel for entry in records} - {None}
+    unproven = {
+        entry.record.kernel
+        for entry in records
+        if standing(entry.record, entry.has_receipt is True) is VerificationStatus.UNPROVEN
+    }
     found = f"{len(shapes)} shapes for {target.name} with {len(kernels)} kernels"
-    for version, passed in verified.items():
-        found += f", {len(passed) if passed < kernels else 'all'} verified under Triton {version}"
-    left = len(kernels - verified.get(triton.__version__, frozenset()))
-    if not left:
-        return Finding(name, Level.OK, found)
-    advice = f"under Triton {triton.__version__}, {left} of the kernels are checked before their first use"
-    return Finding(name, Level.WARN, found, f"{advice}: run flashtune verify to check them now")
+    here = current_versions(records[0].record.family) if records else None
+    if not unproven or here is None:
+        return Finding(name, Level.OK, f"{found}, all verified")
+    driver = "" if here.driver == NO_DRIVER else f" and driver {here.driver}"
+    advice = "run flashtune verify to check them now, or they are checked before their first use"
+    return Finding(
+        name, Level.WARN, f"{found}, {len(unproven)} not verified under Triton {here.triton}{driver}", advice
+    )
 
 
 def compilers(target: Target, watch: Callable[[str], None] = lambda step: None) -> Iterator[Finding]:

@@ -198,7 +198,10 @@ def _peak(dtype: Dtype, target: Target) -> float:
     """Returns TFLOP/s of the units that multiply such elements."""
     if dtype.is_quantized:
         return target.peak.fp8
-    return target.peak.fp32 if dtype is Dtype.FP32 else target.peak.half
+    if dtype.is_float32:
+        # Six products of bf16 parts are as precise as one in float32.
+        return max(target.peak.fp32, target.peak.half / (2 if dtype is Dtype.TF32 else 6))
+    return target.peak.half
 
 
 def compare_traffic(chosen: Chosen) -> tuple[Traffic, ...]:

@@ -18,7 +18,7 @@ from flashtune.tuner.analysis.explain import roofline
 from flashtune.tuner.execution.inputs import make_inputs
 from flashtune.tuner.tables.kernel_choice import Chosen, choose
 from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
-from flashtune.tuner.workloads.models import LayerCall, Layers, ModelAttention, backward_of, model_calls
+from flashtune.tuner.workloads.models import LayerCall, ModelAttention, backward_of, model_calls
 
 # `unfused_attention` stores scores, probabilities, and half as much in 16 bits at once.
 SCORE_COPIES = 2.5
@@ -189,34 +189,6 @@ def _way(problem: Problem, memory: int, traffic: int, least_traffic: int, layers
     }
     bound_by = max(times, key=lambda name: times[name])
     return Way(memory, layers * traffic, times[bound_by], bound_by)
-
-
-MODEL_HEADS = ("model", "layers", "heads, KV heads, head dim", "type", "from")
-
-
-def model_row(model: ModelAttention) -> tuple[str, ...]:
-    """Returns a model's cells, one for each of `MODEL_HEADS`."""
-    width = str(model.head_dim)
-    if model.value_head_dim != model.head_dim:
-        width += f" (values {model.value_head_dim})"
-    mask = "" if model.causal else ", not causal"
-    sizes = f"{model.heads}, {model.kv_heads}, {width}{mask}"
-    if model.latent:
-        sizes += f"; decode {model.heads}, 1, {model.latent.width} (values {model.latent.values})"
-    layers = " and ".join(map(_kind, model.kinds))
-    return model.name, layers, sizes, model.dtype.value, model.source
-
-
-def _kind(kind: Layers) -> str:
-    """Returns the count and the features of layers of one kind."""
-    words = (
-        f"window {kind.window}" if kind.window else "",
-        f"chunk {kind.chunk}" if kind.chunk else "",
-        "softcap" if kind.softcap else "",
-        "sinks" if kind.sinks else "",
-    )
-    features = ", ".join(word for word in words if word)
-    return f"{kind.count} with {features}" if features else str(kind.count)
 
 
 def workspace_bytes(kernel: Kernel, problem: Problem) -> int:

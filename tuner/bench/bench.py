@@ -27,6 +27,7 @@ from flashtune.tuner.bench.judging import output_judge
 from flashtune.tuner.bench.peer_runs import PEERS, Call, Contestant, bind_peer
 from flashtune.tuner.bench.results import OURS, Bench, LeftOut, Row
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
+from flashtune.tuner.execution.sdpa import precision_of
 from flashtune.tuner.execution.timing import measure_interleaved, measure_sustained
 from flashtune.tuner.workloads.work import operations
 
@@ -58,7 +59,7 @@ def run_bench(
     target = device_target(index)
     device = torch.device("cuda", index)
     setting = backward.recording(device) if problem.is_backward else torch.no_grad()
-    with torch.cuda.device(device), setting:
+    with torch.cuda.device(device), precision_of(problem.dtype), setting:
         tensors = make_tensors(problem, device)
         admission = _admit_gradients if problem.is_backward else _admit_outputs
         family_name, entries = admission(problem, tensors, peers, target)

@@ -9,6 +9,7 @@ import torch
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Dtype
 from flashtune.tuner.bench.results import Ceiling, Copy
+from flashtune.tuner.execution.sdpa import precision_of
 from flashtune.tuner.execution.timing import Run, measure_interleaved
 
 # Large enough to make wave quantization, edges and launches negligible.
@@ -27,7 +28,7 @@ def measure_ceiling(dtype: Dtype, device: torch.device, *, rounds: int) -> Ceili
     Raises:
         RuntimeError: torch multiplies no such matrices on this GPU.
     """
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), precision_of(dtype):
         run = _product(TORCH_DTYPES[dtype], device)
         (measured,) = measure_interleaved([run], device, rounds=rounds)
         run()

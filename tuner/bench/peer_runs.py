@@ -38,7 +38,7 @@ PEERS = (*BACKENDS, FLEX, FLASH_ATTN_4, FLASHINFER, UNFUSED)
 PACKAGES = {FLASH_ATTN_4: "flash-attn-4", FLASHINFER: "flashinfer-python"}
 # The types that the baselines compute without conversion.
 PEER_DTYPES = {
-    **dict.fromkeys((*BACKENDS, FLEX, UNFUSED), (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
+    **dict.fromkeys((*BACKENDS, FLEX, UNFUSED), (Dtype.BF16, Dtype.FP16, Dtype.FP32, Dtype.TF32)),
     **dict.fromkeys((FLASH_ATTN_4, FLASHINFER), (Dtype.BF16, Dtype.FP16)),
 }
 # The features that they compute. SDPA computes masks of features by its `attn_mask`.

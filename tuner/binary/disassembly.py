@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashtune.core.errors import KernelError, MachineError
-from flashtune.core.machine import machine_errors
+from flashtune.core.machine import machine_errors, written_folder_fault
 
 TOOL_SECONDS = 120
 
@@ -47,11 +47,11 @@ def dump(cubin: bytes, what: str) -> str:
 
     Raises:
         KernelError: The tool cannot be run, or failed.
-        MachineError: This installation of Triton lacks it.
+        MachineError: This installation of Triton lacks it, or a folder is full.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
+        with machine_errors():
+            Path(file.name).write_bytes(cubin)
         return run_tool(tool_path("cuobjdump"), what, file.name)
 
 
@@ -75,10 +75,14 @@ def run_tool(*command: str) -> str:
 
     Raises:
         KernelError: The tool cannot be run, or failed.
+        MachineError: A folder to which it writes is full.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
+        fault = written_folder_fault()
+        if fault:
+            raise MachineError(fault) from error
         raise KernelError(
             f"{Path(command[0]).name} failed ({type(error).__name__}): reinstall triton"
         ) from error

@@ -6,7 +6,6 @@ A command's module is imported at its call, so `flashtune --help` imports little
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import importlib
 import os
@@ -18,7 +17,7 @@ from typing import Any
 
 import click
 
-from flashtune.core.errors import FlashtuneError, MachineError
+from flashtune.core.errors import FlashtuneError, MachineError, nearest, quoted
 
 INTERRUPTED = 130
 # Errors of an open file that cannot be written: a full disk or quota, a file over its limit, a broken device.
@@ -44,11 +43,14 @@ SECTIONS: dict[str, dict[str, str]] = {
         "sram-audit": "Compare the SRAM models with the compiler's figures.",
     },
     "Share": {
-        "export": "Write selected kernels as a JSON table, Python files or triton.Config lists.",
+        "export": "Write selected kernels: json (a table), python (files), triton-config (lists), "
+        "hf-kernel (a package for Hugging Face's kernels library).",
         "import": "Read a JSON table into the database.",
-        "db": "Locate, upgrade and merge databases.",
+        "db": "Databases: path, upgrade, merge, forget (delete records), restamp (after a template changed), "
+        "compare (two tables).",
     },
     "List names": {
+        "shapes": "Explain the keys of --shape.",
         "models": "List the models that --model knows.",
         "targets": "List the GPUs that --target knows.",
         "families": "List the kernel families and their features.",
@@ -69,14 +71,14 @@ class Failure(click.ClickException):
     """A `FlashtuneError` as the command line reports it: its sentence, and its exit code."""
 
     def __init__(self, error: FlashtuneError) -> None:
-        # A sentence may quote a file or a database: remove control codes for terminals.
-        sentence = " ".join(str(error).split())
-        super().__init__("".join(sign if sign.isprintable() else "?" for sign in sentence))
+        super().__init__(str(error))
         self.exit_code = error.exit_code  # type: ignore[misc] # click's own subclasses set it too
 
     def show(self, file: Any = None) -> None:
         """Writes the sentence to stderr."""
-        click.echo(f"flashtune: {self.message}", file=file, err=True)
+        from flashtune.tuner.cli.output import folded
+
+        click.echo(folded(f"flashtune: {self.message}", err=True), file=file, err=True)
 
 
 class CommandGroup(click.Group):
@@ -99,9 +101,7 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Resolves a command as click does, and suggests the nearest name if there is none."""
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(COMMANDS)}"
-            ctx.fail(f"there is no command {args[0]!r}: {hint}")
+            ctx.fail(f"there is no command {quoted(args[0])}: {nearest(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
@@ -124,8 +124,10 @@ class CommandGroup(click.Group):
             # Errors of standard output name no file. Named files have errors of their own.
             if error.errno not in UNWRITABLE or error.filename is not None:
                 raise
+            from flashtune.tuner.cli.output import warn
+
             _give_up_output()
-            click.echo(f"flashtune: cannot write the output: {error.strerror}; write it elsewhere", err=True)
+            warn(f"cannot write the output: {error.strerror}; write it elsewhere")
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -142,8 +144,18 @@ class CommandGroup(click.Group):
             if fault is None:
                 raise
             raise Failure(MachineError(fault)) from error
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            from flashtune.tuner.cli.output import folded
+
+            # click writes its own errors after this word.
+            sentence = folded(f"Error: {error.format_message()}", err=True).removeprefix("Error: ")
+            raise click.UsageError(sentence, error.ctx) from error
         except KeyboardInterrupt:
-            click.echo("flashtune: interrupted; finished results are stored", err=True)
+            from flashtune.tuner.cli.output import warn
+
+            warn("interrupted; finished results are stored")
             ctx.exit(INTERRUPTED)
 
 
@@ -160,7 +172,9 @@ def plain_warnings() -> Iterator[None]:
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **rest: Any) -> None:
         if category.__module__.startswith("flashtune."):
-            click.echo(f"flashtune: {message}", err=True)
+            from flashtune.tuner.cli.output import warn
+
+            warn(str(message))
         else:
             usual(message, category, *place, **rest)
 

@@ -72,18 +72,30 @@ class Command(click.Command):
                     formatter.write_dl(found)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the examples without folding."""
+        """Writes the examples as commands that can be copied."""
         super().format_epilog(ctx, formatter)
         if self.examples:
+            from flashtune.core.notices import folded_command
+
             with formatter.section("Examples"):
-                for line in self.examples:
-                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+                room = formatter.width - formatter.current_indent
+                for example in self.examples:
+                    for line in folded_command(example, room).splitlines():
+                        formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
 
 class Group(click.Group):
     """A group whose commands also group their options."""
 
     command_class = Command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the first sentence of each command's help, without a cut."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, (command.help or "").partition("\n\n")[0]) for name, command in commands if command]
+            )
 
 
 def section_of(param: click.Parameter) -> str:

@@ -11,14 +11,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 
 from flashtune.core.errors import UsageError
-from flashtune.core.features.table import FEATURES
 from flashtune.tuner.workloads.model_sizes import (
     DEFAULT_BATCH,
     DEFAULT_PAGE_SIZE,
@@ -26,6 +25,7 @@ from flashtune.tuner.workloads.model_sizes import (
     ModelSizes,
     Phase,
 )
+from flashtune.tuner.workloads.shape_keys import EXAMPLES
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 AnyCommand = Callable[..., Any]
 
 TARGET_VARIABLE = "FLASHTUNE_TARGET"
-NO_SHAPE = "no shape given: use --shape, --model, --hf-config or --shapes-file"
 
 # Lengths of a whole model's overview.
 LENGTHS = "1024..131072"
@@ -74,11 +73,8 @@ def _beginning(start: str, names: Iterable[str]) -> list[str]:
 
 
 SHAPE_HELP = (
-    "A shape, as key=value pairs: heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16,causal,batch=2. "
-    "Also seqlen_q, seqlen_kv, value_head_dim, causal=top_left|bottom_right|none, and tokens=16384 in place "
-    "of batch. head_dim=64|128 is a list, seqlen=512..16384 every doubling. Features: "
-    f"{', '.join(one.help or one.example for one in FEATURES.values())}. "
-    "backward asks for the gradients in place of the output. Repeatable."
+    f"A shape, such as {' or '.join(EXAMPLES)}. `flashtune shapes` explains the keys, lists and ranges. "
+    "Repeatable."
 )
 MODEL_HELP = (
     "The attention of an open model, such as llama-3.1-8b; `flashtune models` lists them. Repeatable."
@@ -88,6 +84,7 @@ PHASES = tuple(phase.value for phase in Phase)
 PHASE_OPTION = click.option(
     "--phase",
     type=click.Choice(PHASES),
+    metavar="PHASE",
     default=Phase.PREFILL.value,
     show_default=True,
     help="Phase of --model or --hf-config. prefill: all tokens of a prompt attend to the prompt. decode: one "
@@ -131,7 +128,7 @@ SHAPE_OPTIONS = (
     click.option(
         "--dtype",
         metavar="DTYPE",
-        help="Element type for --model and --hf-config: bf16, fp16, fp32, e4m3 or a list. Default: the "
+        help="Element type for --model and --hf-config: bf16, fp16, fp32, tf32, e4m3 or a list. Default: the "
         "checkpoint's.",
     ),
     click.option(
@@ -150,15 +147,39 @@ SHAPE_OPTIONS = (
 
 def problem_options(command: AnyCommand) -> AnyCommand:
     """Adds the options that name shapes. The command gets `problems`, at least one and no duplicates."""
-    return _with_problems(command, required=True)
+    return _with_problems(command, {})
+
+
+def problem_options_or(**others: str) -> Callable[[AnyCommand], AnyCommand]:
+    """As `problem_options`, but `problems` is empty if another option is given.
+
+    `others` are options by the names of their parameters, such as `recorded_file="--from"`.
+    """
+    return lambda command: _with_problems(command, others)
 
 
 def optional_problem_options(command: AnyCommand) -> AnyCommand:
     """As `problem_options`, but `problems` is empty if the user named no shape."""
-    return _with_problems(command, required=False)
+    return _with_problems(command, None)
 
 
-def _with_problems(command: AnyCommand, *, required: bool) -> AnyCommand:
+def _refuse_no_shape(arguments: Mapping[str, Any], others: Mapping[str, str]) -> NoReturn:
+    """Raises an error that names everything that the command line lacks: a shape, and maybe a GPU.
+
+    Raises:
+        UsageError: Always.
+    """
+    *first, last = ("--shape", "--model", "--hf-config", "--shapes-file", *others.values())
+    sentence = f"no shape given: use {', '.join(first)} or {last}"
+    if "target_name" in arguments:
+        try:
+            _resolve_target(arguments["target_name"], arguments["device"])
+        except UsageError as error:
+            sentence += f"; {error}"
+    raise UsageError(sentence)
+
+
+def _with_problems(command: AnyCommand, others: Mapping[str, str] | None) -> AnyCommand:
     @functools.wraps(command)
     def with_problems(
         *args: Any,
@@ -176,8 +197,8 @@ def _with_problems(command: AnyCommand, *, required: bool) -> AnyCommand:
     ) -> Any:
         sizes = ModelSizes(Phase(phase), seqlen, batch, dtype, page_size, packed)
         problems = gather_problems(shapes, models, hf_configs, shapes_files, sizes)
-        if required and not problems:
-            raise UsageError(NO_SHAPE)
+        if others is not None and not problems and not any(kwargs[name] for name in others):
+            _refuse_no_shape(kwargs, others)
         return command(*args, problems=problems, **kwargs)
 
     return apply_options(SHAPE_OPTIONS, with_problems)
@@ -383,7 +404,7 @@ def shape_or_model_options(command: AnyCommand) -> AnyCommand:
             sizes = ModelSizes(Phase.PREFILL, seqlen, batch, dtype, page_size, packed)
             problems = gather_problems(shapes, models, hf_configs, shapes_files, sizes)
             if not problems:
-                raise UsageError(NO_SHAPE)
+                _refuse_no_shape(kwargs, {})
         elif shapes or shapes_files or not (models or hf_configs):
             raise UsageError(
                 "--phase explains whole models: name them by --model or --hf-config, and leave shapes out"
@@ -393,6 +414,8 @@ def shape_or_model_options(command: AnyCommand) -> AnyCommand:
             whole = WholeModels(gather_models(models, hf_configs), sizes)
         return command(*args, problems=problems, models=whole, **kwargs)
 
-    phase = click.option("--phase", "model_phase", type=click.Choice(PHASES), help=PHASE_HELP)
+    phase = click.option(
+        "--phase", "model_phase", type=click.Choice(PHASES), metavar="PHASE", help=PHASE_HELP
+    )
     options = (phase if option is PHASE_OPTION else option for option in SHAPE_OPTIONS)
     return apply_options(tuple(options), with_either)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
 import sys
@@ -14,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from flashtune.core.errors import printable
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
+    from rich.table import Table
 
     from flashtune.db.store import MergeCounts
 
-# Width of tables without a terminal, instead of 80 columns.
-PIPE_WIDTH = 200
 # Seconds between lines of progress without a terminal.
 LINE_SECONDS = 20.0
-# Wide enough that lines of wide tables are not folded.
+# Wide enough that no line is folded.
 UNFOLDED = 10_000
 
 
@@ -34,15 +36,15 @@ def print_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def printable(text: str) -> str:
-    """Returns a text of any origin on one line, without control codes."""
-    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
-
-
 def note(sentence: str) -> None:
     """Writes a sentence to stderr, so that stdout stays parseable. Writes nothing with --quiet."""
     if not is_set("quiet"):
-        click.echo(f"flashtune: {sentence}", err=True)
+        warn(sentence)
+
+
+def warn(sentence: str) -> None:
+    """Writes a sentence to stderr, also with --quiet."""
+    say(f"flashtune: {sentence}", err=True)
 
 
 def is_set(flag: str) -> bool:
@@ -57,28 +59,43 @@ def shows_progress() -> bool:
     return ctx is None or not (ctx.meta.get("flashtune.progress") is False or is_set("quiet"))
 
 
-def terminal_width() -> int | None:
-    """Returns the columns of standard output's terminal, None without one."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def line_width(*, err: bool = False) -> int:
+    """Returns the columns of a line of output: COLUMNS, or those of the terminal, or 80 without one.
+
+    Messages on stderr are single lines in a log file, unless COLUMNS is set.
+    """
+    if err and not sys.stderr.isatty() and "COLUMNS" not in os.environ:
+        return UNFOLDED
+    return shutil.get_terminal_size().columns
 
 
-def folded(text: str, width: int, indent: str = "") -> str:
-    """Returns a text folded to a width, with an indent from the second line on. Words are not divided."""
+def folded(text: str, indent: str = "", *, err: bool = False) -> str:
+    """Returns a text folded at words to the width of a line, with an indent from the second line on.
+
+    Words are not divided, so that paths, URLs and problem keys can be copied.
+    """
     return textwrap.fill(
-        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text,
+        line_width(err=err),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
     )
 
 
-def say(sentence: str) -> None:
-    """Writes a sentence to standard output, folded at words on a terminal."""
-    width = terminal_width()
-    click.echo(sentence if width is None else folded(sentence, width))
+def say(sentence: str, indent: str = "", *, err: bool = False) -> None:
+    """Writes a sentence to standard output or stderr, folded at words."""
+    click.echo(folded(sentence, indent, err=err), err=err)
 
 
 def command_line() -> str:
-    """Returns the command line of the running command, quoted for a shell."""
+    """Returns the command line of the running command, quoted for a shell, without passwords."""
+    from flashtune.db.location import without_password
+
     ctx = click.get_current_context()
-    return shlex.join(["flashtune", *ctx.meta.get("flashtune.core.arguments", ())])
+    arguments = ctx.meta.get("flashtune.core.arguments", ())
+    return shlex.join(["flashtune", *map(without_password, arguments)])
 
 
 @contextlib.contextmanager
@@ -142,14 +159,31 @@ def plain(text: str) -> str:
     return escape(printable(text))
 
 
-def console(width: int | None = None) -> Console:
-    """Returns a console on stdout, plain without a terminal. The default width is the terminal's."""
+def console() -> Console:
+    """Returns a console on stdout, as wide as a line and plain without a terminal."""
     from rich.console import Console
 
-    probe = Console(width=width)
-    if width is not None:
-        return probe
-    return probe if probe.is_terminal else Console(width=PIPE_WIDTH)
+    return Console(width=line_width())
+
+
+def print_table(out: Console, table: Table) -> None:
+    """Prints a table. If it is wider than the console, each row becomes a block of lines `head  cell`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if Console(width=UNFOLDED).measure(table).maximum <= out.width:
+        out.print(table)
+        return
+    columns = [(str(column.header), tuple(column.cells)) for column in table.columns]
+    for row in range(table.row_count):
+        block = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        block.add_column(style="bold")
+        block.add_column(overflow="fold")
+        for head, cells in columns:
+            if cells[row]:
+                block.add_row(head, cells[row])
+        out.print(block)
+        out.print()
 
 
 def print_heading(out: Console, title: str) -> None:

@@ -78,8 +78,8 @@ class CompilePool:
     def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         """Starts compiling. A crash or a hang of the compiler is an outcome too.
 
-        After a crash, a hang or a failed tool, a probe decides whether the machine or the candidate
-        is the cause.
+        A crash and a failed tool are tried once more. If it fails again, or after a hang, a probe decides
+        whether the machine or the candidate is the cause.
         """
         settled: Future[Compiled] = Future()
         self._start(scope, candidate, settled, again=True)
@@ -88,13 +88,13 @@ class CompilePool:
     def _start(
         self, scope: SearchTask, candidate: Candidate, settled: Future[Compiled], *, again: bool
     ) -> None:
-        """Starts compiling. With `again`, it is retried once if its process died before it took the job."""
+        """Starts compiling. With `again`, a failure that the machine may have caused is tried once more."""
 
         def settle(job: Future[Compiled]) -> None:
             lost = failure_of(job)
             if self._workers.stopped:
                 settled.cancel()
-            elif lost is not None and not lost.taken and again:
+            elif again and _may_pass(job, lost):
                 self._start(scope, candidate, settled, again=False)
             else:
                 _settle(job, lost, scope.target, settled)
@@ -107,6 +107,13 @@ class CompilePool:
             settled.set_exception(stopped(str(error)))
             return
         job.add_done_callback(settle)
+
+
+def _may_pass(job: Future[Compiled], lost: LostJob | None) -> bool:
+    """Returns whether a failure may be the machine's, and another attempt may succeed."""
+    if lost is not None:
+        return not (lost.timed_out or outside_fault(lost, COMPILER))
+    return job.exception() is None and job.result().tool_failed
 
 
 def _settle(job: Future[Compiled], lost: LostJob | None, target: Target, settled: Future[Compiled]) -> None:

@@ -123,6 +123,11 @@ class Workers:
         threading.Thread(target=self.stop, daemon=True).start()
 
 
+def import_safely() -> None:
+    """Prevents that new processes import modules from the present folder, as `python -c` does."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
     """Converts errors of starting processes to `MachineError`."""
@@ -137,6 +142,7 @@ def _starting() -> Iterator[None]:
 
 @functools.cache
 def _context() -> ForkServerContext:
+    import_safely()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     # Signals to the process group reach the server too. Ctrl-C would print a traceback while it imports, and

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.core.features.masks import seen_pairs
-from flashtune.core.problem import Bias, Causal, Feature, Problem
+from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
 from flashtune.dispatch.masked_sdpa import is_masked, masked_attention
 from flashtune.tuner.execution.inputs import Tensors
 from flashtune.tuner.execution.timing import Run
@@ -33,6 +34,18 @@ MASKED = frozenset(
         *(Feature.BIAS, Feature.BLOCK_MASK, Feature.SEQLENS_K, Feature.DROPOUT, Feature.DETERMINISTIC),
     }
 )
+
+
+@contextlib.contextmanager
+def precision_of(dtype: Dtype) -> Iterator[None]:
+    """Sets torch's precision of float32 products to that of an element type."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32" if dtype is Dtype.TF32 else "ieee"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 def sdpa_run(problem: Problem, tensors: Tensors, backend: SDPBackend) -> Run | None:

@@ -22,7 +22,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.inputs import Tensors, differentiable, gradient_run, make_tensors
-from flashtune.tuner.execution.sdpa import BACKENDS, OTHER_LAYOUTS, sdpa_run
+from flashtune.tuner.execution.sdpa import BACKENDS, OTHER_LAYOUTS, precision_of, sdpa_run
 from flashtune.tuner.execution.timing import (
     SUSTAINED_SECONDS,
     Run,
@@ -148,7 +148,7 @@ def run_finals(
         KernelError: A candidate does not compile or load.
         RuntimeError: A launch failed on the device.
     """
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), precision_of(problem.dtype):
         tensors = make_tensors(problem, device, lse=specialization.lse)
         runs = [kernel_run(problem, candidate, specialization, target, tensors) for candidate in candidates]
         measured, peers = _with_peers(runs, list(peer_runs(problem, tensors)), device, rounds)

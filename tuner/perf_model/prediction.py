@@ -18,7 +18,7 @@ import msgspec
 
 from flashtune.core.config import Config
 from flashtune.core.errors import TableError
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.record import Resources, ShortText
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import columns, head_chunks
@@ -38,8 +38,6 @@ WARPS_LIKE_A_BLOCK = 8
 EXPOSED_COST = 2.0
 # The factor of stalls that the makespans of portable families contain: 128 × 64 tiles, eight warps on an SM.
 USUAL_STALLS = 2.35
-# Tensor Cores multiply tf32 at half the rate of 16-bit types, and tf32x3 needs three products.
-TF32X3_RATE = 1 / 6
 # Fields that the size features replace, and fields that predictions model fully.
 SIZES = frozenset({"block_m", "block_n", "num_warps", "maxnreg", "lpt", "heads_innermost"})
 # Estimate of a thread's registers before compilation: its share of accumulators and scores, and a constant.
@@ -213,9 +211,6 @@ def scheduled_ms(
     resident = occupancy(resources, family.options(config), target)
     if not resident.blocks:
         return math.inf
-    if problem.dtype is Dtype.FP32 and getattr(config, "input_precision", "") == "tf32x3":
-        peak = msgspec.structs.replace(target.peak, fp32=target.peak.half * TF32X3_RATE)
-        target = msgspec.structs.replace(target, peak=peak)
     stalls = stall_factor(config, resident) if family.interpreted else 1.0
     return family.makespan_ms(problem, config, target) * spill_factor(resources) * stalls
 

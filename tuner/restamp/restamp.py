@@ -14,14 +14,15 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from flashtune.core.canonical_source import canonical_source
 from flashtune.core.errors import FlashtuneError, KernelError
-from flashtune.core.file_lock import read_bounded
-from flashtune.core.kernel import Argument, Kernel, Step, canonical_source
+from flashtune.core.file_lock import read_bounded, read_own
+from flashtune.core.kernel import Argument, Kernel, Step
 from flashtune.core.record import Record
 from flashtune.core.target import Target
 from flashtune.db.codec import fingerprint
 from flashtune.dispatch.versions import current_versions
-from flashtune.launch.compilation import first_line, kernel_folder
+from flashtune.launch.compilation import MAX_SOURCE_BYTES, first_line, kernel_folder
 from flashtune.templates.registry import find_family, template_hash
 from flashtune.templates.rendering import render
 from flashtune.tuner.execution.cpus import available_cpus
@@ -29,8 +30,6 @@ from flashtune.tuner.execution.processes import failure_of, start_pool, stop_poo
 from flashtune.tuner.restamp.equivalence import difference
 from flashtune.tuner.tables.admission import facts_of
 
-# Many times the size of a kernel's source.
-MAX_SOURCE_BYTES = 4 * 1024 * 1024
 FILE_NAME = re.compile(r"_([0-9a-f]{8,32})\.py")
 # Size of the caches. It is small, because digests are looked up one after another.
 MAX_CACHED_SOURCES = 16
@@ -42,10 +41,11 @@ Progress = Callable[[str, int, int], None]
 
 
 class EarlierSources:
-    """Files with rendered sources in some folders."""
+    """Files with rendered sources in the kernel cache and in some folders."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         """Lists the files by the first eight digits of the digest in their names."""
+        folders = [kernel_folder(), *folders]
         self._text = functools.lru_cache(maxsize=MAX_CACHED_SOURCES)(_text)
         self._paths: dict[str, list[Path]] = {}
         for folder in folders:
@@ -66,9 +66,13 @@ class EarlierSources:
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a file; empty if it is unreadable, not a regular file, or too large."""
+    """Returns the text of a file; empty if it is unreadable, not a regular file, or too large.
+
+    Other users may write to the kernel cache, but a folder that a user names is trusted.
+    """
+    read = read_own if path.parent == kernel_folder() else read_bounded
     try:
-        raw = read_bounded(path, MAX_SOURCE_BYTES + 1)
+        raw = read(path, MAX_SOURCE_BYTES + 1)
         return raw.decode() if len(raw) <= MAX_SOURCE_BYTES else ""
     except (OSError, UnicodeDecodeError):
         return ""
@@ -171,7 +175,7 @@ def restamp(
     kernel cache. `progress` gets the phase, the number done and the total.
     """
     listed = list(records)
-    sources = EarlierSources([kernel_folder(), *folders])
+    sources = EarlierSources(folders)
     pairs = [_pair(record, sources) for record in listed]
     compared = _compare(listed, pairs, progress)
     return tuple(_judged(record, pair, compared) for record, pair in zip(listed, pairs, strict=True))

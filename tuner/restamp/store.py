@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from flashtune.core.kernel import Kernel, canonical_source
+from flashtune.core.canonical_source import canonical_source
+from flashtune.core.kernel import Kernel
 from flashtune.core.record import Record, Versions
 from flashtune.db.codec import Check
 from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.dispatch.versions import current_versions
-from flashtune.launch.compilation import kernel_folder
 from flashtune.templates.registry import families, find_family, template_hash
 from flashtune.templates.rendering import render
 from flashtune.tuner.restamp.restamp import (
@@ -43,7 +43,7 @@ def successors(
     """
     digests = _earlier(receipts)
     users = _users(records) if digests else {}
-    sources = EarlierSources([kernel_folder(), *folders])
+    sources = EarlierSources(folders)
     pairs: dict[str, tuple[Kernel, Kernel]] = {}
     for digest in digests:
         found = [(old, new) for new in users if (old := sources.kernel(digest, new))]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from flashtune.core.record import Outcome
+from flashtune.templates.config_text import config_text
 from flashtune.tuner.search.request import Observer, Phase, Progress, Tally
 from flashtune.tuner.search.summary import describe_time
 
@@ -25,7 +26,7 @@ def finished_lines(progress: Progress) -> Iterator[str]:
         if record.config is None or record.kernel is None:
             continue
         time = f"{record.ms:.4f} ms" if record.ms else record.message
-        yield f"{record.outcome.value}: {record.family} {record.config.label()}: {time or 'no time'}"
+        yield f"{record.outcome.value}: {record.family}: {config_text(record)}: {time or 'no time'}"
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ def shown(console: Console, place: Place) -> Iterator[Observer]:
         with _live(console, place) as observer:
             yield observer
     else:
-        yield plain(lambda line: console.print(line, highlight=False, soft_wrap=True), place)
+        yield plain(lambda line: console.print(line, markup=False, highlight=False), place)
 
 
 @contextlib.contextmanager
@@ -123,7 +124,7 @@ def status_lines(progress: Progress) -> tuple[str, ...]:
     return (
         tried,
         f"best {describe_time(best)}, {best.family}",
-        best.config.label(),
+        config_text(best),
     )
 
 

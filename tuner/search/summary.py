@@ -7,11 +7,14 @@ import textwrap
 from collections.abc import Iterator
 
 from flashtune.core.canonical import shape_text
+from flashtune.core.notices import folded_command
 from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.templates.config_text import config_text
 from flashtune.tuner.search.request import SearchResult
 from flashtune.tuner.workloads.work import rate, unit_of
 
 LABEL_WIDTH = 15
+UNLIMITED = 10**6
 
 
 def summary_lines(
@@ -19,7 +22,7 @@ def summary_lines(
 ) -> tuple[str, ...]:
     """Returns lines with the best kernel, the baselines, the failures, and the next command.
 
-    Lines are folded at `width` columns, except the next command, which has the database as the user named it.
+    Lines are folded at `width` columns. Of configs, the axes that differ from the default are shown.
     """
     labelled = [
         ("problem", f"{result.problem.key} on {result.target.name}"),
@@ -32,12 +35,14 @@ def summary_lines(
         ("stored", f"{place}, record {result.best_id}" if result.best_id else place),
     ]
     folded = (line for label, text in labelled for line in _folded(label, text, width))
-    return (*folded, *_folded("next", next_command(result, db), None))
+    # Shapes are long words, so the following lines of the command start further left than other texts.
+    command = folded_command(f"{'next':<{LABEL_WIDTH}}{next_command(result, db)}", width or UNLIMITED)
+    return (*folded, *command.splitlines())
 
 
 def _folded(label: str, text: str, width: int | None) -> Iterator[str]:
     """Yields the lines of a label and its text, folded at the width."""
-    room = 10**6 if width is None else max(20, width - LABEL_WIDTH)
+    room = UNLIMITED if width is None else max(20, width - LABEL_WIDTH)
     # Several spaces separate columns and must remain; a word longer than a line is not divided.
     parts = textwrap.wrap(
         text, room, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
@@ -52,8 +57,7 @@ def _best(result: SearchResult) -> Iterator[tuple[str, str]]:
     if best is None:
         yield "best", "none: no candidate computed this right"
         return
-    assert best.config is not None
-    yield "best", f"{describe_time(best)}   {best.family} {best.config.label()}"
+    yield "best", f"{describe_time(best)}   {best.family}: {config_text(best, result.target)}"
     if best.resources:
         sram, capacity = best.resources.sram_bytes, result.target.sram_per_block
         spills = f", {best.resources.spill_bytes} B spilled" if best.resources.spill_bytes else ""
@@ -71,7 +75,7 @@ def _fallback(result: SearchResult) -> Iterator[tuple[str, str]]:
     record = result.fallback
     if record is None or record.config is None:
         return
-    yield "other strides", f"{describe_time(record)}   {record.family} {record.config.label()}"
+    yield "other strides", f"{describe_time(record)}   {record.family}: {config_text(record, result.target)}"
 
 
 def _rivals(result: SearchResult) -> Iterator[tuple[str, str]]:
@@ -79,7 +83,7 @@ def _rivals(result: SearchResult) -> Iterator[tuple[str, str]]:
     if best is None or not best.ms:
         return
     if result.default and result.default.ms and result.default.config:
-        yield "default", f"{_against(result.default.ms, best.ms)}   {result.default.config.label()}"
+        yield "default", _against(result.default.ms, best.ms)
     for peer in best.measurement.peers if best.measurement else ():
         yield peer.name, _against(peer.ms, best.ms)
 

@@ -17,7 +17,7 @@ import msgspec
 
 from flashtune.core.errors import UsageError
 from flashtune.core.target import TARGETS, Target
-from flashtune.templates.registry import families
+from flashtune.templates.registry import families, family_names
 from flashtune.tuner.binary.resources import overflow
 from flashtune.tuner.candidates import SearchTask, demand
 from flashtune.tuner.execution.compile_pool import Compiled, Compiler
@@ -25,6 +25,8 @@ from flashtune.tuner.sram_audit.points import Point, computes_anything, draw_poi
 
 # Minimum fraction of configs that do not fit, and that the model must find.
 BAR = 0.9
+# With fewer such configs of a target, the fraction says little.
+FEWEST = 20
 # Half of the points are in this band: SRAM by the compiler over the capacity of a block.
 BAND = (0.75, 1.33)
 # Maximum number of compilations for each point of the result.
@@ -41,12 +43,14 @@ class Request(msgspec.Struct, frozen=True):
         points: Points for each family and target, half of them in the band.
         seed: Seed of the points.
         in_flight: Number of concurrent compilations. It does not change the result.
+        families: The families to audit.
     """
 
     targets: tuple[Target, ...]
     points: int
     seed: int = 0
     in_flight: int = 2
+    families: tuple[str, ...] = msgspec.field(default_factory=family_names)
 
 
 class Observed(msgspec.Struct, frozen=True):
@@ -114,18 +118,35 @@ class Audit(msgspec.Struct, frozen=True):
     rows: tuple[Row, ...]
 
     def failures(self) -> tuple[str, ...]:
-        """Returns the violated requirements, one sentence each; empty if there are none."""
+        """Returns the violated requirements, one sentence each; empty if there are none.
+
+        A target with fewer than `FEWEST` configs that do not fit is not judged by their fraction.
+        """
         found = [
             f"{row.family} on {row.target}: {row.wrongly_pruned} configs that fit were pruned"
             for row in self.rows
             if row.wrongly_pruned
         ]
-        for target in dict.fromkeys(row.target for row in self.rows):
-            rows = [row for row in self.rows if row.target == target]
-            caught, misfits = sum(row.caught for row in rows), sum(row.misfits for row in rows)
-            if caught < BAR * misfits:
+        for target, (caught, misfits) in self._caught().items():
+            if misfits >= FEWEST and caught < BAR * misfits:
                 found.append(f"{target}: {caught} of {misfits} that do not fit were caught")
         return tuple(found)
+
+    def unjudged(self) -> tuple[str, ...]:
+        """Returns the targets with too few configs that do not fit, one sentence each."""
+        return tuple(
+            f"{target}: {misfits} that do not fit are too few to judge by, fewer than {FEWEST}"
+            for target, (_, misfits) in self._caught().items()
+            if misfits < FEWEST
+        )
+
+    def _caught(self) -> dict[str, tuple[int, int]]:
+        """Returns the configs that were caught, and those that do not fit, by target."""
+        found: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            caught, misfits = found.get(row.target, (0, 0))
+            found[row.target] = caught + row.caught, misfits + row.misfits
+        return found
 
 
 def audit_targets() -> tuple[Target, ...]:
@@ -147,7 +168,8 @@ def run_audit(request: Request, compiler: Compiler, watch: Watch) -> Audit:
     import triton
 
     rows = []
-    for target, family in itertools.product(request.targets, families()):
+    audited = [family for family in families() if family.name in request.families]
+    for target, family in itertools.product(request.targets, audited):
         if not computes_anything(family, target):
             continue
         drawn = itertools.islice(draw_points(family, target, request.seed), MAX_DRAWN * request.points)

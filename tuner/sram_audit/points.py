@@ -184,7 +184,7 @@ def _draw_specialization(draw: random.Random) -> Specialization:
 def unrolled(point: Point, target: Target) -> int:
     """Returns the multiply-adds of one thread in one product of tiles without Tensor Cores."""
     problem, config = point.problem, point.candidate.config
-    if problem.dtype is not Dtype.FP32 or not target.is_nvidia or not isinstance(config, Tiled):
+    if not problem.dtype.is_float32 or not target.is_nvidia or not isinstance(config, Tiled):
         return 0
     width = power_of_two(max(problem.head_dim, problem.value_head_dim))
     one = Loop(config.block_m, config.block_n, config.num_warps, config.num_stages)

@@ -22,21 +22,34 @@ from flashtune.core.config import Config
 from flashtune.core.errors import KernelError, TableError, TargetError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Problem
-from flashtune.core.record import Outcome, Provenance, Record, Resources
+from flashtune.core.record import (
+    Measurement,
+    Outcome,
+    Provenance,
+    Record,
+    Resources,
+    SharedTime,
+    Verdict,
+)
 from flashtune.core.target import TARGETS, Target, canonical_name, device_target, names_gpu
 from flashtune.db.codec import BASELINES
+from flashtune.db.table import TunedTable
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family, template_hash
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import overflow
 from flashtune.verification.lengths import is_ragged, usual_lengths
+from flashtune.verification.probes import EVERY_LEVEL
 
 # More sequences than in any tuned shape. Sampling their lengths takes 5 ms.
 MAX_SEQUENCES = 2**13
 MAX_THREADS = 1024
 # Size of the cache of digests. A key takes about 1 KiB.
 MAX_CACHED_DIGESTS = 2**14
+
+# An empty kernel takes longer, in ms.
+LEAST_LAUNCH_MS = 0.001
 
 # The device of verdicts by the interpreter, which are not receipts.
 INTERPRETER = "interpreter"
@@ -56,6 +69,25 @@ def require_admissible(records: Iterable[Record], where: str) -> None:
             raise TableError(f"{where}, record {position} cannot be used: {reason}")
 
 
+def require_sound_evidence(table: TunedTable, where: str) -> None:
+    """Raises if a receipt lacks probes, or if a time of a table's other versions is impossible.
+
+    Raises:
+        TableError: As above. Receipts of other template versions are not checked.
+    """
+    templates = {template_hash(family.name) for family in families()}
+    for position, receipt in enumerate(table.receipts, start=1):
+        if receipt.versions.template in templates and (flaw := _probe_flaw(receipt.verdict)):
+            raise TableError(f"{where}, receipt {position} cannot be used: it {flaw}")
+    records = {(record.problem.key, record.kernel): record for record in table.records}
+    for position, time in enumerate(table.times, start=1):
+        timed = msgspec.structs.replace(records[time.problem, time.kernel], measurement=time.measurement)
+        target = facts_of(timed)
+        reason = "" if target is None else _impossible_time(timed, target)
+        if reason:
+            raise TableError(f"{where}, time {position} cannot be used: {reason}")
+
+
 def why_refused(record: Record) -> str:
     """Returns why a record must not be used, as a clause; empty if it can be used.
 
@@ -72,11 +104,7 @@ def why_refused(record: Record) -> str:
     if problem.batch > MAX_SEQUENCES and (problem.seqlens_k or problem.page_size):
         return f"{problem.batch} sequences are too many to be timed with lengths of their own"
     of_family = _unfit_baseline if record.family in BASELINES else _unfit
-    return (
-        of_family(record, target)
-        or _impossible_time(record, target)
-        or _impossible_shared_time(record, target)
-    )
+    return of_family(record, target) or _impossible_time(record, target)
 
 
 def facts_of(record: Record) -> Target | None:
@@ -114,7 +142,9 @@ def _digest(family: str, computation: Problem, config: Config, specialization: S
 
 
 def least_ms(problem: Problem, target: Target) -> float:
-    """Returns the minimum time of a problem at the lengths of a tuned shape, in ms, from peak rates.
+    """Returns the minimum time of a launch for a problem at the lengths of a tuned shape, in ms.
+
+    It follows from peak rates, and is at least that of an empty kernel.
 
     Output of up to the size of the L2 is not counted: it may not be in HBM when a kernel ends.
     """
@@ -123,7 +153,7 @@ def least_ms(problem: Problem, target: Target) -> float:
         sum, zip(*(_costs(part, count) for part, count in _parts(problem)), strict=True)
     )
     left = min(written, target.l2_bytes)
-    return max(flops / peak, (moved - left) / (target.hbm_bandwidth * 1e6))
+    return max(flops / peak, (moved - left) / (target.hbm_bandwidth * 1e6), LEAST_LAUNCH_MS)
 
 
 def _costs(problem: Problem, count: int) -> tuple[int, int, int]:
@@ -150,28 +180,33 @@ def _parts(problem: Problem) -> Iterable[tuple[Problem, int]]:
 
 
 def _impossible_time(record: Record, target: Target) -> str:
-    """Returns a message if a record's time is below the minimum time, else an empty text."""
-    if record.ms is None:
+    """Returns a message if a time of a record or of its peers is below the minimum, else an empty text."""
+    if record.measurement is None:
         return ""
-    least = least_ms(record.problem, target)
-    if record.ms >= least:
-        return ""
-    return f"its time of {record.ms:.4g} ms is below {least:.4g} ms, the least that {target.name} can take"
+    problem, measurement = record.problem, record.measurement
+    fault = _too_short(measurement, least_ms(problem, target))
+    if measurement.shared and not fault:
+        from flashtune.dispatch.masked_sdpa import timed_ways
+
+        if not {one.sharing for one in measurement.shared} <= set(timed_ways(problem)):
+            return "it has times with a mask that its problem does not share"
+        least = least_ms(msgspec.structs.replace(problem, bias=Bias.NONE), target)
+        shorts = (_too_short(one, least, " with a shared mask") for one in measurement.shared)
+        fault = next(filter(None, shorts), "")
+    return fault and f"{fault}, the least that {target.name} can take"
 
 
-def _impossible_shared_time(record: Record, target: Target) -> str:
-    """Returns a message about impossible times with a shared mask, or an empty text."""
-    shared = record.measurement.shared if record.measurement else None
-    if not shared:
-        return ""
-    from flashtune.dispatch.masked_sdpa import timed_ways
-
-    if not {one.sharing for one in shared} <= set(timed_ways(record.problem)):
-        return "it has times with a mask that its problem does not share"
-    least = least_ms(msgspec.structs.replace(record.problem, bias=Bias.NONE), target)
-    if all(one.ms >= least for one in shared):
-        return ""
-    return f"a time with a shared mask is below {least:.4g} ms, the least that {target.name} can take"
+def _too_short(measured: Measurement | SharedTime, least: float, condition: str = "") -> str:
+    """Returns which time is below the minimum, or an empty text. Peers obey the same limit."""
+    times = {"its time": measured.ms, **{f"the time of {peer.name}": peer.ms for peer in measured.peers}}
+    return next(
+        (
+            f"{name} of {ms:.4g} ms{condition} is below {least:.4g} ms"
+            for name, ms in times.items()
+            if ms < least
+        ),
+        "",
+    )
 
 
 def _unfit_baseline(record: Record, target: Target) -> str:
@@ -287,7 +322,17 @@ def receipt_flaw(record: Record) -> str:
         return "has no receipt: no GPU ever verified it"
     if not names_gpu(record.target, record.verdict.device):
         return f"has a receipt of another GPU: {record.verdict.device!r}"
-    return ""
+    # Kernels of other template versions are verified again in any case.
+    installed = record.versions.template == template_hash(record.family)
+    return _probe_flaw(record.verdict) if installed else ""
+
+
+def _probe_flaw(verdict: Verdict) -> str:
+    """Returns which probes a passed verdict lacks that every level of verification has, or an empty text."""
+    missing = EVERY_LEVEL - set(verdict.probes or ())
+    if not verdict.passed or not missing:
+        return ""
+    return f"has a receipt without the probes {', '.join(sorted(missing))}: verify its kernel again"
 
 
 def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:

@@ -349,6 +349,64 @@ def _inputs(
     return inputs
 
 
+def _require(q: Tensor, k: Tensor, v: Tensor, rank: int, table: Tensor | None, batch: int) -> None:
+    """Checks sizes of a call's tensors, which are as flash_attn has them. Kernels would use other memory.
+
+    Raises:
+        ValueError: They do not fit one another.
+    """
+    of_keys = rank if table is None else 4
+    for name, tensor, dimensions in (("q", q, rank), ("k", k, of_keys), ("v", v, of_keys)):
+        if tensor.ndim != dimensions:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, expected {dimensions}")
+        if (tensor.dtype, tensor.device) != (q.dtype, q.device):
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, expected {q.dtype} on {q.device}")
+    if k.shape[:-1] != v.shape[:-1] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)}, which does not fit {tuple(q.shape)} and {tuple(v.shape)}"
+        )
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"k has {k.shape[-2]} heads, expected a divisor of the {q.shape[-2]} heads of q")
+    if table is None:
+        if rank == 4 and len(k) != batch:
+            raise ValueError(f"k has a batch of {len(k)}, expected {batch} as q")
+    elif (table.ndim, len(table), table.dtype, table.device) != (2, batch, torch.int32, q.device):
+        raise ValueError(f"block_table is not an int32 tensor of {batch} rows on {q.device}")
+    elif table.numel() and not len(k):
+        raise ValueError("block_table lists pages of a cache without pages")
+
+
+def _require_starts(name: str, starts: Tensor, batch: int, rows: int | None, longest: int) -> None:
+    """Checks the starts of packed sequences. `rows` is None for pages.
+
+    Raises:
+        ValueError: They do not fit the tensor.
+    """
+    if starts.ndim != 1 or starts.dtype != torch.int32 or starts.numel() != batch + 1:
+        raise ValueError(f"{name} is not an int32 tensor of {batch + 1} numbers")
+    # A larger maximum is allowed, and also a sign of exchanged dimensions.
+    if rows is not None and longest > rows and not _is_captured(starts) and int(starts[-1]) > rows:
+        raise ValueError(f"{name} ends at {int(starts[-1])}, and there are {rows} rows")
+
+
+def _require_lengths(lengths: Tensor | int, batch: int, full: int, new: int) -> None:
+    """Checks the numbers of keys in a cache, and that new rows fit, where the host has the numbers.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if isinstance(lengths, Tensor):
+        if lengths.numel() not in (1, batch) or lengths.is_floating_point():
+            raise ValueError(f"cache_seqlens is not an integer tensor of {batch} numbers")
+        if lengths.device.type != "cpu" or not lengths.numel():
+            return
+        least, most = int(lengths.min()), int(lengths.max())
+    else:
+        least = most = lengths
+    if least < -1 or most + new > full:
+        raise ValueError(f"cache_seqlens of {least} to {most} and {new} new keys do not fit {full} rows")
+
+
 def _no_probabilities(asked: bool) -> None:
     if asked:
         raise NotImplementedError("this package returns neither a log-sum-exp nor probabilities")
@@ -371,6 +429,7 @@ def flash_attn_func(
     """Returns attention of [batch, seqlen, heads, head_dim] tensors, as flash_attn does; s_aux are sinks."""
     del deterministic  # Only the backward pass, which torch computes, could differ.
     _no_probabilities(return_attn_probs)
+    _require(q, k, v, 4, None, len(q))
     causal, window = _mask(window_size, causal, k.shape[1])
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -403,9 +462,15 @@ def flash_attn_varlen_func(
     """
     del deterministic
     _no_probabilities(return_attn_probs)
+    batch = max(cu_seqlens_q.numel() - 1, 0)
+    _require(q, k, v, 3, block_table, batch)
+    _require_starts("cu_seqlens_q", cu_seqlens_q, batch, len(q), max_seqlen_q)
+    _require_starts(
+        "cu_seqlens_k", cu_seqlens_k, batch, len(k) if block_table is None else None, max_seqlen_k
+    )
     causal, window = _mask(window_size, causal)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    inputs = _inputs(softcap, alibi_slopes, s_aux, cu_seqlens_q.numel() - 1, q.shape[1])
+    inputs = _inputs(softcap, alibi_slopes, s_aux, batch, q.shape[1])
     inputs["cu_seqlens_q"] = cu_seqlens_q
     if block_table is None:
         inputs["cu_seqlens_kv"] = cu_seqlens_k
@@ -450,6 +515,13 @@ def flash_attn_with_kvcache(
     if any(one is not None for one in (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad)):
         raise NotImplementedError("this package takes no rotary embedding, cache_batch_idx or cache_leftpad")
     batch = q.shape[0]
+    _require(q, k_cache, v_cache, 4, block_table, batch)
+    if (k is None) != (v is None):
+        raise ValueError("k and v are the new rows of the cache: pass both, or neither")
+    if k is not None and v is not None:
+        for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+            if new.ndim != 4 or new.shape != (batch, k.shape[1], *cache.shape[2:]):
+                raise ValueError(f"{name} has shape {tuple(new.shape)}, which does not fit the cache")
     causal, window = _mask(window_size, causal)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     inputs = _inputs(softcap, alibi_slopes, s_aux, batch, q.shape[2])
@@ -457,6 +529,7 @@ def flash_attn_with_kvcache(
         # Without lengths, all keys of the cache count.
         full = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
         known = full if cache_seqlens is None else cache_seqlens
+        _require_lengths(known, batch, full, 0 if k is None else k.shape[1])
         if isinstance(known, Tensor):
             lengths = known.to(q.device, torch.int32).expand(batch)
         else:

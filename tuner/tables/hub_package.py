@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashtune.core.errors import FlashtuneError
+from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Dtype, Feature
 from flashtune.core.record import Record
@@ -16,7 +16,7 @@ from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.tables import hub_dispatcher
 from flashtune.tuner.tables.hub_dispatcher import Entry, kind_of
-from flashtune.tuner.tables.table_files import KernelFile, kernel_files
+from flashtune.tuner.tables.table_files import KernelFile, Watch, kernel_files, unwatched
 
 # The package is Python code alone, which the library calls "noarch".
 VARIANT = "build/torch-cuda"
@@ -37,20 +37,24 @@ SERVED = frozenset(
 
 
 def is_served(record: Record) -> bool:
-    """Returns whether a selection is a forward pass that functions of flash_attn express."""
+    """Returns whether a selection is a forward pass that functions of flash_attn express.
+
+    A package has no kernels of tf32, because it does not read torch's setting.
+    """
     problem = record.problem
-    plain = not problem.is_backward and problem.dtype is not Dtype.E4M3 and problem.features <= SERVED
+    expressed = problem.dtype not in (Dtype.E4M3, Dtype.TF32) and problem.features <= SERVED
+    plain = not problem.is_backward and expressed
     return plain and record.config is not None
 
 
-def package_files(records: Iterable[Record]) -> dict[str, str]:
+def package_files(records: Iterable[Record], watch: Watch = unwatched) -> dict[str, str]:
     """Returns the text of each file of a package by its path, for selections that are served.
 
     Raises:
         FlashtuneError: There is no selection.
         TableError: Verification would reject one of the records.
     """
-    kernels = kernel_files(records)
+    kernels = kernel_files(records, watch)
     if not kernels:
         raise FlashtuneError("no selection here has a function in flash_attn: name another shape")
     listed = [_entry(file, record)._asdict() for file in kernels for record in file.records]
@@ -75,6 +79,22 @@ def package_files(records: Iterable[Record]) -> dict[str, str]:
     }
     files["metadata.json"] = json.dumps(metadata, indent=1) + "\n"
     return {f"{VARIANT}/{path}": text for path, text in files.items()}
+
+
+def require_no_others(folder: Path, paths: Iterable[str]) -> None:
+    """Checks that a package's folder has no links and no other files, which its users would load.
+
+    Raises:
+        UsageError: It has some.
+    """
+    written = {folder / path for path in paths}
+    parents = {parent for path in written for parent in path.parents}
+    build = folder / "build"
+    for path in (build, *sorted(build.rglob("*"))):
+        if path.is_symlink() or path not in written | parents:
+            raise UsageError(
+                f"{path} is not a file of this package: remove it, or pass another folder by --out"
+            )
 
 
 def _entry(file: KernelFile, record: Record) -> Entry:

@@ -6,7 +6,7 @@ import msgspec
 
 from flashtune.core.config import Config
 from flashtune.core.earlier_names import CONFIG_FIELDS, ORDERS
-from flashtune.core.errors import ProblemError, UsageError
+from flashtune.core.errors import ProblemError, UsageError, nearest, quoted
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
@@ -17,7 +17,6 @@ from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.tables.lookup import best_generated, records_of, tables_of
-from flashtune.tuner.workloads.shape_values import nearest, quoted
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -27,9 +26,8 @@ class Chosen(msgspec.Struct, frozen=True):
         problem: The problem, in the form that was tuned.
         config: A point of the family's space.
         record: The stored record of this problem and config, if any.
-        source: `command line`, `database`, `shipped`, `nearest` or `default`.
-        tuned_for: The problem that the config was selected for: this one, the nearest tuned one, or
-            None.
+        source: `command line`, `database`, `shipped`, `estimated` or `default`.
+        tuned_for: The problem that the config was selected for: this one, a similar tuned one, or None.
     """
 
     problem: Problem

@@ -15,6 +15,7 @@ from flashtune.core.target import TARGETS, find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.db.evidence import under
 from flashtune.db.light.selections import chosen_in_file
+from flashtune.db.limits import file_exists
 from flashtune.db.location import database_url, describe, sqlite_path
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.tables import Tables
@@ -46,7 +47,7 @@ class Found(msgspec.Struct, frozen=True):
 
 @contextmanager
 def existing_store(db: str | None) -> Iterator[Store | None]:
-    """Opens a database for reading; None if it does not exist. It is not created.
+    """Opens a database for reading; None if it does not exist (yet). It is not created.
 
     Raises:
         StoreError: It is damaged, or of another schema.
@@ -55,11 +56,11 @@ def existing_store(db: str | None) -> Iterator[Store | None]:
     from flashtune.db.store import Store
 
     address = database_url(db)
-    path = sqlite_path(address)
-    if path is not None and not path.exists():
+    engine = source_engine(address)
+    if engine is None:
         yield None
         return
-    with Store(source_engine(address), address) as store:
+    with Store(engine, address) as store:
         yield store
 
 
@@ -99,7 +100,7 @@ def database_selections(db: str | None) -> tuple[Found, ...]:
     """
     address = database_url(db)
     path = sqlite_path(address)
-    stored = None if path is None or not path.is_file() else chosen_in_file(path, address)
+    stored = None if path is None or not file_exists(path) else chosen_in_file(path, address)
     if stored is None:
         with existing_store(db) as store:
             stored = (*store.selections(), *store.fallbacks()) if store else ()
@@ -116,10 +117,11 @@ def shipped_selections() -> tuple[Found, ...]:
     Raises:
         TableError: A shipped table is damaged.
     """
-    return tuple(found for table in shipped_tables() for found in _with_evidence(table))
+    return tuple(found for table in shipped_tables() for found in shipped_records(table))
 
 
-def _with_evidence(table: TunedTable) -> Iterator[Found]:
+def shipped_records(table: TunedTable) -> Iterator[Found]:
+    """Yields the records of one shipped table as `shipped_selections` does."""
     drivers = sorted({one.versions.driver for one in table.receipts})
     places = [functools.partial(_versions_here, driver) for driver in drivers]
     for versions_of in places:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,13 +11,14 @@ import msgspec
 
 from flashtune.core.config import Config
 from flashtune.core.errors import FlashtuneError, TableError
+from flashtune.core.file_lock import replace_file
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Provenance, Record
 from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.templates.registry import find_family, template_hash
 from flashtune.templates.rendering import render
-from flashtune.tuner.tables.admission import require_admissible
+from flashtune.tuner.tables.admission import require_admissible, require_sound_evidence
 from flashtune.tuner.tables.table_receipts import stray_receipts
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ EXPORTED = "the selections"
 
 # Called with a phase, the number of its finished steps, and the number of all its steps.
 Watch = Callable[[str, int, int], None]
+
+
+def unwatched(phase: str, done: int, total: int) -> None:
+    """Reports no progress."""
+
+
 # Number of records between two reports of progress.
 COUNTED = 50
 
@@ -50,26 +56,27 @@ class KernelFile(msgspec.Struct, frozen=True):
     records: tuple[Record, ...]
 
 
-def json_table(target: str, records: Iterable[Record]) -> bytes:
+def json_table(target: str, records: Iterable[Record], watch: Watch = unwatched) -> bytes:
     """Returns a table of the records for `flashtune import`. Its receipts are those in the records.
 
     Raises:
         TableError: Two records serve the same tensors of one problem, or verification would reject one.
     """
-    return table_file(TunedTable(target=target, records=tuple(records)))
+    return table_file(TunedTable(target=target, records=tuple(records)), watch)
 
 
-def table_file(table: TunedTable) -> bytes:
+def table_file(table: TunedTable, watch: Watch = unwatched) -> bytes:
     """Returns a table for `flashtune import`, with its receipts and times.
 
     Raises:
         TableError: Two records serve the same tensors of one problem, or verification would reject one.
     """
-    require_admissible(table.records, EXPORTED)
+    require_admissible(_counted(table.records, f"checking {table.target}", watch), EXPORTED)
+    require_sound_evidence(table, EXPORTED)
     return dump_table(table)
 
 
-def kernel_files(records: Iterable[Record]) -> tuple[KernelFile, ...]:
+def kernel_files(records: Iterable[Record], watch: Watch = unwatched) -> tuple[KernelFile, ...]:
     """Returns one file for each kernel of the records. A comment lists the problems that selected it.
 
     Records of baselines have no kernel and no file. The order of the records does not matter.
@@ -79,9 +86,9 @@ def kernel_files(records: Iterable[Record]) -> tuple[KernelFile, ...]:
     """
     users: dict[str, list[Record]] = {}
     kernels: dict[str, Kernel] = {}
-    ordered = sorted(records, key=lambda record: (record.target, record.problem.key))
-    require_admissible(ordered, EXPORTED)
-    for record in ordered:
+    ordered = tuple(sorted(records, key=lambda record: (record.target, record.problem.key)))
+    require_admissible(_counted(ordered, "checking kernels", watch), EXPORTED)
+    for record in _counted(ordered, "rendering kernels", watch):
         if record.config is None:
             continue
         kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
@@ -203,26 +210,19 @@ def _quoted(text: str) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file atomically: a full disk leaves the old content.
+    """Writes a file with `replace_file`, and creates its folder.
 
     Raises:
         FlashtuneError: The file cannot be written.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_bytes(content)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        replace_file(path, content)
     except OSError as error:
         raise FlashtuneError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
-def import_tables(
-    paths: Sequence[Path], db: str | None, watch: Watch = lambda phase, done, total: None
-) -> MergeCounts:
+def import_tables(paths: Sequence[Path], db: str | None, watch: Watch = unwatched) -> MergeCounts:
     """Stores the records and selections of table files in a database.
 
     All files are read and checked before the database is opened. They are then stored in one
@@ -250,6 +250,7 @@ def import_tables(
 def _checked(path: Path, watch: Watch) -> TunedTable:
     table = load_table(path)
     require_admissible(_counted(table.records, f"checking {path.name}", watch), str(path))
+    require_sound_evidence(table, str(path))
     strays = stray_receipts(table)
     if strays:
         position = table.receipts.index(strays[0]) + 1

@@ -12,7 +12,6 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Record, Resources
 from flashtune.db.codec import Check
 from flashtune.db.table import Timing, TunedTable
-from flashtune.dispatch.versions import is_proven
 from flashtune.templates.registry import families, template_hash
 from flashtune.tuner.tables.admission import digest_of
 
@@ -190,16 +189,3 @@ def part_of(table: TunedTable, problems: Collection[Problem]) -> TunedTable:
         receipts=tuple(one for one in table.receipts if one.digest in kernels),
         times=tuple(one for one in table.times if one.problem in keys),
     )
-
-
-def verified_kernels(table: TunedTable) -> dict[str, frozenset[str]]:
-    """Returns the kernels of records that passed on the table's GPU, by Triton version, sorted."""
-    own = {record.kernel for record in table.records}
-    passed: dict[str, set[str]] = {}
-    for receipt in table.receipts:
-        if receipt.digest in own:
-            passed.setdefault(receipt.versions.triton, set()).add(receipt.digest)
-    for record in table.records:
-        if record.kernel is not None and is_proven(record, record.versions):
-            passed.setdefault(record.versions.triton, set()).add(record.kernel)
-    return {triton: frozenset(passed[triton]) for triton in sorted(passed)}

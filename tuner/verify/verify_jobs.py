@@ -20,7 +20,7 @@ import msgspec
 from pebble import ProcessPool
 
 from flashtune.core.errors import KernelError, MachineError, VerificationError
-from flashtune.tuner.execution.processes import started, stop_pool
+from flashtune.tuner.execution.processes import import_safely, started, stop_pool
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,7 @@ class Interpretable(msgspec.Struct, frozen=True):
 
 def start_interpreters(workers: int) -> ProcessPool:
     """Returns a pool of new processes with Triton's interpreter, which must be selected before the import."""
+    import_safely()
     context = multiprocessing.get_context("spawn")
     return started(ProcessPool(max_workers=workers, context=context, initializer=_become_interpreter))
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import msgspec
 
-from flashtune.core.errors import UsageError
+from flashtune.core.errors import UsageError, quoted
 from flashtune.core.problem import Dtype
 from flashtune.tuner.workloads.models import Latent, Layers, ModelAttention
-from flashtune.tuner.workloads.shape_values import DTYPES, MAX_COUNT, MAX_LENGTH, MAX_WIDTH, quoted
+from flashtune.tuner.workloads.shape_values import DTYPES, MAX_COUNT, MAX_LENGTH, MAX_WIDTH
 from flashtune.tuner.workloads.shapes_file import read_text
 
 MAX_LAYERS = 10_000

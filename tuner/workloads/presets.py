@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from flashtune.core.errors import UsageError
+from flashtune.core.errors import UsageError, nearest, quoted
 from flashtune.core.problem import Dtype
 from flashtune.tuner.workloads.models import Latent, Layers, ModelAttention
-from flashtune.tuner.workloads.shape_values import nearest, quoted
 
 Kinds = int | tuple[Layers, ...]
 Widths = int | tuple[int, int]
@@ -136,7 +135,7 @@ def find_model(name: str) -> ModelAttention:
     for model in MODELS:
         if model.name == wanted:
             return model
-    raise UsageError(
-        f"there is no model {quoted(name)}: pass its config.json by --hf-config, "
-        f"or {nearest(wanted, (model.name for model in MODELS))}"
-    )
+    # Names of different models are similar: gpt-5 and gpt2.
+    names = (model.name for model in MODELS)
+    near = nearest(wanted, names, cutoff=0.8, others="choose a name that `flashtune models` lists")
+    raise UsageError(f"there is no model {quoted(name)}: pass its config.json by --hf-config, or {near}")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from flashtune.core.errors import UsageError
+from flashtune.core.errors import UsageError, nearest, quoted
 from flashtune.core.features.records import TYPES
 from flashtune.core.problem import Causal, Direction, Dtype
 
 MAX_COUNT = 2**24
-# Maximum number of names in one sentence.
-MAX_NAMED = 6
 MAX_LENGTH = 2**31 - 1
 MAX_WIDTH = 1024
 
@@ -96,25 +93,6 @@ def parse_values(key: str, text: str) -> tuple[Value, ...]:
     if key not in NUMBERS:
         raise UsageError(f"a shape has no key {quoted(key)}: {nearest(key, KEYS)}")
     return tuple(itertools.chain.from_iterable(_numbers(key, item) for item in items))
-
-
-def quoted(text: str) -> str:
-    """Returns a user's words for a sentence: one line, escaped, shortened."""
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns names similar to a word, as the end of a sentence.
-
-    These are the names that begin with the word, else the most similar one, else all.
-    """
-    names = tuple(known)
-    longer = [repr(name) for name in names if word and name.startswith(word)]
-    if longer:
-        *others, last = longer[:MAX_NAMED]
-        return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
-    near = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}"
 
 
 def _word(key: str, item: str, known: Mapping[str, Value]) -> Value:

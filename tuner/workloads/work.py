@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.mask_geometry import distinct_keys
+from flashtune.core.features.mask_geometry import distinct_keys
 from flashtune.core.problem import Problem
 from flashtune.verification.lengths import is_ragged, usual_lengths
 

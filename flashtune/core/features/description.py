@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Description(NamedTuple, Generic[Fields, Inputs]):
         word: Its part of `Problem.key`, a format of its fields.
         fields: Its fields of a problem. A problem has the feature if one of them is not the default.
         details: Further fields, without effect on a problem without the feature.
-        help: Its part of the help of `--shape`; the example by default.
+        keys: Its keys in shapes, each with its meaning.
         tensors: Its tensors.
         numbers: Its numbers. They are last in `ExtraInputs`.
         is_mask: Whether it decides which keys a query sees.
@@ -119,8 +119,8 @@ class Description(NamedTuple, Generic[Fields, Inputs]):
     example: str
     word: str
     fields: tuple[str, ...]
+    keys: Mapping[str, str]
     details: tuple[str, ...] = ()
-    help: str = ""
     tensors: tuple[TensorInput, ...] = ()
     numbers: tuple[NumberInput, ...] = ()
     is_mask: bool = False

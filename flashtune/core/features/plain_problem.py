@@ -20,7 +20,10 @@ class Direction(enum.StrEnum):
 
 
 class Dtype(enum.StrEnum):
-    """The element type of queries, keys and values. Outputs have it too, except for `e4m3`.
+    """The element type of queries, keys and values. Outputs have it too, except for `e4m3` and `tf32`.
+
+    Tensors of `tf32` are float32. Products may use 10 bits of their mantissas, as torch's setting
+    `torch.backends.cuda.matmul.fp32_precision` allows.
 
     `e4m3` is an 8-bit float of 4 exponent and 3 mantissa bits (torch's `float8_e4m3fn`), for quantised
     tensors with a scale for each head.
@@ -29,12 +32,23 @@ class Dtype(enum.StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
+    TF32 = "tf32"
     E4M3 = "e4m3"
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return {Dtype.E4M3: 1, Dtype.FP32: 4}.get(self, 2)
+        return {Dtype.E4M3: 1, Dtype.FP32: 4, Dtype.TF32: 4}.get(self, 2)
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether tensors of this type are float32."""
+        return self in (Dtype.FP32, Dtype.TF32)
+
+    @property
+    def stored(self) -> Dtype:
+        """The type of the elements in memory."""
+        return Dtype.FP32 if self.is_float32 else self
 
     @property
     def is_quantized(self) -> bool:
@@ -44,7 +58,7 @@ class Dtype(enum.StrEnum):
     @property
     def out(self) -> Dtype:
         """The element type of the output. 8 bits are not precise enough for it."""
-        return Dtype.BF16 if self.is_quantized else self
+        return Dtype.BF16 if self.is_quantized else self.stored
 
 
 class Causal(enum.StrEnum):

@@ -160,7 +160,10 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="window=1023:0",
         word="window{window_left}:{window_right}",
         fields=("window_left", "window_right"),
-        help="window=1023 (keys before a query's own that it sees) or window=1023:0 (before and after)",
+        keys={
+            "window": "`window=1023`: visible keys before the query; `window=1023:0`: before and after it; "
+            "`window=:0`: after it"
+        },
         is_mask=True,
         is_sparse=True,
     ),
@@ -169,6 +172,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="sink_tokens=4",
         word="first{sink_tokens}",
         fields=("sink_tokens",),
+        keys={"sink_tokens": "first keys that window and chunk never hide"},
         is_mask=True,
     ),
     Feature.ATTENTION_CHUNK: Description(
@@ -176,6 +180,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="attention_chunk=8192",
         word="chunk{attention_chunk}",
         fields=("attention_chunk",),
+        keys={"attention_chunk": "a query sees only keys of its own chunk of this many"},
         is_mask=True,
         is_sparse=True,
     ),
@@ -184,6 +189,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="prefix",
         word="prefix",
         fields=("prefix",),
+        keys={"prefix": "flag: all queries of a sequence see its prefix"},
         tensors=(TensorInput("prefix", "prefix_lengths", "int32", ("batch",)),),
         is_mask=True,
         is_positional=True,
@@ -194,8 +200,11 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="block_mask=128",
         word="blocks{block_mask}-{block_lists}",
         fields=("block_mask",),
+        keys={
+            "block_mask": "queries and keys of a block, 64 or 128; a quarter of the blocks is visible",
+            "block_lists": "`head`, or `group`: the query heads of one KV head share the lists of blocks",
+        },
         details=("block_lists",),
-        help="block_mask=64|128 (queries and keys of a block), block_lists=head|group",
         tensors=(
             TensorInput("block_counts", "block_mask.counts", "int32"),
             TensorInput("block_indices", "block_mask.indices", "int32"),
@@ -209,6 +218,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="softcap",
         word="softcap",
         fields=("softcap",),
+        keys={"softcap": "flag: cap the scores"},
         # The bounds are the smallest normal float32 and the largest finite one.
         numbers=(
             NumberInput(
@@ -228,6 +238,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="alibi",
         word="alibi",
         fields=("alibi",),
+        keys={"alibi": "flag: subtract a penalty for the distance"},
         tensors=(TensorInput("slopes", "alibi_slopes", is_strided=True, has_gradient=True),),
         is_positional=True,
         change=_with_slopes,
@@ -238,7 +249,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="bias=additive",
         word="bias-{bias}",
         fields=("bias",),
-        help="bias=additive|boolean",
+        keys={"bias": "`additive` or `boolean`: a bias or a mask for each query and key"},
         tensors=(TensorInput("bias", "attn_bias or attn_mask", None, has_gradient=True),),
         is_mask=True,
         change=_with_bias,
@@ -249,6 +260,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="sinks",
         word="sinks",
         fields=("sinks",),
+        keys={"sinks": "flag: add one score without a value for each head"},
         tensors=(TensorInput("sinks", "sinks", shape=("heads",), has_gradient=True),),
         usual=_usual_sinks,
     ),
@@ -257,7 +269,9 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="total_q=65536",
         word="packed{total_q}",
         fields=("total_q",),
-        help="total_q=65536 (tokens of all sequences; seqlen is the longest)",
+        keys={
+            "total_q": "tokens of all packed sequences; `seqlen` is then the longest, `batch` their number"
+        },
         tensors=(
             TensorInput("cu_seqlens_q", "cu_seqlens_q", "int32", ("batch + 1",)),
             TensorInput("cu_seqlens_kv", "cu_seqlens_k", "int32", ("batch + 1",)),
@@ -270,6 +284,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="seqlens_k",
         word="lengths",
         fields=("seqlens_k",),
+        keys={"seqlens_k": "flag: the number of keys is read on the device; `seqlen_kv` is its maximum"},
         tensors=(TensorInput("seqlens_kv", "seqlens_k or kv_lengths", "int32", ("batch",)),),
         is_mask=True,
     ),
@@ -278,6 +293,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="page_size=16",
         word="page{page_size}",
         fields=("page_size",),
+        keys={"page_size": "keys of a page of the cache: a power of two up to 256"},
         tensors=(TensorInput("block_table", "block_table", "int32"),),
         is_mask=True,
     ),
@@ -286,8 +302,11 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="kv_dtype=e4m3",
         word="kv-{kv_dtype}-{kv_scale}",
         fields=("kv_dtype",),
+        keys={
+            "kv_dtype": "element type of an 8-bit cache: `e4m3` or `int8`",
+            "kv_scale": "one scale for each `tensor` (default), `head` or `page` of the cache",
+        },
         details=("kv_scale",),
-        help="kv_dtype=e4m3|int8, kv_scale=tensor|head|page",
         tensors=(
             TensorInput("k_scale", "k_scale", is_strided=True),
             TensorInput("v_scale", "v_scale", is_strided=True),
@@ -298,12 +317,14 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="mla",
         word="latent",
         fields=("mla",),
+        keys={"mla": "flag: values are the first columns of the keys (DeepSeek's MLA)"},
     ),
     Feature.DROPOUT: Description(
         title="Dropout",
         example="dropout",
         word="dropout",
         fields=("dropout",),
+        keys={"dropout": "flag: dropout on the attention weights"},
         tensors=(TensorInput("seed", "seed", "int64"),),
         # The largest float32 below one.
         numbers=(
@@ -322,7 +343,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         example="backward,deterministic",
         word="deterministic",
         fields=("deterministic",),
-        help="deterministic (gradients with the same bits in every run)",
+        keys={"deterministic": "flag, with `backward`: bitwise reproducible gradients"},
     ),
 }
 

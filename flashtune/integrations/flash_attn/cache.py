@@ -63,7 +63,7 @@ def cache_of(k: Tensor, v: Tensor, table: Tensor | None, batch_index: Tensor | N
 
 
 def append(cache: Cache, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor | None) -> None:
-    """Writes new tokens behind the present ones, in place.
+    """Writes new tokens behind the present ones, in place. Tokens that do not fit are dropped.
 
     Args:
         cache: The cache.
@@ -72,25 +72,32 @@ def append(cache: Cache, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor |
         lengths: Number of present tokens of each sequence, int32 [batch].
         starts: Offsets of the packed tokens, int32 [batch + 1].
     """
-    if not k.shape[0] or not k.shape[-3]:
+    if not k.shape[0] or not k.shape[-3] or not cache.capacity or not cache.k.shape[0]:
         return
     if starts is None:
-        sequence = torch.arange(k.shape[0], device=k.device)[:, None]
-        places = lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+        rows = torch.arange(k.shape[0] * k.shape[1], device=k.device)
+        sequence = rows // k.shape[1]
+        places = lengths.long()[sequence] + rows % k.shape[1]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        fits = places < cache.capacity
     else:
-        # Rows after the last sequence repeat its last token, so that they write the same value again.
-        rows = torch.arange(k.shape[0], device=k.device).clamp_(max=(starts[-1].long() - 1).clamp(min=0))
-        sequence = sequence_numbers(starts, k.shape[0])[rows]
+        rows = torch.arange(k.shape[0], device=k.device)
+        sequence = sequence_numbers(starts, k.shape[0])
         places = (lengths - starts[:-1]).long()[sequence] + rows
-        k, v = take(k, rows), take(v, rows)
-    page = cache.table[sequence, places // cache.page_size].long()
-    slot = places % cache.page_size
-    for pages, tokens in ((cache.k, k), (cache.v, v)):
+        fits = (places < cache.capacity) & (rows < starts[-1])
+    places = places.clamp(-1, cache.capacity - 1)
+    page = cache.table[sequence, places.clamp(min=0) // cache.page_size].long()
+    fits &= (places >= 0) & (page >= 0) & (page < cache.k.shape[0])
+    # Other rows repeat the first token that fits, so that they write the same value again.
+    rows = torch.where(fits, rows, fits.to(torch.uint8).argmax())
+    any_fits = fits[rows[:1]]
+    page, slot = torch.where(any_fits, page[rows], 0), (places % cache.page_size)[rows]
+    for pages, tokens in ((cache.k, take(k, rows)), (cache.v, take(v, rows))):
         # torch cannot index 8-bit floats, so their bytes are written.
         kind = torch.uint8 if pages.dtype is E4M3 else pages.dtype
         stored, new = pages.view(kind), tokens.to(pages.dtype).view(kind)
-        # Without any token, all rows write back a value that is there.
-        stored[page, slot] = new if starts is None else torch.where(starts[-1] > 0, new, stored[page, slot])
+        # If none fits, all rows write back a value that is there.
+        stored[page, slot] = torch.where(any_fits[:, None, None], new, stored[page, slot])
 
 
 def kernel_pages(cache: Cache) -> Cache | None:

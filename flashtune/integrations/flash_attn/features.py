@@ -87,7 +87,7 @@ def read_features(
     **others: Any,
 ) -> Features:
     """Returns the options of a call of flash_attn 2 or 3, in which any negative bound means no bound."""
-    left, right = (_bound(bound) for bound in window_size)
+    left, right = (None if bound is None or bound < 0 else bound for bound in read_bounds(window_size))
     return Features(
         scale=_number(softmax_scale),
         causal=bool(causal),
@@ -111,9 +111,20 @@ def within(features: Features, keys: int) -> Features:
     return features._replace(left=left, right=right)
 
 
-def _bound(bound: Any) -> int | None:
-    number = -1 if bound is None else int(bound)
-    return None if number < 0 else number
+def read_bounds(window_size: Any) -> tuple[int | None, int | None]:
+    """Returns the numbers of `window_size`, of which flash_attn 4 allows None.
+
+    Raises:
+        ProblemError: It is not a pair of numbers.
+    """
+    try:
+        left, right = (None if bound is None else int(bound) for bound in window_size)
+    except (TypeError, ValueError) as error:
+        raise ProblemError(
+            f"window_size cannot be {window_size!r:.60}: pass (left, right), the numbers of visible "
+            "keys before and after a query's own"
+        ) from error
+    return left, right
 
 
 def _number(value: Any) -> float | None:

@@ -20,7 +20,7 @@ from flashtune.integrations.flash_attn.attend import (
     combined,
     without_gradient,
 )
-from flashtune.integrations.flash_attn.features import Features, UnsupportedError
+from flashtune.integrations.flash_attn.features import Features, UnsupportedError, read_bounds
 from flashtune.integrations.flash_attn.flash_attn_3 import sequences_of
 from flashtune.integrations.flash_attn.gradients import gradients, written
 from flashtune.integrations.flash_attn.sequences import NO_BACKWARD, attend_cache, attend_sequences
@@ -381,7 +381,7 @@ def read_window(
     deterministic: bool,
 ) -> Features:
     """Returns the options of a call of flash_attn 4, in which None means no bound."""
-    left, right = (None if bound is None else int(bound) for bound in window_size)
+    left, right = read_bounds(window_size)
     if causal:
         right = 0
     if left is not None and right is not None and left + right < 0:

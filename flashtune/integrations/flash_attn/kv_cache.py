@@ -13,6 +13,7 @@ from flashtune.integrations.flash_attn.features import Features
 from flashtune.integrations.flash_attn.rotary import rotated, token_positions
 from flashtune.integrations.flash_attn.sequences import attend_cache
 from flashtune.integrations.flash_attn.token_rows import Sequences, as_lengths, sequence_numbers
+from flashtune.runtime.value_checks import is_capturing, values_are_checked
 
 # Cosines, sines, whether neighbouring columns are rotated together, and positions of the first new tokens.
 Rotary = tuple[Tensor | None, Tensor | None, bool, Tensor | None]
@@ -67,6 +68,8 @@ def attend_and_append(
             return _dense(q, cache, None, features, descales, wants_lse)
         if lengths is None and new[0] is not None:
             raise ProblemError("new keys are given without cache_seqlens: pass how many tokens the cache has")
+        if new[0] is not None:
+            check_room(lengths, new[0], starts_new, cache.capacity)
         present = cache.capacity if lengths is None else lengths
         if not isinstance(present, Tensor):
             present = torch.full((batch,), present, dtype=torch.int32, device=q.device)
@@ -83,6 +86,29 @@ def attend_and_append(
             qv=qv,
             descales=descales,
             wants_lse=wants_lse,
+        )
+
+
+def check_room(lengths: int | Tensor | None, k: Tensor, starts: Tensor | None, capacity: int) -> None:
+    """Checks that new tokens fit a cache, by numbers of the host, and by values that are checked.
+
+    Raises:
+        ProblemError: A length is negative, or new tokens do not fit.
+    """
+    if starts is None and k.shape[1] > capacity:
+        raise ProblemError(f"k has {k.shape[1]} new tokens and the cache has room for {capacity}: pass fewer")
+    if not isinstance(lengths, Tensor):
+        lengths = torch.tensor([lengths], device="cpu" if starts is None else starts.device)
+    if torch.compiler.is_compiling() or not values_are_checked(lengths.device) or is_capturing(lengths):
+        return
+    ends = lengths + (k.shape[1] if starts is None else as_lengths(starts))
+    wrong = ((lengths < 0) | (ends > capacity)).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        length = int(lengths.expand_as(ends)[place])
+        raise ProblemError(
+            f"cache_seqlens[{place}] is {length}, with {int(ends[place]) - length} new tokens, and the cache "
+            f"has room for {capacity}: pass lengths from 0 that leave room for the new tokens"
         )
 
 
@@ -123,7 +149,8 @@ def _appended(
         k = rotated(k, cos, sin, token_positions(first, tokens, starts_new), interleaved)
         q = rotated(q, cos, sin, _query_positions(q, first, queries, features), interleaved)
     caches.append(cache, k, v, lengths, starts_new)
-    return q, lengths + (tokens if starts_new is None else as_lengths(starts_new))
+    added = tokens if starts_new is None else as_lengths(starts_new)
+    return q, (lengths + added).clamp_(0, cache.capacity)
 
 
 def _query_positions(q: Tensor, first: Tensor, queries: Sequences, features: Features) -> Tensor:

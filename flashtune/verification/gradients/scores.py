@@ -14,7 +14,7 @@ from flashtune.verification.gradients.tolerance import LSE_STEPS, QueryErrors, S
 from flashtune.verification.inputs.placement import missing
 from flashtune.verification.reference.forward import HIDDEN, softmax
 from flashtune.verification.reference.masks import Rows, factors
-from flashtune.verification.reference.scores import score_rows, seen_by, sinks_of
+from flashtune.verification.reference.scores import levelled, score_rows, seen_by, sinks_of
 from flashtune.verification.tolerance import FLOAT32_ROUNDOFF, FUNCTION_STEPS, heaviest, norm
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Weights(NamedTuple):
         kept: Dropout factors of P, of the same shape, or None without dropout.
         out: [pairs, group · rows, value_head_dim].
         lse: [pairs, group · rows], -inf in rows without visible keys.
+        levels: FINITE_MASK in rows whose keys all have it, else 0, like `lse`; None if all are 0.
+            `scores` and `lse` are relative to them.
         added: Largest magnitude of a bias or ALiBi term of a key with weight, like `lse`. None without such.
         keys: Number of visible keys of each row, like `lse`.
         queries: Number of rows that see each key, [pairs, keys].
@@ -88,6 +90,7 @@ class Weights(NamedTuple):
     kept: Tensor | None
     out: Tensor
     lse: Tensor
+    levels: Tensor | None
     added: Tensor | None
     keys: Tensor
     queries: Tensor
@@ -119,9 +122,9 @@ def weights_of(
     slope = None if slope is None else slope.expand(by_head.shape).reshape(scores.shape)
     seen = seen_by(problem, given.lengths, side, some, device)
     biased = changed_scores(by_head, features, sizes=True)
-    by_head = biased.scores.add_(seen.hidden.double().mul_(HIDDEN))
-    scores = by_head.view_as(scores)
     sinks = sinks_of(side, some, device)
+    by_head, levels = levelled(problem, biased.scores.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
+    scores = by_head.view_as(scores)
     lse = softmax(by_head, sinks)[2]
     if sinks is None:
         # Rows without visible keys have equal weights here.
@@ -129,13 +132,16 @@ def weights_of(
     lse = lse.view(scores.shape[:2])
     exact = (scores - finite(lse)[..., None]).exp_()
     added = None if biased.added is None else heaviest(biased.added, exact.view_as(by_head)).view_as(lse)
+    if levels is not None:
+        levels = levels.view_as(lse)
+        added = None if added is None else added * (levels == 0).double()
     visible = (~seen.hidden).expand(by_head.shape)
     queries = visible.unflatten(0, (-1, group)).sum((1, 2)).double()
     keys = seen.keys.expand(by_head.shape[:2]).reshape(lse.shape)
     kept = factors(problem, given.lengths, side, some, device)
     kept = None if kept is None else kept.view_as(exact)
     out = (exact if kept is None else exact * kept) @ wide.v
-    return Weights(scores, exact, slope, kept, out, lse, added, keys, queries)
+    return Weights(scores, exact, slope, kept, out, lse, levels, added, keys, queries)
 
 
 def finite(lse: Tensor) -> Tensor:
@@ -224,6 +230,8 @@ def work_on(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -
     sinks = None
     if given.side.sinks is not None:
         sinks = _sink_rows(problem, given, pairs, rows, (weights.lse, exact_delta, plain_delta), errors)
+    if weights.levels is not None:
+        lse = (weights.lse + weights.levels).float()
     return Work(rows, wide, out, lse, weights.keys, weights.queries, exact, plain, errors, sinks)
 
 

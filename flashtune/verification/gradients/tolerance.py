@@ -59,11 +59,11 @@ from flashtune.verification.tolerance import (
     FUNCTION_STEPS,
     MIN_NORMAL,
     MIN_ROUNDING,
-    MIN_SCORE_STEPS,
     PRODUCTS_OF_A_STEP,
     ROUNDOFFS_OF_A_STEP,
     UNIT_ROUNDOFF,
     larger,
+    product_steps,
     squared,
 )
 
@@ -120,29 +120,25 @@ class Sizes(NamedTuple):
 def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
     """Returns the errors of the quantities of query rows, from first principles."""
     roundoff = UNIT_ROUNDOFF[problem.dtype]
-    steps = FUNCTION_STEPS + _product_steps(problem.head_dim) * sizes.score + LSE_STEPS * sizes.lse
+    of_score = product_steps(problem.dtype, problem.head_dim) * sizes.score
+    steps = FUNCTION_STEPS + of_score + LSE_STEPS * sizes.lse
     if sizes.added is not None:
         steps = steps + ADDING_STEPS * sizes.added
-    product_steps = _product_steps(problem.value_head_dim)
+    steps_of_product = product_steps(problem.dtype, problem.value_head_dim)
     if softcap:
         # A score's error changes its probability and the factor 1 - tanh², together by at most twice as much.
         steps = 2.0 * (steps + FUNCTION_STEPS * softcap)
-        product_steps += 4.0 * FUNCTION_STEPS
+        steps_of_product += 4.0 * FUNCTION_STEPS
     longest = max(problem.seqlen_kv, problem.group_size * problem.seqlen_q)
     float32_part = FLOAT32_ROUNDOFF * (steps + longest**0.5)
     return QueryErrors(
         steps=steps,
         weight=roundoff**2 + squared(float32_part),
-        product=FLOAT32_ROUNDOFF * product_steps * sizes.product,
-        delta=(roundoff + FLOAT32_ROUNDOFF * product_steps) * sizes.delta,
+        product=FLOAT32_ROUNDOFF * steps_of_product * sizes.product,
+        delta=(roundoff + FLOAT32_ROUNDOFF * steps_of_product) * sizes.delta,
         least=MIN_ROUNDING[problem.dtype] + MIN_NORMAL * (1.0 + sizes.change),
         least_weight=(MIN_ROUNDING[problem.dtype] + MIN_NORMAL) * sizes.kept,
     )
-
-
-def _product_steps(width: int) -> float:
-    """Returns the error of a product of vectors of this width, in roundoffs of the largest such product."""
-    return max(MIN_SCORE_STEPS, width / PRODUCTS_OF_A_STEP * ROUNDOFFS_OF_A_STEP)
 
 
 class Gradient(NamedTuple):
@@ -177,13 +173,13 @@ class RowFigures(NamedTuple):
 
 def allowed_query_error(figures: RowFigures, problem: Problem) -> Tensor:
     """Returns the tolerance of each row of dq, or of a bias's gradient."""
-    return _allowed(figures, problem, FACTOR, problem.dtype)
+    return _allowed(figures, problem, FACTOR, problem.dtype.stored)
 
 
 def allowed_key_error(figures: RowFigures, problem: Problem) -> Tensor:
     """Returns the tolerance of each row of dk or of dv."""
     factor = BF16_KEYS_FACTOR if problem.dtype is Dtype.BF16 else FACTOR
-    return _allowed(figures, problem, factor, problem.dtype)
+    return _allowed(figures, problem, factor, problem.dtype.stored)
 
 
 def allowed_slope_error(figures: RowFigures, problem: Problem) -> Tensor:
@@ -194,7 +190,7 @@ def allowed_slope_error(figures: RowFigures, problem: Problem) -> Tensor:
 def _allowed(figures: RowFigures, problem: Problem, factor: float, stored: Dtype) -> Tensor:
     plain, typical, largest, terms, steps = figures
     adding = terms.sqrt()
-    if problem.dtype is not Dtype.FP32:
+    if not problem.dtype.is_float32:
         adding = adding + terms * (ROUNDOFFS_OF_A_STEP / 2 / PRODUCTS_OF_A_STEP)
     relative = UNIT_ROUNDOFF[stored] + FLOAT32_ROUNDOFF * (4.0 + steps + adding)
     least = MIN_ROUNDING[stored] + MIN_NORMAL

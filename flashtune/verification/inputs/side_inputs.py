@@ -14,9 +14,10 @@ import torch
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import usual_inputs
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
-from flashtune.core.problem import Bias, BlockLists, Feature, KvDtype, KvScale, Problem
+from flashtune.core.problem import Bias, BlockLists, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.verification.inputs.placement import aside
 from flashtune.verification.probes import DEPTH, Probe
+from flashtune.verification.reference.scores import FINITE_MASK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,8 @@ HIGH_SINK, LOW_SINK = 11.0, -1e4
 # Shares of keys, of blocks with a few rows, and of rows that a bias hides.
 HIDDEN_KEYS, HIDDEN_BLOCKS, HIDDEN_ROWS = 0.2, 0.3, 0.08
 ROWS_OF_A_BLOCK = 16
+# One of so many rows, or ROWS_OF_A_BLOCK at most, have a finite mask value for all their keys.
+SPARSE_ROWS = 8
 # Regions of a bias, in rows and in blocks of keys. HIDDEN_REGIONS of every second one are hidden. In a share
 # HAVE_FULL of their rows, FULL_REGIONS of them are visible in full. Kernels find empty and full tiles there.
 ROWS_OF_A_REGION, BLOCKS_OF_A_REGION = 256, 2
@@ -110,7 +113,7 @@ def _bias(draw: Draw) -> dict[str, Tensor]:
     """Returns a bias [batch, heads, seqlen_q, seqlen_kv]. Large ones are broadcast with a stride of zero.
 
     False or -inf hides random keys, random blocks of keys and rows, random rows, and random regions. Other
-    regions are visible in full: True, or a bias of zero.
+    regions are visible in full: True, or a bias of zero. Other keys of a few rows have a large finite bias.
     """
     probe, problem, _, block, generator = draw
     pairs = problem.seqlen_q * problem.seqlen_kv
@@ -139,7 +142,17 @@ def _bias(draw: Draw) -> dict[str, Tensor]:
     size = 1.5 if probe in LOUD else 0.1
     normal = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
     bias = normal.mul_(size).masked_fill_(is_full, 0.0).add_(seen.log_())
+    if problem.dtype is not Dtype.FP16:
+        bias.add_(_finite_mask(problem.seqlen_q, aside(generator, 7)).to(device))
     return {"bias": bias.to(TORCH_DTYPES[problem.dtype]).expand(full)}
+
+
+def _finite_mask(rows: int, generator: torch.Generator) -> Tensor:
+    """Returns FINITE_MASK in a few adjacent rows, like padding, and 0 in others: float32 [rows, 1]."""
+    first = torch.randint(max(rows, SPARSE_ROWS), (1,), generator=generator)
+    row = torch.arange(rows)
+    is_masked = (row >= first) & (row < first + min(ROWS_OF_A_BLOCK, -(-rows // SPARSE_ROWS)))
+    return FINITE_MASK * is_masked[:, None].float()
 
 
 def _regions(

@@ -34,6 +34,7 @@ from flashtune.verification.reference.masks import Rows, factors
 from flashtune.verification.reference.scores import (
     RowMasks,
     chunked,
+    levelled,
     score_rows,
     seen_by,
     sinks_of,
@@ -190,12 +191,15 @@ def _expect_heads(
     q is [heads, rows, head_dim], k and v are [heads or 1, keys, ...] and sinks are [heads, 1]. `kept` are the
     dropout factors of the probabilities, [heads, rows, keys], or None without dropout.
     """
-    scores = laid.scores.add_(seen.hidden.double().mul_(HIDDEN))
+    scores, levels = levelled(problem, laid.scores.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
     weights, total, lse = softmax(scores, sinks)
     # Without a sink, rows without visible keys have equal weights here. `full` is 0 for these rows, else 1.
     full = seen.keys.bool().double() if sinks is None else torch.ones_like(seen.keys)
     # Only terms of keys with weight count. The weights are relative to the row's largest at this point.
     added = None if laid.added is None else heaviest(laid.added, weights)
+    if added is not None and levels is not None:
+        # Where it absorbs the scores, no key differs from another.
+        added = added.mul_((levels == 0).double())
     weights.mul_(inverse(total)[..., None])
     if kept is not None:
         weights.mul_(kept)
@@ -217,10 +221,11 @@ def _expect_heads(
     plain_out, plain_lse = _plain(scores, wide_v, problem, sinks, kept)
     plain_error = (plain_out - out).abs().amax(-1)
     plain_lse_error = (plain_lse - lse).abs().mul_(full)
+    lse.add_(full.log())
     return Expected(
         out,
         allowed_error(plain_error, row_scale, problem),
-        lse.add_(full.log()),
+        lse if levels is None else lse.add_(levels),
         allowed_lse_error(plain_lse_error, row_scale, problem),
     )
 

@@ -14,7 +14,7 @@ import torch
 
 from flashtune.core.features.description import ScoreRows
 from flashtune.core.features.table import FEATURES
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.verification.inputs.placement import is_all
 from flashtune.verification.reference.masks import (
     COMPARISONS_OF_A_MASK,
@@ -42,6 +42,10 @@ CHUNK_KEYS = {"cuda": 2**28, "cpu": 2**25}
 # Features that change scores or hide keys. Without them, the number of visible keys of a row determines these
 # keys.
 ON_SCORES = frozenset(feature for feature, one in FEATURES.items() if one.is_mask or one.change)
+
+
+# A bias that absorbs all scores, in float64 too. Hidden scores are lower.
+FINITE_MASK = -(2.0**98)
 
 
 class Chunk(NamedTuple):
@@ -174,6 +178,19 @@ def score_rows(
         return (positions() - torch.arange(problem.seqlen_kv, dtype=torch.float64).to(device)).abs_()
 
     return ScoreRows(problem, side, of_heads, of_pairs, positions, distances)
+
+
+def levelled(problem: Problem, scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns scores less the level of their row, and the levels, [heads, rows], or None if all are 0.
+
+    The level is FINITE_MASK in rows whose keys all have it. Their softmax then has ordinary numbers.
+    """
+    if problem.bias is not Bias.ADDITIVE or sinks is not None:
+        return scores, None
+    largest = scores.amax(-1)
+    is_masked = (largest < FINITE_MASK / 2) & (largest > FINITE_MASK * 2)
+    levels = FINITE_MASK * is_masked.double()
+    return scores - levels[..., None], levels
 
 
 def sinks_of(side: ExtraInputs, some: Rows, device: torch.device) -> Tensor | None:

@@ -710,8 +710,14 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, cu_seqlens_q, cu_
     softcap        scores s are softcap * tanh(s / softcap)
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.bfloat16
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in (
+        *large,
+        ("cu_seqlens_q", cu_seqlens_q),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.bfloat16
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -732,6 +738,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, cu_seqlens_q, cu_
         ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,)),
         ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (batch + 1,)),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

@@ -407,12 +407,18 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
     and seed are those of the forward pass. The checks give the dtype and the shape of each tensor.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
+    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in (
+        *large,
+        ("bias", bias),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16
     if triton.knobs.runtime.interpret:
         if q.dtype != torch.float32:
             raise ValueError(f"q has dtype {q.dtype}, expected float32: TRITON_INTERPRET corrupts 16-bit products")
         dtype = torch.float32
-    large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -432,6 +438,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
         ("lse", lse, torch.float32, rows),
         ("bias", bias, dtype, (*rows, *k.shape[2:3])),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

@@ -617,8 +617,13 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     softcap        scores s are softcap * tanh(s / softcap)
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.bfloat16
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in (
+        *large,
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.bfloat16
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -637,6 +642,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
         ("dout", dout, dtype, (*rows, 64)),
         ("lse", lse, torch.float32, rows),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

@@ -13,7 +13,7 @@ COUNTS = ("heads", "group_size", "all_heads", "seqlen_q", "seqlen_kv")
 PARTIALS = ("partial_out", "partial_lse")
 COMBINED = ("out", "lse", *PARTIALS, "stride_ob", "stride_oh", "stride_os", "heads", "seqlen_q")
 # Triton's names of element types that differ from ours.
-TRITON_TYPES: dict[KvDtype | Dtype, str] = {KvDtype.E4M3: "fp8e4nv", KvDtype.INT8: "i8"}
+TRITON_TYPES: dict[KvDtype | Dtype, str] = {KvDtype.E4M3: "fp8e4nv", KvDtype.INT8: "i8", Dtype.TF32: "fp32"}
 
 
 def forward_arguments(

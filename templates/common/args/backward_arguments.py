@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.templates.common.args.arguments import pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 
@@ -48,6 +48,27 @@ def backward_arguments(
 def seed_arguments(problem: Problem) -> tuple[Argument, ...]:
     """Returns the prologue's arguments for dropout."""
     return tuple(one for one in side_tensors(problem) if one.name == "seed")
+
+
+def score_arguments(
+    problem: Problem, specialization: Specialization
+) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
+    """Returns the prologue's arguments for scores, which it computes with a bias: values, and integers."""
+    if problem.bias is not Bias.ADDITIVE:
+        return (), ()
+    tensors = ("q", "k")
+    values = (
+        *plain_arguments(problem.dtype, specialization, tensors),
+        *(one for one in side_tensors(problem) if one.name != "seed"),
+        Argument("scale", "fp32"),
+        *side_numbers(problem),
+    )
+    integers = (
+        *stride_arguments(specialization, tensors),
+        *side_strides(problem, specialization),
+        *(Argument(name, "i32") for name in ("group_size", "seqlen_kv")),
+    )
+    return values, integers
 
 
 def plain_arguments(

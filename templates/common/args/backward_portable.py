@@ -30,6 +30,7 @@ class BackwardContext(PortableContext, frozen=True):
         delta_warps: Warps of `delta`.
         random_workspace: Index of the workspace with the random words of rows, for dropout.
         writes_dbias: Whether the gradient of an additive bias is written.
+        joins_sinks: Whether `delta` adds sinks to the sums of large scores.
     """
 
     features: FeatureContext
@@ -40,6 +41,7 @@ class BackwardContext(PortableContext, frozen=True):
     delta_warps: int
     random_workspace: int
     writes_dbias: bool
+    joins_sinks: bool
 
     @property
     def clears_slopes(self) -> bool:
@@ -75,14 +77,18 @@ def backward_fields(
     the index of the workspace with the random words of rows, for dropout.
     """
     delta_chunk = head_chunks(problem.value_head_dim, False)[0]
+    has_bias = problem.bias is Bias.ADDITIVE
+    # With a bias it loads rows of queries too.
+    widest = max(delta_chunk, *chunks[0], key=lambda chunk: chunk.width) if has_bias else delta_chunk
     return portable_fields(problem, specialization, *chunks) | {
         # The log-sum-exp includes the sinks.
         "features": msgspec.structs.replace(feature_context(problem), sinks=False),
         "delta_chunk": delta_chunk,
-        "delta_rows": rows_of_step(delta_chunk),
+        "delta_rows": rows_of_step(widest),
         "delta_warps": STEP_WARPS,
         "random_workspace": random_workspace,
         "writes_dbias": bool(bias_gradient(problem, specialization)),
+        "joins_sinks": has_bias and problem.sinks,
     }
 
 

@@ -8,6 +8,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.common.args.feature_context import FeatureContext, feature_context
 from flashtune.templates.common.model.sram import Chunk
+from flashtune.templates.common.precision import InputPrecision, fixed_precision
 from flashtune.templates.family import Context
 
 
@@ -25,6 +26,7 @@ class PortableContext(Context, frozen=True, kw_only=True):
     index_bits: int
     lse: bool
     features: FeatureContext
+    fixed_precision: InputPrecision
 
     @property
     def is_causal(self) -> bool:
@@ -44,7 +46,7 @@ class PortableContext(Context, frozen=True, kw_only=True):
     @property
     def is_fp32(self) -> bool:
         """Whether queries are in fp32."""
-        return self.dtype is Dtype.FP32
+        return self.dtype.is_float32
 
     @property
     def is_fp16(self) -> bool:
@@ -65,7 +67,7 @@ def portable_fields(
     `block_n` keys, or 0 if no template asks for pages.
     """
     return {
-        "dtype": problem.dtype,
+        "dtype": problem.dtype.stored,
         "causal": problem.causal,
         "head_dim": problem.head_dim,
         "value_head_dim": problem.value_head_dim,
@@ -76,4 +78,5 @@ def portable_fields(
         "index_bits": specialization.index_bits,
         "lse": specialization.lse,
         "features": feature_context(problem, block_n),
+        "fixed_precision": fixed_precision(problem),
     }

@@ -109,4 +109,4 @@ def _rate(dtype: Dtype, target: Target) -> float:
     """Returns peak TFLOP/s of the units that compute the products."""
     if dtype.is_quantized:
         return target.peak.fp8
-    return target.peak.fp32 if dtype is Dtype.FP32 else target.peak.half
+    return target.peak.fp32 if dtype.is_float32 else target.peak.half

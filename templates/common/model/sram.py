@@ -141,11 +141,11 @@ def engine_of(target: Target, dtype: Dtype, block_m: int, num_warps: int, ieee: 
         return None
     if not target.is_nvidia:
         return Engine.MFMA
-    wide = dtype is Dtype.FP32
+    wide = dtype.is_float32
     if wide and ieee:
         return Engine.VECTOR
     if block_m >= WARPGROUP_ROWS:
-        # wgmma needs K-major float32 operands, which V is not.
+        # Parts of float32 may use wgmma too. They are stored in addition, so that bounds of one warp hold.
         if target.capability == HOPPER and not wide and num_warps % WARPGROUP == 0:
             return Engine.WARPGROUP
         if target.capability == BLACKWELL and num_warps in (WARPGROUP, 2 * WARPGROUP):

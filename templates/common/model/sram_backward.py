@@ -10,7 +10,7 @@ import math
 import msgspec
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Dtype, Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import (
     ASYNC_BYTES,
@@ -96,6 +96,9 @@ MIN_WIDTH = 64
 SMALL_SRAM = 128 * 1024
 WARP_ROWS = 16
 WARPGROUP_ROWS = 64
+# Fewer columns than these are not shared by two groups of warps. With 16 columns, a forward kernel of float32
+# that Triton 3.6 compiled read illegal addresses on an H200.
+MIN_SHARED = 32
 MAX_REGISTERS = 255
 # Accumulators and scores of one thread leave this many registers for the rest.
 SPARE_REGISTERS = 24
@@ -104,14 +107,14 @@ SPARE_REGISTERS = 24
 def backward_chunks(problem: Problem, width: int, split_head_dim: bool) -> tuple[Chunk, ...]:
     """Returns the tiles of a head dim's columns."""
     chunks = head_chunks(width, split_head_dim)
-    if problem.dtype is Dtype.FP32 or chunks[0].width >= MIN_WIDTH:
+    if problem.dtype.is_float32 or chunks[0].width >= MIN_WIDTH:
         return chunks
     return (Chunk(0, 0, MIN_WIDTH, padded=True),)
 
 
 def may_split(problem: Problem) -> bool:
     """Returns whether no tile of a split head dim is too narrow."""
-    if problem.dtype is Dtype.FP32:
+    if problem.dtype.is_float32:
         return True
     widths = problem.head_dim, problem.value_head_dim
     return all(chunk.width >= MIN_WIDTH for width in widths for chunk in head_chunks(width, True))
@@ -140,9 +143,11 @@ def fits_warps(
         cap: Limit of registers per thread, 0 for the target's own.
         shared: Elements of a tile that is computed after the scores and added to memory.
     """
-    wide = problem.dtype is Dtype.FP32
+    wide = problem.dtype.is_float32
     # Two groups of warps may share 64 rows: each then has half of the columns.
     if not wide and warps * WARP_ROWS > 2 * max(held, WARPGROUP_ROWS // 2):
+        return False
+    if wide and warps * WARP_ROWS > held >= WARPGROUP_ROWS and walked < MIN_SHARED:
         return False
     threads = warps * target.warp_size
     sums = held * summed // threads
@@ -159,10 +164,10 @@ def fits_warps(
 def usual_tiles_of_keys(problem: Problem, width: int, target: Target) -> tuple[int, int, int, int]:
     """Returns queries, keys, warps and stages of a kernel over keys, for heads of this many bytes.
 
-    On Hopper only for float32: for narrower types, families have their own tiles.
+    Not on Hopper, where families have their own tiles.
     """
-    if problem.dtype is Dtype.FP32:
-        # Operands of ordinary arithmetic are in registers, several times.
+    if problem.dtype.is_float32:
+        # Parts of operands are in registers, several times.
         if width > 512:
             return 16, 16, 8, 1
         return (16, 32, 4, 1) if width <= 256 else (16, 32, 8, 1)

@@ -6,8 +6,8 @@ import math
 
 import msgspec
 
-from flashtune.core.mask_geometry import distinct_keys
-from flashtune.core.problem import Problem
+from flashtune.core.features.mask_geometry import distinct_keys
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.family import BytesItem
 
@@ -188,22 +188,32 @@ def how_often(share: float, each: str) -> str:
 
 
 def streamed_items(
-    problem: Problem, block_m: int, block_n: int, at_once: AtOnce, target: Target | None
+    problem: Problem,
+    block_m: int,
+    block_n: int,
+    at_once: AtOnce,
+    target: Target | None,
+    packed_heads: int = 1,
 ) -> tuple[BytesItem, ...]:
     """Returns the forward traffic of K and V streamed past tiles of queries, in bytes.
 
-    Without a target there is no cache.
+    A tile of `block_m` rows has queries of `packed_heads` heads. Without a target there is no cache.
     """
     rows = problem.batch * problem.heads * problem.seqlen_q
     return (
         BytesItem("q read once", rows * problem.head_dim * problem.dtype.itemsize),
-        streamed_item(problem, block_m, block_n, at_once, target),
+        streamed_item(problem, block_m, block_n, at_once, target, packed_heads),
         BytesItem("out written once", rows * problem.value_head_dim * problem.dtype.out.itemsize),
     )
 
 
 def streamed_item(
-    problem: Problem, block_m: int, block_n: int, at_once: AtOnce, target: Target | None
+    problem: Problem,
+    block_m: int,
+    block_n: int,
+    at_once: AtOnce,
+    target: Target | None,
+    packed_heads: int = 1,
 ) -> BytesItem:
     """Returns the bytes of keys and values streamed past tiles of queries, as in `streamed_items`.
 
@@ -211,12 +221,16 @@ def streamed_item(
     """
     both = (problem.head_dim + problem.value_head_dim) * problem.kv_itemsize
     all_heads = problem.batch * problem.heads
-    share = missed(at_once.heads * keys_at_once(problem, block_m) * both, target)
-    streamed: float = all_heads * streamed_keys(problem, block_m, block_n) * problem.block_share * both
+    queries = block_m // packed_heads
+    share = missed(at_once.heads * keys_at_once(problem, queries) * both, target)
+    packs = -(-problem.group_size // packed_heads)
+    streams = problem.batch * problem.kv_heads * packs * streamed_keys(problem, queries, block_n)
+    streamed: float = streams * problem.block_share * both
     once = min(streamed, all_heads // problem.group_size * problem.seqlen_kv * both)
     if target is not None:
         streamed = max(once, streamed / at_once.readers)
-    return BytesItem(f"k and v read {how_often(share, EVERY_TILE)}", moved(streamed, once, share))
+    often = "once" if streamed <= once else how_often(share, EVERY_TILE)
+    return BytesItem(f"k and v read {often}", moved(streamed, once, share))
 
 
 def cycled_rows(
@@ -288,7 +302,9 @@ def split_keys_items(
         BytesItem(f"{tensors} read {often}", keys * (1 if target else tiles)),
     ]
     if num_splits > 1:
-        partial = num_splits * rows * (problem.value_head_dim + 1) * FLOAT32
+        # A part's log-sum-exp, or with a bias its maximum and its sum.
+        numbers = 2 if problem.bias is Bias.ADDITIVE else 1
+        partial = num_splits * rows * (problem.value_head_dim + numbers) * FLOAT32
         items.append(BytesItem("parts written and read", 2 * partial))
     written = rows * problem.value_head_dim * problem.out_dtype.itemsize
     return (*items, BytesItem("out written once", written))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import sqlite3
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
+from flashtune.core import file_lock
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Record
 from flashtune.db.light.reader import open_reader
@@ -121,15 +123,8 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
 def test_unsupported_database_engine() -> None:
     with pytest.raises(StoreError, match="SQLite or PostgreSQL, and mysql://host/name is neither"):
         open_store("mysql://host/name")
-    with pytest.raises(StoreError, match="is not a database URL"):
-        open_store("no such thing://x")
-
-
-def test_messages_do_not_contain_passwords() -> None:
-    with pytest.raises(StoreError) as caught:
-        open_store("postgresql+psycopg://me:secret@flashtune.invalid/name")
-    assert "secret" not in str(caught.value)
-    assert "me@flashtune.invalid" in str(caught.value)
+    with pytest.raises(StoreError, match=r"m:\*\*\*@host/name has another driver than psycopg"):
+        open_store("postgresql+asyncpg://m:secret@host/name")
 
 
 @pytest.fixture
@@ -190,6 +185,60 @@ def test_folder_without_write_permission(folder: Path, unprivileged: None) -> No
     with pytest.raises(StoreError, match="cannot write in the folder of the database"):
         open_store(str(folder / "records.sqlite"))
     assert list(folder.iterdir()) == []
+
+
+def test_database_and_lock_have_the_mode_of_the_umask(path: Path, make_record: MakeRecord) -> None:
+    before = os.umask(0o002)
+    try:
+        with open_store(str(path)) as store:
+            store.add(make_record())
+            files = sorted(path.parent.glob(f"{path.name}*"))
+            assert {file.suffix for file in files} == {".sqlite", ".lock", ".sqlite-wal", ".sqlite-shm"}
+            assert {file.stat().st_mode & 0o777 for file in files} == {0o664}
+    finally:
+        os.umask(before)
+
+
+def test_reader_without_write_permission_creates_no_file(
+    folder: Path, make_record: MakeRecord, request: pytest.FixtureRequest
+) -> None:
+    folder.chmod(0o777)
+    path = folder / "records.sqlite"
+    with open_store(str(path)) as store:
+        store.pin(store.add(make_record()))
+    path.chmod(0o444)
+    before = sorted(folder.iterdir())
+    request.getfixturevalue("unprivileged")
+    reader = open_reader(str(path))
+    assert reader is not None
+    assert reader.selections("nvidia-h200") == (make_record(),)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_lock_file_is_not_made_through_a_link(path: Path) -> None:
+    victim = path.with_name("victim")
+    Path(f"{path}.lock").symlink_to(victim)
+    with pytest.raises(StoreError, match="is a symbolic link"):
+        open_store(str(path))
+    assert not victim.exists()
+
+
+def test_folder_without_file_locks(
+    filled: Path, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(file_lock, "_lock_faults", {})
+    monkeypatch.setattr("fcntl.lockf", fail)
+    monkeypatch.setattr("fcntl.flock", fail)
+    with pytest.raises(StoreError, match="has no file locks"):
+        open_store(str(filled))
+    with pytest.raises(StoreError, match="has no file locks"):
+        open_store(str(filled.with_name("new.sqlite")))
+    reader = open_reader(str(filled))
+    assert reader is not None
+    assert reader.selections("nvidia-h200") == (make_record(ms=50.0),)
 
 
 @pytest.fixture

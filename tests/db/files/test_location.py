@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.core.errors import UsageError
-from flashtune.db.location import database_url, describe, sqlite_path
+from flashtune.core.errors import StoreError, UsageError
+from flashtune.db.location import database_url, describe, sqlite_path, without_password
 
 
 def test_default_database_is_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,65 @@ def test_a_url_without_a_file_is_refused(url: str) -> None:
         database_url(url)
 
 
-def test_description_omits_password() -> None:
-    url = database_url("postgresql+psycopg://me:secret@host:5432/tuning?sslmode=require")
+def test_description_omits_password_and_options() -> None:
+    url = database_url("postgresql+psycopg://me:secret@host:5432/tuning?password=secret")
     assert sqlite_path(url) is None
-    assert describe(url) == "postgresql+psycopg://me@host:5432/tuning"
+    assert describe(url) == "postgresql+psycopg://me:***@host:5432/tuning"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:a#secret@host/db",
+        "postgresql://me:a/secret@host/db",
+        "postgresql://me:a?secret@host/db",
+        "postgresql://me:a@secret@host/db",
+        "postgresql://me:secret@ho[st/db",
+        "postgresql://me:secret@[::1/db",
+        "postgresql://me:x@host:secret/db",
+        "postgresql://host/db#password=secret",
+        "postgresql://host:1/db?user=me&password=x@secret",
+        " postgresql://me:secret@host/db",
+        "postgresql:/me:secret@host/db",
+        "no such thing://me:secret@host",
+        "sqlite://me:secret@host/db",
+        "host=host password=secret",
+        "postgresql://me:secret@host/a\nb",
+    ],
+)
+def test_ambiguous_urls_are_refused_without_their_text(url: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        database_url(url)
+    assert "secret" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_command_lines_are_shown_without_passwords() -> None:
+    url = "postgresql://me:secret@host/db"
+    assert without_password(f"--db={url}") == "--db=postgresql://me:***@host/db"
+    assert without_password(url) == "postgresql://me:***@host/db"
+    assert without_password("postgresql://me:a@secret@host/db") == "***"
+    assert without_password("--shape=heads=8,seqlen=64") == "--shape=heads=8,seqlen=64"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("a" * 300, "too long"),
+        ("a/" * 3000, "too long"),
+        ("~no-such-user/x", "home folder"),
+        ("a\x1b[31mb", "control codes"),
+        ("sqlite:///a%00b", "control codes"),
+    ],
+)
+def test_environment_variables_that_name_no_path_are_refused(
+    value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHTUNE_DB", value)
+    with pytest.raises(UsageError, match=reason):
+        database_url(None)
+    monkeypatch.delenv("FLASHTUNE_DB")
+    monkeypatch.setenv("FLASHTUNE_CACHE_DIR", value)
+    if "%" not in value:
+        with pytest.raises(StoreError, match=reason):
+            database_url(None)

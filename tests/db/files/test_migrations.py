@@ -17,7 +17,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 
-from flashtune.core.earlier_names import CONFIG_FIELDS, ORDERS, PROBLEM_FIELDS
+from flashtune.core.earlier_names import CONFIG_FIELDS, ORDERS, PROBLEM_FIELDS, TABLES
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Measurement, Outcome, PeerTime, Record, Versions
 from flashtune.db import migrate
@@ -33,6 +33,15 @@ from flashtune.db.table import shipped_table
 
 MakeRecord = Callable[..., Record]
 SCHEMAS = sorted((Path(__file__).parents[2] / "data" / "schemas").glob("*.sqlite"))
+
+# Views that readers of earlier versions query, and the tables that they show, joined with the records.
+VIEWS = {
+    "selected_records": "selections",
+    "fallback_records": "fallbacks",
+    "stand_in_records": "fallbacks",
+    "known_checks": "checks",
+    "check_payloads": "checks",
+}
 
 
 def test_revisions_list_every_migration() -> None:
@@ -65,6 +74,45 @@ def test_upgrade_of_a_past_schema_preserves_its_rows(kept: Path, path: Path) -> 
     assert reader.selections("nvidia-h200") == (measured,)
     versions = Versions("0.1.0", "none", "2.13.0", "3.7.1", "13.0", "580.1")
     assert reader.check("0123456789abcdef" * 2, "nvidia-h200", versions) is True
+
+
+def tables_of(connection: sqlite3.Connection) -> dict[str, list[dict[str, object]]]:
+    """Returns the rows of every table and view by its present name."""
+    connection.row_factory = sqlite3.Row
+    names = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name <> 'alembic_version'"
+    present = {earlier: name for name, earlier in TABLES.items()}
+    return {
+        present.get(name, name): [dict(row) for row in connection.execute(f"SELECT * FROM {name} ORDER BY 1")]
+        for (name,) in connection.execute(names).fetchall()
+    }
+
+
+@pytest.mark.parametrize("kept", SCHEMAS, ids=lambda path: path.stem)
+def test_upgrade_of_a_past_schema_preserves_every_column(kept: Path, path: Path) -> None:
+    shutil.copy(kept, path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        kinds = "SELECT name FROM sqlite_master WHERE type = 'table' AND name <> 'alembic_version'"
+        # A record comes before the rows that name it.
+        for (table,) in connection.execute(f"{kinds} ORDER BY name <> 'records'").fetchall():
+            connection.execute(f"DELETE FROM {table}")
+            columns = connection.execute(f"PRAGMA table_info({table})").fetchall()
+            for number in (1, 2):
+                # Each text occurs once. No migration rewrites records that are not readable.
+                row = [
+                    f"{table} {name} {number}" if kind.startswith(("VARCHAR", "TEXT")) else number
+                    for _, name, kind, *_ in columns
+                ]
+                connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+        before = tables_of(connection)
+    upgrade(str(path))
+    with closing(sqlite3.connect(path)) as connection:
+        after = tables_of(connection)
+    assert {name: after.get(name) for name in before} == before
+    by_id = {row["id"]: row for row in after["records"]}
+    for view, table in VIEWS.items():
+        records = [by_id[row["record_id"]] if "record_id" in row else {} for row in after[table]]
+        whole = [record | row for record, row in zip(records, after[table], strict=True)]
+        assert [row | one for row, one in zip(whole, after[view], strict=True)] == whole, view
 
 
 def test_upgrade_removes_outcomes_caused_by_the_machine(path: Path, make_record: MakeRecord) -> None:

@@ -7,7 +7,7 @@ Config       block_m 64, block_n 64, num_stages 2, do_stages 2, ds_stages 2, ear
              defer_dp_wait False, early_dk True, init_accumulators True, defer_dq True, alternate_dq False,
              stagger_start False, interleaved_heads 2
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 576ece0c4288
+Template     backward_hopper 46b0f46d5762
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -630,11 +630,19 @@ def find_rows(tile, cu_seqlens_q, sequences):
 
     Sequence b owns the blocks from cu_seqlens_q[b] // 64 + b on.
     """
-    begun = 0
-    for start in tl.range(0, sequences, 128):
-        others = start + tl.arange(0, 128)
-        begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // 64 + others
-        begun += tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    # Of many sequences, first some at equal steps, then those from the last of them that begins by the tile.
+    step = (sequences + 127) // 128
+    others = step * tl.arange(0, 128)
+    begins = tl.load(cu_seqlens_q + others, mask=others < sequences, other=0) // 64 + others
+    begun = tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if step > 1:
+        first = tl.maximum(begun - 1, 0) * step
+        end = tl.minimum(first + step, sequences)
+        begun = first
+        for start in tl.range(first, end, 128):
+            others = start + tl.arange(0, 128)
+            begins = tl.load(cu_seqlens_q + others, mask=others < end, other=0) // 64 + others
+            begun += tl.sum(((begins <= tile) & (others < end)).to(tl.int32), 0)
     sequence = tl.maximum(begun - 1, 0)
     q_start = tl.load(cu_seqlens_q + sequence)
     queries = q_start + (tile - q_start // 64 - sequence) * 64 + tl.arange(0, 64)
@@ -792,8 +800,14 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, cu_seqlens_q, cu_
     softcap        scores s are softcap * tanh(s / softcap)
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.bfloat16
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in (
+        *large,
+        ("cu_seqlens_q", cu_seqlens_q),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.bfloat16
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -814,6 +828,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, cu_seqlens_q, cu_
         ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,)),
         ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (batch + 1,)),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

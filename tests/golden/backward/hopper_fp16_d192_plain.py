@@ -7,7 +7,7 @@ Config       block_m 64, block_n 64, num_stages 2, do_stages 2, ds_stages 2, ear
              defer_dp_wait False, early_dk True, init_accumulators False, defer_dq True, alternate_dq False,
              stagger_start True, interleaved_heads 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 576ece0c4288
+Template     backward_hopper 46b0f46d5762
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -618,8 +618,13 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     softcap        scores s are softcap * tanh(s / softcap)
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
-    dtype = torch.float16
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
+    for name, tensor in (
+        *large,
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    dtype = torch.float16
     for name, tensor in large:
         if tensor.ndim != 4:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
@@ -638,6 +643,8 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
         ("dout", dout, dtype, (*rows, 192)),
         ("lse", lse, torch.float32, rows),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device}, the device of q")
         if tensor.dtype != expected:

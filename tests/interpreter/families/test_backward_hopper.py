@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from typing import Any
 
 import msgspec
@@ -212,9 +213,15 @@ def packed_kernel(width: int, *, lse: bool = False, **changes: Any) -> Kernel:
     return render(FAMILY, problem, FAMILY.default(problem, TARGET), Specialization(lse=lse))
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("softcap", [False, True])
-def test_packed_rows_are_prepared_in_blocks_of_their_sequence(width: int, softcap: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "softcap", "times"),
+    [(64, False, 1), (64, True, 1), (128, False, 1), (128, True, 1), (128, False, 27)],
+)
+def test_packed_rows_are_prepared_in_blocks_of_their_sequence(
+    width: int, softcap: bool, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Many sequences are searched in two steps.
+    monkeypatch.setattr(sys.modules[__name__], "LENGTHS", (*LENGTHS[3:], *LENGTHS[:2]) * times)
     kernel = packed_kernel(width, softcap=softcap)
     module = load_module(kernel)
     tensors, starts = packed_tensors(width)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NUMBERS
 from flashtune.core.kernel import Kernel
@@ -43,14 +44,39 @@ POSITIONS: dict[str, tuple[Causal, dict[str, int]]] = {
 @pytest.mark.parametrize("name", POSITIONS)
 def test_lists_and_words(config: dict[str, Any], bias: Bias, name: str) -> None:
     causal, positions = POSITIONS[name]
-    for queries, keys in ((200, 300), (420, 150), (20, 602)):
+    for queries, keys in ((200, 300), (420, 304), (20, 602)):
         problem = a_small(causal, seqlen_q=queries, seqlen_kv=keys, batch=2, bias=bias, **positions)
         assert are_right(kernel_of(problem, **config), problem, a_config(problem, **config)), (queries, keys)
 
 
-def are_right(kernel: Kernel, problem: Problem, config: HopperConfig) -> bool:
-    """Whether the lists and words of a random mask or bias are right."""
-    given = a_bias(problem)
+@CONFIGS
+def test_masks_of_keys_have_one_list_for_all_tiles(config: dict[str, Any]) -> None:
+    for queries, keys in ((420, 304), (20, 602)):
+        problem = a_small(Causal.NONE, seqlen_q=queries, seqlen_kv=keys, batch=2, bias=Bias.BOOLEAN)
+        lengths = torch.tensor([keys // 2, keys])
+        mask = (torch.arange(keys) < lengths[:, None])[:, None, None].expand(-1, problem.heads, queries, -1)
+        kernel, layout = kernel_of(problem, **config), a_config(problem, **config)
+        assert are_right(kernel, problem, layout, mask)
+        # The lists of one tile of queries.
+        assert len(written(kernel, problem, mask)[-1]) == 2
+
+
+def are_right(kernel: Kernel, problem: Problem, config: HopperConfig, given: Tensor | None = None) -> bool:
+    """Whether the lists and words of a mask or bias, by default a random one, are right."""
+    given = a_bias(problem) if given is None else given
+    made = written(kernel, problem, given)
+    own = tuple(slice(0, 1 if given.stride(axis) == 0 else None) for axis in (0, 1))
+    rows = config.block_m if given.stride(2) == 0 else problem.seqlen_q
+    problem = msgspec.structs.replace(problem, seqlen_q=min(rows, problem.seqlen_q))
+    right = True
+    for found, meant in zip(made, block_lists(problem, config, given[own][:, :, :rows]).written, strict=True):
+        is_written = meant != -1
+        right &= bool((found.numpy().reshape(-1) == meant)[is_written].all())
+    return right
+
+
+def written(kernel: Kernel, problem: Problem, given: Tensor) -> list[Tensor]:
+    """Returns the workspaces of the prologues."""
     module = load_module(kernel)
     queries, keys = problem.seqlen_q, problem.seqlen_kv
     lengths = ((problem.heads, queries), (problem.kv_heads, keys))
@@ -61,12 +87,7 @@ def are_right(kernel: Kernel, problem: Problem, config: HopperConfig) -> bool:
     module.classify_blocks[grid](given, *made[:-1], *integers)
     grid, integers = module.prologue_plan(q, k, k, q, given)
     module.list_blocks[grid](made[0], made[-1], *integers)
-    own = tuple(slice(0, 1 if given.stride(axis) == 0 else None) for axis in (0, 1))
-    right = True
-    for found, meant in zip(made, block_lists(problem, config, given[own]).written, strict=True):
-        written = meant != -1
-        right &= bool((found.numpy().reshape(-1) == meant)[written].all())
-    return right
+    return made
 
 
 @pytest.mark.slow

@@ -258,3 +258,15 @@ def test_bias_may_mask_all_keys() -> None:
         out, lse = run(problem, call, a_config("", num_splits=3))
         assert torch.equal(out, torch.zeros_like(out))
         assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
+@pytest.mark.parametrize("value", [-1e9, torch.finfo(torch.float32).min])
+def test_parts_of_large_scores_count_by_their_keys(value: float) -> None:
+    problem = a_problem(bias=Bias.ADDITIVE, sinks=True)
+    call = a_call(problem)
+    bias, sinks = torch.full_like(call.side.bias, value), torch.full_like(call.side.sinks, -torch.inf)
+    call = call._replace(side=call.side._replace(bias=bias, sinks=sinks))
+    out, lse = run(problem, call, a_config("large", num_splits=5))
+    mean = call.v.mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out)
+    torch.testing.assert_close(out, mean, atol=2e-6, rtol=1e-5)
+    assert (lse == value).all()

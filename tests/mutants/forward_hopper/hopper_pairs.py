@@ -31,7 +31,7 @@ LISTING = Part("def list_blocks(", "def prologue_plan(")
 def pairs() -> tuple[Mutant, ...]:
     """Those of the kernel itself."""
     words = "s = mask_by_words(s, words, is_partial)"
-    added = "s = add_bias(s, bias_values, bias_factor, is_partial)"
+    added = "s = add_bias(s, bias_values, score_scale, is_partial)"
     return mutants_of(
         (
             ("mask: not in first blocks", "Hidden keys count.", MASK, only(words, "pass", FIRST)),
@@ -79,16 +79,16 @@ def pairs() -> tuple[Mutant, ...]:
                 only("batch = gl.minimum(tile", "batch = 0 * gl.minimum(tile"),
             ),
             (
-                "bias: natural units",
+                "bias: scores in units of log2",
                 "The bias is too small.",
                 BIAS,
-                only("LOG2_E / s_scale_log2", "1.0 / s_scale_log2"),
+                only("s_scale_log2 * LN_2", "s_scale_log2"),
             ),
             (
-                "bias: factor of unscaled products",
+                "bias: unscaled products",
                 "The bias is too small.",
                 BIAS,
-                only("LOG2_E / s_scale_log2", "LOG2_E"),
+                only("s_scale_log2 * LN_2", "1.0"),
             ),
             (
                 "bias: rows of the first group",
@@ -100,7 +100,7 @@ def pairs() -> tuple[Mutant, ...]:
                 "bias: not in first blocks",
                 "Scores without a bias.",
                 BIAS,
-                only(added, "pass", FIRST),
+                only(added, "s = s * score_scale", FIRST),
             ),
             (
                 "lists: keys of the next block",
@@ -176,13 +176,13 @@ def listings() -> tuple[Mutant, ...]:
                 "classes: words of the first rows",
                 "Masks of others.",
                 MASK,
-                only("bias + m_start * stride_bias_s,", "bias,", MASK_KIND),
+                only("bias + m_start * stride_bias_s", "bias", MASK_KIND),
             ),
             (
                 "classes: keys of the first block",
                 "Masks of others.",
                 MASK,
-                only("keys = n_block * BLOCK_N +", "keys = 0 * n_block +", MASK_KIND),
+                only("places = n_block * (BLOCK_N // 4) +", "places = 0 * n_block +", MASK_KIND),
             ),
             (
                 "classes: no diagonal",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashtune.core.problem import Bias
 from tests.mutants.core import Mutant, Part, Patch
 from tests.mutants.portable.backward_size import (
     DELTA,
@@ -47,8 +48,16 @@ def figures(size: Size) -> tuple[Mutant, ...]:
          Patch(of_dlse, of_dlse.replace("-=", "+="), DELTA)),
         ("dlse forgotten", "The gradient of the log-sum-exp is not read.", Patch(of_dlse, "pass", DELTA)),
     )  # fmt: skip
-    return tuple(
-        Mutant(name, breaks, told if "dlse" in name else causal, (patch,)) for name, breaks, patch in changes
+    padded = (
+        ("sums of large scores lost", "Rows of a finite mask value have too large probabilities.",
+         Patch("LARGE = tl.constexpr(1024.0)", "LARGE = tl.constexpr(1e38)")),
+        ("sums of large scores over later keys", "The first keys of a row are not counted.",
+         Patch("tl.range(0, seqlen_kv, SUMMED_KEYS)", "tl.range(SUMMED_KEYS, seqlen_kv, SUMMED_KEYS)")),
+    )  # fmt: skip
+    biased = size.subject(bias=Bias.ADDITIVE)
+    return (
+        *(Mutant(name, breaks, told if "dlse" in name else causal, (one,)) for name, breaks, one in changes),
+        *(Mutant(name, breaks, biased, (one,)) for name, breaks, one in padded),
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
 from flashtune.templates.registry import find_family
 from tests.mutants.core import Part, Subject
 
@@ -38,7 +38,12 @@ class Size(NamedTuple):
     seqlen: int
 
     def subject(
-        self, causal: Causal = Causal.BOTTOM_RIGHT, *, lse: bool = False, exact: bool = False
+        self,
+        causal: Causal = Causal.BOTTOM_RIGHT,
+        *,
+        lse: bool = False,
+        exact: bool = False,
+        bias: Bias = Bias.NONE,
     ) -> Subject:
         """A kernel with head dims that are no power of two, in float32 where it must be `exact`."""
         problem = Problem(
@@ -51,6 +56,7 @@ class Size(NamedTuple):
             seqlen_q=self.seqlen,
             seqlen_kv=self.seqlen,
             causal=causal,
+            bias=bias,
             direction=Direction.BACKWARD,
         )
         m, n = self.block_m, self.block_n

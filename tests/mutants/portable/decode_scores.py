@@ -96,7 +96,7 @@ def changed(size: Size) -> tuple[Mutant, ...]:
 
 def biases(size: Size) -> tuple[Mutant, ...]:
     """Numbers that are added to scores, without a mask."""
-    add = "s += bias_tile.to(tl.float32) * LOG2_E"
+    add = "s = s * score_scale + bias_tile.to(tl.float32)"
     changes = (
         change("bias of the group's first head", "Query heads of a group have one bias.",
                BIAS_ROWS, BIAS_ROWS.replace("+ head", "+ kv_head * group_size")),
@@ -104,8 +104,9 @@ def biases(size: Size) -> tuple[Mutant, ...]:
                BIAS_ROWS, BIAS_ROWS.replace("sequence.to(tl.int64)", "0")),
         change("bias of the first query", "It is broadcast over queries.",
                BIAS_ROWS, BIAS_ROWS.replace("queries *", "queries * 0 *")),
-        change("bias in natural units", "Powers of two are taken of biases in natural units.",
-               add, add.removesuffix(" * LOG2_E")),
+        change("bias in units of log2", "The bias is too large.", add, add + " * LOG2_E"),
+        change("parts of large scores count alike", "Parts are not weighted by their sums.",
+               "weights *= tl.load(", "weights *= 1.0 + 0.0 * tl.load("),
         change("rows that a bias hides shifted by -inf", "A row whose keys are all hidden turns NaN.",
                'shift = tl.where(new_max == float("-inf"), 0.0, new_max)', "shift = new_max"),
         change("tail of K unmasked", "The last key counts once for each place behind it.",

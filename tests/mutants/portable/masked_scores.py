@@ -11,7 +11,7 @@ LOOPS = 2
 HIDE = 's = tl.where(visible, s, float("-inf"))'
 SHIFT = 'shift = tl.where(new_max == float("-inf"), 0.0, new_max)'
 BIAS_BASE = "sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + first_query * stride_bias_s"
-ADD_BIAS = "s += bias_tile.to(tl.float32) * LOG2_E"
+ADD_BIAS = "s = s * score_scale + bias_tile.to(tl.float32)"
 SLOPE = "tl.load(slopes + sequence * stride_slopes_b + head) * LOG2_E"
 SINK = "tl.load(sinks + head) * LOG2_E"
 LARGEST = "largest = tl.maximum(running_max, sink_log2)"
@@ -81,11 +81,10 @@ def biases(size: Size) -> tuple[Mutant, ...]:
                "(bias_queries - first_query) * stride_bias_s", "(bias_queries * 0) * stride_bias_s"),
         change("bias of a block's first keys", "All blocks have the bias of the first.",
                "(bias_rows[:, None] + keys[None, :])", "(bias_rows[:, None] + key_offsets[None, :])", LOOPS),
-        change("bias in natural units", "Powers of two are taken of biases in natural units.",
-               ADD_BIAS, ADD_BIAS.replace(" * LOG2_E", ""), LOOPS),
-        change("bias taken off", "It has the wrong sign.", ADD_BIAS, ADD_BIAS.replace("+=", "-="), LOOPS),
+        change("bias in units of log2", "The bias is too large.", ADD_BIAS, ADD_BIAS + " * LOG2_E", LOOPS),
+        change("bias taken off", "It has the wrong sign.", ADD_BIAS, ADD_BIAS.replace("+", "-"), LOOPS),
         change("bias before the scale", "It is scaled as the scores are.",
-               ADD_BIAS, ADD_BIAS.replace("LOG2_E", "scale_log2"), LOOPS),
+               ADD_BIAS, "s = (s + bias_tile.to(tl.float32)) * score_scale", LOOPS),
         change("rows that a bias hides shifted by -inf", "A row whose keys are all hidden turns NaN.",
                SHIFT, "shift = new_max"),
     )  # fmt: skip

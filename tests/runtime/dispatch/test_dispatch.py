@@ -65,7 +65,7 @@ def test_near_shape_is_verified_but_not_timed(problem: Problem, make_record: Mak
     selection = select(problem, TARGET, tables((far,), (near,)), generated=True)
     assert (selection.record, selection.source, selection.standing) == (
         near,
-        "nearest",
+        "estimated",
         VerificationStatus.VERIFIED,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -81,7 +82,7 @@ def test_nearest_record_then_default_serve_without_a_fallback(
 ) -> None:
     selected, far = native_record(make_record, native, problem), make_record(resized(problem, 8192))
     found = chosen(problem, tables(selected, far), MISALIGNED)
-    assert (found.record, found.source) == (far, "nearest")
+    assert (found.record, found.source) == (far, "estimated")
     found = chosen(problem, tables(selected), MISALIGNED)
     assert (found.record.family, found.source) == ("forward_q_outer", "default")
 
@@ -115,7 +116,7 @@ def test_native_default_precedes_portable_defaults(native: Family, problem: Prob
     wide = msgspec.structs.replace(problem, dtype=Dtype.FP32)
     assert family_of(wide, H200, ALIGNED) == "forward_q_outer"
     names = [selection.record.family for selection in default_selections(problem, H200, ALIGNED)]
-    assert names == [native.name, "forward_q_outer", "forward_kv_outer"]
+    assert names == [native.name, "forward_q_outer", "decode_split_kv", "forward_kv_outer"]
 
 
 def test_error_contains_the_reason_of_each_family(native: Family, problem: Problem) -> None:
@@ -134,11 +135,9 @@ def test_gluon_kernels_are_not_selected_under_the_interpreter(
 
 
 def tensors(length: int, misaligned: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values on no device; misaligned ones have rows of one element more."""
+    """Queries, keys and values; misaligned ones have rows of one element more."""
     width = 65 if misaligned else 64
-    q, k, v = (
-        torch.empty(2, heads, length, width, dtype=torch.bfloat16, device="meta") for heads in (8, 2, 2)
-    )
+    q, k, v = (torch.empty(2, heads, length, width, dtype=torch.bfloat16) for heads in (8, 2, 2))
     return q[..., :64], k[..., :64], v[..., :64]
 
 
@@ -158,6 +157,9 @@ def test_explain_names_the_rejected_family(
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
     _, aligned = decided(monkeypatch, tuned, misaligned=False)
     assert aligned.reason == "it is selected in the table that ships for this GPU"
+    _, copied = decided(monkeypatch, tuned, misaligned=True)
+    assert copied.reason.startswith("q, k, v are copied first")
+    monkeypatch.setattr(decision, "COPY_MS", math.inf)
     _, misaligned = decided(monkeypatch, tuned, misaligned=True)
     assert misaligned.selection is not None
     assert misaligned.selection.record.family == "forward_q_outer"

@@ -20,9 +20,9 @@ from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.faster_peers import faster_peer
-from flashtune.dispatch.forecast import expected_peers
 from flashtune.dispatch.lookup import nearest_selection, select
 from flashtune.dispatch.nearest import tuned_alike
+from flashtune.dispatch.sdpa_times import expected_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
@@ -86,7 +86,7 @@ def test_untuned_head_dim_uses_configs_of_the_next_wider_one(records: tuple[Reco
     assert isinstance(default, HopperConfig)
     assert (record.config.num_consumer_groups, default.num_consumer_groups) == (2, 3)
     assert record.config.split_head_dim == default.split_head_dim
-    assert (selection.source, selection.standing) == ("nearest", VerificationStatus.UNPROVEN)
+    assert (selection.source, selection.standing) == ("estimated", VerificationStatus.UNPROVEN)
     assert (record.problem.head_dim, record.problem.value_head_dim) == (40, 40)
     assert (record.provenance, record.verdict, record.measurement) == (Provenance.PREDICTED, None, None)
     assert "head dim 40" in kernel_of(record, Specialization()).source
@@ -132,7 +132,7 @@ def test_other_head_dims_and_far_shapes_warn_with_search_command(
     asked = KernelKey(problem, Specialization(), Prefer.FASTEST, torch.device("cpu"))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert first_usable(decision, asked, lambda selection, _: selection.source) == "nearest"
+        assert first_usable(decision, asked, lambda selection, _: selection.source) == "estimated"
     assert len(told) == len(said)
     for warning, words in zip(told, said, strict=True):
         assert words in str(warning.message)
@@ -147,7 +147,7 @@ def test_transferred_configs_are_in_the_space_of_their_head_dim(
 ) -> None:
     problem = square(head_dim, 16, 2, 2000, causal=causal)
     selection = selected(problem, records)
-    assert selection.source == "nearest"
+    assert selection.source == "estimated"
     assert selection.record.config is not None
     family = find_family(selection.record.family)
     assert family.space(problem, TARGET).contains(selection.record.config)
@@ -160,14 +160,16 @@ def test_records_of_the_other_16_bit_type_are_used(problem: Problem, make_record
     known = make_record(problem, family=family.name, config=config, peers={CUDNN: 0.5})
     other = msgspec.structs.replace(problem, dtype=Dtype.FP16)
     selection = selected(other, (known,))
-    assert (selection.source, selection.record.problem.dtype) == ("nearest", Dtype.FP16)
+    assert (selection.source, selection.record.problem.dtype) == ("estimated", Dtype.FP16)
     assert faster_peer(selection, other, CUDNN) == CUDNN
     wide = msgspec.structs.replace(problem, dtype=Dtype.FP32)
     assert selected(wide, (known,)).source == "default"
 
 
-def test_very_narrow_heads_use_the_default(records: tuple[Record, ...]) -> None:
-    assert selected(square(16, 16, 2, 2048), records).source == "default"
+def test_very_narrow_heads_use_configs_of_head_dim_64(records: tuple[Record, ...]) -> None:
+    selection = selected(square(16, 16, 2, 2048), records)
+    assert selection.forecast is not None
+    assert selection.forecast.nearest.problem.head_dim == 64
 
 
 def test_sdpa_times_are_estimated_within_bounds(records: tuple[Record, ...]) -> None:

@@ -45,6 +45,7 @@ def test_a_kernel_comes_from_another_process(
     # Modules in the present folder are not imported.
     (tmp_path / "msgspec.py").write_text("raise SystemExit(1)", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
     want = kernel_of(record, NEEDED)
     assert known_kernel(record, NEEDED) is None
     assert not is_compiled(want, TARGET)

@@ -71,6 +71,52 @@ def test_modified_cached_source_is_rendered_again(problem: Problem, make_record:
     sys.modules.pop(f"flashtune_kernel_{kernel.digest}")
 
 
+def theirs(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a file one that another user may have written."""
+    if kind == "owner" and os.geteuid() == 0:
+        os.chown(path, 1, -1)
+    elif kind == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    elif kind == "link":
+        path.symlink_to(path.rename(path.with_name("elsewhere.py")))
+    elif kind in {"pipe", "device"}:
+        path.unlink()
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    else:
+        path.chmod(int(kind, 8))
+
+
+@pytest.mark.parametrize("kind", ["owner", "link", "pipe", "device", "664", "646"])
+def test_file_that_others_may_have_written_is_not_used(
+    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    record = make_record(problem)
+    mine = kernel_of(record, record.specialization)
+    path = copy_of(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(0o644)
+    path.write_text(f"# theirs\n{mine.source}")
+    assert "# theirs" in kernel_of(record, record.specialization).source, "the digest is the same"
+    theirs(path, kind, monkeypatch)
+    assert "# theirs" not in kernel_of(record, record.specialization).source
+    sys.modules.pop(f"flashtune_kernel_{mine.digest}", None)
+    load_module(mine)
+    assert path.read_text() == mine.source
+    path.unlink()
+    sys.modules.pop(f"flashtune_kernel_{mine.digest}")
+
+
+@pytest.mark.parametrize("character", "\v\x1c\x85\u2028")
+def test_compiler_reads_the_lines_that_python_executes(
+    problem: Problem, make_record: Make, character: str
+) -> None:
+    kernel = kernel_of(make_record(problem), Specialization())
+    other = msgspec.structs.replace(kernel, source=kernel.source.replace("#", f"#{character}", 1))
+    assert other.digest != kernel.digest
+    functions = [getattr(load_module(one), kernel.entry) for one in (kernel, other)]
+    assert functions[0].src == functions[1].src
+
+
 def test_bytecode_next_to_cached_source_is_not_run(problem: Problem, make_record: Make) -> None:
     record = make_record(problem)
     kernel = kernel_of(record, record.specialization)

@@ -136,7 +136,7 @@ def test_other_splits_are_in_the_space_and_differ_in_makespan() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"seqlen_q": 17}, "up to 16 queries"),
+        ({"seqlen_q": 17, "batch": 132}, "up to 16 queries"),
         ({"dtype": Dtype.E4M3}, "no queries in e4m3"),
         ({"head_dim": 300}, "head dims up to 256"),
         ({"total_q": 4, "bias": Bias.ADDITIVE}, "no bias over packed"),

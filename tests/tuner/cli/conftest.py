@@ -28,6 +28,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.cli import main
 from flashtune.tuner.tables.kernel_choice import change_config
 from flashtune.tuner.workloads.shapes import parse_shape
+from flashtune.verification.probes import EVERY_LEVEL
 
 SHAPE = "heads=8,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16,causal,batch=2"
 
@@ -39,6 +40,8 @@ MakeRecord = Callable[..., Record]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Calls `flashtune` with arguments, on a database and a cache of the test's own."""
     monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "flashtune.sqlite"))
+    # Sentences are folded at words, and tests compare them whole.
+    monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / "cache"))
 
     def invoke(*arguments: str | Path) -> Result:
@@ -87,7 +90,14 @@ def make_record(problem: Problem) -> MakeRecord:
             provenance=provenance,
             versions=current_versions(family.name),
             resources=Resources(sram_bytes=49_152, registers=128),
-            verdict=Verdict(outcome is Outcome.OK, 0.4, 12, "", target.replace("-", " ").upper()),
+            verdict=Verdict(
+                outcome is Outcome.OK,
+                0.4,
+                12,
+                "",
+                target.replace("-", " ").upper(),
+                probes=tuple(EVERY_LEVEL),
+            ),
             measurement=Measurement(ms, ms * 0.99, ms * 1.01, 100, peers=peers) if ms else None,
             message=message,
         )

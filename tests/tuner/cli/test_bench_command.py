@@ -92,6 +92,12 @@ def test_plot_without_plotly_is_refused_before_timing(
     result = run("bench", "--load", saved, "--plot", tmp_path / "plot.html")
     assert result.exit_code == 2
     assert "flashtune[plot]" in result.output
+    assert "geometric mean" not in result.output
+    page = tmp_path / "bench.md"
+    result = run("bench", "--load", saved, "--plot", tmp_path / "plot.html", "--markdown", page)
+    assert result.exit_code == 2
+    assert "flashtune[plot]" in result.output
+    assert page.read_text(encoding="utf-8").startswith("# Attention on")
 
 
 def test_missing_kernel_row_is_an_error_after_the_output(run: Run, tmp_path: Path) -> None:

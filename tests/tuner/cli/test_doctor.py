@@ -14,7 +14,10 @@ from flashtune.core.record import Record, Resources
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.table import TunedTable
+from flashtune.dispatch.versions import current_versions
+from flashtune.tuner.analysis import doctor
 from flashtune.tuner.analysis.doctor import Level, examine, gpu, interpreter, library, shipped
+from flashtune.tuner.tables import listing, lookup
 
 Run = Callable[..., Result]
 
@@ -134,28 +137,43 @@ def test_a_gpu_is_compared_with_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "level", "left"),
-    [("3.6.0", Level.OK, 0), ("3.9.0", Level.WARN, 1), ("3.7.1", Level.WARN, 2)],
+    ("own", "receipt", "driver", "left"),
+    [
+        ({}, None, "none", 0),
+        ({"triton": "99.0"}, None, "none", 2),
+        ({"triton": "99.0"}, {}, "none", 1),
+        ({"driver": "580.2"}, None, "580.1", 0),
+        ({"driver": "570.2"}, None, "580.1", 2),
+        ({"driver": "570.2"}, {"driver": "580.2"}, "580.1", 1),
+    ],
 )
-def test_the_shipped_kernels_are_counted_by_triton(
-    make_record: Callable[..., Record], monkeypatch: pytest.MonkeyPatch, version: str, level: Level, left: int
+def test_shipped_kernels_are_counted_as_in_dispatch(
+    make_record: Callable[..., Record],
+    monkeypatch: pytest.MonkeyPatch,
+    own: dict[str, str],
+    receipt: dict[str, str] | None,
+    driver: str,
+    left: int,
 ) -> None:
     made = [make_record(config) for config in ("block_m=64", "block_m=128")]
-    versions = msgspec.structs.replace(made[0].versions, triton="3.6.0")
+    here = msgspec.structs.replace(current_versions(made[0].family), driver=driver)
+    for place in (doctor, listing, lookup):
+        monkeypatch.setattr(place, "current_versions", lambda family: here)
+    versions = msgspec.structs.replace(here, **own)
     records = tuple(msgspec.structs.replace(one, versions=versions) for one in made)
-    newer = msgspec.structs.replace(versions, triton="3.9.0")
     assert records[0].verdict is not None
-    receipts = tuple(
-        Check(digest=digest, target=records[0].target, versions=newer, verdict=records[0].verdict)
-        for digest in (str(records[0].kernel), "e" * 32)
+    receipts = [] if receipt is None else [msgspec.structs.replace(here, **receipt)]
+    checks = tuple(
+        Check(
+            digest=str(records[0].kernel), target=records[0].target, versions=one, verdict=records[0].verdict
+        )
+        for one in receipts
     )
-    table = TunedTable(target=records[0].target, records=records, receipts=receipts)
+    table = TunedTable(target=records[0].target, records=records, receipts=checks)
     monkeypatch.setattr("flashtune.db.table.shipped_table", lambda name: table)
-    monkeypatch.setattr("triton.__version__", version)
     found = shipped(find_target("h200"))
-    kernels = "2 kernels, all verified under Triton 3.6.0, 1 verified under Triton 3.9.0"
-    assert (found.level, found.said) == (level, f"1 shapes for nvidia-h200 with {kernels}")
-    assert (f"{left} of the kernels" in found.advice) == bool(left)
+    assert found.level is (Level.WARN if left else Level.OK)
+    assert f"2 kernels, {f'{left} not' if left else 'all'} verified" in found.said
 
 
 def test_interpreter_requires_older_numpy_under_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:

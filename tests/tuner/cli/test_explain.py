@@ -152,7 +152,7 @@ def test_near_shape_uses_its_own_specialization(
     monkeypatch.setattr("flashtune.tuner.tables.lookup.shipped_table", lambda _: None)
     near = msgspec.structs.replace(problem, seqlen_q=2048, seqlen_kv=2048)
     chosen = choose(near, H200, None)
-    assert (chosen.source, chosen.record, chosen.tuned_for) == ("nearest", None, problem)
+    assert (chosen.source, chosen.record, chosen.tuned_for) == ("estimated", None, problem)
     assert chosen.config == stored[1].config
 
 

@@ -211,7 +211,12 @@ def test_options_are_grouped(run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("targets",), ("targets", "--json"), ("export", "--shipped", "--target", "h200")],
+    [
+        ("--help",),
+        ("targets",),
+        ("targets", "--json"),
+        ("export", "--shipped", "--target", "h200", "--quiet"),
+    ],
 )
 def test_output_to_a_full_disk_raises_one_sentence(arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("wb") as full:

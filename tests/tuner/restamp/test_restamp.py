@@ -90,6 +90,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def keep(kernel: Kernel, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kernel.family}_{kernel.digest[:8]}.py"
+    path.touch(0o644)
     path.write_text(kernel.source, encoding="utf-8")
     return path
 
@@ -310,12 +311,14 @@ def test_record_deleted_concurrently_is_not_restored(tmp_path: Path) -> None:
         assert store.records() == []
 
 
-@pytest.mark.parametrize("kind", ["fifo", "large"])
+@pytest.mark.parametrize("kind", ["fifo", "large", "writable by others"])
 def test_file_that_is_not_a_source_is_not_read(kind: str, cache: Path) -> None:
     path = keep(renamed(), cache)
     if kind == "fifo":
         path.unlink()
         os.mkfifo(path)
+    elif kind == "writable by others":
+        path.chmod(0o666)
     else:
         os.truncate(path, 2**34)
     (done,) = restamp([record_of(renamed())])

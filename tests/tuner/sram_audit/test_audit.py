@@ -23,6 +23,7 @@ from flashtune.tuner.cli import main
 from flashtune.tuner.cli.commands.sram_audit import as_markdown
 from flashtune.tuner.sram_audit.audit import Audit, Request, Row, audit_targets, run_audit
 from flashtune.tuner.sram_audit.points import draw_points
+from scripts.kernels import shipped_records
 from tests.tuner.sram_audit.audit_fakes import Scripted
 
 H100 = find_target("h100")
@@ -122,6 +123,24 @@ def test_model_is_a_close_lower_bound(target: Target, alignment: Alignment) -> N
     assert FAMILY.tensor_memory_columns(problem, config, target) <= found.tensor_memory_columns
 
 
+# Share of the shipped records whose model lacks at most 1 KiB. For some configs of these families, Triton
+# allocates more.
+MODELLED = {"backward_fused": 0.5, "forward_masked": 0.4, "decode_split_kv": 0.04}
+
+
+@pytest.mark.parametrize("name", sorted({record.family for record in shipped_records() if record.config}))
+def test_models_know_the_sram_of_shipped_kernels(name: str) -> None:
+    short = []
+    for record in shipped_records():
+        if record.family == name and record.config is not None and record.resources is not None:
+            modelled = find_family(name).sram_items(
+                record.problem, record.config, find_target(record.target), record.specialization
+            )
+            short.append(record.resources.sram_bytes - sum(item.bytes for item in modelled))
+    assert min(short) >= 0
+    assert sum(one <= 1024 for one in short) >= MODELLED.get(name, 1.0) * len(short)
+
+
 def items(target: Target, config: QOuterConfig, problem: Problem, assumed: Specialization) -> dict[str, int]:
     return {item.name: item.bytes for item in FAMILY.sram_items(problem, config, target, assumed)}
 
@@ -163,27 +182,41 @@ def test_tile_that_exceeds_tensor_memory_is_pruned() -> None:
 
 
 def a_row(**changes: object) -> Row:
-    row = Row("forward_q_outer", "nvidia-h100", "sm_90", 10, 5, 3, 4, 6, 0, 6, 0, 1.0, 0)
+    row = Row("forward_q_outer", "nvidia-h100", "sm_90", 44, 22, 3, 4, 40, 0, 40, 0, 1.0, 0)
     return msgspec.structs.replace(row, **changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "failures"), [({}, 0), ({"caught": 5}, 1), ({"wrongly_pruned": 1, "caught": 5}, 2)]
+    ("changes", "failures"), [({}, 0), ({"caught": 35}, 1), ({"wrongly_pruned": 1, "caught": 35}, 2)]
 )
 def test_error_bounds(changes: dict[str, object], failures: int) -> None:
     assert len(Audit("3.7.1", 0, (a_row(**changes),)).failures()) == failures
 
 
 def test_error_bounds_apply_to_whole_targets() -> None:
-    rows = (a_row(caught=5), a_row(family="forward_kv_outer", misfits=40, caught=40))
+    rows = (a_row(caught=35), a_row(family="forward_kv_outer", misfits=40, caught=40))
     assert Audit("3.7.1", 0, rows).failures() == ()
+
+
+def test_few_configs_that_do_not_fit_are_not_judged() -> None:
+    audit = Audit("3.7.1", 0, (a_row(misfits=7, caught=0), a_row(target="nvidia-h200")))
+    assert audit.failures() == ()
+    assert audit.unjudged() == ("nvidia-h100: 7 that do not fit are too few to judge by, fewer than 20",)
+
+
+def test_only_given_families_are_audited() -> None:
+    request = Request((H100,), 12, seed=1, families=("forward_q_outer", "forward_hopper"))
+    audit = run_audit(request, Scripted(1.0), lambda *_: None)
+    assert [row.family for row in audit.rows] == ["forward_hopper", "forward_q_outer"]
 
 
 def test_tables_sum_the_rows_by_family_and_by_gpu() -> None:
     rows = (
-        a_row(caught=5),
-        a_row(family="forward_kv_outer", points=4, fits=3, misfits=1, caught=1, refused=2),
-        a_row(target="nvidia-a100", arch="sm_80", wrongly_pruned=1),
+        a_row(points=10, misfits=6, caught=5, in_band=5),
+        a_row(family="forward_kv_outer", points=4, in_band=5, fits=3, misfits=1, caught=1, refused=2),
+        a_row(
+            target="nvidia-a100", arch="sm_80", points=10, in_band=5, misfits=6, caught=6, wrongly_pruned=1
+        ),
     )
     lines = as_markdown(Audit("3.7.1", 0, rows)).splitlines()
     assert "| forward_q_outer | 20 | 10 | 6 | 8 | 12 | 1 | 11 (92%) | 0 | 0 |" in lines
@@ -198,7 +231,7 @@ def test_audit_command(monkeypatch: pytest.MonkeyPatch, form: str, exit_code: in
 
     def scripted(request: Request, *_: object) -> Audit:
         asked.append(request)
-        return Audit("3.7.1", request.seed, (a_row(caught=6 if exit_code == 0 else 0),))
+        return Audit("3.7.1", request.seed, (a_row(caught=40 if exit_code == 0 else 0),))
 
     monkeypatch.setattr("flashtune.tuner.sram_audit.audit.run_audit", scripted)
     done = CliRunner().invoke(
@@ -209,6 +242,6 @@ def test_audit_command(monkeypatch: pytest.MonkeyPatch, form: str, exit_code: in
     if form == "--json":
         assert msgspec.json.decode(done.stdout, type=Audit).rows == (a_row(),)
     else:
-        assert "| forward_q_outer | nvidia-h100 | sm_90 | 10 |" in done.stdout
+        assert "| forward_q_outer | nvidia-h100 | sm_90 | 44 |" in done.stdout
     if exit_code:
-        assert "0 of 6 that do not fit were caught" in done.stderr
+        assert "0 of 40 that do not fit were caught" in done.stderr

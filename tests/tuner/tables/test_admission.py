@@ -24,7 +24,11 @@ from flashtune.templates.registry import template_hash
 from flashtune.tuner.tables import admission
 from flashtune.tuner.tables.admission import facts_of, least_ms, why_refused
 from flashtune.tuner.tables.table_files import import_tables, json_table, kernel_files, triton_configs
+from flashtune.tuner.tables.table_receipts import part_of
 from flashtune.tuner.verify.record_checks import verify_records
+from flashtune.tuner.workloads.shapes import parse_shape
+from flashtune.verification.probes import EVERY_LEVEL
+from flashtune.verification.shapes import Tile, shapes_of
 
 H200 = find_target("h200")
 
@@ -80,6 +84,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("resources", {"tensor_memory_columns": 8}, "columns of tensor memory"),
     ("verdict", {"device": "NVIDIA A100-SXM4-80GB"}, "receipt of another GPU"),
     ("verdict", {"device": "interpreter"}, "no receipt"),
+    ("verdict", {"probes": msgspec.UNSET}, "a receipt without the probes far_below, last, needle"),
+    ("verdict", {"probes": ("random",)}, "a receipt without the probes far_below, last, needle"),
+    ("measurement", {"peers": (PeerTime("sdpa-cudnn", 1e-6),)}, "time of sdpa-cudnn of 1e-06 ms is below"),
     ("measurement", {"ms": 1e-6, "p20": 1e-6}, "is below"),
 ]
 
@@ -87,7 +94,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("family", "sharing", "ms", "reason"),
     [
-        ("forward_masked", MaskSharing.HEADS, 1e-6, "a time with a shared mask is below"),
+        ("forward_masked", MaskSharing.HEADS, 1e-6, "with a shared mask is below"),
         ("forward_hopper", MaskSharing.HEADS, 1.0, "that its problem does not share"),
         ("forward_masked", MaskSharing.HEADS, 1.0, ""),
     ],
@@ -269,3 +276,31 @@ def test_added_window_is_refused_in_one_sentence(tmp_path: Path) -> None:
         import_tables([path], str(tmp_path / "db.sqlite"))
     assert "\n" not in str(caught.value)
     assert "window" in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["receipts", "times"])
+def test_receipts_without_probes_and_impossible_times_of_other_versions_are_refused(
+    part: str, tmp_path: Path
+) -> None:
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    timed = table.times[0].problem
+    whole = part_of(table, {one.problem for one in table.records if one.problem.key == timed})
+    receipts, times = whole.receipts[:1], whole.times[:1]
+    if part == "receipts":
+        bare = msgspec.structs.replace(receipts[0].verdict, probes=msgspec.UNSET)
+        receipts = (msgspec.structs.replace(receipts[0], verdict=bare),)
+    else:
+        fast = msgspec.structs.replace(times[0].measurement, peers=(PeerTime("sdpa-cudnn", 1e-6),))
+        times = (msgspec.structs.replace(times[0], measurement=fast),)
+    path = tmp_path / "table.json"
+    path.write_bytes(dump_table(msgspec.structs.replace(whole, receipts=receipts, times=times)))
+    with pytest.raises(TableError, match=f"{part[:-1]} 1 cannot be used"):
+        import_tables([path], str(tmp_path / "db.sqlite"))
+
+
+def test_every_check_has_the_probes_that_receipts_must_have() -> None:
+    for text in ("heads=1,seqlen=1,head_dim=64", "heads=2,seqlen=64,head_dim=64,causal,window=3"):
+        (problem,) = parse_shape(text)
+        shapes = shapes_of(Tile(64, 64, 2), problem, quick=True)
+        assert {shape.probe for shape in shapes} >= EVERY_LEVEL

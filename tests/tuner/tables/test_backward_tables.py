@@ -16,6 +16,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.tables.table_files import kernel_files
 from flashtune.tuner.verify import record_checks, verify_jobs
 from flashtune.tuner.verify.record_checks import CheckMethod
+from flashtune.verification.probes import EVERY_LEVEL
 
 FAMILY = find_family("backward_split")
 TARGET = find_target("h200")
@@ -46,7 +47,7 @@ def a_record(**fields: object) -> Record:
         provenance=Provenance.MEASURED,
         versions=current_versions(FAMILY.name),
         resources=Resources(40000),
-        verdict=Verdict(True, 0.6, 300, "", "NVIDIA H200"),
+        verdict=Verdict(True, 0.6, 300, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL)),
         measurement=Measurement(1.0, 1.0, 1.0, 11),
     )
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from flashtune.core.errors import UsageError
 from flashtune.tuner.tables import hub_dispatcher
 from flashtune.tuner.tables.hub_dispatcher import Call, Entry
+from flashtune.tuner.tables.hub_package import require_no_others
 
 NO_WINDOW = (None, None)
 
@@ -155,6 +160,51 @@ def test_captured_packed_sequences_raise(monkeypatch: pytest.MonkeyPatch) -> Non
     q, starts = torch.randn(10, 2, 8), torch.tensor([0, 10], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="CUDA graph"):
         hub_dispatcher.flash_attn_varlen_func(q, q, q, starts, starts, 10, 10, softcap=1.0)
+
+
+def test_folder_of_a_package_has_no_links_and_no_other_files(tmp_path: Path) -> None:
+    paths = {"build/torch-cuda/kernels/one.py", "build/torch-cuda/__init__.py"}
+    require_no_others(tmp_path, paths)
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    (tmp_path / "README.md").touch()
+    require_no_others(tmp_path, paths)
+    other = tmp_path / "build/torch-cuda/triton.py"
+    other.touch()
+    with pytest.raises(UsageError, match=r"triton\.py is not a file of this package"):
+        require_no_others(tmp_path, paths)
+    other.unlink()
+    (tmp_path / "build/torch-cuda/__init__.py").unlink()
+    (tmp_path / "build/torch-cuda/__init__.py").symlink_to(tmp_path / "README.md")
+    with pytest.raises(UsageError, match=r"__init__\.py is not a file of this package"):
+        require_no_others(tmp_path, paths)
+
+
+def refused_calls() -> dict[str, Callable[[], object]]:
+    q, cache, new = torch.rand(2, 1, 4, 16), torch.rand(2, 32, 2, 16), torch.rand(2, 1, 2, 16)
+    packed, starts = torch.rand(64, 4, 16), torch.tensor([0, 10, 64], dtype=torch.int32)
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    cached = functools.partial(hub_dispatcher.flash_attn_with_kvcache, q)
+    full = torch.tensor([3, 32], dtype=torch.int32)
+    exchanged = packed.transpose(0, 1)
+    return {
+        "divisor": lambda: hub_dispatcher.flash_attn_func(q, new[:, :, :1].expand(2, 1, 3, 16), q[:, :, :3]),
+        "ends at 64": lambda: hub_dispatcher.flash_attn_varlen_func(
+            exchanged, exchanged, exchanged, starts, starts, 54, 54
+        ),
+        "batch of 0": lambda: cached(cache[:0], cache[:0], cache_seqlens=3),
+        "without pages": lambda: cached(cache[:0], cache[:0], cache_seqlens=3, block_table=table),
+        "pass both": lambda: cached(cache, cache, new, cache_seqlens=3),
+        "1 new keys do not fit": lambda: cached(cache, cache, new, new, cache_seqlens=full),
+        "0 new keys do not fit": lambda: cached(cache, cache, cache_seqlens=33),
+    }
+
+
+@pytest.mark.parametrize("reason", refused_calls())
+def test_sizes_that_do_not_fit_are_refused(reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        refused_calls()[reason]()
 
 
 def test_the_warning_names_the_device_of_tensors_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

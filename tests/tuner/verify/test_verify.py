@@ -26,10 +26,11 @@ from flashtune.tuner.tables.lookup import shipped_selections
 from flashtune.tuner.verify import record_checks, verify_jobs
 from flashtune.tuner.verify.record_checks import CheckMethod, Report, Result, verify_records
 from flashtune.tuner.verify.verify_jobs import Runs
+from flashtune.verification.probes import EVERY_LEVEL
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("h200")
-GOOD = Verdict(True, 0.6, 300, "", "NVIDIA H200")
+GOOD = Verdict(True, 0.6, 300, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL))
 
 
 def make_record(seqlen: int = 512, **changes: Any) -> Record:
@@ -114,10 +115,46 @@ def test_table_is_compiled_checked_for_size_and_interpreted() -> None:
     assert seen == {"compiling", "under the interpreter"}
 
 
+class Jobs(Runs):
+    """Runs no jobs, but records them by function. All pass, except those of one function."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__()
+        self.done: dict[str, list[tuple[Any, ...]]] = {}
+        self._fails = fails
+
+    def run(
+        self, phase: str, start: object, function: Any, jobs: Any, seconds: float
+    ) -> dict[Any, tuple[str, Any]]:
+        name = function.__name__
+        self.done[name] = list(jobs.values())
+        passed = {"why_not_compiled": "", "check_interpreted": GOOD}[name]
+        return dict.fromkeys(jobs, ("it failed" if name == self._fails else "", passed))
+
+
+def test_kernels_of_every_family_are_compiled_and_interpreted() -> None:
+    by_family = {one.record.family: one.record for one in shipped_selections() if one.record.config}
+    jobs = Jobs()
+    report = verify_records(by_family.values(), gpu=None, runs=jobs)
+    assert [result.failed for result in report.results] == [""] * len(by_family)
+    compiled = {(kernel.digest, target.name) for kernel, target in jobs.done["why_not_compiled"]}
+    assert compiled == {(record.kernel, record.target) for record in by_family.values()}
+    interpreted = {task.family for (task,) in jobs.done["check_interpreted"]}
+    assert interpreted == {name for name in by_family if find_family(name).interpreted}
+    for fails, failed in (("why_not_compiled", set(by_family)), ("check_interpreted", interpreted)):
+        report = verify_records(by_family.values(), gpu=None, runs=Jobs(fails))
+        assert {result.family for result in report.results if result.failed} == failed
+
+
+def test_kernel_that_does_not_compile_is_named() -> None:
+    kernel = render(FAMILY, make_record().problem, make_record().config, Specialization())
+    broken = msgspec.structs.replace(kernel, source=kernel.source.replace("tl.dot(", "tl.product("))
+    assert "does not compile" in verify_jobs.why_not_compiled(broken, TARGET)
+
+
 @pytest.mark.usefixtures("quick_jobs")
 def test_valid_receipt_passes() -> None:
-    probed = msgspec.structs.replace(GOOD, probes=("random", "needle"))
-    record = make_record(verdict=probed)
+    record = make_record()
     result = only_result(record)
     assert (result.failed, result.means) == ("", CheckMethod.INTERPRETER)
     versions = current_versions(FAMILY.name)
@@ -130,7 +167,7 @@ def test_valid_receipt_passes() -> None:
         record.kernel or "",
         0.6,
         300,
-        ("random", "needle"),
+        tuple(EVERY_LEVEL),
     )
 
 

@@ -22,6 +22,7 @@ from flashtune.tuner.cli import main
 from flashtune.tuner.tables.lookup import shipped_selections
 from flashtune.tuner.verify import record_checks
 from flashtune.tuner.verify.record_checks import Report, sample
+from flashtune.verification.probes import EVERY_LEVEL
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("h200")
@@ -46,7 +47,7 @@ PLAIN = Record(
     outcome=Outcome.OK,
     provenance=Provenance.MEASURED,
     versions=msgspec.structs.replace(current_versions(FAMILY.name), triton="3.6.0", driver="580.1"),
-    verdict=Verdict(True, 0.6, 300, "", "NVIDIA H200"),
+    verdict=Verdict(True, 0.6, 300, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL)),
     measurement=Measurement(1.0, 1.0, 1.0, 11),
 )
 

@@ -155,7 +155,7 @@ def test_training_searches_both_passes_of_recorded_calls(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "or a file of recorded calls by --from"),
+        ((), "--shapes-file or --from"),
         (("--top", "3", "--model", "gpt2"), "name their file with --from"),
         (("--from", "none.jsonl"), "cannot read the recorded calls none.jsonl"),
     ],

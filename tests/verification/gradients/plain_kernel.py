@@ -159,4 +159,7 @@ def _scores(
             scores = scores + bias.float()
     scores = scores.masked_fill(hooks.hidden(hidden), float("-inf"))
     weights = (scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()
+    # A large log-sum-exp has lost the logarithm of the sum.
+    is_large = lse.isfinite() & (lse.abs() > 1e20)
+    weights = torch.where(is_large[..., None], scores.softmax(-1), weights)
     return weights, steepness, distance

@@ -14,7 +14,7 @@ from flashtune.core.earlier_names import BASELINES
 from flashtune.core.errors import UsageError, VerificationError
 from flashtune.core.file_lock import read_bounded
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import AnyCommand, database_option, json_option, optional_problem_options
+from flashtune.tuner.cli.options import AnyCommand, database_option, json_option, problem_options_or
 from flashtune.tuner.cli.output import command_line, note, print_json
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     'flashtune bench --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
     "flashtune bench --grid paper --save results.json --markdown results.md",
 )
-@optional_problem_options
+@problem_options_or(grids="--grid", load_file="--load")
 @click.option(
     "--grid",
     "grids",
@@ -75,8 +75,9 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     "peers",
     multiple=True,
     type=_Peer(PEERS),
-    help="Implementation to compare with. Default: all that are installed. flex is compiled for each shape, "
-    "which takes seconds. Repeatable.",
+    metavar="NAME",
+    help=f"Implementation to compare with: {', '.join(PEERS)}. Default: all that are installed. flex is "
+    "compiled for each shape, which takes seconds. Repeatable.",
 )
 @click.option("--no-peers", is_flag=True, help="Time only the selected kernel.")
 @click.option(
@@ -131,12 +132,13 @@ def command(
     its speed is in GB/s, and its limit is a copy of device memory.
     """
     from flashtune.tuner.bench.driver import BenchRequest, report_of
-    from flashtune.tuner.cli.report.bench_plot import require_plotly
+    from flashtune.tuner.cli.report.bench_plot import has_plotly, require_plotly
 
-    if plot_file is not None:
-        # Fail before the measurements if the plot could not be written after them.
+    lacks_plotly = plot_file is not None and not has_plotly()
+    if lacks_plotly and markdown_file is None and save_file is None:
+        # Fail before the measurements if nothing could be written after them.
         require_plotly()
-    files = Files(save_file, markdown_file, plot_file)
+    files = Files(save_file, markdown_file, None if lacks_plotly else plot_file)
     figures = _figures(against_file)
     if load_file is not None:
         if problems or grids:
@@ -153,6 +155,8 @@ def command(
     if figures is not None and report.against is None:
         note(f"no shape of this run can be compared with {against_file}: --grid paper has its cases")
     _finish(report, files, as_json)
+    if lacks_plotly:
+        require_plotly()
 
 
 class Files(NamedTuple):
@@ -179,10 +183,7 @@ def _content(path: Path) -> bytes:
 def _all_problems(problems: tuple[Problem, ...], grids: tuple[str, ...]) -> tuple[Problem, ...]:
     from flashtune.tuner.bench.grids import grid_problems
 
-    found = dict.fromkeys((*problems, *(problem for name in grids for problem in grid_problems(name))))
-    if not found:
-        raise UsageError("name a shape, by --shape, --grid, --model, --hf-config or --shapes-file")
-    return tuple(found)
+    return tuple(dict.fromkeys((*problems, *(problem for name in grids for problem in grid_problems(name)))))
 
 
 def _chosen_peers(peers: tuple[str, ...], no_peers: bool) -> tuple[str, ...]:

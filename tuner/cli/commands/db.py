@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from flashtune.core.errors import FlashtuneError, StoreError, UsageError, VerificationError
+from flashtune.core.errors import FlashtuneError, StoreError, UsageError, VerificationError, printable
 from flashtune.core.record import Outcome
 from flashtune.tuner.cli.command import Group
 from flashtune.tuner.cli.options import (
@@ -24,8 +24,8 @@ from flashtune.tuner.cli.output import (
     print_counts,
     print_json,
     print_rows,
-    printable,
     progress_bars,
+    say,
     write_result,
 )
 
@@ -58,11 +58,12 @@ def command() -> None:
 @json_option
 def path(db: str | None, as_json: bool) -> None:
     """Print the location of the database: its file, or its URL without the password."""
+    from flashtune.db.limits import file_exists
     from flashtune.db.location import database_url, describe, sqlite_path
 
     url = database_url(db)
     file = sqlite_path(url)
-    location = Location(describe(url), file.exists() if file else None)
+    location = Location(describe(url), file_exists(file) if file else None)
     if as_json:
         print_json(location)
     else:
@@ -83,9 +84,9 @@ def upgrade(db: str | None, as_json: bool) -> None:
         return
     where = describe(database_url(db))
     if done.before == done.after:
-        click.echo(f"{where} has schema {done.after} already")
+        say(f"{where} has schema {done.after} already")
     else:
-        click.echo(f"{where} was brought from {done.before or 'nothing'} to schema {done.after}")
+        say(f"{where} was brought from {done.before or 'nothing'} to schema {done.after}")
 
 
 @command.command("merge", examples=("flashtune db merge other.sqlite",))
@@ -162,6 +163,7 @@ def forget(
     shape is selected, if one may be.
     """
     from flashtune.db.forgetting import Forgettable
+    from flashtune.db.limits import file_exists
     from flashtune.db.location import database_url, describe, sqlite_path
     from flashtune.db.store import open_store
     from flashtune.tuner.search.selection import next_best
@@ -169,7 +171,7 @@ def forget(
 
     address = database_url(db)
     path = sqlite_path(address)
-    if path is not None and not path.exists():
+    if path is not None and not file_exists(path):
         raise StoreError(f"there is no database {describe(address)}: nothing is stored yet")
     with open_store(db) as store:
         known = {record.target for record in store.preview(Forgettable())[0]}
@@ -189,7 +191,7 @@ def forget(
         count = sum(group.records for group in groups)
         for group in groups:
             line = f"{group.records:>6}  {group.outcome:<13}  {group.problem} on {group.target}"
-            click.echo("  " + printable(line), err=as_json)
+            say("  " + printable(line), indent=" " * 23, err=as_json)
         if count and not yes and not _agreed(count, len(lost)):
             raise FlashtuneError("nothing was deleted: answer y, or pass --yes")
         taken = store.forget(meant, next_best) if count else []
@@ -197,10 +199,10 @@ def forget(
     if as_json:
         print_json(done)
         return
-    click.echo(f"{count} records were deleted, and {len(taken)} selections taken back")
+    say(f"{count} records were deleted, and {len(taken)} selections taken back")
     for one in taken:
         now = f"{one.family} {one.config or ''} is selected" if one.family else "nothing is selected"
-        click.echo(printable(f"  {one.problem} on {one.target}: {now} now"))
+        say(f"  {printable(f'{one.problem} on {one.target}: {now} now')}", indent="    ")
 
 
 def _agreed(count: int, selections: int) -> bool:
@@ -241,7 +243,8 @@ def moment(age: str, now: datetime | None = None) -> str:
     multiple=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Another folder with sources of earlier kernels, besides the kernel cache. Repeatable.",
+    help="Another folder with sources of earlier kernels, besides the kernel cache. Its files are run if "
+    "a record or receipt has their digest: name only folders that you trust. Repeatable.",
 )
 @database_option
 @json_option
@@ -272,15 +275,15 @@ def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_js
     if as_json:
         print_json(counts if receipts is None else {**counts, "receipts": receipts})
         return
-    click.echo(
+    say(
         f"{counts['carried']} records were carried over and {counts['current']} were current; "
         f"{counts['changed']} name another kernel, {counts['no_source']} have no source here and "
         f"{counts['other_triton']} are of another Triton"
     )
     if receipts is not None:
-        click.echo(f"{receipts} further receipts were carried over")
+        say(f"{receipts} further receipts were carried over")
     for reason in sorted({one.reason for one in done if one.reason}):
-        click.echo(f"  {printable(reason)}")
+        say(f"  {printable(reason)}", indent="    ")
 
 
 @command.command(
@@ -334,7 +337,7 @@ def compare_tables(old: Path, new: Path, limit: float, retime: Path | None, as_j
         f"{len(lost) - unknown} problems lose more than {limit:g}%, {unknown} are lost or not comparable"
     )
     if not as_json:
-        click.echo(f"{len(changes)} records differ; {summary}")
+        say(f"{len(changes)} records differ; {summary}")
     if lost and retime is None:
         raise VerificationError(f"{summary}: time them again with --retime")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flashtune.core.errors import printable
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
     TARGET_VARIABLE,
@@ -16,7 +17,7 @@ from flashtune.tuner.cli.options import (
     json_option,
     quiet_options,
 )
-from flashtune.tuner.cli.output import folded, print_json, printable, shows_progress, terminal_width
+from flashtune.tuner.cli.output import folded, print_json, shows_progress
 
 if TYPE_CHECKING:
     from flashtune.tuner.analysis.doctor import Finding
@@ -91,6 +92,5 @@ def _shown_steps() -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]
 def _print(finding: Finding) -> None:
     level, advice = finding.level.value, f": {finding.advice}" if finding.advice else ""
     line = f"{level:<4}  {finding.name:<16}  {printable(finding.said)}{advice}"
-    width = terminal_width()
-    shown = line if width is None else folded(line, width, " " * 24)
+    shown = folded(line, " " * 24)
     click.echo(click.style(level, fg=COLOURS[level]) + shown.removeprefix(level))

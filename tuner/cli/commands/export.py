@@ -10,12 +10,18 @@ import click
 
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import database_option, optional_problem_options, target_filter_option
-from flashtune.tuner.cli.output import note, write_result
+from flashtune.tuner.cli.options import (
+    database_option,
+    optional_problem_options,
+    quiet_options,
+    target_filter_option,
+)
+from flashtune.tuner.cli.output import note, progress_bars, write_result
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.core.record import Record
+    from flashtune.tuner.tables.table_files import Watch
 
 # A target's name becomes a file name, and a database may be of any origin.
 FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
@@ -50,6 +56,7 @@ FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
     is_flag=True,
     help="Export the shipped tables instead of the database. JSON then includes receipts.",
 )
+@quiet_options
 @database_option
 def command(
     problems: tuple[Problem, ...],
@@ -80,10 +87,11 @@ def command(
 
 def _json(records: tuple[Record, ...], out: Path | None, shipped: bool) -> None:
     targets = sorted({record.target for record in records})
-    tables = {
-        target: _table(target, [record for record in records if record.target == target], shipped)
-        for target in targets
-    }
+    with progress_bars() as watch:
+        tables = {
+            target: _table(target, [record for record in records if record.target == target], shipped, watch)
+            for target in targets
+        }
     if len(tables) == 1 and (out is None or not out.is_dir()):
         write_result(out, tables[targets[0]])
         return
@@ -97,23 +105,24 @@ def _json(records: tuple[Record, ...], out: Path | None, shipped: bool) -> None:
         write_result(out / f"{target}.json", table)
 
 
-def _table(target: str, records: list[Record], shipped: bool) -> bytes:
+def _table(target: str, records: list[Record], shipped: bool, watch: Watch) -> bytes:
     """Returns the records as a table. Records of a shipped table keep its receipts and times."""
     from flashtune.tuner.tables.table_files import json_table, table_file
 
     if not shipped:
-        return json_table(target, records)
+        return json_table(target, records, watch)
     from flashtune.tuner.tables.lookup import shipped_tables
     from flashtune.tuner.tables.table_receipts import part_of
 
     table = next(one for one in shipped_tables() if one.target == target)
-    return table_file(part_of(table, {record.problem for record in records}))
+    return table_file(part_of(table, {record.problem for record in records}), watch)
 
 
 def _python(records: tuple[Record, ...], out: Path | None) -> None:
     from flashtune.tuner.tables.table_files import kernel_files
 
-    files = kernel_files(records)
+    with progress_bars() as watch:
+        files = kernel_files(records, watch)
     if not files:
         raise FlashtuneError(
             "only baselines are selected here, and they have no kernel to write: name another shape"
@@ -130,13 +139,15 @@ def _python(records: tuple[Record, ...], out: Path | None) -> None:
 
 
 def _hub_package(records: tuple[Record, ...], out: Path | None) -> None:
-    from flashtune.tuner.tables.hub_package import is_served, package_files
+    from flashtune.tuner.tables.hub_package import is_served, package_files, require_no_others
     from flashtune.tuner.tables.table_files import write_file
 
     if out is None or out.is_file():
         raise UsageError("a kernel package is a folder: pass --out FOLDER")
     served = [record for record in records if is_served(record)]
-    files = package_files(served)
+    with progress_bars() as watch:
+        files = package_files(served, watch)
+    require_no_others(out, files)
     for path, text in files.items():
         write_file(out / path, text.encode())
     note(f"wrote {len(files)} files to {out}")

@@ -14,7 +14,7 @@ def command(as_json: bool) -> None:
 
     For other models, use --hf-config with their config.json.
     """
-    from flashtune.tuner.analysis.model_overview import MODEL_HEADS, model_row
+    from flashtune.tuner.workloads.models import MODEL_HEADS, model_row
     from flashtune.tuner.workloads.presets import MODELS
 
     if as_json:

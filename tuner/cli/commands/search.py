@@ -12,22 +12,21 @@ import click
 from flashtune.core.errors import KernelError, UsageError
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
-    NO_SHAPE,
     complete_families,
     database_option,
     json_option,
-    optional_problem_options,
+    problem_options_or,
     quiet_options,
     target_options,
 )
 from flashtune.tuner.cli.output import (
     command_line,
     is_set,
+    line_width,
     note,
     print_json,
     say,
     shows_progress,
-    terminal_width,
 )
 from flashtune.tuner.workloads.model_sizes import Phase
 
@@ -50,7 +49,7 @@ DEFAULT_TOP = 20
     "flashtune search --target h100 --model llama-3.1-8b --seconds 30",
     "flashtune search --from calls.jsonl --top 10",
 )
-@optional_problem_options
+@problem_options_or(recorded_file="--from")
 @click.option(
     "--from",
     "recorded_file",
@@ -183,7 +182,7 @@ def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) 
 
     if not is_set("quiet"):
         note(outlook(expected_of(requests, db)))
-    place, width = describe(database_url(db)), terminal_width()
+    place, width = describe(database_url(db)), line_width()
     results: list[SearchResult] = []
     console, progress = Console(stderr=True), Place(len(requests))
     latest: list[Progress] = []
@@ -208,8 +207,6 @@ def _with_recorded(
     if path is None:
         if top is not None:
             raise UsageError("--top says how many recorded problems to search: name their file with --from")
-        if not problems:
-            raise UsageError(f"{NO_SHAPE}, or a file of recorded calls by --from")
         return problems
     from flashtune.tuner.analysis.recorded import read_weighted, summary
 
@@ -260,7 +257,7 @@ def observed(console: Console, place: Place, latest: list[Progress]) -> Iterator
             latest[:] = [progress]
             if is_set("verbose"):
                 for line in finished_lines(progress):
-                    console.print(line, markup=False, highlight=False, soft_wrap=True)
+                    console.print(line, markup=False, highlight=False)
             if show is not None:
                 show(progress)
 
@@ -269,15 +266,17 @@ def observed(console: Console, place: Place, latest: list[Progress]) -> Iterator
 
 def print_interrupted(latest: list[Progress]) -> None:
     """Prints the best kernel of the interrupted search, and the command that resumes it."""
+    from flashtune.core.notices import folded_command
+    from flashtune.templates.config_text import config_text
     from flashtune.tuner.search.summary import describe_time
 
     for progress in latest:
         best = progress.best
         found = "nothing right was found yet"
         if best is not None and best.config is not None:
-            found = f"best so far {describe_time(best)}, {best.family} {best.config.label()}"
-        click.echo(f"{progress.problem.key}: {found}", err=True)
-    click.echo(f"resume with: {command_line()}", err=True)
+            found = f"best so far {describe_time(best)}, {best.family}: {config_text(best)}"
+        say(f"{progress.problem.key}: {found}", indent="  ", err=True)
+    click.echo(f"resume with: {folded_command(command_line(), line_width(err=True))}", err=True)
 
 
 def expected_of(requests: tuple[SearchRequest, ...], db: str | None) -> tuple[Expectation, ...]:
@@ -310,4 +309,4 @@ def print_expected(expected: tuple[Expectation, ...], as_json: bool) -> None:
             f"{one.problem} on {one.target}: {one.candidates:,} candidates ({spaces}), {one.known:,} known "
             f"from before, about {one.tried:,} in about {duration(one.seconds)}"
         )
-    click.echo(outlook(expected))
+    say(outlook(expected))

@@ -15,7 +15,7 @@ from flashtune.tuner.cli.options import (
     optional_problem_options,
     target_filter_option,
 )
-from flashtune.tuner.cli.output import console, note, print_json
+from flashtune.tuner.cli.output import console, note, print_json, print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 )
 @click.option("--shipped", is_flag=True, help="The tables that ship with flashtune, instead of the database.")
 @click.option(
-    "--wide", is_flag=True, help="Also show the problem key, the family and the config, in long lines."
+    "--wide",
+    is_flag=True,
+    help="Also show the problem key, the family and the config. On a narrow terminal, each selection has a "
+    "block of lines.",
 )
 @click.option(
     "--limit",
@@ -94,7 +97,7 @@ def command(
     if as_json:
         print_json(rows)
     elif rows:
-        _print(tables, wide or all_records)
+        _print(tables)
         if len(rows) > limit:
             note(f"{len(rows) - limit} more rows: raise --limit, or name a shape or --target")
     else:
@@ -102,11 +105,11 @@ def command(
 
 
 def _records(found: tuple[Found, ...], limit: int) -> tuple[tuple[Found, ...], Tables]:
-    from flashtune.tuner.cli.report.listing import records_table
+    from flashtune.tuner.cli.report.listing import records_tables
     from flashtune.tuner.tables.listing import ranked
 
     rows = ranked(found)
-    return rows, (("", records_table(rows[:limit])),)
+    return rows, tuple(records_tables(rows[:limit]))
 
 
 def _selections(found: tuple[Found, ...], limit: int, wide: bool) -> tuple[tuple[Listed, ...], Tables]:
@@ -119,12 +122,10 @@ def _selections(found: tuple[Found, ...], limit: int, wide: bool) -> tuple[tuple
     return rows, tuple(selections_tables(rows[:limit]))
 
 
-def _print(tables: Tables, wide: bool) -> None:
-    """Prints tables under their titles. Wide ones are not folded to the terminal's width."""
-    from flashtune.tuner.cli.output import UNFOLDED
-
-    shown = console(UNFOLDED if wide else None)
+def _print(tables: Tables) -> None:
+    """Prints tables under their titles."""
+    shown = console()
     for title, table in tables:
         if title:
             shown.print(title, style="bold", highlight=False)
-        shown.print(table)
+        shown.print(table) if title else print_table(shown, table)

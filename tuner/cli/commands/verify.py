@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashtune.core.errors import UsageError, VerificationError
+from flashtune.core.errors import UsageError, VerificationError, printable
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import database_option, json_option, quiet_options, target_filter_option
-from flashtune.tuner.cli.output import is_set, note, print_json, printable, progress_bars, say, write_result
+from flashtune.tuner.cli.output import is_set, note, print_json, progress_bars, say, write_result
 
 if TYPE_CHECKING:
     from flashtune.core.record import Record
@@ -186,12 +186,15 @@ def _written_table(table: Path | None, db: str | None) -> TunedTable:
 def _tables(table: Path | None, db: str | None) -> tuple[TunedTable, ...]:
     """Returns the tables to verify: that of --table, or the shipped ones; none with --db."""
     from flashtune.db.table import load_table
+    from flashtune.tuner.tables.admission import require_sound_evidence
     from flashtune.tuner.tables.lookup import shipped_tables
 
     if table is not None and db is not None:
         raise UsageError("--table and --db each name what to verify: give one of the two")
     if table is not None:
-        return (load_table(table),)
+        found = load_table(table)
+        require_sound_evidence(found, str(table))
+        return (found,)
     return shipped_tables() if db is None else ()
 
 

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashtune.core.errors import KernelError, UsageError
+from flashtune.core.errors import KernelError, UsageError, printable
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
-    NO_SHAPE,
     database_option,
     json_option,
-    optional_problem_options,
+    problem_options_or,
     quiet_options,
     target_options,
 )
-from flashtune.tuner.cli.output import is_set, note, print_json, printable, progress_bars
+from flashtune.tuner.cli.output import is_set, note, print_json, progress_bars, say
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
@@ -38,7 +37,7 @@ MAX_SHOWN = 3
     "flashtune warm --table h200.json",
     "flashtune warm --target h100 --model llama-3.1-8b --phase training",
 )
-@optional_problem_options
+@problem_options_or(recorded_file="--from", table_files="--table")
 @click.option(
     "--from",
     "recorded_file",
@@ -90,7 +89,7 @@ def command(
     tables = tuple(map(load_table, table_files))
     calls = (*calls_of(problems), *_recorded(recorded_file), *_of_tables(tables, target))
     if not calls:
-        raise UsageError(f"{NO_SHAPE}, a file of recorded calls by --from, or a table by --table")
+        raise UsageError("the files contain no calls: record a program again, or name shapes")
     known = tables_with(target, tables)
     needs = with_buckets(needs_of(calls, target, known), calls, target, known)
     for sentence in dict.fromkeys(needs.left_out):
@@ -107,7 +106,7 @@ def command(
     else:
         done = "compiled" if device is None else "compiled, loaded and proven"
         took = duration(time.monotonic() - started)
-        click.echo(
+        say(
             f"{len(results) - len(failed)} of {len(results)} kernels are {done} for {target.name}, "
             f"for {len(calls) - len(needs.left_out)} kinds of calls, in {took}"
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from flashtune.core.errors import printable
 from flashtune.tuner.bench.driver import Report
 from flashtune.tuner.bench.results import BenchRun, speed_of
 from flashtune.tuner.bench.summary import Against, OfCopy, Ratios
-from flashtune.tuner.cli.output import printable
 from flashtune.tuner.cli.report.bench_terminal import (
     Panel,
     ceiling_text,

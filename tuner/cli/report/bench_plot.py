@@ -33,13 +33,18 @@ CEILINGS = (CEILING, COPY)
 CEILING_COLOR = "#000000"
 
 
+def has_plotly() -> bool:
+    """Returns whether plots can be made."""
+    return importlib.util.find_spec("plotly") is not None
+
+
 def require_plotly() -> None:
     """Checks that plots can be made.
 
     Raises:
         UsageError: plotly is not installed.
     """
-    if importlib.util.find_spec("plotly") is None:
+    if not has_plotly():
         raise UsageError("--plot needs plotly: run pip install 'flashtune[plot]', or leave --plot out")
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import click
 from rich.table import Table
 
+from flashtune.core.errors import printable
 from flashtune.core.problem import Causal, Dtype, Problem, feature_words
 from flashtune.tuner.bench.driver import Report
 from flashtune.tuner.bench.results import (
@@ -21,7 +21,7 @@ from flashtune.tuner.bench.results import (
     speed_of,
 )
 from flashtune.tuner.bench.summary import Against
-from flashtune.tuner.cli.output import console, note, plain, printable
+from flashtune.tuner.cli.output import console, note, plain, print_table, say
 from flashtune.tuner.workloads.work import Unit, is_decode, unit_of
 
 # Name of the ceilings in lists of contestants.
@@ -115,16 +115,18 @@ def headers(bench: Bench) -> tuple[str, ...]:
 def show_bench(bench: Bench, problems: int) -> None:
     """Prints one problem's results on arrival: a table, or a line if there are many problems."""
     if problems > TABLES:
-        click.echo(bench_line(bench))
+        say(bench_line(bench), "  ")
         return
-    console().print(bench_table(bench))
+    out = console()
+    out.print(plain(f"{bench.problem.key} on {bench.target}"), style="bold")
+    print_table(out, bench_table(bench))
     for sentence in notes(bench):
         note(sentence)
 
 
 def bench_table(bench: Bench) -> Table:
     """Returns a table with one line for each contestant."""
-    table = Table(title=plain(f"{bench.problem.key} on {bench.target}"), title_justify="left")
+    table = Table()
     for number, header in enumerate(headers(bench)):
         table.add_column(header, justify="left" if number == 0 else "right")
     for row in bench.rows:
@@ -177,7 +179,7 @@ def cells(bench: Bench, row: Row) -> tuple[str, ...]:
 def show_summary(report: Report) -> None:
     """Prints the summary of all results."""
     for sentence in summary(report):
-        click.echo(sentence)
+        say(sentence)
 
 
 def summary(report: Report) -> Iterator[str]:

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtune.core.notices import search_command
-from flashtune.tuner.analysis.explain import Explanation, Rival, Roofline, SramBudget, Traffic
+from flashtune.templates.config_text import default_label, differing_axes
+from flashtune.tuner.analysis.explain import Explanation, Roofline, SramBudget, Traffic
 from flashtune.tuner.cli.output import plain, print_heading, quantity
 
 
@@ -23,7 +24,7 @@ def print_explanation(out: Console, explanation: Explanation, top: int) -> None:
     out.print(plain(_occupancy_line(explanation)))
     out.print()
     if explanation.rivals or explanation.failures:
-        out.print(_rivals_table(explanation.rivals[:top]))
+        out.print(_rivals_table(explanation, top))
         out.print(plain(_failures_line(explanation, top)))
     else:
         out.print(plain(f"No candidate of this shape is stored: run {search_command(explanation.problem)}"))
@@ -35,7 +36,7 @@ def _origin(explanation: Explanation) -> str:
         "command line": "Named on the command line.",
         "database": "Selected in the database.",
         "shipped": "Selected in the table that ships.",
-        "nearest": f"Selected for the nearest shape that was tuned, {explanation.tuned_for}.",
+        "estimated": f"Selected for {explanation.tuned_for}: the lowest estimated time at this shape.",
         "default": "The default: nothing is selected for this shape.",
     }
     time = "" if explanation.ms is None else f" {explanation.ms:.4f} ms, {explanation.provenance}."
@@ -95,15 +96,18 @@ def _occupancy_line(explanation: Explanation) -> str:
     )
 
 
-def _rivals_table(rivals: tuple[Rival, ...]) -> Table:
+def _rivals_table(explanation: Explanation, top: int) -> Table:
+    """Returns the fastest candidates, with the axes in which they differ from their family's default."""
     table = _table("Rivals", "ms", "of the best", "", "config")
+    rivals = explanation.rivals[:top]
     for rival in rivals:
+        default = default_label(rival.family, explanation.problem, explanation.target) if rival.config else ""
         table.add_row(
             plain(rival.family),
             f"{rival.ms:.4f}",
             f"{rival.ms / rivals[0].ms:.2f}x" if rivals[0].ms else "",
             rival.provenance.value,
-            plain(rival.config),
+            plain(differing_axes(rival.config, default)),
         )
     return table
 
@@ -119,5 +123,6 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(title)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("", "config") else "right")
+        is_text = column in ("", "config")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
     return table

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from flashtune.core.record import Provenance, Record
+from flashtune.templates.config_text import config_text
 from flashtune.tuner.cli.output import plain
 from flashtune.tuner.tables.listing import Listed
 from flashtune.tuner.tables.lookup import Found
@@ -62,18 +63,26 @@ def wide_selections_table(rows: Sequence[Listed]) -> Table:
     return table
 
 
-def records_table(rows: Sequence[Found]) -> Table:
-    """Returns a table with a line for each candidate, with the reason of failed ones."""
-    names = ("id", "target", "problem", "family", "config", "outcome")
-    table = _table(names, ("ms", "SRAM", "registers", "spills", "error"), ("message",))
+def records_tables(rows: Sequence[Found]) -> Iterator[tuple[str, Table]]:
+    """Yields each problem and target, and a table of its candidates."""
+
+    def key(row: Found) -> str:
+        return f"{row.record.problem.key} on {row.record.target}"
+
+    for title, group in itertools.groupby(rows, key=key):
+        yield plain(title), _records_table(tuple(group))
+
+
+def _records_table(rows: Sequence[Found]) -> Table:
+    """Returns a table with a row for each candidate; family, config and message of a failure in one cell."""
+    table = _table(("id", "candidate"), ("outcome", "ms", "SRAM", "registers", "spills", "error"), ())
+    for column in table.columns[2:]:
+        column.no_wrap = True
     for row in rows:
         record, resources, verdict = row.record, row.record.resources, row.record.verdict
         table.add_row(
             str(row.id),
-            plain(record.target),
-            record.problem.key,
-            plain(record.family),
-            _config(record),
+            "\n".join(filter(None, (plain(record.family), _config(record), plain(record.message)))),
             record.outcome.value,
             _number(record.ms, 4),
             f"{resources.sram_bytes:,}" if resources else "",
@@ -81,7 +90,6 @@ def records_table(rows: Sequence[Found]) -> Table:
             str(resources.spill_bytes) if resources else "",
             # As a multiple of the tolerance: above 1 it failed.
             f"{verdict.worst_ratio:.2g}" if verdict else "",
-            plain(record.message),
         )
     return table
 
@@ -93,7 +101,7 @@ def _four_digits(ms: float) -> str:
 
 
 def _config(record: Record) -> str:
-    return plain(record.config.label()) if record.config else ""
+    return plain(config_text(record))
 
 
 def _number(value: float | None, digits: int) -> str:

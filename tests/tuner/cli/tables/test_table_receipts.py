@@ -24,13 +24,14 @@ from flashtune.tuner.tables.lookup import tables_of
 from flashtune.tuner.tables.table_receipts import sibling, without_strays
 from flashtune.tuner.verify import record_checks
 from flashtune.tuner.workloads.shapes import parse_shape
+from flashtune.verification.probes import EVERY_LEVEL
 from tests.tuner.cli.conftest import SHAPE
 
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]
 
 STRAY = "e" * 32
-VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200", probes=("random",))
+VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL))
 
 
 def receipt(record: Record, digest: str, **versions: Any) -> Check:
@@ -175,13 +176,13 @@ def test_shipped_receipts_of_all_drivers_count_without_a_driver(
     )
     monkeypatch.setattr(lookup, "shipped_table", lambda name: table if name == table.target else None)
     found = {}
-    for driver in (NO_DRIVER, "999.1", "999.2"):
+    for driver in (NO_DRIVER, "999.2", "998.1"):
         here = msgspec.structs.replace(record.versions, driver=driver)
         for module_ in (lookup, listing):
             monkeypatch.setattr(module_, "current_versions", lambda family, here=here: here)
         (row,) = json.loads(run("show", "--shipped", "--json").stdout)
         found[driver] = row["standing"]
-    assert found == {NO_DRIVER: "verified", "999.1": "verified", "999.2": "unproven"}
+    assert found == {NO_DRIVER: "verified", "999.2": "verified", "998.1": "unproven"}
 
 
 def test_exported_part_of_a_shipped_table_contains_its_evidence(

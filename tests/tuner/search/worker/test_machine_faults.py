@@ -68,6 +68,21 @@ def test_tool_failure_on_a_healthy_machine_is_an_outcome(
         assert pool.submit(scope, CANDIDATE).result(WAIT).outcome is Outcome.COMPILE_ERROR
 
 
+@pytest.mark.parametrize("job", [fakes.crash, fakes.fail_with_a_tool], ids=lambda job: job.__name__)
+def test_compile_failure_that_passes_is_no_outcome(
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch, job: Any
+) -> None:
+    start = CompilePool._start
+
+    def started(self: CompilePool, *args: Any, again: bool) -> None:
+        monkeypatch.setattr(compile_pool, "compile_candidate", job if again else fakes.compile_well)
+        start(self, *args, again=again)
+
+    monkeypatch.setattr(CompilePool, "_start", started)
+    with CompilePool(1) as pool:
+        assert pool.submit(scope, CANDIDATE).result(WAIT).outcome is Outcome.OK
+
+
 def test_stopped_pool_does_not_restart_lost_jobs(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
     with CompilePool(1) as pool:

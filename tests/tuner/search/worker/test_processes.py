@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,3 +258,23 @@ def test_pool_ends_quickly_with_hanging_workers(scope: SearchTask, monkeypatch: 
         time.sleep(0.5)
         start = time.monotonic()
     assert time.monotonic() - start < 5.0
+
+
+def test_processes_import_nothing_from_the_present_folder(tmp_path: Path) -> None:
+    present = tmp_path / "present"
+    present.mkdir()
+    for name in ("selectors", "socket", "multiprocessing"):
+        (present / f"{name}.py").write_text("open('imported', 'w')", encoding="utf-8")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from flashtune.tuner.execution import processes\n"
+        "processes.PRELOADED = ()\n"
+        "process = processes._context().Process(target=abs, args=(1,))\n"
+        "process.start()\n"
+        "process.join()\n",
+        encoding="utf-8",
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run([sys.executable, program], cwd=present, env=environment, check=False)
+    assert not (present / "imported").exists()
+    assert done.returncode == 0

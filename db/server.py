@@ -1,0 +1,166 @@
+"""Connections to a PostgreSQL server. Each step has a time limit, so that no server blocks a program."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import NullPool, create_engine, event, make_url, text
+
+from flashtune.core.errors import StoreError
+from flashtune.db.errors import ELSEWHERE
+from flashtune.db.limits import SCANNED_BYTES_PER_SECOND, STATEMENT_SECONDS
+from flashtune.db.location import describe, without_secrets
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Dialect, Engine
+    from sqlalchemy.engine.interfaces import DBAPIConnection, ExceptionContext
+    from sqlalchemy.pool import ConnectionPoolEntry
+
+Result = TypeVar("Result")
+
+CONNECT_SECONDS = 3.0
+LOCK_SECONDS = 3.0
+# A server reports its own limit first. A server that is stopped reports nothing.
+GRACE_SECONDS = 0.5
+# The drivers that use PostgreSQL's own library.
+DRIVERS = ("psycopg", "psycopg2")
+WATCH = "flashtune_watch"
+# Limits of one transaction, which poolers of connections pass on. A large database takes longer to scan.
+LIMITS = text("""
+SELECT ms, set_config('lock_timeout', :lock, true), set_config('statement_timeout', ms::text, true)
+FROM (SELECT :least + pg_database_size(current_database()) / :bytes AS ms) AS time
+""").bindparams(
+    lock=f"{LOCK_SECONDS:g}s", least=int(1000 * STATEMENT_SECONDS), bytes=int(SCANNED_BYTES_PER_SECOND / 1000)
+)
+
+
+def server_engine(url: str) -> Engine:
+    """Returns an engine for a server's URL, without connecting.
+
+    Raises:
+        StoreError: flashtune does not support the kind of database, or its driver is not installed.
+    """
+    where = describe(url)
+    address = make_url(url)
+    if address.get_backend_name() != "postgresql":
+        raise StoreError(f"records are kept in SQLite or PostgreSQL, and {where} is neither: {ELSEWHERE}")
+    if "+" not in address.drivername:
+        address = address.set(drivername="postgresql+psycopg")
+    if address.get_driver_name() not in DRIVERS:
+        raise StoreError(
+            f"{where} has another driver than psycopg: write postgresql+psycopg://, or {ELSEWHERE}"
+        )
+    try:
+        # A connection is made for each transaction: a kept one may be closed by the server, or by a fork.
+        engine = create_engine(address, poolclass=NullPool)
+    except ImportError as error:
+        raise StoreError(f"{where} needs a driver ({error}): install psycopg, or {ELSEWHERE}") from error
+
+    def connect(
+        dialect: Dialect, entry: ConnectionPoolEntry, arguments: list[Any], options: dict[str, Any]
+    ) -> DBAPIConnection:
+        # The limit below names the cause.
+        options["connect_timeout"] = int(CONNECT_SECONDS) + 1
+        try:
+            connection = within(CONNECT_SECONDS, url, lambda: dialect.connect(*arguments, **options))
+        except (ValueError, TypeError, OSError) as error:  # options or a host that the driver cannot use
+            raise server_error(error, url) from None
+        entry.info[WATCH] = watch = Watch(connection)
+        watch.start()
+        return connection
+
+    event.listen(engine, "do_connect", connect)
+    event.listen(engine, "begin", _on_begin)
+    for name in ("before_cursor_execute", "commit", "rollback"):
+        event.listen(engine, name, _start)
+    event.listen(engine, "after_cursor_execute", _stop)
+    event.listen(engine, "close", lambda connection, entry: entry.info[WATCH].stop())
+    event.listen(engine, "handle_error", lambda context: _on_error(context, url))
+    return engine
+
+
+class Watch:
+    """Closes the socket of a connection whose server does not answer: the driver then raises an error."""
+
+    def __init__(self, connection: Any) -> None:
+        self._socket = connection.fileno()
+        self._timer: threading.Timer | None = None
+        self.seconds = STATEMENT_SECONDS
+        self.is_over = False
+
+    def start(self) -> None:
+        """Gives the next step its full time."""
+        self.stop()
+        self._timer = threading.Timer(self.seconds + GRACE_SECONDS, self._cut)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        """Ends the present step."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _cut(self) -> None:
+        self.is_over = True
+        with socket.socket(fileno=os.dup(self._socket)) as connected:
+            connected.shutdown(socket.SHUT_RDWR)
+
+
+def _start(connection: Connection, *_: Any) -> None:
+    connection.info[WATCH].start()
+
+
+def _stop(connection: Connection, *_: Any) -> None:
+    connection.info[WATCH].stop()
+
+
+def _on_begin(connection: Connection) -> None:
+    connection.info[WATCH].seconds = connection.execute(LIMITS).scalar_one() / 1000
+
+
+def _on_error(context: ExceptionContext, url: str) -> None:
+    connection = context.connection
+    if connection is not None and connection.info[WATCH].is_over:
+        raise silent(url)
+
+
+def within(seconds: float, url: str, run: Callable[[], Result]) -> Result:
+    """Returns the result of a function, which runs in a thread of its own.
+
+    Raises:
+        StoreError: It takes longer. The thread then ends when it can.
+    """
+    answers: queue.SimpleQueue[tuple[Result | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put((run(), None))
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            answers.put((None, error))
+
+    threading.Thread(target=work, name="flashtune-server", daemon=True).start()
+    try:
+        result, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise silent(url) from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value] # the function's, as there is no error
+
+
+def silent(url: str) -> StoreError:
+    """Returns the error for a server that does not answer in time."""
+    return StoreError(f"the database {describe(url)} does not answer: check the server, or {ELSEWHERE}")
+
+
+def server_error(error: BaseException, url: str) -> StoreError:
+    """Returns the error to raise for an error of a server or its driver, without passwords."""
+    reason = without_secrets(str(error).strip().partition("\n")[0], url)
+    return StoreError(
+        f"the database {describe(url)} cannot be used ({reason}): check the server, or {ELSEWHERE}"
+    )

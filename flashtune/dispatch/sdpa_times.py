@@ -1,0 +1,132 @@
+"""Estimates the times of SDPA's backends at a shape from measured times at other shapes.
+
+The schedule has one program per tile, as in SDPA's kernels. Measured times correct it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from flashtune.core.problem import Direction, Problem
+from flashtune.core.record import PeerTime, Record
+from flashtune.core.target import Target
+from flashtune.dispatch.nearest import distance, regression
+from flashtune.templates.common.model.cost import combining_us
+from flashtune.templates.common.model.makespan import portable_span
+from flashtune.templates.common.model.traffic import unpacked
+
+# Prefix of the names of SDPA's backends in records.
+SDPA = "sdpa-"
+FLASH, EFFICIENT = "sdpa-flash", "sdpa-efficient"
+# Queries and keys of a tile of SDPA's fused kernels.
+TILE = 128
+# The flash backend splits keys if tiles of this many queries fill less of the slots for programs, of which an
+# SM has two. It takes the fewest splits with this fraction of the best use of the slots.
+SPLIT_ROWS, SPLIT_BELOW, SLOTS, SPLIT_USE, MAX_SPLITS = 64, 0.8, 2, 0.85, 128
+
+# Measured time of the memory-efficient backend over the schedule time, in float32: 2 x 16 heads of 4,096
+# queries and keys, head dim 128, on an H200.
+FLOAT32 = 1.35
+# Columns of heads that SDPA's backends compute together, and the time of a launch in ms.
+COLUMNS, LAUNCH_MS = 64, 0.006
+# A rate may be this much better than the best one that was measured.
+HEADROOM = 1.05
+
+
+def expected_peers(problem: Problem, records: Iterable[Record], target: Target) -> tuple[PeerTime, ...]:
+    """Returns the estimated times of SDPA's backends at a shape, in ms. Empty if none was timed.
+
+    The correction is that of the forecast of configs. No estimate is far above the best rate that the
+    backend reached. `records` are tuned records of the same computation at other shapes.
+    """
+    # Records of one problem were timed in one run with the same baselines.
+    timed = {
+        record.problem.key: record for record in records if record.measurement and not _is_masked(record)
+    }
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    rates: dict[str, list[tuple[Problem, float]]] = {}
+    # Sort, so that all ranks sum in the same order.
+    for _, record in sorted(timed.items()):
+        assert record.measurement is not None
+        for peer in record.measurement.peers:
+            if peer.name.startswith(SDPA):
+                correction = math.log(peer.ms / _schedule_ms(record.problem, peer.name, target))
+                pairs.setdefault(peer.name, []).append((correction, distance(record.problem, problem)))
+                rates.setdefault(peer.name, []).append((record.problem, peer.ms))
+    return tuple(
+        PeerTime(
+            name,
+            max(
+                _schedule_ms(problem, name, target) * math.exp(regression(known)),
+                least_ms(problem, rates[name]),
+            ),
+        )
+        for name, known in sorted(pairs.items())
+    )
+
+
+def narrowed_peers(peers: Iterable[PeerTime], wide: Problem, problem: Problem) -> tuple[PeerTime, ...]:
+    """Returns the estimated times of SDPA at narrower heads, from those at wider ones.
+
+    SDPA's backends compute whole groups of columns. Generated kernels compute powers of two.
+    """
+
+    def columns(problem: Problem) -> int:
+        widths = problem.head_dim, problem.value_head_dim
+        return sum(math.ceil(width / COLUMNS) * COLUMNS for width in widths)
+
+    share = columns(problem) / columns(wide)
+    return tuple(
+        PeerTime(peer.name, min(peer.ms, LAUNCH_MS + share * (peer.ms - LAUNCH_MS))) for peer in peers
+    )
+
+
+def least_ms(problem: Problem, timed: Iterable[tuple[Problem, float]]) -> float:
+    """Returns the time of a problem at the best rate of products that was measured at other shapes, in ms."""
+    rate = max((other.flops() / ms for other, ms in timed), default=math.inf)
+    return problem.flops() / (HEADROOM * rate) if rate else 0.0
+
+
+def float32_ms(problem: Problem, target: Target) -> float:
+    """Returns the estimated time of a forward pass in float32 by the memory-efficient backend, in ms."""
+    return FLOAT32 * portable_span(problem, SPLIT_ROWS, SPLIT_ROWS, target)
+
+
+def _is_masked(record: Record) -> bool:
+    """Whether SDPA was timed with a mask in place of `is_causal`, because lengths differ."""
+    problem = record.problem
+    return problem.is_causal and problem.seqlen_q != problem.seqlen_kv and not problem.features
+
+
+@functools.lru_cache(maxsize=8192)
+def _schedule_ms(problem: Problem, backend: str, target: Target) -> float:
+    """Returns the schedule time at a shape in ms, up to a factor that is the same for all shapes."""
+    forward = msgspec.structs.replace(unpacked(problem), direction=Direction.FORWARD)
+    splits = 1
+    if backend != EFFICIENT and not problem.is_backward and not problem.is_causal:
+        if problem.seqlen_q == 1:
+            # The heads of a KV head become the rows of a tile. All backends but one then split keys.
+            forward = msgspec.structs.replace(forward, heads=problem.kv_heads, seqlen_q=problem.group_size)
+        if backend == FLASH or problem.seqlen_q == 1:
+            splits = _splits(forward, target)
+    if splits == 1:
+        return portable_span(forward, TILE, TILE, target)
+    part = msgspec.structs.replace(
+        forward, batch=forward.batch * splits, seqlen_kv=math.ceil(forward.seqlen_kv / splits)
+    )
+    return portable_span(part, SPLIT_ROWS, TILE, target) + combining_us(forward, splits, target) / 1e3
+
+
+def _splits(problem: Problem, target: Target) -> int:
+    """Returns the number of parts into which FlashAttention-2 splits the keys of a problem."""
+    tiles = problem.batch * problem.heads * math.ceil(problem.seqlen_q / SPLIT_ROWS)
+    slots = SLOTS * target.sm_count
+    if not tiles or tiles >= SPLIT_BELOW * slots:
+        return 1
+    most = max(1, min(MAX_SPLITS, slots, math.ceil(problem.seqlen_kv / TILE)))
+    use = [(tiles * count / slots) / math.ceil(tiles * count / slots) for count in range(1, most + 1)]
+    return next(count for count, share in enumerate(use, 1) if share >= SPLIT_USE * max(use))

@@ -1,0 +1,75 @@
+"""Tests of attention with scores that are as large as a finite mask value, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtune
+
+LEAST = torch.finfo(torch.float32).min
+OTHERS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "window": {"window": (20, 5)},
+    "softcap, ALiBi": {"softcap": 5.0, "alibi_slopes": torch.full((2,), 0.1)},
+    "sinks": {"sinks": torch.tensor([-1e9, 0.5])},
+}
+
+
+def weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Returns the softmax in float64 of scores that were rounded to float32."""
+    rows = scores.float().double()
+    if sinks is None:
+        return rows.softmax(-1)
+    sink = sinks.double()[None, :, None, None].expand(*rows.shape[:3], 1)
+    return torch.cat((rows, sink), -1).softmax(-1)[..., :-1]
+
+
+def scores_of(q: Tensor, k: Tensor, bias: Tensor, others: dict[str, Any]) -> Tensor:
+    scores = (q.double() @ k.double().mT) * q.shape[-1] ** -0.5
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    if "softcap" in others:
+        scores = 5.0 * (scores / 5.0).tanh() - 0.1 * distance.abs()
+    scores = scores + bias.double()
+    if "window" in others:
+        scores = scores.masked_fill((distance > 20) | (distance < -5), -torch.inf)
+    return scores
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("value", [-1e4, -1e9, -1e30, LEAST, 1e9])
+def test_keys_of_a_finite_mask_value_have_equal_weights(name: str, deterministic: bool, value: float) -> None:
+    torch.manual_seed(0)
+    others = OTHERS[name]
+    leaves = [torch.randn(1, 2, 40, 32, requires_grad=True) for _ in range(3)]
+    q, k, v = leaves
+    bias = torch.zeros(1, 1, 40, 40)
+    bias[:, :, 5:9] = value
+    bias[..., :3] = -1e9
+    out = flashtune.attention(
+        q, k, v, attn_bias=bias, deterministic=deterministic, prefer="generated", **others
+    )
+    expected = weights(scores_of(q, k, bias, others), others.get("sinks")) @ v.double()
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-3)
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    for gradient, other in zip(gradients, torch.autograd.grad(expected, leaves, dout.double()), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=2e-2)
+
+
+def test_rows_hidden_by_infinity_are_zero() -> None:
+    q, k, v = (torch.randn(1, 2, 40, 32, requires_grad=True) for _ in range(3))
+    bias = torch.zeros(1, 1, 40, 40)
+    bias[:, :, 5:9] = -torch.inf
+    bias[:, :, 9:12] = LEAST
+    out, lse = flashtune.attention(q, k, v, attn_bias=bias, return_lse=True, prefer="generated")
+    assert not out[:, :, 5:9].any()
+    assert (lse[:, :, 5:9] == -torch.inf).all()
+    assert (lse[:, :, 9:12] == LEAST).all()
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert not dq[:, :, 5:9].any()
+    assert dq.isfinite().all()

@@ -1,0 +1,210 @@
+"""Each operand of a call reaches the kernels of both passes, as values of a launch or in the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtune
+from flashtune.core.block_mask import BlockMask
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.kernel import Kernel
+from flashtune.request.call import Options
+from flashtune.runtime import backward_executors, prepare
+from flashtune.runtime.call_cache import forget_executors
+from flashtune.runtime.op_library import OPERANDS
+from tests.problems.features import paged, starts
+from tests.runtime.training_calls import quiet
+from tests.support.machine import Machine
+
+pytestmark = [quiet, pytest.mark.slow]
+
+HEADS, KV_HEADS, WIDTH, LENGTH = 4, 2, 64, 256
+LENGTHS = (100, 156)
+
+
+class Launched(NamedTuple):
+    """A launch: its kernel, its tensors, the scale and the extra inputs."""
+
+    kernel: Kernel
+    tensors: tuple[Tensor | None, ...]
+    scale: float
+    side: ExtraInputs
+
+
+@pytest.fixture
+def launched(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    """Launches in order. They write ones."""
+    found: list[Launched] = []
+
+    def bind(kernel: Kernel, *_: object, **__: object) -> Callable[..., None]:
+        def launch(
+            tensors: tuple[Tensor | None, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS
+        ) -> None:
+            found.append(Launched(kernel, tuple(tensors), scale, side))
+            # Outputs follow q, k and v, or in a backward pass also the output, log-sum-exp and its gradient.
+            for tensor in tensors[3:] if len(tensors) == 5 else tensors[6:]:
+                if tensor is not None:
+                    tensor.fill_(1.0)
+
+        return launch
+
+    monkeypatch.setattr(prepare, "bind", bind)
+    monkeypatch.setattr(backward_executors, "bind", bind)
+    return found
+
+
+class Operators(TorchDispatchMode):
+    """A mode without effect, in which calls go through torch's operators."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, given: Any = (), options: Any = None) -> Any:
+        return op(*given, **(options or {}))
+
+
+class Case(NamedTuple):
+    """A call that has other values of some operands than the usual call.
+
+    Attributes:
+        values: Values that every launch must have, by operand.
+        options: Keyword arguments of the call.
+        names: Further operands, which change the kernel.
+        call: The form of the call.
+    """
+
+    values: dict[str, Any]
+    options: dict[str, Any]
+    names: tuple[str, ...] = ()
+    call: str = "dense"
+
+
+SLOPES, SINKS = torch.rand(HEADS), torch.randn(HEADS)
+BIAS = torch.randn(2, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)
+PREFIX = torch.tensor([3, 70], dtype=torch.int32)
+BLOCKS = BlockMask.from_blocks(torch.eye(2, dtype=torch.bool).expand(2, HEADS, 2, 2))
+CACHE_SCALE = torch.tensor(0.25)
+CASES = {
+    "scale": Case({"scale": 0.3}, {"scale": 0.3}),
+    "scale and log-sum-exp": Case({"scale": 0.3}, {"scale": 0.3, "return_lse": True}, ("return_lse",)),
+    "scale and window": Case(
+        {"scale": 0.3},
+        {"scale": 0.3, "causal": True, "window": (9, 0)},
+        ("causal", "window_left", "window_right"),
+    ),
+    "scale of packed tokens": Case(
+        {"scale": 0.3, "cu_seqlens_q": starts(LENGTHS), "cu_seqlens_kv": starts(LENGTHS)},
+        {"scale": 0.3},
+        ("max_seqlen_q", "max_seqlen_k"),
+        "packed",
+    ),
+    "scale and bias": Case({"scale": 0.3, "bias": BIAS}, {"scale": 0.3, "attn_bias": BIAS}),
+    "softcap": Case({"softcap": 0.7}, {"softcap": 0.7}),
+    "dropout": Case({"dropout": 0.125}, {"dropout_p": 0.125}, ("seed",)),
+    "slopes": Case({"slopes": SLOPES.expand(2, HEADS)}, {"alibi_slopes": SLOPES}),
+    "sinks": Case({"sinks": SINKS}, {"sinks": SINKS}),
+    "prefix": Case({"prefix": PREFIX}, {"prefix_lengths": PREFIX, "causal": True}),
+    "lengths": Case({"seqlens_kv": PREFIX}, {"kv_lengths": PREFIX}),
+    "chunk": Case({}, {"chunk": 64}, ("chunk",)),
+    "sink tokens": Case({}, {"causal": True, "window": (9, 0), "sink_tokens": 3}, ("sink_tokens",)),
+    "deterministic": Case({}, {"deterministic": True}, ("deterministic",)),
+    "block mask": Case(
+        {"block_counts": BLOCKS.counts, "block_indices": BLOCKS.indices},
+        {"block_mask": BLOCKS},
+        ("block_size",),
+    ),
+    "pages": Case({"scale": 0.3}, {"scale": 0.3}, ("block_table", "kv_layout"), "pages"),
+    "pages of 8 bits": Case(
+        {"scale": 0.3},
+        {"scale": 0.3, "k_scale": CACHE_SCALE, "v_scale": CACHE_SCALE},
+        ("k_scale", "v_scale"),
+        "pages of 8 bits",
+    ),
+    "quantised": Case({"scale": 0.3, "q_scale": torch.full((2, HEADS), 0.5)}, {"scale": 0.3}, (), "e4m3"),
+    "latent keys": Case({"scale": 0.3}, {"scale": 0.3}, ("latent",), "latent"),
+    "order of dimensions": Case({"scale": 0.3}, {"scale": 0.3, "layout": "bshd"}, ("layout",)),
+}
+# `prefer` decides who serves: every call here asks for kernels.
+COVERED = {"q", "k", "v", "prefer"}.union(*({*case.values, *case.names} for case in CASES.values()))
+
+
+def made(case: Case) -> tuple[Any, tuple[Tensor, ...]]:
+    """Makes the call of a case. Returns its result and the leaves that require gradients."""
+    options = {**case.options, "prefer": "generated"}
+    q, k, v = (torch.randn(2, heads, LENGTH, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    leaves = [tensor.bfloat16().requires_grad_() for tensor in (q, k, v)]
+    if case.call == "dense":
+        given = leaves
+        if options.get("layout") == "bshd":
+            given = [tensor.transpose(1, 2) for tensor in leaves]
+        return flashtune.attention(*given, **options), tuple(leaves)
+    if case.call == "packed":
+        leaves = [one.detach()[0].transpose(0, 1).contiguous().requires_grad_() for one in leaves]
+        longest = max(LENGTHS)
+        found = flashtune.attention_varlen(
+            *leaves, starts(LENGTHS), starts(LENGTHS), longest, longest, **options
+        )
+        return found, tuple(leaves)
+    if case.call == "e4m3":
+        small = [tensor.to(torch.float8_e4m3fn) for tensor in (q, k, v)]
+        scales = {"q_scale": torch.full((2, HEADS), 0.5)}
+        return flashtune.attention(*small, **scales, **options), ()
+    widths = (576, 512) if case.call == "latent" else (WIDTH, WIDTH)
+    cache = paged((40, 12), kv_heads=1 if case.call == "latent" else KV_HEADS, widths=widths)
+    token = torch.randn(2, 1, HEADS, widths[0]).bfloat16()
+    pages = [cache.k_cache.bfloat16(), cache.v_cache.bfloat16()]
+    if case.call == "pages of 8 bits":
+        pages = [one.to(torch.float8_e4m3fn) for one in pages]
+    if case.call == "latent":
+        options["value_head_dim"] = 512
+    values = None if case.call == "latent" else pages[1]
+    return flashtune.attention_paged(token, pages[0], values, *cache[2:], **options), ()
+
+
+def run(case: Case, way: str) -> tuple[Tensor, ...]:
+    """Makes the call of a case and its backward pass. Returns the leaves that require gradients."""
+    forget_executors()
+    with Operators() if way == "operators" else contextlib.nullcontext():
+        result, leaves = made(case)
+        out = result[0] if isinstance(result, tuple) else result
+        if leaves:
+            # The second gradient has the strides of the output, for which the kernel was bound in advance.
+            torch.autograd.grad(out.float().sum(), leaves, retain_graph=True)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+    return leaves
+
+
+def test_the_cases_vary_every_operand() -> None:
+    assert set(OPERANDS) == COVERED
+
+
+@pytest.mark.parametrize("way", ["eager", "operators"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_pass_gets_the_operands_of_its_call(name: str, way: str, launched: list[Launched]) -> None:
+    case = CASES[name]
+    leaves = run(case, way)
+    launches = tuple(launched)
+    assert len(launches) == (3 if leaves else 1)
+    # Masks and lengths are in the kernels of both passes. The order of dimensions is in strides alone.
+    if set(case.names) & {*Options._fields} - {"layout"}:
+        run(Case({}, {}), way)
+        assert launches[-1].kernel.digest not in {one.kernel.digest for one in launched[len(launches) :]}
+    for launch in launches:
+        for tensor, leaf in zip(launch.tensors, leaves, strict=False):
+            assert tensor is not None
+            assert tensor.data_ptr() == leaf.data_ptr()
+        for operand, value in case.values.items():
+            found = launch.scale if operand == "scale" else getattr(launch.side, operand)
+            if isinstance(value, Tensor):
+                assert found is not None, operand
+                assert torch.equal(found.expand_as(value), value), operand
+            else:
+                assert found == value, operand
+    for operand in case.names:
+        if operand in ExtraInputs._fields:
+            found = [getattr(launch.side, operand) for launch in launches]
+            assert all(one is not None and torch.equal(one, found[0]) for one in found), operand

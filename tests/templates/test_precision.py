@@ -1,0 +1,79 @@
+"""Tests of the precision of float32 products: default configs and compiled kernels use Tensor Cores."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.launch.compilation import compile_kernel
+from flashtune.templates.common.precision import InputPrecision
+from flashtune.templates.family import Family
+from flashtune.templates.registry import families, find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.perf_model.prediction import estimated, scheduled_ms
+
+TARGET = find_target("h200")
+FAMILIES = [family for family in families() if "input_precision" in family.config_type.__struct_fields__]
+
+
+def float32_problem(dtype: Dtype, family: Family, head_dim: int = 128) -> Problem:
+    return Problem(
+        dtype=dtype,
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        heads=16,
+        kv_heads=16,
+        batch=2,
+        seqlen_q=4096,
+        seqlen_kv=4096,
+        direction=family.direction,
+    )
+
+
+@pytest.mark.parametrize("target", ["a100", "h100", "h200"])
+@pytest.mark.parametrize("dtype", [Dtype.FP32, Dtype.TF32])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_no_search_or_default_on_nvidia_is_without_tensor_cores(
+    family: Family, dtype: Dtype, target: str
+) -> None:
+    problem, gpu = float32_problem(dtype, family), find_target(target)
+    axis = next(axis for axis in family.space(problem, gpu).axes if axis.name == "input_precision")
+    assert family.default(problem, gpu).input_precision in axis.values
+    assert InputPrecision.IEEE not in axis.values
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_tf32_renders_as_float32_of_another_precision(family: Family) -> None:
+    problem = float32_problem(Dtype.TF32, family, head_dim=64)
+    config = family.default(problem, TARGET)
+    kernel = render(family, problem, config, Specialization())
+    assert kernel.arguments[0].type == "*fp32"
+    assert '"float32"' in kernel.source or "torch.float32" in kernel.source
+    assert f'input_precision="{config.input_precision.value}"' in kernel.source
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FP32, Dtype.TF32])
+def test_the_default_of_hopper_uses_warp_group_instructions(dtype: Dtype) -> None:
+    family = find_family("forward_q_outer")
+    problem = float32_problem(dtype, family, head_dim=64)
+    kernel = render(family, problem, family.default(problem, TARGET), Specialization())
+    ptx = compile_kernel(kernel, TARGET).asm["ptx"]
+    assert re.search(r"wgmma\.mma_async[\w.]*\.f32\.bf16\.bf16", ptx)
+    assert "fma.rn.f32" in ptx
+
+
+def test_ordinary_arithmetic_is_expected_to_be_slow() -> None:
+    family = find_family("forward_q_outer")
+    problem = float32_problem(Dtype.FP32, family)
+    usual = family.default(problem, TARGET)
+    times = {}
+    for precision in (InputPrecision.IEEE, InputPrecision.BF16X6, InputPrecision.BF16X3):
+        config = type(usual)(**dict(usual.items()) | {"input_precision": precision})
+        times[precision] = scheduled_ms(
+            problem, family, config, estimated(problem, config, 0, TARGET), TARGET
+        )
+    assert times[InputPrecision.BF16X3] < times[InputPrecision.BF16X6] < times[InputPrecision.IEEE] / 20

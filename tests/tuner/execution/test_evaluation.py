@@ -1,0 +1,86 @@
+"""The outcomes of candidates on a GPU, whose checks and times are given here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from flashtune.core.errors import KernelError
+from flashtune.core.kernel import Specialization
+from flashtune.core.record import Measurement, Outcome, Verdict
+from flashtune.core.target import find_target
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.execution import gpu_jobs
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.verification.cases import Level
+from tests.tuner.search.fakes import a_config, a_problem
+
+H200 = find_target("h200")
+QUICK = Verdict(True, 0.5, 9, "", "NVIDIA H200")
+FULL = Verdict(True, 0.5, 99, "", "NVIDIA H200")
+WRONG = Verdict(False, 9.0, 9, "needle", "NVIDIA H200")
+TASK = (a_problem(), Candidate("forward_q_outer", a_config()), Specialization(), H200, 0)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_jobs, "prepare", lambda index: None)
+    monkeypatch.setattr(gpu_jobs, "_roomy_tensors", lambda *_: None)
+    monkeypatch.setattr(gpu_jobs, "kernel_run", lambda *_: None)
+    monkeypatch.setattr(gpu_jobs, "clock_probe", lambda index: SimpleNamespace(is_throttled=lambda: False))
+    monkeypatch.setattr(gpu_jobs, "leave_if_broken", lambda *_: None)
+    monkeypatch.setattr(gpu_jobs.torch.cuda, "empty_cache", lambda: None)
+
+
+def evaluated(
+    monkeypatch: pytest.MonkeyPatch, first: float, ms: float, verdicts: dict[Level, Verdict | KernelError]
+) -> Evaluation:
+    """Evaluates a candidate whose first launch and measurement take these times. 1 ms is the limit."""
+
+    def check(*given: object) -> Verdict:
+        level = given[-1]
+        assert isinstance(level, Level)
+        verdict = verdicts[level]
+        if isinstance(verdict, KernelError):
+            raise verdict
+        return verdict
+
+    monkeypatch.setattr(gpu_jobs, "once", lambda run, device: first)
+    monkeypatch.setattr(gpu_jobs, "measure", lambda *_, **__: Measurement(ms, ms, ms, 21))
+    monkeypatch.setattr(gpu_jobs, "check_kernel", check)
+    return gpu_jobs.evaluate_candidate(*TASK, drop_above_ms=1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "ms", "verdicts", "outcome", "verdict"),
+    [
+        (0.5, 0.5, {Level.FULL: FULL}, Outcome.OK, FULL),
+        (0.5, 0.5, {Level.FULL: WRONG}, Outcome.WRONG_RESULT, WRONG),
+        (2.0, 2.0, {Level.QUICK: QUICK}, Outcome.OK, None),
+        (2.0, 2.0, {Level.QUICK: WRONG}, Outcome.WRONG_RESULT, WRONG),
+        (2.0, 0.5, {Level.QUICK: QUICK, Level.FULL: FULL}, Outcome.OK, FULL),
+        (2.0, 0.5, {Level.QUICK: QUICK, Level.FULL: WRONG}, Outcome.WRONG_RESULT, WRONG),
+        (0.5, 0.5, {Level.FULL: KernelError("out of registers")}, Outcome.LAUNCH_ERROR, None),
+    ],
+)
+def test_only_kernels_that_passed_are_right(
+    monkeypatch: pytest.MonkeyPatch,
+    first: float,
+    ms: float,
+    verdicts: dict[Level, Verdict | KernelError],
+    outcome: Outcome,
+    verdict: Verdict | None,
+) -> None:
+    found = evaluated(monkeypatch, first, ms, verdicts)
+    assert (found.outcome, found.verdict) == (outcome, verdict)
+    assert (found.measurement is not None) is (outcome is Outcome.OK)
+    assert bool(found.message) is (verdict is not FULL)
+
+
+@pytest.mark.parametrize(("verdict", "outcome"), [(FULL, Outcome.OK), (WRONG, Outcome.WRONG_RESULT)])
+def test_only_kernels_that_passed_with_delays_are_right(
+    monkeypatch: pytest.MonkeyPatch, verdict: Verdict, outcome: Outcome
+) -> None:
+    monkeypatch.setattr(gpu_jobs, "check_delayed", lambda *_: verdict)
+    assert gpu_jobs.evaluate_late(*TASK).outcome is outcome
