@@ -10,6 +10,7 @@ flashtune if its kernels are prepared and were measured as faster. Other calls g
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import deque
@@ -316,7 +317,7 @@ class PausingHooks:
     def begin(self, *_: object) -> None:
         """Begins to pass on calls."""
         if not torch.compiler.is_compiling():
-            self.pauses.append(begin_pause(self))
+            self.pauses.append(begin_pause(self, sys._getframe(1)))
 
     def end(self, *_: object) -> None:
         """Ends what the last `begin` of this context began, unless the hooks were removed since."""
