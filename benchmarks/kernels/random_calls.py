@@ -6,10 +6,10 @@
     python -m benchmarks.kernels.random_calls --load FILE      # prints what was measured; needs no GPU
 
 SDPA chooses its backend. For gradients with a mask it is the memory-efficient one, because those of cuDNN are
-NaN at some lengths. Both get the same tensors and mask, except that SDPA gets copies of tensors whose
-addresses or strides are no multiples of 16 bytes, which its backends need and do not check. The copies are
-timed. Times are medians of the GPU time of CUDA-graph replays with a cold L2, interleaved in one run. Ratios
-below 0.98 are timed again three times, and their median counts.
+NaN at some lengths. Both get the same tensors and mask. SDPA gets copies of tensors whose addresses or
+strides are no multiples of 16 bytes: its backends need that and do not check it. The copies are timed. Times
+are medians of the GPU time of CUDA-graph replays with a cold L2, interleaved in one run. Ratios below 0.98
+are timed again three times, and their median counts.
 
 First, processes run each call of flashtune once, so that its kernels are compiled and checked. Then one
 process times all calls. The exit code is 1 if a call failed, was not reached, differs from SDPA, or is below

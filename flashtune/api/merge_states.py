@@ -38,7 +38,7 @@ def merge_attention(
             heads, head_dim]; "thd", varlen: [tokens, heads, head_dim]; "bhd", one token per sequence: [batch,
             heads, head_dim]).
         lse_a: Natural log-sum-exp of out_a in float32, [batch, heads, seqlen_q], [heads, tokens] or [batch,
-            heads]. -inf for rows without visible keys.
+            heads]. -inf for rows without visible keys, or +inf as of the flash_attn functions.
         out_b: Output over the other keys.
         lse_b: Natural log-sum-exp of out_b.
         layout: Order of the dimensions of the outputs.
@@ -65,11 +65,15 @@ def merge_attention(
             f"outputs are {list(out_a.shape)} and {list(out_b.shape)}, log-sum-exps {list(lse_a.shape)} and "
             f"{list(lse_b.shape)}: pass two parts of one call in layout {order.value!r}"
         )
+    parts = [lse.masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b)]
     # A row without visible keys in both parts gets shares of 0. Its output and gradients stay zeros.
-    hidden = (lse_a == -torch.inf) & (lse_b == -torch.inf)
-    base = torch.logaddexp(lse_a.masked_fill(hidden, 0.0), lse_b.masked_fill(hidden, 0.0))
-    shares = [torch.exp(part - base) for part in (lse_a, lse_b)]
-    lse = base.masked_fill(hidden, -torch.inf)
+    hidden = (parts[0] == -torch.inf) & (parts[1] == -torch.inf)
+    # Relative to the largest, because the sum of large log-sum-exps has no room for the logarithm of two.
+    largest = torch.maximum(*parts).detach().masked_fill(hidden, 0.0)
+    shares = [torch.exp(part - largest) for part in parts]
+    total = (shares[0] + shares[1]).masked_fill(hidden, 1.0)
+    shares = [share / total for share in shares]
+    lse = (largest + total.log()).masked_fill(hidden, -torch.inf)
     if order in (Layout.BSHD, Layout.THD):
         shares = [share.transpose(-1, -2) for share in shares]
     out = out_a.float() * shares[0].unsqueeze(-1) + out_b.float() * shares[1].unsqueeze(-1)

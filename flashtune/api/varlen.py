@@ -66,8 +66,8 @@ def attention_varlen(
     """Computes attention of packed sequences of different lengths. Queries see only keys of their sequence.
 
     The rows of sequence b are cu_seqlens[b] to cu_seqlens[b + 1], and may be empty. Lengths are read only on
-    the GPU, so that they may change between replays of a CUDA graph. Rows after the last sequence are not
-    written.
+    the GPU, so that they may change between replays of a CUDA graph. Rows after the last sequence are zero,
+    with a log-sum-exp of -inf.
 
     Args:
         q: Queries of all sequences, [total_q, heads, head_dim], in bfloat16, float16 or float32. Strides are

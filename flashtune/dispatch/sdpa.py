@@ -56,9 +56,9 @@ def default_backend(
 ) -> str | None:
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
-    It was not measured for SDPA's unfused path, for causal masks with different lengths, and for tensors of
-    16 bits whose addresses or strides are not multiples of 16 bytes: SDPA gets copies of them. Tensors are
-    [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
+    It was not measured for SDPA's unfused path and for causal masks with different lengths. SDPA gets copies
+    of tensors whose addresses or strides are not multiples of 16 bytes. This was not measured in 16 bits.
+    Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
     """
     causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:

@@ -37,6 +37,7 @@ def append_rows(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -
     """
     if k.is_meta:
         return
+    k, v = k.resolve_neg(), v.resolve_neg()
     if k.is_cuda or interpreting():
         from flashtune.kv_cache.append_kernel import launch
 

@@ -77,8 +77,19 @@ def load_module(kernel: Kernel) -> ModuleType:
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
+        if interpreting():
+            _allow_precisions()
         sys.modules[name] = module
         return module
+
+
+def _allow_precisions() -> None:
+    """Makes the interpreter accept all precisions of products. It computes every product in float32."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    interpreter_builder.options = dataclasses.replace(
+        interpreter_builder.options, allowed_dot_input_precisions=INPUT_PRECISIONS
+    )
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):
@@ -205,8 +216,7 @@ def launching() -> Iterator[None]:
 
     While a kernel runs, the interpreter replaces parts of Triton for all threads. It repeats each int32
     operation in int64 for an assertion that only its debug mode has. It also replaces the functions of
-    `triton.language` at each call between functions of a kernel. The launch has already replaced them. It
-    computes all products in float32, but does not know all names of the precisions of Tensor Cores.
+    `triton.language` at each call between functions of a kernel. The launch has already replaced them.
     """
     from triton.runtime import interpreter
 
@@ -223,9 +233,7 @@ def launching() -> Iterator[None]:
             known.add(names)
             return replace(function)
 
-        builder.options = dataclasses.replace(
-            options, sanitize_overflow=options.debug, allowed_dot_input_precisions=INPUT_PRECISIONS
-        )
+        builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
         interpreter._patch_lang = replace_once
         try:
             yield

@@ -154,6 +154,8 @@ class Attend(Function):
     def backward(ctx: Any, *results: Tensor) -> tuple[Tensor | None, ...]:
         """Runs the backward pass for gradients of the results. Batches of gradients raise ProblemError."""
         pair, scale, numbers = ctx.call
+        # Gradients of negated views have their sign in a flag.
+        results = tuple(one.resolve_neg() for one in results)
         dlse = results[1] if pair.return_lse else None
         saved = ctx.saved_tensors
         if ctx.forms is not None:
@@ -204,7 +206,7 @@ def restored(tensor: Tensor | None, form: Form | None) -> Tensor | None:
             f"a hook of saved tensors returned shape {list(tensor.shape)} for a tensor of shape "
             f"{list(form.shape)}: return the tensor that was saved, or a copy"
         )
-    tensor = tensor.to(form.device, form.dtype)
+    tensor = tensor.to(form.device, form.dtype).resolve_neg()
     if tensor.stride() != form.strides:
         tensor = tensor.contiguous()
     if form.is_aligned and tensor.data_ptr() % POINTER_ALIGNMENT:

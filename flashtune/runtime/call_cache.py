@@ -78,6 +78,8 @@ def known_executor(
     # 1 and 0 are equal to the flags in keys.
     if type(return_lse) is not bool or type(deterministic) is not bool or not runs_eagerly(q, k, v):
         return None
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return None
     causal = "bottom_right" if causal is True else "none" if causal is False else causal
     try:
         if any_autocast():
@@ -175,12 +177,36 @@ def write_call(out: Tensor, call: Call) -> None:
     write_output(executor, out, call.q, call.k, call.v, call.scale, call.side)
 
 
+def resolved(call: Call) -> Call:
+    """Returns a call whose tensors have their sign in memory. `x.conj().imag` has not."""
+    if call.q.is_neg() or call.k.is_neg() or call.v.is_neg():
+        call = call._replace(q=signed(call.q), k=signed(call.k), v=signed(call.v))
+    side = call.side
+    if side is NO_EXTRA_INPUTS or not any(one is not None and one.is_neg() for one in side.optional_tensors):
+        return call
+    named = zip(TENSORS, side.optional_tensors, strict=True)
+    return call._replace(
+        side=side._replace(**{name: None if one is None else signed(one) for name, one in named})
+    )
+
+
+def signed(tensor: Tensor) -> Tensor:
+    """Returns a tensor with its sign in memory, of the same strides if it is copied and not expanded."""
+    if not tensor.is_neg():
+        return tensor
+    if 0 in tensor.stride():
+        return tensor.resolve_neg()
+    room = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return room.copy_(tensor)
+
+
 def unsigned(call: Call) -> Call:
-    """Returns a call with a scale that is not negative. A negative scale is replaced by negated queries.
+    """Returns a call with signs in memory and a scale that is not negative, but negated queries in its place.
 
     Raises:
         ProblemError: The scale is not a finite number.
     """
+    call = resolved(call)
     scale = call.scale
     if scale is None or (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
         return call

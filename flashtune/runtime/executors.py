@@ -39,10 +39,13 @@ from flashtune.runtime.unfused import unfused_attention
 _writers: WeakKeyDictionary[Executor, Callable[..., bool]] = WeakKeyDictionary()
 
 
-def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
+def launcher(
+    launch: Launch, request: Request, q: Tensor, clear_tail: Callable[..., None] | None = None
+) -> Executor:
     """Returns an executor that allocates the output and launches the kernel, without further work.
 
     A launch reads only addresses, because it is bound to strides. Tensors are passed in the call's layout.
+    `clear_tail` clears rows of the results after the last packed sequence.
     """
     default_scale = request.default_scale
     if request.problem.dtype.is_quantized:
@@ -63,6 +66,8 @@ def launcher(launch: Launch, request: Request, q: Tensor) -> Executor:
         out = new_out()
         lse = None if new_lse is None else new_lse()
         launch((q, k, v, out, lse), default_scale if scale is None else scale, side)
+        if clear_tail is not None:
+            clear_tail(out, lse, side.cu_seqlens_q)
         return out if lse is None else (out, lse)
 
     if new_lse is None:
@@ -176,7 +181,18 @@ def interpreted(
     extra = side_views(problem, side, tensors.k.shape[0])
     launch = bind(kernel_of(record, needed), decision.target, tensors, extra)
     launch(tensors, request.default_scale if scale is None else scale, extra)
+    if problem.total_q:
+        clear_tail_on_cpu(out, lse, side.cu_seqlens_q)
     return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
+
+
+def clear_tail_on_cpu(out: Tensor, lse: Tensor | None, starts: Tensor | None) -> None:
+    """Clears the rows of outputs on the CPU after the last packed sequence."""
+    assert starts is not None
+    end = int(starts[-1])
+    out[end:] = 0.0
+    if lse is not None:
+        lse[:, end:] = -torch.inf
 
 
 def in_words(backend: Backend) -> str:

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.notices import warn_once
@@ -26,6 +27,7 @@ from flashtune.request.request import Executor, Request
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.executors import (
     baseline_executor,
+    clear_tail_on_cpu,
     in_words,
     interpreted,
     launcher,
@@ -37,7 +39,11 @@ from flashtune.runtime.executors import (
 from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, prepared_or
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    from flashtune.core.target import Target
 
 
 def prepare(
@@ -113,7 +119,20 @@ def forward_pass(
         tensors = ForwardTensors(*request.views(*read), output_like(request))
         extra = side_views(request.problem, side, tensors.k.shape[0]) if request.problem.features else side
         kernel, target, binary = choice
-        run = launcher(bind(kernel, target, tensors, extra, compiled=binary), request, q)
+        launch = bind(kernel, target, tensors, extra, compiled=binary)
+        run = launcher(launch, request, q, _tail_clearer(request, side, target))
         return with_copies(run, copied(request, q, k, v))
 
     return Pass(key, bound, lambda decision: functools.partial(interpreted, decision, request))
+
+
+def _tail_clearer(request: Request, side: ExtraInputs, target: Target) -> Callable[..., None] | None:
+    """Returns the function that clears rows after the last packed sequence, None without such sequences."""
+    if side.cu_seqlens_q is None:
+        return None
+    if request.device.type == "cpu":
+        return clear_tail_on_cpu
+    from flashtune.launch.packed_tail import tail_clearer
+
+    out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
+    return tail_clearer(out, request.return_lse, side.cu_seqlens_q.numel() - 1, target, request.device)

@@ -14,6 +14,7 @@ import torch
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.machine import CHECK_VARIABLE, variable
+from flashtune.core.problem import KvScale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,8 @@ def with_checks(executor: Executor, request: Request) -> Executor:
     """Returns an executor that checks the values of each call's lengths, or `executor` without checks."""
     problem = request.problem
     lengths = problem.total_q or problem.page_size or problem.seqlens_k or problem.prefix
-    has_values = lengths or problem.block_mask
+    has_scales = problem.dtype.is_quantized or problem.kv_dtype is not None
+    has_values = lengths or problem.block_mask or has_scales
     if not has_values or not values_are_checked(request.device):
         return executor
     return functools.partial(_checked, executor, request)
@@ -76,7 +78,7 @@ def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> N
         side: The call's side inputs.
 
     Raises:
-        ProblemError: A value is beyond the tensors, or sequences overlap.
+        ProblemError: A value is beyond the tensors, sequences overlap, or a scale is negative.
     """
     problem = request.problem
     if side.cu_seqlens_q is not None:
@@ -90,11 +92,20 @@ def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> N
             check_pages(problem, side.block_table, side.seqlens_kv, k.shape[0])
     if side.block_counts is not None and side.block_indices is not None:
         _check_lists(problem, side.block_counts, side.block_indices)
+    if problem.kv_scale is not KvScale.PAGE:
+        _check_scales(("q_scale", side.q_scale), ("k_scale", side.k_scale))
     place = None if side.prefix is None else _first(side.prefix < 0)
     if side.prefix is not None and place is not None:
         raise ProblemError(
             f"prefix_lengths[{place[0]}] is {_at(side.prefix, place)}: pass 0 for a sequence without a prefix"
         )
+
+
+def _check_scales(*scales: tuple[str, Tensor | None]) -> None:
+    for name, scale in scales:
+        place = None if scale is None else _first(~((scale >= 0) & (scale < torch.inf)))
+        if scale is not None and place is not None:
+            raise ProblemError(f"{name}{list(place)} is {float(scale[place])}: pass finite scales from 0")
 
 
 def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) -> None:

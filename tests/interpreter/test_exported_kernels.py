@@ -77,7 +77,7 @@ INTERPRETED = [
 @pytest.mark.parametrize("family", INTERPRETED, ids=lambda family: family.name)
 def test_an_exported_file_computes_attention_without_flashtune(family: Family, tmp_path: Path) -> None:
     problem = posed(family)
-    config = change_config(family.default(problem, find_target("h200")), "block_m=32,block_n=32")
+    config = change_config(family.default(problem, find_target("h200")), "block_m=32,block_n=32,num_warps=4")
     record = Record(
         problem=problem,
         target="nvidia-h200",

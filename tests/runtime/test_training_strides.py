@@ -28,7 +28,7 @@ def test_gradient_with_other_strides_is_bound_once(machine: Machine, problem: Pr
         moved = torch.randn_like(out).transpose(1, 2).contiguous().transpose(1, 2)
         found = torch.autograd.grad(out, (q, k, v), moved)
         close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), moved))
-    assert [kernel.family for kernel in machine.kernels[1:]] == ["backward_split"] * 2
+    assert [kernel.family for kernel in machine.kernels[1:]] == ["backward_fused"] * 2
     assert len(machine.checked) == 2, "strides alone are bound anew"
 
 

@@ -222,11 +222,13 @@ def combined(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         out_partial: Outputs, [parts, ..., heads, width].
-        lse_partial: Their natural log-sum-exps, [parts, ..., heads]. The outputs of -inf do not count.
+        lse_partial: Their natural log-sum-exps, [parts, ..., heads]. The outputs of infinity do not count.
     """
-    lse = torch.logsumexp(lse_partial.float(), 0)
-    base = lse.masked_fill(lse == -torch.inf, 0.0)
-    shares = torch.exp(lse_partial.float() - base)[..., None]
+    parts = lse_partial.float()
+    parts = parts.masked_fill(parts == torch.inf, -torch.inf)
+    lse = torch.logsumexp(parts, 0)
+    # A softmax is relative to the largest: large log-sum-exps have no room for the logarithm of their number.
+    shares = torch.softmax(parts, 0).masked_fill(lse == -torch.inf, 0.0)[..., None]
     out = torch.zeros_like(out_partial[0], dtype=torch.float32)
     for part, share in zip(out_partial, shares, strict=True):
         # A part without keys may have any output, also NaN.
