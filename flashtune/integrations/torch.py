@@ -110,22 +110,23 @@ class Overrides:
 
         The kernel may be that of another library, which takes it away later. Then the one below it is called.
         """
-        found = _original(name, self._key)
-        if found is None:
+        first = _original(name, self._key)
+        if first is None:
             return None
+        current: Kernel = first
 
         def call(*args: Any, **options: Any) -> Any:
-            nonlocal found
-            kernel = found
+            nonlocal current
+            kernel = current
             try:
                 return kernel(*args, **options)
             except RuntimeError as failure:
                 if INVALID not in str(failure):
                     raise
             with _changing:
-                if found is kernel:
-                    found = self._renewed(name)
-            return found(*args, **options)
+                if current is kernel:
+                    current = self._renewed(name)
+            return current(*args, **options)
 
         return call
 

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -399,7 +399,7 @@ def test_a_module_that_calls_itself_stays_disabled() -> None:
 
 
 def test_generators_end_only_what_they_began() -> None:
-    def generator() -> Iterator[None]:
+    def generator() -> Generator[None, None, None]:
         with integration.disabled():
             yield
 

@@ -25,7 +25,7 @@ def drawn(*shapes: tuple[int, ...], requires_grad: bool = False) -> list[Tensor]
 def flops(call: Callable[[], Any]) -> int:
     with FlopCounterMode(display=False) as counter:
         call()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"return_lse": True}, {"softcap": 5.0}], ids=str)
