@@ -133,7 +133,16 @@ def _set_wal(engine: Engine, url: str) -> None:
 
 
 def _migrate(connection: Connection, url: str) -> None:
-    """Runs the migrations in the caller's transaction. A failure leaves the old schema."""
+    """Runs the migrations in the caller's transaction. A failure leaves the old schema.
+
+    Raises:
+        StoreError: flashtune is imported from an archive.
+    """
+    if not MIGRATIONS.is_dir():
+        raise StoreError(
+            f"{describe(url)} cannot be created or upgraded, because the folder {MIGRATIONS} does not exist: "
+            "unpack flashtune's archive into a folder, and import it from there"
+        )
     from alembic import command
     from alembic.config import Config as AlembicConfig
 

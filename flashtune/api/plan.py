@@ -20,7 +20,7 @@ from flashtune.request.read_call import read_call
 from flashtune.request.request import Executor, Request, Result
 from flashtune.runtime.autograd import go_back, leaves_like
 from flashtune.runtime.call_cache import call_key, executor_of, unsigned
-from flashtune.runtime.torch_modes import is_tracing
+from flashtune.runtime.torch_modes import dispatch_modes, is_tracing
 from flashtune.runtime.torch_ops import attend
 
 Planned_co = TypeVar("Planned_co", bound=Result, covariant=True)
@@ -62,7 +62,7 @@ class Prepared:
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
                 "grad or which are given: plan again with tensors like these"
             )
-        if is_tracing():
+        if is_tracing() or dispatch_modes():
             return attend(call)
         if self._executor is None:
             return attend_shared(call, [part.run for part in self._parts])

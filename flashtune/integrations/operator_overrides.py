@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -57,14 +59,26 @@ class Pause:
 
     Attributes:
         owner: The hooks that began it, or None.
+        frame: The call of the module, which Ctrl-C may end without its last hooks. None without hooks.
         is_over: Whether it has ended.
     """
 
-    __slots__ = ("is_over", "owner")
+    __slots__ = ("frame", "is_over", "owner")
 
-    def __init__(self, owner: object = None) -> None:
+    def __init__(self, owner: object = None, frame: FrameType | None = None) -> None:
         self.owner = owner
+        self.frame = frame
         self.is_over = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it has not ended. Its module's call is one of the present calls of this thread."""
+        if self.is_over or self.frame is None:
+            return not self.is_over
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is not None
 
 
 class Reading(NamedTuple):
@@ -263,9 +277,9 @@ def disabled() -> Iterator[None]:
         end_pause(pause)
 
 
-def begin_pause(owner: object = None) -> Pause:
+def begin_pause(owner: object = None, frame: FrameType | None = None) -> Pause:
     """Begins to pass on the calls of this context, and returns what `end_pause` ends."""
-    pause = Pause(owner)
+    pause = Pause(owner, frame)
     _pauses.set((*_active_pauses(), pause))
     return pause
 
@@ -278,16 +292,20 @@ def end_pause(pause: Pause) -> None:
 
 def last_pause(owner: object) -> Pause | None:
     """Returns the pause of this context that an owner began last, or None."""
-    return next((pause for pause in reversed(_active_pauses()) if pause.owner is owner), None)
+    # The frame of a failed call is gone when the hooks run.
+    kept = (pause for pause in reversed(pauses_here()) if not pause.is_over)
+    return next((pause for pause in kept if pause.owner is owner), None)
 
 
 def is_paused() -> bool:
     """Whether calls of this context are passed on."""
-    return bool(_active_pauses())
+    active = _active_pauses()
+    _pauses.set(active)
+    return bool(active)
 
 
 def _active_pauses() -> tuple[Pause, ...]:
-    return tuple(pause for pause in pauses_here() if not pause.is_over)
+    return tuple(pause for pause in pauses_here() if pause.is_active)
 
 
 def random_states(like: Tensor, dtype: torch.dtype, *sizes: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ flashtune if its kernels are prepared and were measured as faster. Other calls g
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import deque
@@ -109,22 +110,23 @@ class Overrides:
 
         The kernel may be that of another library, which takes it away later. Then the one below it is called.
         """
-        found = _original(name, self._key)
-        if found is None:
+        first = _original(name, self._key)
+        if first is None:
             return None
+        current: Kernel = first
 
         def call(*args: Any, **options: Any) -> Any:
-            nonlocal found
-            kernel = found
+            nonlocal current
+            kernel = current
             try:
                 return kernel(*args, **options)
             except RuntimeError as failure:
                 if INVALID not in str(failure):
                     raise
             with _changing:
-                if found is kernel:
-                    found = self._renewed(name)
-            return found(*args, **options)
+                if current is kernel:
+                    current = self._renewed(name)
+            return current(*args, **options)
 
         return call
 
@@ -316,7 +318,7 @@ class PausingHooks:
     def begin(self, *_: object) -> None:
         """Begins to pass on calls."""
         if not torch.compiler.is_compiling():
-            self.pauses.append(begin_pause(self))
+            self.pauses.append(begin_pause(self, sys._getframe(1)))
 
     def end(self, *_: object) -> None:
         """Ends what the last `begin` of this context began, unless the hooks were removed since."""

@@ -166,8 +166,10 @@ def attention(
         attention_mask = masks.selected_mask(attention_mask, indices, query.shape[2], key.shape[2])
     # Compilers see the casts of the operators.
     dtype = None if is_compiling() else autocast_dtype(query.device)
-    inputs = query, key, value, attention_mask, position_bias
-    q, k, v, mask, bias = inputs if dtype is None else [autocast(one, dtype) for one in inputs]
+    q, k, v, mask, bias = query, key, value, attention_mask, position_bias
+    if dtype is not None:
+        q, k, v = (autocast(one, dtype) for one in (q, k, v))
+        mask, bias = (None if one is None else autocast(one, dtype) for one in (mask, bias))
     is_served = (
         query.device.type in DEVICES
         and (is_compiling() or (runs_eagerly(query, key, value) and not is_tracing()))

@@ -35,6 +35,8 @@ def append_rows(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -
         slots: Int64 [tokens], without duplicates. With page scales, the rows of a page are consecutive, and a
             page starts at its first row unless its first rows are already written.
     """
+    if k.is_meta:
+        return
     k, v = k.resolve_neg(), v.resolve_neg()
     if k.is_cuda or interpreting():
         from flashtune.kv_cache.append_kernel import launch

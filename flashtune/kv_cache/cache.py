@@ -192,7 +192,7 @@ class PagedKVCache:
         """
         pools = self._pools[self._number_of(layer)]
         if any_autocast() and autocast_dtype(self.device) is self.dtype:
-            k, v = autocast(k, self.dtype), autocast(v, self.dtype)
+            k, v = autocast(k, self.dtype), None if v is None else autocast(v, self.dtype)
         if v is None:
             require_dense("k", k)
         values = k[..., :0] if v is None else v

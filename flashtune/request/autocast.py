@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
-
-AnyTensor = TypeVar("AnyTensor", Tensor, Tensor | None)
 
 # SDPA also leaves float64 as it is. 8-bit inputs, which it does not compute, keep their type here.
 CASTED = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,8 +24,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
-def autocast(tensor: AnyTensor, dtype: torch.dtype) -> AnyTensor:
+def autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a tensor in autocast's type, if autocast casts its own type. Other values stay."""
-    if isinstance(tensor, Tensor) and tensor.dtype is not dtype and tensor.dtype in CASTED:
-        return tensor.to(dtype)
-    return tensor
+    # An argument of another type is reported later.
+    is_cast = isinstance(tensor, Tensor) and tensor.dtype is not dtype and tensor.dtype in CASTED
+    return tensor.to(dtype) if is_cast else tensor

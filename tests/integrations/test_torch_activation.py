@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -368,6 +368,22 @@ def test_hooks_can_be_removed_inside_of_the_forward_pass() -> None:
     assert module.passed_on == [True, False, False, False]
 
 
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
+def test_an_error_ends_what_a_module_began(kind: type[BaseException]) -> None:
+    module = Layer()
+    integration.disable_for(module)
+
+    def fails() -> None:
+        raise kind
+
+    with pytest.raises(kind):
+        module(fails)
+    assert not operator_overrides.is_paused()
+    module()
+    assert module.passed_on == [True, True, True]
+    assert not operator_overrides.is_paused()
+
+
 def test_a_module_that_calls_itself_stays_disabled() -> None:
     module = Layer()
     integration.disable_for(module)
@@ -383,7 +399,7 @@ def test_a_module_that_calls_itself_stays_disabled() -> None:
 
 
 def test_generators_end_only_what_they_began() -> None:
-    def generator() -> Iterator[None]:
+    def generator() -> Generator[None, None, None]:
         with integration.disabled():
             yield
 

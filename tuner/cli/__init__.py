@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 
+from flashtune.core import VERSION
 from flashtune.core.errors import FlashtuneError, MachineError, nearest, quoted
 
 # Plus the number of the signal.
@@ -224,7 +225,7 @@ def module_name(command: str) -> str:
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(package_name="flashtune", message="%(prog)s %(version)s")
+@click.version_option(VERSION, message="%(prog)s %(version)s")
 def main() -> None:
     """Generate, search, verify and dispatch flash-attention kernels."""
     atexit.register(_release_bindings)

@@ -304,7 +304,7 @@ def _output(
 
 
 def _check_capacity(lengths: Tensor, capacity: int, new: int) -> None:
-    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+    if lengths.is_meta or (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     longest = int(lengths.max()) + new if lengths.numel() else 0
     if longest > capacity:

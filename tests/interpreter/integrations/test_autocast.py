@@ -20,7 +20,8 @@ STARTS = torch.tensor([0, 9, 20], dtype=torch.int32)
 
 def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     q, k, v = (one[0].transpose(0, 1) for one in (q, k, v))
-    return flashtune.attention_varlen(q, k, v, STARTS, STARTS, 11, 11, **options)
+    out: Tensor = flashtune.attention_varlen(q, k, v, STARTS, STARTS, 11, 11, **options)
+    return out
 
 
 def paged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -29,11 +30,14 @@ def paged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     pages = (torch.nn.functional.pad(one[0], (0, 0, 0, 12)).unflatten(1, (2, 16)) for one in (k, v))
     k, v = (one.transpose(0, 1) for one in pages)
     lengths = torch.tensor([20], dtype=torch.int32)
-    return flashtune.attention_paged(q.transpose(1, 2), k, v, table, lengths, layout="hnd", **options)
+    q = q.transpose(1, 2)
+    out: Tensor = flashtune.attention_paged(q, k, v, table, lengths, layout="hnd", **options)
+    return out
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = flash_attn_2.flash_attn_func(*(one.transpose(1, 2) for one in (q, k, v)))
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    out = flash_attn_2.flash_attn_func(q, k, v)
     assert isinstance(out, Tensor)
     return out
 

@@ -367,7 +367,8 @@ def test_packed_sequences_of_cudnn(cudnn_packed: Originals, causal: bool) -> Non
     results = prepared(lambda: or_none(forward, *given, None, *starts, True, 0.0, causal, scale=0.3))
     assert cudnn_packed.calls[CUDNN_PACKED] == 1
     out, lse, state = results[0], results[1], results[6]
-    want, want_lse = in_sequences(*(one.double() for one in given), starts_k=STARTS, causal=causal, scale=0.3)
+    q, k, v = (one.double() for one in given)
+    want, want_lse = in_sequences(q, k, v, STARTS, causal=causal, scale=0.3)
     close(out, want)
     close(lse, want_lse)
     dout = torch.randn_like(out)

@@ -25,7 +25,7 @@ def drawn(*shapes: tuple[int, ...], requires_grad: bool = False) -> list[Tensor]
 def flops(call: Callable[[], Any]) -> int:
     with FlopCounterMode(display=False) as counter:
         call()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"return_lse": True}, {"softcap": 5.0}], ids=str)
@@ -51,6 +51,12 @@ def test_operations_of_packed_and_paged_calls_are_those_of_their_lengths() -> No
     assert flops(lambda: flashtune.attention_varlen(q, k, k, STARTS, STARTS, 11, 11)) == 4 * 4 * 16 * pairs
     paged = flops(lambda: flashtune.attention_paged(q[:2], pages, pages, table, lengths))
     assert paged == 4 * 4 * 16 * 23
+
+
+def test_operations_of_plans_are_counted() -> None:
+    tensors = drawn(QUERIES, QUERIES, QUERIES)
+    plan = flashtune.plan(*tensors)
+    assert flops(lambda: plan(*tensors)) == sdpa_flop_count(QUERIES, QUERIES, QUERIES)
 
 
 def test_counters_that_are_older_than_the_operators_count() -> None:
@@ -94,6 +100,11 @@ def test_meta_tensors_of_packed_and_paged_calls() -> None:
     out, lse = flashtune.attention_varlen(q, q, q, starts, starts, 11, 11, return_lse=True)
     assert (out.shape, lse.shape, out.device) == ((20, 4, 16), (4, 20), META)
     assert flashtune.attention_paged(q[:2], pages, pages, table, lengths).shape == (2, 4, 16)
+    cached = flash_attn_2.flash_attn_with_kvcache(
+        q[:2, None], pages, pages, q[:2, None, :2], q[:2, None, :2], cache_seqlens=lengths, block_table=table
+    )
+    assert isinstance(cached, Tensor)
+    assert cached.shape == (2, 1, 4, 16)
     dense = [torch.empty(QUERIES, device=META)] * 3
     assert flashtune.plan(*dense)(*dense).is_meta
     assert flashtune.explain(*dense).backend == "none"
