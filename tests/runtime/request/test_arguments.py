@@ -47,7 +47,7 @@ def varlen(**changes: Any) -> object:
 
 def pages(**changes: Any) -> object:
     k, v, table, lengths = paged()
-    given = {"k_cache": k.double(), "v_cache": v.double(), "block_table": table, "seqlens_k": lengths}
+    given = {"k_cache": k.double(), "v_cache": v.double(), "block_table": table, "kv_lengths": lengths}
     q = torch.randn(len(KEYS), 4, 32, dtype=torch.float64)
     return flashtune.attention_paged(**{"q": q} | given | changes)
 
