@@ -132,7 +132,7 @@ def explain_paged(
     k_cache: Tensor,
     v_cache: Tensor | None,
     block_table: Tensor,
-    seqlens_k: Tensor,
+    kv_lengths: Tensor,
     *,
     return_lse: bool = False,
     **options: Unpack[PagedCallOptions],
@@ -144,7 +144,7 @@ def explain_paged(
         StoreError: The user's database cannot be read.
     """
     return explain_call(
-        paged_call(q, k_cache, v_cache, block_table, seqlens_k, return_lse=return_lse, **options)
+        paged_call(q, k_cache, v_cache, block_table, kv_lengths, return_lse=return_lse, **options)
     )
 
 

@@ -19,7 +19,7 @@ def attention_paged(
     k_cache: Tensor,
     v_cache: Tensor | None,
     block_table: Tensor,
-    seqlens_k: Tensor,
+    kv_lengths: Tensor,
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[PagedOptions],
@@ -30,7 +30,7 @@ def attention_paged(
     k_cache: Tensor,
     v_cache: Tensor | None,
     block_table: Tensor,
-    seqlens_k: Tensor,
+    kv_lengths: Tensor,
     *,
     return_lse: Literal[True],
     **options: Unpack[PagedOptions],
@@ -41,7 +41,7 @@ def attention_paged(
     k_cache: Tensor,
     v_cache: Tensor | None,
     block_table: Tensor,
-    seqlens_k: Tensor,
+    kv_lengths: Tensor,
     *,
     return_lse: bool,
     **options: Unpack[PagedOptions],
@@ -51,7 +51,7 @@ def attention_paged(
     k_cache: Tensor,
     v_cache: Tensor | None,
     block_table: Tensor,
-    seqlens_k: Tensor,
+    kv_lengths: Tensor,
     *,
     return_lse: bool = False,
     shared_prefix: int = 0,
@@ -59,7 +59,7 @@ def attention_paged(
 ) -> Result:
     """Computes attention of new tokens to sequences in a paged KV cache.
 
-    The cache already contains the keys and values of the new tokens, and `seqlens_k` includes them. The last
+    The cache already contains the keys and values of the new tokens, and `kv_lengths` includes them. The last
     query of a sequence has the position of its last key. Lengths and block tables are read only on the GPU,
     so that they may change between replays of a CUDA graph.
 
@@ -73,7 +73,7 @@ def attention_paged(
             columns of the keys (DeepSeek's MLA).
         block_table: Pages of each sequence in order, int32 [batch, max_pages]. Entries after a sequence's
             last page are ignored.
-        seqlens_k: Number of keys of each sequence, int32 [batch]; may be 0.
+        kv_lengths: Number of keys of each sequence, int32 [batch]; may be 0.
         return_lse: Whether to return the log-sum-exp of each row too.
         shared_prefix: Number of first tokens that all sequences share, a multiple of the page size. Their
             rows of `block_table` must start with the same pages. A separate pass reads these once for all
@@ -97,7 +97,7 @@ def attention_paged(
             Or `prefer` is "generated" and no kernel compiles or loads.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    call = paged_call(q, k_cache, v_cache, block_table, seqlens_k, return_lse=return_lse, **options)
+    call = paged_call(q, k_cache, v_cache, block_table, kv_lengths, return_lse=return_lse, **options)
     shared_prefix = read_shared(shared_prefix)
     return attend_shared(call._replace(shared_prefix=shared_prefix)) if shared_prefix else attend(call)
 
@@ -108,7 +108,7 @@ def plan_paged(
     k_cache: Tensor,
     v_cache: Tensor | None,
     block_table: Tensor,
-    seqlens_k: Tensor,
+    kv_lengths: Tensor,
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[PagedOptions],
@@ -119,7 +119,7 @@ def plan_paged(
     k_cache: Tensor,
     v_cache: Tensor | None,
     block_table: Tensor,
-    seqlens_k: Tensor,
+    kv_lengths: Tensor,
     *,
     return_lse: bool,
     **options: Unpack[PagedOptions],
@@ -129,7 +129,7 @@ def plan_paged(
     k_cache: Tensor,
     v_cache: Tensor | None,
     block_table: Tensor,
-    seqlens_k: Tensor,
+    kv_lengths: Tensor,
     *,
     return_lse: bool = False,
     shared_prefix: int = 0,
@@ -141,12 +141,12 @@ def plan_paged(
     shape of the block table limits them. The length of a shared prefix is fixed, but its pages may change.
 
     Returns:
-        A callable with the parameters (q, k_cache, v_cache, block_table, seqlens_k). Tensors that were passed
-        as options are passed by name.
+        A callable with the parameters (q, k_cache, v_cache, block_table, kv_lengths). Tensors that were
+        passed as options are passed by name.
 
     Raises:
         ProblemError: As `attention_paged`; KernelError and VerificationError too.
     """
     shared = read_shared(shared_prefix)
-    tensors = q, k_cache, v_cache, block_table, seqlens_k
+    tensors = q, k_cache, v_cache, block_table, kv_lengths
     return planned("plan_paged", paged_call, tensors, options, shared, return_lse=return_lse)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flashtune.core.features.records import DEFAULTS, BlockLists
-from flashtune.core.features.table import FEATURES
+from flashtune.core.features.table import FEATURES, KEYS_OF_FIELDS
 from flashtune.core.problem import Causal, Feature, Problem
 
 # The extents that `rounded_extents` rounds up. Numbers of packed tokens and pages are rounded already.
@@ -118,9 +118,8 @@ def _feature_texts(problem: Problem) -> tuple[str, ...]:
         for field in (*one.fields, *one.details)
     ]
     values = [(field, getattr(problem, field)) for field in fields]
-    texts = (
-        field if value is True else f"{field}={value}" for field, value in values if value != DEFAULTS[field]
-    )
+    present = ((KEYS_OF_FIELDS.get(name, name), value) for name, value in values if value != DEFAULTS[name])
+    texts = (key if value is True else f"{key}={value}" for key, value in present)
     return _window_text(problem), *texts
 
 

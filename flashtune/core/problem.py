@@ -48,7 +48,7 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
             sizes = ", ".join(map(str, PAGE_SIZES))
             raise ProblemError(f"pages of {self.page_size} keys are not supported: make them one of {sizes}")
         if self.page_size and self.seqlens_k:
-            raise ProblemError("a paged cache always has lengths: leave seqlens_k out")
+            raise ProblemError("a paged cache always has lengths: leave kv_lengths out")
         if self.block_mask and self.block_mask not in MASK_BLOCKS:
             sizes = " or ".join(map(str, MASK_BLOCKS))
             raise ProblemError(

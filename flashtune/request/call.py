@@ -224,7 +224,7 @@ def paged_call(
     k_cache: Tensor,
     v_cache: Tensor | None,
     block_table: Tensor,
-    seqlens_k: Tensor,
+    kv_lengths: Tensor,
     *,
     return_lse: bool = False,
     **options: Any,
@@ -234,8 +234,8 @@ def paged_call(
     width, longest = options.get("value_head_dim"), options.get("max_seqlen_q")
     if not isinstance(layout, str) or layout not in PAGE_LAYOUTS:
         raise ProblemError(f"layout cannot be {shown(layout)}: pass 'nhd' or 'hnd'")
-    if block_table is None or seqlens_k is None:
-        raise ProblemError("block_table or seqlens_k is None: pass the pages and lengths of sequences")
+    if block_table is None or kv_lengths is None:
+        raise ProblemError("block_table or kv_lengths is None: pass the pages and lengths of sequences")
     if (v_cache is None) != (width is not None):
         raise ProblemError(
             "values are either a tensor or the first value_head_dim columns of the keys: pass one of v_cache "
@@ -253,7 +253,7 @@ def paged_call(
         own["max_seqlen_q"] = read_longest(longest, q)
     if width is not None:
         own["latent"] = read_count("value_head_dim", width, "how many columns of the keys are values", 1)
-    inputs = {"cu_seqlens_q": starts, "seqlens_kv": seqlens_k, "block_table": block_table}
+    inputs = {"cu_seqlens_q": starts, "seqlens_kv": kv_lengths, "block_table": block_table}
     return _record(q, k_cache, k_cache if v_cache is None else v_cache, options, PAGED_NAMES, own, inputs)
 
 

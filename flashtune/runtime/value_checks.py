@@ -120,7 +120,7 @@ def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) ->
     Raises:
         ProblemError: A sequence is longer than its row, or has a page number that is not in the cache.
     """
-    _check_lengths("seqlens_k", lengths, "a row of block_table", table.shape[1] * problem.page_size)
+    _check_lengths("kv_lengths", lengths, "a row of block_table", table.shape[1] * problem.page_size)
     starts = torch.arange(table.shape[1], device=table.device) * problem.page_size
     place = _first(((table < 0) | (table >= pages)) & (starts < lengths[:, None]))
     if place is not None:

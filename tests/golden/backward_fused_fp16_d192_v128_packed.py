@@ -2,7 +2,7 @@
 share of dq to sums in float32 that all blocks of keys share. Their order decides the last bits of dq: runs may differ.
 
 Computes     fp16, head dim 192, value head dim 128, causal: bottom_right
-With         alibi, varlen
+With         alibi, packed
 Config       block_m 32, block_n 64, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim True, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
@@ -509,10 +509,10 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, slopes, cu_seqlen
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
-    for name, tensor in (
+    for name, tensor in [
         *large,
         ("cu_seqlens_q", cu_seqlens_q),
-    ):
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.float16

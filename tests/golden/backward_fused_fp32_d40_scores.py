@@ -2,7 +2,7 @@
 share of dq to sums in float32 that all blocks of keys share. Their order decides the last bits of dq: runs may differ.
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
-With         attention_chunk, bias, prefix, seqlens_k, softcap, gradient of the log-sum-exp
+With         bias, chunk, kv_lengths, prefix, softcap, gradient of the log-sum-exp
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction atomics, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
@@ -570,10 +570,10 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, dlse, bias, prefi
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
-    for name, tensor in (
+    for name, tensor in [
         *large,
         ("bias", bias),
-    ):
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.float32

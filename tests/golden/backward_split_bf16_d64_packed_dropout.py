@@ -2,7 +2,7 @@
 one keeps a tile of queries and walks keys, for dq. Nothing is added up by atomics: every run gives the same bits.
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
-With         alibi, dropout, varlen
+With         alibi, dropout, packed
 Config       block_m 32, block_n 64, 4 warps, 2 stages; for dq block_m 64, block_n 32, 4 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
@@ -577,10 +577,10 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, slopes, cu_seqlen
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
-    for name, tensor in (
+    for name, tensor in [
         *large,
         ("cu_seqlens_q", cu_seqlens_q),
-    ):
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16

@@ -1,7 +1,7 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
-             and pages, quantized_kv, sink_tokens, varlen, window
+             and packed, pages, quantized_kv, sink_tokens, window
 Config       block_m 16, block_n 128, 4 warps, 5 stages, 16 splits,
              split_head_dim False, early_combine False, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets
@@ -387,11 +387,11 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]
-    for name, tensor in (
+    for name, tensor in [
         *large,
         ("cu_seqlens_q", cu_seqlens_q),
         ("block_table", block_table),
-    ):
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16

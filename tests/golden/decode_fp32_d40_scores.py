@@ -1,7 +1,7 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
-             and alibi, attention_chunk, bias, prefix, sinks, softcap
+             and alibi, bias, chunk, prefix, sinks, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits,
              split_head_dim False, early_combine False, early_start False
 Assumes      strides that are multiples of 1, 64-bit offsets
@@ -332,10 +332,10 @@ def attention(q, k, v, scale=None, *, slopes, bias, sinks, prefix, softcap):
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]
-    for name, tensor in (
+    for name, tensor in [
         *large,
         ("bias", bias),
-    ):
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.float32

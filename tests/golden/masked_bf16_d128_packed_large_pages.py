@@ -2,7 +2,7 @@
 keeps a tile of queries and streams K and V.
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
-With         pages, varlen
+With         packed, pages
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
@@ -261,11 +261,11 @@ def attention(q, k, v, scale=None, *, cu_seqlens_q, seqlens_kv, block_table):
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]
-    for name, tensor in (
+    for name, tensor in [
         *large,
         ("cu_seqlens_q", cu_seqlens_q),
         ("block_table", block_table),
-    ):
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16

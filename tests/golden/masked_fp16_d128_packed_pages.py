@@ -2,7 +2,7 @@
 keeps a tile of queries and streams K and V.
 
 Computes     fp16, head dim 128, value head dim 128, causal: bottom_right
-With         pages, quantized_kv, varlen
+With         packed, pages, quantized_kv
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_masked_loop True, split_head_dim False,
              lpt True, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
@@ -289,11 +289,11 @@ def attention(q, k, v, scale=None, *, k_scale, v_scale, cu_seqlens_q, seqlens_kv
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]
-    for name, tensor in (
+    for name, tensor in [
         *large,
         ("cu_seqlens_q", cu_seqlens_q),
         ("block_table", block_table),
-    ):
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.float16

@@ -2,7 +2,7 @@
 keeps a tile of queries and streams K and V.
 
 Computes     fp32, head dim 40, value head dim 24, causal: none
-With         alibi, attention_chunk, bias, softcap
+With         alibi, bias, chunk, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
@@ -246,10 +246,10 @@ def attention(q, k, v, scale=None, *, slopes, bias, softcap):
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]
-    for name, tensor in (
+    for name, tensor in [
         *large,
         ("bias", bias),
-    ):
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.float32

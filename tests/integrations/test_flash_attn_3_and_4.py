@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune.core.errors import ProblemError
 from flashtune.integrations.flash_attn import UnsupportedError, flash_attn_3, flash_attn_4
 from tests.integrations.test_flash_attn_2 import batch_of, close, numbers, starts
 from tests.support.flash_attn_reference import Rule, one_sequence
@@ -284,3 +285,11 @@ def test_scheduler_metadata_is_empty_and_accepted() -> None:
     )
     assert out.shape == (1, 1, 2, 8)
     assert version_4.get_scheduler_metadata(1, 1, 2, 2, 8, 1).tile_count_semaphore is None
+
+
+@pytest.mark.parametrize("window_size", [(3,), 3, ("a", 1), None])
+def test_windows_that_are_no_pairs_of_numbers_are_refused(window_size: Any) -> None:
+    q = torch.zeros(1, 8, 2, 64)
+    for module in (flash_attn_3, flash_attn_4):
+        with pytest.raises(ProblemError, match=r"^window_size cannot be .*: pass \(left, right\)"):
+            module.flash_attn_func(q, q, q, window_size=window_size)

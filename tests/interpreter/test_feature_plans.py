@@ -106,7 +106,7 @@ def test_explanations() -> None:
     told = flashtune.explain(*dense(), causal=True, window=(5, 0), softcap=2.0)
     assert told.problem.window_left == 5
     assert "window=5" in told.command
-    assert "total_q=32" in flashtune.explain_varlen(*packed(), causal=True).command
+    assert "packed=32" in flashtune.explain_varlen(*packed(), causal=True).command
     token = torch.randn(len(KEYS), HEADS, WIDTH)
     assert "page_size=16" in flashtune.explain_paged(token, *paged()).command
 

@@ -198,7 +198,7 @@ def pages(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
         "k_cache": k.to(dtype),
         "v_cache": v.to(dtype),
         "block_table": table,
-        "seqlens_k": lengths,
+        "kv_lengths": lengths,
     }
     form = chance.choice(((5, 4, 32), (5, 2, 4, 32), (sum(QUERIES), 4, 32)))
     found["q"] = torch.randn(form).to(dtype)

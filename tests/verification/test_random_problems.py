@@ -26,15 +26,15 @@ def test_all_supported_features_and_pairs_are_drawn() -> None:
     absent = {asked for asked in feature_sets() if asked not in drawn}
     # Pages bring their lengths along, no family lays a bias or a block mask over packed sequences, and none
     # drops weights of latent keys.
-    pairs = {("seqlens_k", "pages"), ("bias", "varlen"), ("mla", "dropout")}
-    pairs |= {("block_mask", other) for other in ("varlen", "pages", "mla")}
+    pairs = {("kv_lengths", "pages"), ("bias", "packed"), ("mla", "dropout")}
+    pairs |= {("block_mask", other) for other in ("packed", "pages", "mla")}
     assert absent == {asked for asked in feature_sets() if any(asked.issuperset(pair) for pair in pairs)}
     assert {subject.family for subject in SUBJECTS} >= {"forward_masked", "decode_split_kv", "forward_hopper"}
 
 
 def test_hopper_kernels_of_8_bit_pages_are_drawn_with_other_features() -> None:
     drawn = {subject.problem.features for subject in SUBJECTS if subject.family == "forward_hopper"}
-    others = {"window", "sink_tokens", "attention_chunk", "prefix", "softcap", "alibi", "sinks"}
+    others = {"window", "sink_tokens", "chunk", "prefix", "softcap", "alibi", "sinks"}
     expected = {STORED_PAGES, STORED_PAGES | {Feature.VARLEN}}
     expected |= {STORED_PAGES | {Feature(other)} for other in others}
     expected |= {STORED_PAGES | {Feature(other), Feature.VARLEN} for other in others}

@@ -47,7 +47,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     name: str
     level: Level
-    said: str
+    said: str = msgspec.field(name="message")
     advice: str = ""
 
 

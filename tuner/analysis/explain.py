@@ -100,7 +100,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     resources: Resources | None
     compile_error: str
     occupancy: Occupancy | None
-    rivals: tuple[Rival, ...]
+    rivals: tuple[Rival, ...] = msgspec.field(name="candidates")
     failures: dict[Outcome, int]
 
 

@@ -54,7 +54,7 @@ def require_call(problem: Problem) -> None:
     elif problem.mla and not problem.page_size:
         reason = "latent keys are read from pages: add page_size=64"
     elif problem.total_q and problem.seqlens_k and not problem.page_size:
-        reason = "packed sequences have their lengths in offsets: leave seqlens_k out"
+        reason = "packed sequences have their lengths in offsets: leave kv_lengths out"
     elif (problem.total_q or problem.page_size) and features & {Feature.BIAS, Feature.BLOCK_MASK}:
         reason = "calls of packed sequences and pages take no bias and no block mask"
     elif problem.dtype.is_quantized and features:

@@ -122,7 +122,7 @@ class Progress(msgspec.Struct, frozen=True):
 
     problem: Problem
     phase: Phase
-    tally: Tally
+    tally: Tally = msgspec.field(name="counts")
     expected: int | None
     best: Record | None
     seconds: float
@@ -156,11 +156,11 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     provenance: Provenance
     stop: Stop
     seconds: float
-    tally: Tally
+    tally: Tally = msgspec.field(name="counts")
     candidates: int
     best: Record | None
     best_id: int | None
-    pinned: bool
+    pinned: bool = msgspec.field(name="is_selected")
     default: Record | None
     fallback: Record | None = None
     reasons: tuple[tuple[str, int], ...] = ()

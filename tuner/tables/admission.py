@@ -91,7 +91,7 @@ def require_sound_evidence(table: TunedTable, where: str) -> None:
 def why_refused(record: Record) -> str:
     """Returns why a record must not be used, as a clause; empty if it can be used.
 
-    Kernels of another template version are not compared. Dispatch treats such records as unverified.
+    Kernels of another template version are not compared. Dispatch treats such records as unproven.
     """
     target = facts_of(record)
     if target is None:

@@ -177,10 +177,10 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
     ),
     Feature.ATTENTION_CHUNK: Description(
         title="Chunks",
-        example="attention_chunk=8192",
+        example="chunk=8192",
         word="chunk{attention_chunk}",
         fields=("attention_chunk",),
-        keys={"attention_chunk": "a query sees only keys of its own chunk of this many"},
+        keys={"chunk": "a query sees only keys of its own chunk of this many"},
         is_mask=True,
         is_sparse=True,
     ),
@@ -266,12 +266,10 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
     ),
     Feature.VARLEN: Description(
         title="Packed sequences of different lengths",
-        example="total_q=65536",
+        example="packed=65536",
         word="packed{total_q}",
         fields=("total_q",),
-        keys={
-            "total_q": "tokens of all packed sequences; `seqlen` is then the longest, `batch` their number"
-        },
+        keys={"packed": "tokens of all packed sequences; `seqlen` is then the longest, `batch` their number"},
         tensors=(
             TensorInput("cu_seqlens_q", "cu_seqlens_q", "int32", ("batch + 1",)),
             TensorInput("cu_seqlens_kv", "cu_seqlens_k", "int32", ("batch + 1",)),
@@ -281,11 +279,11 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
     ),
     Feature.SEQLENS_K: Description(
         title="KV lengths in device memory",
-        example="seqlens_k",
+        example="kv_lengths",
         word="lengths",
         fields=("seqlens_k",),
-        keys={"seqlens_k": "flag: the number of keys is read on the device; `seqlen_kv` is its maximum"},
-        tensors=(TensorInput("seqlens_kv", "seqlens_k or kv_lengths", "int32", ("batch",)),),
+        keys={"kv_lengths": "flag: the number of keys is read on the device; `seqlen_kv` is its maximum"},
+        tensors=(TensorInput("seqlens_kv", "kv_lengths", "int32", ("batch",)),),
         is_mask=True,
     ),
     Feature.PAGES: Description(
@@ -353,6 +351,10 @@ TENSOR_INPUTS = {
     "q_scale": TensorInput("q_scale", "q_scale", is_strided=True),
     **{tensor.name: tensor for one in FEATURES.values() for tensor in one.tensors},
 }
+
+# The keys of shapes that differ from the names of stored fields, and the fields.
+SHAPE_KEYS = {"chunk": "attention_chunk", "packed": "total_q", "kv_lengths": "seqlens_k"}
+KEYS_OF_FIELDS = {field: key for key, field in SHAPE_KEYS.items()}
 
 # The fields of a problem that are flags, with the names of the inputs that set them.
 _FLAGS = {

@@ -719,10 +719,10 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, cu_seqlens_q, cu_
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
-    for name, tensor in (
+    for name, tensor in [
         *large,
         ("cu_seqlens_q", cu_seqlens_q),
-    ):
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16

@@ -185,10 +185,10 @@ def attention(q, k, v, scale=None, *, bias):
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]
-    for name, tensor in (
+    for name, tensor in [
         *large,
         ("bias", bias),
-    ):
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16

@@ -158,7 +158,7 @@ def _problem(asked: frozenset[Feature], chance: random.Random) -> Problem | None
         "seqlen_kv": 1024,
         "causal": chance.choice(tuple(Causal)),
     }
-    for feature in sorted(asked):
+    for feature in sorted(asked, key=lambda feature: feature.name):
         fields |= DRAWN[feature](chance, fields)
     try:
         return Problem(**fields)

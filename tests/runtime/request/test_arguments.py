@@ -47,7 +47,7 @@ def varlen(**changes: Any) -> object:
 
 def pages(**changes: Any) -> object:
     k, v, table, lengths = paged()
-    given = {"k_cache": k.double(), "v_cache": v.double(), "block_table": table, "seqlens_k": lengths}
+    given = {"k_cache": k.double(), "v_cache": v.double(), "block_table": table, "kv_lengths": lengths}
     q = torch.randn(len(KEYS), 4, 32, dtype=torch.float64)
     return flashtune.attention_paged(**{"q": q} | given | changes)
 
@@ -228,3 +228,18 @@ def test_a_wrong_argument_of_a_cache_is_refused(
     with pytest.raises(UsageError, match=sentence):
         step(cache, one)
     assert cache.length(one) == 3
+
+
+def test_unknown_arguments_are_named_with_the_function_and_close_names() -> None:
+    with pytest.raises(TypeError, match=r"^attention has no argument 'is_causal': did you mean 'causal'\?$"):
+        dense(is_causal=True)
+    with pytest.raises(TypeError, match=r"^attention_varlen has no argument 'attn_bias': choose one"):
+        varlen(attn_bias=DENSE)
+
+
+def test_inputs_without_heads_are_refused_with_a_remedy() -> None:
+    rows = DENSE[:, 0]
+    with pytest.raises(ProblemError, match=r"q\.unsqueeze\(1\) makes one head of"):
+        flashtune.attention(rows, rows, rows)
+    with pytest.raises(ProblemError, match=r"q\.unsqueeze\(2\) makes one head"):
+        flashtune.attention(rows, rows, rows, layout="bshd")

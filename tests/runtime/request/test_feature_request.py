@@ -150,7 +150,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: pages(TOKEN, cache()[0], None, *cache()[2:], value_head_dim=0),
         "value_head_dim cannot be 0: pass how many columns",
     ),
-    (lambda: pages(TOKEN[:2]), r"seqlens_k or kv_lengths has shape \[3\]: pass \[2\]"),
+    (lambda: pages(TOKEN[:2]), r"kv_lengths has shape \[3\]: pass \[2\]"),
     (
         lambda: pages(TOKEN, *cache()[:2], torch.zeros(2, 5, dtype=INT), torch.zeros(3, dtype=INT)),
         r"block_table has shape \[2, 5\]: pass \[3, pages of the longest\]",

@@ -49,7 +49,7 @@ def pages(**changes: Any) -> Call:
         "k_cache": cache.k_cache.double(),
         "v_cache": cache.v_cache.double(),
         "block_table": cache.block_table,
-        "seqlens_k": cache.seqlens_k,
+        "kv_lengths": cache.seqlens_k,
     }
     return paged_call(return_lse=False, **given | changes)
 
@@ -83,10 +83,13 @@ REFUSED: list[tuple[Callable[[], Call], str]] = [
     ),
     (lambda: varlen(prefix_lengths=torch.arange(5, dtype=INT) - 1), r"^prefix_lengths\[0\] is -1: pass 0"),
     (
-        lambda: pages(seqlens_k=LENGTHS + 9),
-        r"^seqlens_k\[0\] is 49 and a row of block_table has room for 48 keys: pass lengths from 0 to 48$",
+        lambda: pages(kv_lengths=LENGTHS + 9),
+        r"^kv_lengths\[0\] is 49 and a row of block_table has room for 48 keys: pass lengths from 0 to 48$",
     ),
-    (lambda: pages(seqlens_k=with_value(LENGTHS, 2, -1)), r"^seqlens_k\[2\] is -1 and a row of block_table"),
+    (
+        lambda: pages(kv_lengths=with_value(LENGTHS, 2, -1)),
+        r"^kv_lengths\[2\] is -1 and a row of block_table",
+    ),
     (
         lambda: pages(block_table=with_value(TABLE, (1, 0), -1)),
         r"^block_table\[1, 0\] is -1 and the cache has 9 pages: pass the pages of sequence 1$",
@@ -131,7 +134,7 @@ def test_a_plan_checks_the_values_of_each_call() -> None:
     tensors = q, cache.k_cache.double(), cache.v_cache.double()
     plan = flashtune.plan_paged(*tensors, TABLE, LENGTHS)
     assert plan(*tensors, TABLE, LENGTHS).shape == q.shape
-    with pytest.raises(ProblemError, match=r"seqlens_k\[0\] is 1040"):
+    with pytest.raises(ProblemError, match=r"kv_lengths\[0\] is 1040"):
         plan(*tensors, TABLE, LENGTHS + 1000)
 
 
@@ -161,15 +164,15 @@ def test_executor_is_not_wrapped_without_value_checks(monkeypatch: pytest.Monkey
     monkeypatch.setenv("FLASHTUNE_CHECK", "1")
     checked = with_checks(server, on_gpu)
     assert checked is not server
-    call = pages(seqlens_k=LENGTHS + 9)
-    with pytest.raises(ProblemError, match=r"seqlens_k\[0\] is 49"):
+    call = pages(kv_lengths=LENGTHS + 9)
+    with pytest.raises(ProblemError, match=r"kv_lengths\[0\] is 49"):
         checked(call.q, call.k, call.v, None, call.side)
     plain = read_call(dense(window=(2, 0)))
     assert with_checks(server, plain) is server, "there is no value to check"
 
 
 def test_values_are_not_read_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = pages(seqlens_k=LENGTHS + 9)
+    call = pages(kv_lengths=LENGTHS + 9)
     checked = with_checks(server, read_call(call))
     monkeypatch.setattr(value_checks, "is_capturing", lambda tensor: True)
     assert torch.equal(checked(call.q, call.k, call.v, None, call.side), torch.zeros(()))  # type: ignore[arg-type]

@@ -192,7 +192,7 @@ def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.Mon
     [
         ({"dropout": True}, "drop other probabilities"),
         ({"mla": True, "kv_heads": 1, "head_dim": 32}, "add page_size=64"),
-        ({**PACKED, "seqlens_k": True}, "leave seqlens_k out"),
+        ({**PACKED, "seqlens_k": True}, "leave kv_lengths out"),
         ({**PAGES, "bias": Bias.ADDITIVE}, "take no bias"),
         ({**PACKED, "block_mask": 64}, "take no bias and no block mask"),
         ({"dtype": Dtype.E4M3, "window_left": 8}, "take no queries in e4m3"),

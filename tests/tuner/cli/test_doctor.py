@@ -30,7 +30,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def findings(result: Result) -> dict[str, tuple[str, str]]:
-    return {row["name"]: (row["level"], row["said"]) for row in json.loads(result.stdout)}
+    return {row["name"]: (row["level"], row["message"]) for row in json.loads(result.stdout)}
 
 
 def test_healthy_machine(run: Run, compiler: None) -> None:

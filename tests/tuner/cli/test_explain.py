@@ -58,7 +58,7 @@ def test_json_explains_in_full(run: Run, stored: Stored, shape: str) -> None:
     (told,) = json.loads(run("explain", "--shape", shape, "--target", "h200", "--json").stdout)
     assert told["source"] == "database"
     assert told["failures"] == {"infeasible": 1, "wrong_result": 1}
-    assert [rival["ms"] for rival in told["rivals"]] == [0.5, 0.6, 0.7, 0.9, 0.9]
+    assert [rival["ms"] for rival in told["candidates"]] == [0.5, 0.6, 0.7, 0.9, 0.9]
     assert told["sram"]["modelled"] == sum(item["bytes"] for item in told["sram"]["items"])
     assert told["sram"]["compiled"] == 49_152
     assert {way["name"] for way in told["traffic"]} >= {"forward_q_outer", "forward_kv_outer", "unfused"}
@@ -70,7 +70,7 @@ def test_explain_uses_the_default_without_a_database(
     result = run("explain", "--shape", shape, "--target", "a100", "--json")
     assert result.exit_code == 0, result.output
     (told,) = json.loads(result.stdout)
-    assert (told["source"], told["ms"], told["rivals"]) == ("default", None, [])
+    assert (told["source"], told["ms"], told["candidates"]) == ("default", None, [])
     assert told["sram"]["capacity"] == find_target("a100").sram_per_block
     assert told["occupancy"]["blocks"] >= 1
     assert not (tmp_path / "flashtune.sqlite").exists()

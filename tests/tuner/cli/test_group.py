@@ -36,6 +36,18 @@ def test_help_imports_only_click() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("name", ["models", "targets", "families", "shapes"])
+def test_lists_of_names_import_no_torch(name: str) -> None:
+    code = (
+        "import sys\n"
+        "from flashtune.tuner.cli import main\n"
+        f"main([{name!r}], standalone_mode=False)\n"
+        "print([module for module in ('torch', 'triton', 'jinja2') if module in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_help_lists_every_command_and_the_exit_codes(run: Run) -> None:
     result = run("--help")
     assert result.exit_code == 0

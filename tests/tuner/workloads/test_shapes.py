@@ -92,7 +92,7 @@ def test_lengths_of_queries_and_keys_may_differ() -> None:
         ("heads=32,seqlen=4,head_dim=64,window=8,window_left=4", "leave one of the two ways out"),
         ("heads=32,seqlen=4,head_dim=64,softcap=50", "choose one of true, false"),
         ("heads=32,seqlen=4,head_dim=64,page_size=24", "16, 32, 64, 128, 256"),
-        ("heads=32,seqlen=4,head_dim=64,page_size=16,seqlens_k", "leave seqlens_k out"),
+        ("heads=32,seqlen=4,head_dim=64,page_size=16,seqlens_k", "leave kv_lengths out"),
         ("heads=32,seqlen=4,head_dim=64,kv_dtype=int4", "did you mean 'int8'?"),
         ("heads=32,seqlen=4,head_dim=64,kv_scale=page", "add kv_dtype"),
         ("heads=32,seqlen=4,head_dim=64,dtype=e4m3,kv_dtype=int8", "leave queries in"),

@@ -20,7 +20,7 @@ def test_all_supported_features_and_pairs_are_drawn() -> None:
     drawn = {subject.problem.features for subject in SUBJECTS}
     absent = {asked for asked in feature_sets() if asked not in drawn}
     # No family lays a bias over packed sequences.
-    refused = (("bias", "varlen"), ("block_mask", "varlen"), ("block_mask", "alibi"))
+    refused = (("bias", "packed"), ("block_mask", "packed"), ("block_mask", "alibi"))
     assert absent <= set(map(frozenset, refused))
     assert "backward_split" in {subject.family for subject in SUBJECTS}
 

@@ -30,7 +30,7 @@ PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "
 
 
 class _Peer(click.Choice[str]):
-    """A baseline's name, also an earlier one."""
+    """A peer's name, also an earlier one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return super().convert(BASELINES.get(value, value), param, ctx)

@@ -139,7 +139,7 @@ def _python(records: tuple[Record, ...], out: Path | None) -> None:
         files = kernel_files(records, watch)
     if not files:
         raise FlashtuneError(
-            "only baselines are selected here, and they have no kernel to write: name another shape"
+            "only peers are selected here, and they have no kernel to write: name another shape"
         )
     if out is None or out.suffix == ".py":
         if len(files) != 1:

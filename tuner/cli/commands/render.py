@@ -45,6 +45,7 @@ def command(
     The kernel is the selection for the shape and GPU, or the default without a selection. --config and
     --family change it. The file imports only torch and triton.
     """
+    from flashtune.templates.config_text import differing_axes
     from flashtune.templates.rendering import render
     from flashtune.tuner.tables.kernel_choice import choose
 
@@ -53,5 +54,6 @@ def command(
         raise UsageError(f"render writes one kernel and was given {len(problems)} shapes: name one")
     chosen = choose(problems[0], target, db, family, config)
     kernel = render(chosen.family, chosen.problem, chosen.config, chosen.specialization)
-    note(f"{chosen.family.name}, {chosen.config.label()} ({chosen.source})")
+    label = differing_axes(chosen.config.label(), chosen.family.default(chosen.problem, target).label())
+    note(f"{chosen.family.name}, {label} ({chosen.source})")
     write_result(out, kernel.source.encode())

@@ -145,7 +145,7 @@ def command(
         () if written else [one for each in tables if each.target in targets for one in stray_receipts(each)]
     )
     if as_json:
-        counts = {**counts_of(report), "left_out": left_out, "stray_receipts": len(strays)}
+        counts = {**counts_of(report), "left_out": left_out, "unused_receipts": len(strays)}
         print_json({**counts, "results": report.results})
     else:
         print_report(report)
@@ -231,7 +231,7 @@ def counts_of(report: Report) -> dict[str, int]:
         **counts,
         "failed": len(report.failures),
         "missed": report.missed,
-        "baselines": report.baselines,
+        "peers": report.baselines,
     }
 
 

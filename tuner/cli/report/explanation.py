@@ -12,7 +12,7 @@ from flashtune.tuner.cli.output import plain, print_heading, quantity
 
 
 def print_explanation(out: Console, explanation: Explanation, top: int) -> None:
-    """Prints one explanation with the best `top` rivals."""
+    """Prints one explanation with the best `top` candidates."""
     print_heading(out, f"{explanation.problem.key} on {explanation.target}")
     out.print(plain(f"{explanation.family}: {explanation.config.label()}"))
     out.print(plain(_origin(explanation)))
@@ -98,7 +98,7 @@ def _occupancy_line(explanation: Explanation) -> str:
 
 def _rivals_table(explanation: Explanation, top: int) -> Table:
     """Returns the fastest candidates, with the axes in which they differ from their family's default."""
-    table = _table("Rivals", "ms", "of the best", "", "config")
+    table = _table("Candidates", "ms", "of the best", "", "config")
     rivals = explanation.rivals[:top]
     for rival in rivals:
         default = default_label(rival.family, explanation.problem, explanation.target) if rival.config else ""
