@@ -132,17 +132,17 @@ def test_pool_of_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.parametrize("width", [64, 160])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_after_the_last_packed_sequence_are_zero(dtype: torch.dtype, width: int) -> None:
-    leaves = [torch.randn(3000, 4, width, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+    q, k, v = (torch.randn(3000, 4, width, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     ends = torch.tensor([0, 900, 1417], dtype=torch.int32, device="cuda")
     for _ in range(3):
         # A caching allocator returns this memory.
         filler = [torch.full((3000, 4, width), torch.nan, device="cuda", dtype=dtype) for _ in range(8)]
         del filler
         out, lse = flashtune.attention_varlen(
-            *leaves, ends, ends, 1024, 1024, causal=True, return_lse=True, prefer="generated"
+            q, k, v, ends, ends, 1024, 1024, causal=True, return_lse=True, prefer="generated"
         )
         assert not out[1417:].any()
         assert out[:1417].isfinite().all()
         assert (lse[:, 1417:] == -torch.inf).all()
-    for gradient in torch.autograd.grad(out.float().sum(), leaves):
+    for gradient in torch.autograd.grad(out.float().sum(), (q, k, v)):
         assert not gradient[1417:].any()

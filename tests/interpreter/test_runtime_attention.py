@@ -185,15 +185,15 @@ def test_calls_do_not_warn_or_search() -> None:
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_rows_after_the_last_packed_sequence_are_zero(return_lse: bool) -> None:
-    leaves = [torch.randn(20, 2, 16, requires_grad=True) for _ in range(3)]
+    q, k, v = (torch.randn(20, 2, 16, requires_grad=True) for _ in range(3))
     starts = torch.tensor([0, 5, 13], dtype=torch.int32)
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             result = flashtune.attention_varlen(
-                *leaves, starts, starts, 8, 8, causal=True, return_lse=return_lse
+                q, k, v, starts, starts, 8, 8, causal=True, return_lse=return_lse
             )
         out, lse = result if return_lse else (result, None)
         assert not out[13:].any()
         assert lse is None or (lse[:, 13:] == -torch.inf).all()
-    for gradient in torch.autograd.grad(out.sum(), leaves):
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
         assert not gradient[13:].any()

@@ -69,7 +69,7 @@ def test_gradients_are_on_the_devices_of_their_inputs(
     on_current_device = torch.ones(1, 2, 16, 64)
     choice = SimpleNamespace(kernel=SimpleNamespace(writes=lambda _: False))
     backward = BoundBackward(choice, request_on_gpu)  # type: ignore[arg-type]
-    bound = Bound(lambda *_: None, *[lambda: on_current_device] * 3)
+    bound = Bound(lambda *_: None, *(lambda: on_current_device,) * 3)
     backward._launches[(q.stride(),) * 5] = bound
     found = backward.plainly(q, q, q, out, torch.zeros(1, 2, 16), out, None, None)
     assert [gradient is on_current_device for gradient in found[:3]] == [current == 3] * 3

@@ -13,6 +13,7 @@ import torch
 
 import flashtune
 from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.machine import RECORD_VARIABLE
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Direction, Problem
 from flashtune.dispatch import decision
@@ -201,7 +202,7 @@ print(serve(-1), serve(-2))
 
 
 def run_recorded(name: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, recorder.RECORD_VARIABLE: name}
+    environment = {**os.environ, RECORD_VARIABLE: name}
     argv = [sys.executable, "-c", PROGRAM]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 
@@ -220,7 +221,7 @@ def test_invalid_file_in_environment_variable_causes_a_warning(file: Path) -> No
 
 
 def test_variable_that_names_no_file_does_not_fail_the_import() -> None:
-    environment = {**os.environ, recorder.RECORD_VARIABLE: "x" * 300}
+    environment = {**os.environ, RECORD_VARIABLE: "x" * 300}
     argv = [sys.executable, "-c", "import flashtune.recording.recorder"]
     told = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr

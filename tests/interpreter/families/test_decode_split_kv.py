@@ -264,6 +264,8 @@ def test_bias_may_mask_all_keys() -> None:
 def test_parts_of_large_scores_count_by_their_keys(value: float) -> None:
     problem = a_problem(bias=Bias.ADDITIVE, sinks=True)
     call = a_call(problem)
+    assert call.side.bias is not None
+    assert call.side.sinks is not None
     bias, sinks = torch.full_like(call.side.bias, value), torch.full_like(call.side.sinks, -torch.inf)
     call = call._replace(side=call.side._replace(bias=bias, sinks=sinks))
     out, lse = run(problem, call, a_config("large", num_splits=5))

@@ -36,6 +36,7 @@ def scores_of(q: Tensor, k: Tensor, bias: Tensor, others: dict[str, Any]) -> Ten
     scores = scores + bias.double()
     if "window" in others:
         scores = scores.masked_fill((distance > 20) | (distance < -5), -torch.inf)
+    assert isinstance(scores, Tensor)
     return scores
 
 

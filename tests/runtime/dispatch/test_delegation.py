@@ -97,7 +97,8 @@ def test_unaligned_external_memory_has_no_default_backend() -> None:
 def test_sdpa_gets_copies_of_unaligned_views_and_of_shared_heads_in_float32() -> None:
     def sliced(width: int, heads: int, dtype: torch.dtype) -> Tensor:
         rows = torch.randn(1, 16, width, dtype=dtype)[..., : 16 * heads]
-        return rows.unflatten(-1, (heads, 16)).transpose(1, 2)
+        unpacked: Tensor = rows.unflatten(-1, (heads, 16))
+        return unpacked.transpose(1, 2)
 
     for dtype, width, copied in (
         (torch.bfloat16, 68, True),

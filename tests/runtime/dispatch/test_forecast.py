@@ -19,8 +19,8 @@ from flashtune.core.record import Provenance, Record, VerificationStatus
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.forecast import forecast
-from flashtune.dispatch.lookup import DECODING_FAMILY, default_selection, nearest_selection, select
-from flashtune.dispatch.nearest import FEW_QUERIES, distance, nearest_record, tuned_alike
+from flashtune.dispatch.lookup import default_selection, nearest_selection, select
+from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, distance, nearest_record, tuned_alike
 from flashtune.dispatch.tables import Tables
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 from flashtune.templates.registry import find_family

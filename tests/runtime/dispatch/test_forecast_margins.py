@@ -12,7 +12,7 @@ from flashtune.core.record import Record
 from flashtune.db.table import shipped_table
 from flashtune.dispatch import forecast as forecasts
 from flashtune.dispatch.forecast import forecast
-from flashtune.dispatch.lookup import DECODING_FAMILY
+from flashtune.dispatch.nearest import DECODING_FAMILY
 from flashtune.templates.registry import find_family
 from tests.support.untuned import TARGET, anyone, shape
 
