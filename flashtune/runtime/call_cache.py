@@ -179,14 +179,22 @@ def write_call(out: Tensor, call: Call) -> None:
 
 def resolved(call: Call) -> Call:
     """Returns a call whose tensors have their sign in memory. `x.conj().imag` has not."""
-    if call.q.is_neg() or call.k.is_neg() or call.v.is_neg():
-        call = call._replace(q=signed(call.q), k=signed(call.k), v=signed(call.v))
-    side = call.side
-    if side is NO_EXTRA_INPUTS or not any(one is not None and one.is_neg() for one in side.optional_tensors):
+    if not is_negated(call):
         return call
-    named = zip(TENSORS, side.optional_tensors, strict=True)
-    changes: dict[str, Any] = {name: None if one is None else signed(one) for name, one in named}
-    return call._replace(side=side._replace(**changes))
+    named = zip(TENSORS, call.side.optional_tensors, strict=True)
+    changes: dict[str, Any] = {name: signed(one) for name, one in named if one is not None}
+    side = call.side._replace(**changes) if changes else call.side
+    return call._replace(q=signed(call.q), k=signed(call.k), v=signed(call.v), side=side)
+
+
+def is_negated(call: Call) -> bool:
+    """Whether a tensor of a call has its sign in a flag, which kernels do not read."""
+    if call.q.is_neg() or call.k.is_neg() or call.v.is_neg():
+        return True
+    side = call.side
+    return side is not NO_EXTRA_INPUTS and any(
+        one is not None and one.is_neg() for one in side.optional_tensors
+    )
 
 
 def signed(tensor: Tensor) -> Tensor:

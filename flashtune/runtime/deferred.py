@@ -49,7 +49,7 @@ from flashtune.recording.callers import forget_callers, note_caller
 from flashtune.recording.recorder import counted, on_change, recording
 from flashtune.request.read_call import read_call
 from flashtune.runtime.background import Worker, beside_captures
-from flashtune.runtime.call_cache import call_key
+from flashtune.runtime.call_cache import call_key, is_negated
 from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, warn_of_failure
 from flashtune.runtime.prepare import forward_pass
 from flashtune.runtime.prepare_training import backward_pass, paired
@@ -226,7 +226,8 @@ def ready(call: Call, usual: str | None, caller: str = "") -> Executor | None:
 def kind_of(call: Call, usual: str | None, needs_grad: bool | None = None, caller: str = "") -> Kind | None:
     """Returns the kind of a call, and queues the preparation of its kernels if it is new.
 
-    Returns None if the kind cannot be cached now: a CUDA graph is being captured, or the queue is full.
+    Returns None if the kind cannot be cached now: a CUDA graph is being captured, or the queue is full. Also
+    for tensors that have their sign in a flag.
 
     Args:
         call: The call.
@@ -238,6 +239,8 @@ def kind_of(call: Call, usual: str | None, needs_grad: bool | None = None, calle
     if scale is not None and not (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
         return None
     try:
+        if is_negated(call):
+            return None
         key: tuple[object, ...] = (usual, *call_key(call))
         if needs_grad is not None:
             # The tensors of operators below autograd do not show whether gradients are needed.

@@ -81,6 +81,15 @@ def test_the_replaced_operator_serves_unless_it_is_known_to_be_slower(
     assert not machine.kernels
 
 
+def test_tensors_with_their_sign_in_a_flag_are_passed_on(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    tuned(machine, make_record(problem, peers=FASTER))
+    call = called(problem)
+    assert served(call) is not None
+    assert deferred.ready(call._replace(k=torch._neg_view(call.k)), USUAL) is None
+
+
 def test_kernels_serve_where_no_operator_was_measured(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
@@ -141,10 +150,8 @@ def test_one_thread_prepares_all_buckets(machine: Machine, problem: Problem, mon
         threads.add(threading.current_thread().name)
         release.wait(600)
 
+    served(called(problem))
     monkeypatch.setattr(deferred, "_chosen", chosen)
-    served_first = called(problem)
-    deferred.ready(served_first, USUAL)
-    deferred.wait()
     for batch in (1, 2, 4, 8):
         assert deferred.ready(called(with_lengths(problem, 64, 64, batch)), USUAL) is None
     assert [one.name for one in threading.enumerate()].count("flashtune-prepare") == 1
