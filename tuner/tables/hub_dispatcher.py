@@ -537,7 +537,7 @@ def flash_attn_with_kvcache(
             lengths = torch.full((batch,), known, dtype=torch.int32, device=q.device)
         if k is not None and v is not None:
             _append((k_cache, v_cache), (k, v), lengths, block_table)
-            lengths = lengths + k.shape[1]
+            lengths = (lengths + k.shape[1]).clamp(max=full)
         inputs["seqlens_kv"] = lengths.contiguous()
     elif k is not None:
         raise ValueError("new keys need cache_seqlens, which says where they go")
@@ -552,20 +552,25 @@ def _append(
 ) -> None:
     """Writes new rows [batch, new, kv_heads, width] after the first `lengths` keys of each sequence.
 
-    With pages, later sequences of -1 keys have no rows. Transformers fills up batches with them.
+    Rows that do not fit are dropped. So are those of sequences of -1 keys, with which Transformers fills up
+    batches.
     """
-    places = lengths[:, None].long() + torch.arange(rows[0].shape[1], device=lengths.device)
+    batch, new = rows[0].shape[:2]
     if table is None:
-        at = torch.arange(len(lengths), device=lengths.device)[:, None], places
-    else:
-        size = caches[0].shape[1]
-        if len(lengths) > 1:
-            # Those write the first sequence's rows once more, since their number is unknown on the host.
-            has_rows = lengths[:, None] >= 0
-            places = places.where(has_rows, places[:1])
-            table = table.where(has_rows, table[:1])
-            keys, values = (new.where(has_rows[..., None, None], new[:1]) for new in rows)
-            rows = keys, values
-        at = table.gather(1, places // size).long(), places % size
-    for cache, new in zip(caches, rows, strict=True):
-        cache[at] = new
+        table = torch.arange(batch, device=lengths.device)[:, None]
+    pages, size = caches[0].shape[:2]
+    room = size * table.shape[1]
+    if not rows[0].numel() or not room * pages:
+        return
+    places = lengths[:, None].long() + torch.arange(new, device=lengths.device)
+    fits = (lengths[:, None] >= 0) & (places < room)
+    places = places.clamp(0, room - 1)
+    page = table.gather(1, places // size).long()
+    fits = (fits & (page >= 0) & (page < pages)).flatten()
+    # The host does not know how many rows fit. The others write the first of these once more, or if none
+    # fits, a row that is there.
+    some = torch.where(fits, torch.arange(batch * new, device=lengths.device), fits.to(torch.uint8).argmax())
+    any_fits = fits[some[:1]]
+    at = torch.where(any_fits, page.flatten()[some], 0), (places % size).flatten()[some]
+    for cache, values in zip(caches, rows, strict=True):
+        cache[at] = torch.where(any_fits[:, None, None], values.flatten(0, 1)[some], cache[at])

@@ -153,6 +153,19 @@ def test_sequences_of_minus_one_keys_write_no_rows(
     assert not out[2].any()
 
 
+@pytest.mark.parametrize("has_pages", [False, True])
+def test_rows_that_do_not_fit_a_cache_are_dropped(has_pages: bool) -> None:
+    memory, rows = torch.zeros(4, 4, 1, 8), torch.randn(2, 3, 1, 8)
+    table = torch.tensor([[2], [9]], dtype=torch.int32) if has_pages else None
+    for lengths in ([2, 1], [4, 8]):
+        hub_dispatcher._append((memory, memory), (rows, rows), torch.tensor(lengths), table)
+    right = torch.zeros_like(memory)
+    right[2 if has_pages else 0, 2:] = rows[0, :2]
+    if not has_pages:
+        right[1, 1:] = rows[1]
+    assert torch.equal(memory, right)
+
+
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
 def test_captured_packed_sequences_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
