@@ -97,10 +97,11 @@ def check_room(lengths: int | Tensor | None, k: Tensor, starts: Tensor | None, c
     """
     if starts is None and k.shape[1] > capacity:
         raise ProblemError(f"k has {k.shape[1]} new tokens and the cache has room for {capacity}: pass fewer")
-    if not isinstance(lengths, Tensor):
-        lengths = torch.tensor([lengths], device="cpu" if starts is None else starts.device)
-    if torch.compiler.is_compiling() or not values_are_checked(lengths.device) or is_capturing(lengths):
+    known = next((one for one in (lengths, starts) if isinstance(one, Tensor)), torch.empty(0))
+    if torch.compiler.is_compiling() or not values_are_checked(known.device) or is_capturing(known):
         return
+    if not isinstance(lengths, Tensor):
+        lengths = torch.tensor([lengths], device=known.device)
     ends = lengths + (k.shape[1] if starts is None else as_lengths(starts))
     wrong = ((lengths < 0) | (ends > capacity)).nonzero()
     if len(wrong):
