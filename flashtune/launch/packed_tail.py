@@ -40,7 +40,8 @@ Clear = Callable[..., None]
 @triton.jit
 def clear_tail(out, lse, starts, sequences, tokens, heads, width, has_lse):
     """Writes zeros to out [tokens, heads, width] and -inf to lse [heads, tokens] from the last start on."""
-    first = tl.load(starts + sequences).to(tl.int64) * heads
+    # Invalid starts may be negative.
+    first = tl.maximum(tl.load(starts + sequences), 0).to(tl.int64) * heads
     columns = tl.arange(0, COLUMNS)
     nothing = tl.zeros([COLUMNS], tl.float32).to(out.dtype.element_ty)
     for row in range(first + tl.program_id(0), tokens.to(tl.int64) * heads, tl.num_programs(0)):

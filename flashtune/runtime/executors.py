@@ -129,7 +129,8 @@ def write_output(
 ) -> None:
     """Writes the output of a call to `out`, which its kernel writes directly if it can.
 
-    The executor returns no log-sum-exp. `out` has the shape of its output and overlaps no input.
+    The executor returns no log-sum-exp. `out` has the shape of its output and overlaps no input. Its rows
+    after the last packed sequence are zero or stay as they are.
     """
     write = _writers.get(executor)
     if write is None or not write(out, q, k, v, scale, side):
