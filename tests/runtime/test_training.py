@@ -12,6 +12,7 @@ import flashtune
 from flashtune.core.errors import KernelError, ProblemError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
+from flashtune.dispatch import pair_decision
 from flashtune.runtime import call_cache
 from tests.runtime.training_calls import Make, backward_record, close, gradients, leaves, quiet, right
 from tests.support.machine import Machine, tuned
@@ -103,6 +104,22 @@ def test_compile_traces_operators_of_the_backend_of_both_passes(
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
     assert (machine.launches, machine.backward_launches, machine.kernels) == (0, 0, [])
+
+
+@quiet
+def test_compile_leaves_masks_to_kernels(
+    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_decision, "is_untrusted", lambda *_: True)
+    machine.usual = "sdpa-efficient"
+    mask = torch.ones(problem.batch, 1, problem.seqlen_q, problem.seqlen_kv, dtype=torch.bool)
+    torch._dynamo.reset()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashtune.attention(q, k, v, attn_mask=mask, causal=True).sum()
+
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves(problem))
+    assert machine.launches == 1
 
 
 @quiet
