@@ -60,7 +60,8 @@ class Prepared:
         if checked(call_key, read_call, call) != self._key:
             raise ProblemError(
                 "these tensors differ from the planned ones in shape, strides, alignment, dtype, device, "
-                "grad or which are given: plan again with tensors like these"
+                "grad or which are given, or torch's setting of tf32 or determinism changed: plan again with "
+                "tensors like these"
             )
         if is_tracing() or dispatch_modes():
             return attend(call)

@@ -48,7 +48,7 @@ Kernel = Callable[..., Any]
 _refused: dict[str, set[tuple[object, ...]]] = {}
 # The executors of calls that are served, likewise.
 _served: dict[str, dict[tuple[object, ...], Served]] = {}
-# What passes calls on in this context.
+# The reasons to pass calls on in this context.
 _pauses: ContextVar[tuple[Pause, ...]] = ContextVar("flashtune_pauses", default=())
 # Bound once, because each call uses it.
 pauses_here = _pauses.get
@@ -278,7 +278,7 @@ def disabled() -> Iterator[None]:
 
 
 def begin_pause(owner: object = None, frame: FrameType | None = None) -> Pause:
-    """Begins to pass on the calls of this context, and returns what `end_pause` ends."""
+    """Begins to pass on the calls of this context, and returns the pause, which `end_pause` ends."""
     pause = Pause(owner, frame)
     _pauses.set((*_active_pauses(), pause))
     return pause

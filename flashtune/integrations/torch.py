@@ -321,7 +321,7 @@ class PausingHooks:
             self.pauses.append(begin_pause(self, sys._getframe(1)))
 
     def end(self, *_: object) -> None:
-        """Ends what the last `begin` of this context began, unless the hooks were removed since."""
+        """Ends the last pause that `begin` began in this context, unless the hooks were removed since."""
         pause = None if torch.compiler.is_compiling() else last_pause(self)
         if pause is not None:
             self.pauses.remove(pause)

@@ -184,7 +184,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor | None) -> Form | None:
-        """Returns those of a tensor."""
+        """Returns the properties of a tensor."""
         if tensor is None:
             return None
         is_aligned = tensor.data_ptr() % POINTER_ALIGNMENT == 0
@@ -192,9 +192,9 @@ class Form(NamedTuple):
 
 
 def restored(tensor: Tensor | None, form: Form | None) -> Tensor | None:
-    """Returns what a hook made of a saved tensor, with the type and on the device of before.
+    """Returns a saved tensor, which a hook may have replaced, with its earlier type and device.
 
-    It has the strides of before or is contiguous. Kernels are bound to either.
+    It has its earlier strides or is contiguous. Kernels are bound to either.
 
     Raises:
         ProblemError: The shape is another.

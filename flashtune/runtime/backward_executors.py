@@ -200,9 +200,9 @@ class BoundBackward:
         if dout.stride() != usual:
             # A contiguous tensor may have unusual strides in dimensions of size 1.
             return q, k, v, out, dout.clone(memory_format=torch.contiguous_format)
-        given = q, k, v, out
-        copies = tuple(map(_with_padded_rows, given))
-        if all(one.stride() == other.stride() for one, other in zip(given, copies, strict=True)):
+        originals = q, k, v, out
+        copies = tuple(map(_with_padded_rows, originals))
+        if [tensor.stride() for tensor in copies] == [tensor.stride() for tensor in originals]:
             raise KernelError(
                 "tensors that were saved for the backward pass came back with strides that its kernel cannot "
                 "address: let hooks of saved tensors keep their strides"

@@ -205,8 +205,9 @@ def in_words(backend: Backend) -> str:
 
 
 def baseline_executor(backend: Backend, request: Request) -> Executor:
-    """Returns an executor by SDPA or by the unfused computation."""
+    """Returns an executor by SDPA, which gets no features here, or by the unfused computation."""
     problem = request.problem
+    assert backend is Backend.UNFUSED or not problem.features, "SDPA would ignore them"
     default_scale, layout = request.default_scale, request.layout
 
     def run_sdpa(
