@@ -57,7 +57,12 @@ def prepare_pair(
     if decisions[1].backend is Backend.SDPA and request.problem.features:
         with torch.no_grad():
             executor = masked_sdpa_executor(request, q, k, v, side)
-        return executor or baseline_executor(Backend.UNFUSED, request)
+        if executor is not None:
+            return executor
+        decisions = (
+            msgspec.structs.replace(decisions[0], backend=Backend.GENERATED),
+            msgspec.structs.replace(decisions[1], backend=Backend.GENERATED),
+        )
     if not decisions[1].generated:
         return baseline_of_pair(decisions[1], request)
 

@@ -13,7 +13,7 @@ from flashtune.core.errors import KernelError, ProblemError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
 from flashtune.dispatch import pair_decision
-from flashtune.runtime import call_cache
+from flashtune.runtime import call_cache, prepare_training
 from tests.runtime.training_calls import Make, backward_record, close, gradients, leaves, quiet, right
 from tests.support.machine import Machine, tuned
 
@@ -107,18 +107,21 @@ def test_compile_traces_operators_of_the_backend_of_both_passes(
 
 
 @quiet
-def test_compile_leaves_masks_to_kernels(
-    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_kernels_compute_masks_that_sdpa_refuses_or_compilers_trace(
+    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
 ) -> None:
     monkeypatch.setattr(pair_decision, "is_untrusted", lambda *_: True)
+    monkeypatch.setattr(prepare_training, "masked_sdpa_executor", lambda *_: None)
     machine.usual = "sdpa-efficient"
     mask = torch.ones(problem.batch, 1, problem.seqlen_q, problem.seqlen_kv, dtype=torch.bool)
     torch._dynamo.reset()
 
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flashtune.attention(q, k, v, attn_mask=mask, causal=True).sum()
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashtune.attention(q, k, v, attn_mask=mask, causal=True)
 
-    torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves(problem))
+    attend = torch.compile(attend, backend="aot_eager", fullgraph=True) if is_compiled else attend
+    attend(*leaves(problem))
     assert machine.launches == 1
 
 
