@@ -51,7 +51,7 @@ from flashtune.request.read_call import read_call
 from flashtune.runtime.background import Worker, beside_captures
 from flashtune.runtime.call_cache import call_key, is_negated
 from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, warn_of_failure
-from flashtune.runtime.prepare import forward_pass
+from flashtune.runtime.prepare import clearer_of, forward_pass
 from flashtune.runtime.prepare_training import backward_pass, paired
 from flashtune.runtime.value_checks import is_capturing, with_checks
 from flashtune.templates.family import unsupported_reason
@@ -453,6 +453,9 @@ def _chosen(key: BucketKey, known: Known | None) -> tuple[Choice, ...] | None:
         return None
     if any(is_untrusted(selection, request.problem) for selection in found):
         return None
+    if request.problem.total_q:
+        # Calls that bind another clearer need no compilation then.
+        clearer_of(request, request.problem.batch, target)
     return tuple(
         _loaded(selection, target, KernelKey(problem, needed, request.prefer, request.device))
         for selection, (problem, needed) in zip(found, passes, strict=True)

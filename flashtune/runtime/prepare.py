@@ -120,19 +120,19 @@ def forward_pass(
         extra = side_views(request.problem, side, tensors.k.shape[0]) if request.problem.features else side
         kernel, target, binary = choice
         launch = bind(kernel, target, tensors, extra, compiled=binary)
-        run = launcher(launch, request, q, _tail_clearer(request, side, target))
+        packed = side.cu_seqlens_q
+        clear = None if packed is None else clearer_of(request, packed.numel() - 1, target)
+        run = launcher(launch, request, q, clear)
         return with_copies(run, copied(request, q, k, v))
 
     return Pass(key, bound, lambda decision: functools.partial(interpreted, decision, request))
 
 
-def _tail_clearer(request: Request, side: ExtraInputs, target: Target) -> Callable[..., None] | None:
-    """Returns the function that clears rows after the last packed sequence, None without such sequences."""
-    if side.cu_seqlens_q is None:
-        return None
+def clearer_of(request: Request, sequences: int, target: Target) -> Callable[..., None]:
+    """Returns the function that clears rows after the last packed sequence. Its kernel is then loaded."""
     if request.device.type == "cpu":
         return clear_tail_on_cpu
     from flashtune.launch.packed_tail import tail_clearer
 
     out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
-    return tail_clearer(out, request.return_lse, side.cu_seqlens_q.numel() - 1, target, request.device)
+    return tail_clearer(out, request.return_lse, sequences, target, request.device)

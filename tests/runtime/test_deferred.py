@@ -20,7 +20,7 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Causal, Direction, Problem
 from flashtune.core.record import Record
 from flashtune.recording.recorder import read_counts, record_calls
-from flashtune.request.call import Call, dense_call
+from flashtune.request.call import Call, dense_call, varlen_call
 from flashtune.runtime import background, deferred
 from flashtune.runtime.background import Worker
 from flashtune.templates.registry import find_family
@@ -79,6 +79,21 @@ def test_the_replaced_operator_serves_unless_it_is_known_to_be_slower(
     assert kind is not None
     assert kind.is_refused
     assert not machine.kernels
+
+
+def test_the_worker_loads_the_kernel_that_clears_rows(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def loaded(*_: object) -> None:
+        threads.append(threading.current_thread().name)
+
+    monkeypatch.setattr(deferred, "clearer_of", loaded)
+    q, starts = torch.randn(40, 2, 64), torch.tensor([0, 10, 40], dtype=torch.int32)
+    deferred.ready(varlen_call(q, q, q, starts, starts, 30, 30), None)
+    deferred.wait()
+    assert threads == ["flashtune-prepare"]
 
 
 def test_tensors_with_their_sign_in_a_flag_are_passed_on(
