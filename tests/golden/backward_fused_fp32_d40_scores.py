@@ -6,7 +6,7 @@ With         bias, chunk, kv_lengths, prefix, softcap, gradient of the log-sum-e
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction atomics, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 9c0c980894d9
+Template     backward_fused b50fe3cff63f
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -199,9 +199,7 @@ def delta(
         cap_log2 = softcap * LOG2_E
         score_factor = scale / softcap
         # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
-        bias_base = (
-            bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
-        )
+        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
         bias_rows = ((bias_queries - tile * DELTA_ROWS) * stride_bias_s).to(tl.int32)
         running_max = tl.full([DELTA_ROWS], float("-inf"), tl.float32)
         running_sum = tl.zeros([DELTA_ROWS], tl.float32)

@@ -6,7 +6,7 @@ With         alibi, bias, chunk, kv_lengths, prefix, softcap, gradient of the lo
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split 075748351c33
+Template     backward_split bfb6e4998891
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -218,9 +218,7 @@ def delta(
         position_numbers = positions.to(tl.float32)
         key_numbers = key_offsets.to(tl.float32)
         # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
-        bias_base = (
-            bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
-        )
+        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
         bias_rows = ((bias_queries - tile * DELTA_ROWS) * stride_bias_s).to(tl.int32)
         running_max = tl.full([DELTA_ROWS], float("-inf"), tl.float32)
         running_sum = tl.zeros([DELTA_ROWS], tl.float32)
