@@ -137,7 +137,9 @@ def delta(
         bias_queries = tl.minimum(queries, seqlen_q - 1)
         score_scale = scale
         # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
-        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
+        bias_base = (
+            bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
+        )
         bias_rows = ((bias_queries - tile * DELTA_ROWS) * stride_bias_s).to(tl.int32)
         running_max = tl.full([DELTA_ROWS], float("-inf"), tl.float32)
         running_sum = tl.zeros([DELTA_ROWS], tl.float32)

@@ -218,7 +218,9 @@ def delta(
         position_numbers = positions.to(tl.float32)
         key_numbers = key_offsets.to(tl.float32)
         # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
-        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
+        bias_base = (
+            bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
+        )
         bias_rows = ((bias_queries - tile * DELTA_ROWS) * stride_bias_s).to(tl.int32)
         running_max = tl.full([DELTA_ROWS], float("-inf"), tl.float32)
         running_sum = tl.zeros([DELTA_ROWS], tl.float32)

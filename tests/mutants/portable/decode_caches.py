@@ -42,7 +42,7 @@ def packed(size: Size) -> tuple[Mutant, ...]:
         change("values begin one row late", "Weights meet the values behind their own.",
                "v + first_key.to", "v + (first_key + 1).to"),
         change("sequence of the tile before", "Sequences that begin by a tile are found a tile late.",
-               "begins <= tile", "begins < tile"),
+               "(begins <= tile) & (others < sequences)", "(begins < tile) & (others < sequences)"),
         change("tiles of tokens, not of rows", "Sequences are looked for as if each head had a tile.",
                begins, begins.removeprefix("* group_size ")),
         change("tiles of a sequence counted from a row too far",
