@@ -6,7 +6,7 @@ With         bias, chunk, kv_lengths, prefix, softcap, gradient of the log-sum-e
 Config       block_m 32, block_n 32, 4 warps, 1 stages, reduction atomics, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_fused 9c0c980894d9
+Template     backward_fused b50fe3cff63f
 
   delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:

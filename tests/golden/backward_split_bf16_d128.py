@@ -358,7 +358,9 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
-    for name, tensor in (*large,):
+    for name, tensor in [
+        *large,
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16

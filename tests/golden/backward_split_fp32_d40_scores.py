@@ -6,7 +6,7 @@ With         alibi, bias, chunk, kv_lengths, prefix, softcap, gradient of the lo
 Config       block_m 32, block_n 32, 4 warps, 1 stages; for dq block_m 32, block_n 32, 4 warps, 1 stages;
              split_masked_loop True, split_head_dim False, lpt False, heads_innermost True, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     backward_split 075748351c33
+Template     backward_split bfb6e4998891
 
   delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
   backward_split:        for each block of keys, in parallel:

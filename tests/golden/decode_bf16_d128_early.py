@@ -5,7 +5,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 Config       block_m 16, block_n 128, 4 warps, 3 stages, 16 splits,
              split_head_dim False, early_combine True, early_start True
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv ab9fecd92db8
+Template     decode_split_kv 01b9453b3b11
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -264,7 +264,9 @@ def attention(q, k, v, scale=None):
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]
-    for name, tensor in (*large,):
+    for name, tensor in [
+        *large,
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.bfloat16

@@ -5,7 +5,7 @@ Computes     fp32, head dim 40, value head dim 24, causal: none
 Config       block_m 32, block_n 32, 4 warps, 1 stages, 3 splits,
              split_head_dim False, early_combine False, early_start False
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     decode_split_kv ded6730c2573
+Template     decode_split_kv 01b9453b3b11
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are

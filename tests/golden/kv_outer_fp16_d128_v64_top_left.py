@@ -3,7 +3,7 @@
 Computes     fp16, head dim 128, value head dim 64, causal: top_left
 Config       block_m 64, block_n 64, 4 warps, 1 stages, split_head_dim False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_kv_outer f4933bfb94f8
+Template     forward_kv_outer 0e92b2a1f9d6
 
 Algorithm of a program, for a head
   running_max, running_sum, accumulator = -inf, 0, 0, of all rows, in global memory, float32
@@ -217,7 +217,9 @@ def attention(q, k, v, scale=None):
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]
-    for name, tensor in (*large,):
+    for name, tensor in [
+        *large,
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.float16

@@ -3,7 +3,7 @@
 Computes     fp32, head dim 40, value head dim 40, causal: bottom_right
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_head_dim False, maxnreg 0
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_kv_outer f4933bfb94f8
+Template     forward_kv_outer 0e92b2a1f9d6
 
 Algorithm of a program, for a head
   running_max, running_sum, accumulator = -inf, 0, 0, of all rows, in global memory, float32
@@ -46,11 +46,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def softmax_step(s, running_max, running_sum, scale_log2):
     """Returns p of a block of scores, the factor of earlier sums and outputs, the new row maxima and row sums."""
-    new_max = tl.maximum(running_max, tl.max(s, 1) * scale_log2)
+    new_max = tl.maximum(running_max, tl.max(s, 1))
     # A row that has seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * scale_log2 - shift[:, None])
-    rescale = tl.exp2(running_max - shift)
+    p = tl.exp2((s - shift[:, None]) * scale_log2)
+    rescale = tl.exp2((running_max - shift) * scale_log2)
     return p, rescale, new_max, running_sum * rescale + tl.sum(p, 1)
 
 
@@ -195,6 +195,7 @@ def forward_kv_outer(
             o_tile,
             mask=query_exists[:, None] & (columns_64 < VALUE_HEAD_DIM)[None, :],
         )
+        running_max *= scale_log2
         row_lse = (running_max + tl.log2(running_sum)) * LN_2
         tl.store(lse + first_row + queries, row_lse, mask=query_exists)
 
@@ -218,7 +219,9 @@ def attention(q, k, v, scale=None):
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]
-    for name, tensor in (*large,):
+    for name, tensor in [
+        *large,
+    ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     dtype = torch.float32

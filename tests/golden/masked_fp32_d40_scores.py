@@ -6,7 +6,7 @@ With         alibi, bias, chunk, softcap
 Config       block_m 32, block_n 32, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 1, 64-bit offsets
-Template     forward_masked ff55a20137e7
+Template     forward_masked 00ca0d3b6c37
 
 Algorithm of a program, for a tile of queries
   n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask

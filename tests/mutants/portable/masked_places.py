@@ -51,7 +51,7 @@ def packed(size: Size) -> tuple[Mutant, ...]:
         change("queries of the next sequence written", "A sequence has a query more than it has.",
                "query_exists = queries < seqlen_q", "query_exists = queries <= seqlen_q"),
         change("sequence of the tile before", "Sequences that begin by a tile are found a tile late.",
-               "begins <= tile", "begins < tile"),
+               "(begins <= tile) & (others < sequences)", "(begins < tile) & (others < sequences)"),
         change("tiles of a sequence counted from a row too far",
                "A sequence that begins in a tile begins in the next.",
                "tile -= first_row // BLOCK_M", "tile -= tl.cdiv(first_row, BLOCK_M)"),
