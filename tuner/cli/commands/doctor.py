@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.core.errors import printable
+from flashtune.core.machine import TARGET_VARIABLE
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
-    TARGET_VARIABLE,
     complete_targets,
     database_option,
     json_option,
