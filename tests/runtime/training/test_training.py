@@ -13,7 +13,15 @@ from flashtune.core.errors import KernelError, ProblemError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
 from flashtune.runtime import call_cache
-from tests.runtime.training_calls import Make, backward_record, close, gradients, leaves, quiet, right
+from tests.runtime.training.training_calls import (
+    Make,
+    backward_record,
+    close,
+    gradients,
+    leaves,
+    quiet,
+    right,
+)
 from tests.support.machine import Machine, tuned
 
 
