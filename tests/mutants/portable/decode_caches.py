@@ -28,7 +28,7 @@ def caches(size: Size) -> tuple[Mutant, ...]:
 
 def packed(size: Size) -> tuple[Mutant, ...]:
     """Tokens of sequences one behind the other, and the parts of their keys."""
-    begins = "* group_size // BLOCK + others"
+    begins = "mask=others < sequences, other=0) * group_size // BLOCK + others"
     count = "token_count = tl.load(cu_seqlens_q + sequences)"
     changes = (
         change("tokens one row late", "Queries and parts are those of the token behind.",
@@ -44,7 +44,7 @@ def packed(size: Size) -> tuple[Mutant, ...]:
         change("sequence of the tile before", "Sequences that begin by a tile are found a tile late.",
                "(begins <= tile) & (others < sequences)", "(begins < tile) & (others < sequences)"),
         change("tiles of tokens, not of rows", "Sequences are looked for as if each head had a tile.",
-               begins, begins.removeprefix("* group_size ")),
+               begins, begins.replace(" * group_size", "")),
         change("tiles of a sequence counted from a row too far",
                "A sequence that begins in a tile begins in the next.",
                "tile -= first_row * group_size // BLOCK_M",
