@@ -110,7 +110,7 @@ def test_version_table_with_other_columns(path: Path) -> None:
 
 
 def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="cannot be opened"):
+    with pytest.raises(StoreError, match="is not a file"):
         open_store(str(tmp_path))
 
 
