@@ -10,7 +10,7 @@ With         packed
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked f45485a2a7e4
+Template     forward_masked 00ca0d3b6c37
 
 Algorithm of a program, for a tile of queries
   n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask

@@ -8,7 +8,7 @@ Computes     bf16, head dim 256, value head dim 256, causal: bottom_right
 Config       block_m 128, block_n 64, 8 warps, 2 stages, descriptor loads, overlap_qk True, split_masked_loop False,
              split_head_dim False, lpt True, heads_innermost True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 6c5a21baf77e
+Template     forward_q_outer 7cd315f874ad
 
 Algorithm of a program, for a tile of queries
   running_max, running_sum, accumulator = -inf, 0, 0

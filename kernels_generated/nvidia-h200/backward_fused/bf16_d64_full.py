@@ -1,13 +1,13 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention_backward(q, k, v, out, lse, dout, scale)` runs it. Selected for:
-#   nvidia-h200  backward_bf16_d64_h16x16_b8_q1024_k1024_none_bias-additive  0.9515 ms measured
+#   nvidia-h200  backward_bf16_d64_h16x16_b8_q2048_k2048_none_dropout  1.7003 ms measured
 
 """Attention backward in one pass: a program keeps a block of keys and walks queries, for dk and dv, and adds its
 share of dq to sums in float32 that all blocks of keys share. Their order decides the last bits of dq: runs may differ.
 
 Computes     bf16, head dim 64, value head dim 64, causal: none
-With         bias
-Config       block_m 32, block_n 128, 8 warps, 2 stages, reduction copy_engine, split_masked_loop False,
+With         dropout
+Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
 Template     backward_fused b50fe3cff63f
@@ -34,9 +34,7 @@ Tunables
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
                                     and the gradients dq, dk, dv alike
-  workspace_0                       delta, float32 [batch, heads, seqlen_q]
-  workspace_1                       row_max and row_sum_log2, float32 [batch, heads, seqlen_q, 2]: the maximum of a row with
-                                    large scores and the logarithm of its sum, else lse and 0. A large lse is rounded
+  workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
   workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
                                     with a block of its own, so that no block reaches into another's rows
   workspace_3                       with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
@@ -51,19 +49,48 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_M = tl.constexpr(32)
+BLOCK_M = tl.constexpr(64)
 BLOCK_N = tl.constexpr(128)
 DELTA_ROWS = tl.constexpr(128)
-SUM_PIECE = tl.constexpr(2048)
-SUM_ROWS = tl.constexpr(32)
+SUM_PIECE = tl.constexpr(4096)
+SUM_ROWS = tl.constexpr(64)
 HEAD_DIM = tl.constexpr(64)
 VALUE_HEAD_DIM = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Larger log-sum-exps have a rounding error that matters.
-LARGE = tl.constexpr(1024.0)
-SUMMED_KEYS = tl.constexpr(32)
 # Triton's interpreter has no reductions by the copy engine: there atomics do the same.
 COPY_ENGINE = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def scrambled(word):
+    """A permutation of 32 bits of which each bit hangs on all: lowbias32 (Wellons, 2018)."""
+    word ^= word >> 16
+    word *= 0x7FEB352D
+    word ^= word >> 15
+    word *= 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def random_rows(seed, head_number, queries):
+    """Two words of random state for each row; rows and heads are counted over all batches."""
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    head_number = head_number.to(tl.uint32)
+    queries = queries.to(tl.uint32)
+    first = scrambled(scrambled(scrambled(low) ^ high) ^ head_number)
+    second = scrambled(scrambled(scrambled(low ^ 0x9E3779B9) ^ high) ^ head_number)
+    return scrambled(first ^ queries), scrambled(second ^ queries)
+
+
+@triton.jit
+def stays(row_first, row_second, keys, dropout):
+    """Whether weights stay: all arguments but the last are broadcast to the shape of the weights."""
+    word = row_first + keys.to(tl.uint32) * 0x9E3779B9
+    product = word.to(tl.uint64) * 0xED5AD4BB
+    word = (product >> 32).to(tl.uint32) ^ product.to(tl.uint32) ^ row_second
+    fallen_words = tl.full([1, 1], dropout, tl.float32) * 4294967296.0
+    return word * 0xAC4C1B51 >= fallen_words.to(tl.uint32)
 
 
 @triton.jit
@@ -74,10 +101,8 @@ def delta(
     workspace_0,
     workspace_1,
     workspace_2,
-    q,
-    k,
-    bias,
-    scale,
+    workspace_3,
+    seed,
     stride_ob,
     stride_oh,
     stride_os,
@@ -87,17 +112,6 @@ def delta(
     heads,
     seqlen_q,
     sum_pieces,
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_s,
-    group_size,
-    seqlen_kv,
 ):
     # What others add up begins at zero.
     piece_numbers = tl.arange(0, SUM_PIECE)
@@ -130,53 +144,12 @@ def delta(
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     rows = batch_head.to(tl.int64) * seqlen_q + queries
     tl.store(workspace_0 + rows, row_delta, mask=query_exists)
-    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0)
-    row_max = tl.where(row_lse == float("-inf"), 0.0, row_lse)
-    row_sum_log2 = tl.where(row_lse == float("-inf"), float("inf"), 0.0)
-    is_large = tl.abs(row_max) > LARGE
-    if tl.max(is_large.to(tl.int32), 0) != 0:
-        sequence = batch
-        k_base = k + batch * stride_kb + head // group_size * stride_kh
-        q_base = q + batch * stride_qb + head * stride_qh
-        columns_64 = tl.arange(0, 64)
-        # [DELTA_ROWS, 64]
-        q_tile = tl.load(
-            q_base + queries[:, None] * stride_qs + columns_64[None, :],
-            mask=query_exists[:, None],
-            other=0.0,
-        )
-        key_offsets = tl.arange(0, SUMMED_KEYS)
-        bias_queries = tl.minimum(queries, seqlen_q - 1)
-        score_scale = scale
-        # Offsets of a bias over all pairs exceed 2^31. Offsets within a tile do not.
-        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h + tile * DELTA_ROWS * stride_bias_s
-        bias_rows = ((bias_queries - tile * DELTA_ROWS) * stride_bias_s).to(tl.int32)
-        running_max = tl.full([DELTA_ROWS], float("-inf"), tl.float32)
-        running_sum = tl.zeros([DELTA_ROWS], tl.float32)
-        for start in tl.range(0, seqlen_kv, SUMMED_KEYS):
-            keys = start + key_offsets
-            # [SUMMED_KEYS, 64]
-            k_tile = tl.load(
-                k_base + keys[:, None] * stride_ks + columns_64[None, :],
-                mask=(keys < seqlen_kv)[:, None],
-                other=0.0,
-            )
-            s = tl.dot(q_tile, k_tile.T)
-            bias_at = bias_base + (bias_rows[:, None] + keys[None, :])
-            bias_tile = tl.load(bias_at, mask=(keys < seqlen_kv)[None, :], other=0.0)
-            # In natural units, where sums are rounded as in unfused attention.
-            s = s * score_scale + bias_tile.to(tl.float32)
-            visible = (keys < seqlen_kv)[None, :]
-            s = tl.where(visible, s, float("-inf"))
-            new_max = tl.maximum(running_max, tl.max(s, 1))
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = tl.exp2((s - shift[:, None]) * LOG2_E)
-            running_sum = running_sum * tl.exp2((running_max - shift) * LOG2_E) + tl.sum(p, 1)
-            running_max = new_max
-        row_max = tl.where(is_large, running_max, row_max)
-        row_sum_log2 = tl.where(is_large, tl.log2(running_sum), row_sum_log2)
-    tl.store(workspace_1 + rows * 2, row_max, mask=query_exists)
-    tl.store(workspace_1 + rows * 2 + 1, row_sum_log2, mask=query_exists)
+    row_lse = tl.load(lse + rows, mask=query_exists, other=0.0) * LOG2_E
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    tl.store(workspace_1 + rows, row_lse, mask=query_exists)
+    row_first, row_second = random_rows(tl.load(seed), batch_head, queries)
+    tl.store(workspace_3 + rows * 2, row_first.to(tl.float32, bitcast=True), mask=query_exists)
+    tl.store(workspace_3 + rows * 2 + 1, row_second.to(tl.float32, bitcast=True), mask=query_exists)
 
 
 @triton.jit
@@ -188,11 +161,11 @@ def backward_fused(
     workspace_0,
     workspace_1,
     workspace_2,
+    workspace_3,
     dk,
     dv,
-    dbias,
-    bias,
     scale,
+    dropout,
     stride_qb,
     stride_qh,
     stride_qs,
@@ -211,9 +184,6 @@ def backward_fused(
     stride_dvb,
     stride_dvh,
     stride_dvs,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_s,
     heads,
     group_size,
     seqlen_q,
@@ -253,24 +223,73 @@ def backward_fused(
         other=0.0,
     )
     dv_sum = tl.zeros([BLOCK_N, 64], tl.float32)
-    score_scale = scale
-    # Offsets of a bias over all pairs pass 2^31 soon, those within a tile do not.
-    bias_rows = (query_offsets * stride_bias_s).to(tl.int32)
-    bias_keys = tl.minimum(keys, seqlen_kv - 1)
-    dbias_rows = query_offsets * seqlen_kv
+    scale_log2 = scale * LOG2_E
+    kept_factor = 1.0 / (1.0 - dropout)
+    # Of a constant the compiler would make a choice among 16-bit numbers, which takes longer.
+    nothing = dropout * 0.0
     m_max = seqlen_q
+    m_full_max = seqlen_q
+    m_full_max = tl.maximum(m_full_max, 0) // BLOCK_M * BLOCK_M
+    # The last block of keys is masked throughout: nothing of what is not there may get into dq.
+    m_full_max = tl.where(key_begin + BLOCK_N <= seqlen_kv, m_full_max, 0)
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
-    partial_blocks = tl.cdiv(tl.maximum(m_max, 0), BLOCK_M)
-    for index in tl.range(0, group_size * partial_blocks):
+    full_blocks = m_full_max // BLOCK_M
+    for index in tl.range(0, group_size * full_blocks):
         # Before the loop is entered the first division may be made, whatever its divisor is.
-        member = index // tl.maximum(partial_blocks, 1)
-        block = index - member * partial_blocks
+        member = index // tl.maximum(full_blocks, 1)
+        block = index - member * full_blocks
         start = block * BLOCK_M
         head = kv_head * group_size + member
         q_base = q + sequence * stride_qb + head * stride_qh
         dout_base = dout + sequence * stride_dob + head * stride_doh
         row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
-        bias_base = bias + sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h
+        queries = start + query_offsets
+        # [BLOCK_M, 64]
+        q_tile = tl.load(
+            q_base + queries[:, None] * stride_qs + columns_64[None, :],
+        )
+        row_lse = tl.load(workspace_1 + row_base + queries)
+        words_at = workspace_3 + (row_base + queries) * 2
+        row_first = tl.load(words_at).to(tl.uint32, bitcast=True)
+        row_second = tl.load(words_at + 1).to(tl.uint32, bitcast=True)
+        # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
+        s = tl.dot(k_tile, q_tile.T)
+        p = tl.exp2(s * scale_log2 - row_lse[None, :])
+        staying = stays(row_first[None, :], row_second[None, :], keys[:, None], dropout)
+        p_kept = tl.where(staying, p, nothing)
+        p_low = p_kept.to(q.dtype.element_ty)
+        # [BLOCK_M, 64]
+        dout_tile = tl.load(
+            dout_base + queries[:, None] * stride_dos + columns_64[None, :],
+        )
+        dv_sum = tl.dot(p_low, dout_tile, dv_sum)
+        dp = tl.dot(v_tile, dout_tile.T)
+        # Loaded late: every thread holds those of many queries.
+        row_delta = tl.load(workspace_0 + row_base + queries)
+        # The score of what is dropped has a gradient all the same.
+        ds = p_kept * (dp * kept_factor) - p * row_delta[None, :]
+        ds_low = ds.to(q.dtype.element_ty)
+        dk_sum = tl.dot(ds_low, q_tile, dk_sum)
+        sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
+        # [BLOCK_M, 64]
+        dq_tile = tl.dot(ds_low.T, k_tile)
+        if COPY_ENGINE:
+            dq_sums.atomic_add([sum_block * BLOCK_M, 0], dq_tile)
+        else:
+            sums_base = workspace_2 + sum_block.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+            sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
+            tl.atomic_add(sums_at, dq_tile, sem="relaxed")
+    # The last block, where queries are missing.
+    partial_blocks = tl.cdiv(tl.maximum(m_max - m_full_max, 0), BLOCK_M)
+    for index in tl.range(0, group_size * partial_blocks):
+        # Before the loop is entered the first division may be made, whatever its divisor is.
+        member = index // tl.maximum(partial_blocks, 1)
+        block = index - member * partial_blocks
+        start = m_full_max + block * BLOCK_M
+        head = kv_head * group_size + member
+        q_base = q + sequence * stride_qb + head * stride_qh
+        dout_base = dout + sequence * stride_dob + head * stride_doh
+        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
         queries = start + query_offsets
         query_exists = queries < seqlen_q
         # [BLOCK_M, 64]
@@ -279,18 +298,18 @@ def backward_fused(
             mask=query_exists[:, None],
             other=0.0,
         )
-        row_max = tl.load(workspace_1 + (row_base + queries) * 2, mask=query_exists, other=0.0)
-        row_sum_log2 = tl.load(workspace_1 + (row_base + queries) * 2 + 1, mask=query_exists, other=float("inf"))
-        # [BLOCK_N, BLOCK_M]
-        bias_at = bias_base + start.to(tl.int64) * stride_bias_s + (bias_rows[None, :] + bias_keys[:, None])
+        row_lse = tl.load(workspace_1 + row_base + queries, mask=query_exists, other=float("inf"))
+        words_at = workspace_3 + (row_base + queries) * 2
+        row_first = tl.load(words_at, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
+        row_second = tl.load(words_at + 1, mask=query_exists, other=0.0).to(tl.uint32, bitcast=True)
         # Scores and all that is made of them are [BLOCK_N, BLOCK_M].
         s = tl.dot(k_tile, q_tile.T)
-        bias_tile = tl.load(bias_at, mask=query_exists[None, :], other=0.0)
-        s = s * score_scale + bias_tile.to(tl.float32)
-        p = tl.exp2((s - row_max[None, :]) * LOG2_E - row_sum_log2[None, :])
+        p = tl.exp2(s * scale_log2 - row_lse[None, :])
         # The rows of k of missing keys are zeros, but their probabilities may be infinite.
         p = tl.where(key_exists[:, None], p, 0.0)
-        p_low = p.to(q.dtype.element_ty)
+        staying = stays(row_first[None, :], row_second[None, :], keys[:, None], dropout)
+        p_kept = tl.where(staying, p, nothing)
+        p_low = p_kept.to(q.dtype.element_ty)
         # [BLOCK_M, 64]
         dout_tile = tl.load(
             dout_base + queries[:, None] * stride_dos + columns_64[None, :],
@@ -301,9 +320,8 @@ def backward_fused(
         dp = tl.dot(v_tile, dout_tile.T)
         # Loaded late: every thread holds those of many queries.
         row_delta = tl.load(workspace_0 + row_base + queries, mask=query_exists, other=0.0)
-        ds = p * (dp - row_delta[None, :])
-        dbias_at = dbias + (row_base + start) * seqlen_kv + (dbias_rows[None, :] + keys[:, None])
-        tl.store(dbias_at, ds.to(q.dtype.element_ty), mask=query_exists[None, :] & (keys < seqlen_kv)[:, None])
+        # The score of what is dropped has a gradient all the same.
+        ds = p_kept * (dp * kept_factor) - p * row_delta[None, :]
         ds_low = ds.to(q.dtype.element_ty)
         dk_sum = tl.dot(ds_low, q_tile, dk_sum)
         sum_block = (sequence * heads + head) * tl.cdiv(seqlen_q, BLOCK_M) + start // BLOCK_M
@@ -316,24 +334,13 @@ def backward_fused(
             sums_at = sums_base + query_offsets[:, None] * HEAD_DIM + columns_64[None, :]
             tl.atomic_add(sums_at, dq_tile, sem="relaxed")
 
-    # Queries that see none of the keys add nothing to the gradients of their bias.
-    m_end = tl.cdiv(tl.maximum(m_max, 0), BLOCK_M) * BLOCK_M
-    for member in tl.range(0, group_size):
-        head = kv_head * group_size + member
-        row_base = (sequence * heads + head).to(tl.int64) * seqlen_q
-        for start in tl.range(m_end, seqlen_q, BLOCK_M):
-            query_exists = start + query_offsets < seqlen_q
-            dbias_at = dbias + (row_base + start) * seqlen_kv + (dbias_rows[None, :] + keys[:, None])
-            zeros = tl.zeros([BLOCK_N, BLOCK_M], dbias.dtype.element_ty)
-            tl.store(dbias_at, zeros, mask=query_exists[None, :] & (keys < seqlen_kv)[:, None])
-
     dk_tile = (dk_sum * scale).to(dk.dtype.element_ty)
     tl.store(
         dk_base + keys[:, None] * stride_dks + columns_64[None, :],
         dk_tile,
         mask=key_exists[:, None],
     )
-    dv_tile = dv_sum.to(dv.dtype.element_ty)
+    dv_tile = (dv_sum * kept_factor).to(dv.dtype.element_ty)
     tl.store(
         dv_base + keys[:, None] * stride_dvs + columns_64[None, :],
         dv_tile,
@@ -375,43 +382,36 @@ def convert_sums(
         )
 
 
-def prologue_plan(q, k, v, out, dout, dq, dk, dv, bias):
+def prologue_plan(q, k, v, out, dout, dq, dk, dv, seed):
     """Grid of `delta`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     strides = [tensor.stride(axis) for tensor in (out, dout) for axis in (0, 1, 2)]
-    blocks = triton.cdiv(seqlen_q, 32) * heads * batch
+    blocks = triton.cdiv(seqlen_q, 64) * heads * batch
     pieces = blocks * 1
     grid = (triton.cdiv(seqlen_q, 128) * heads * batch,)
-    scores = [tensor.stride(axis) for tensor in (q, k) for axis in (0, 1, 2)]
-    scores += [bias.stride(0), bias.stride(1), bias.stride(2), heads // k.shape[1], k.shape[2]]
-    return grid, (*strides, heads, seqlen_q, pieces, *scores)
+    return grid, (*strides, heads, seqlen_q, pieces)
 
 
-def launch_plan(q, k, v, out, dout, dq, dk, dv, bias):
+def launch_plan(q, k, v, out, dout, dq, dk, dv, seed):
     """Grid of the kernel, shapes of float32 workspaces, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
-    blocks = triton.cdiv(seqlen_q, 32) * heads * batch
+    blocks = triton.cdiv(seqlen_q, 64) * heads * batch
     grid = (triton.cdiv(seqlen_kv, 128) * kv_heads * batch,)
     strides = [tensor.stride(axis) for tensor in (q, k, v, dout, dk, dv) for axis in (0, 1, 2)]
-    strides += [
-        bias.stride(0),
-        bias.stride(1),
-        bias.stride(2),
-    ]
     rows = (batch, heads, seqlen_q)
-    return grid, (rows, (*rows, 2), (blocks, 32, 64)), (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
+    return grid, (rows, rows, (blocks, 64, 64), (*rows, 2)), (*strides, heads, heads // kv_heads, seqlen_q, seqlen_kv)
 
 
-def epilogue_plan(q, k, v, out, dout, dq, dk, dv, bias):
+def epilogue_plan(q, k, v, out, dout, dq, dk, dv, seed):
     """Grid of `convert_sums`, and its integers."""
     batch, heads, seqlen_q, _ = q.shape
-    blocks = triton.cdiv(seqlen_q, 32) * heads * batch
+    blocks = triton.cdiv(seqlen_q, 64) * heads * batch
     strides = [dq.stride(axis) for axis in (0, 1, 2)]
     return (blocks,), (*strides, heads, seqlen_q)
 
 
-def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
+def attention_backward(q, k, v, out, lse, dout, scale=None, *, seed, dropout):
     """Returns dq, dk, dv, and the gradients of an additive bias and of ALiBi's slopes if the kernel writes them.
 
     q, k, v, out, dout are [batch, heads, seqlen, head_dim] with a contiguous last dimension. lse is the log-sum-exp
@@ -423,7 +423,6 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]
     for name, tensor in [
         *large,
-        ("bias", bias),
     ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
@@ -449,7 +448,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
         ("out", out, dtype, (*rows, 64)),
         ("dout", dout, dtype, (*rows, 64)),
         ("lse", lse, torch.float32, rows),
-        ("bias", bias, dtype, (*rows, *k.shape[2:3])),
+        ("seed", seed, torch.int64, (1,)),
     ):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
@@ -473,37 +472,32 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
         span = 1024 * tensor.stride(2) + sum((tensor.shape[i] - 1) * tensor.stride(i) for i in range(4))
         if span >= 2**31:
             raise ValueError(f"{name} spans {span} elements, expected fewer than 2**31")
-    # Offsets within a batch have 32 bits.
-    span = sum((bias.shape[i] - 1) * bias.stride(i) for i in (1, 2, 3)) + 1024 * (bias.stride(2) + 1)
-    if span >= 2**31:
-        raise ValueError(f"bias spans {span} elements in one batch, expected fewer than 2**31")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     negative = scale < 0
     if negative:
         q, scale = -q, -scale
     scale = max(scale, 1e-30)
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    dbias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device)
     if q.numel() == 0 or k.numel() == 0:
-        return dq, dk, dv, dbias
+        return dq, dk, dv
     # Tensor descriptors are made on the device, in scratch memory that Triton asks for.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
-    planned = (q, k, v, out, dout, dq, dk, dv, bias)
+    planned = (q, k, v, out, dout, dq, dk, dv, seed)
     grid, shapes, integers = launch_plan(*planned)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     first_grid, first_integers = prologue_plan(*planned)
     last_grid, last_integers = epilogue_plan(*planned)
     # Only the prologue reads the seed.
-    inputs = [bias, scale]
+    inputs = [scale, dropout]
     delta[first_grid](
         *(out, dout, lse, *workspaces),
-        *(q, k, bias, scale),
+        seed,
         *first_integers,
         num_warps=4,
         num_stages=1,
     )
     backward_fused[grid](
-        *(q, k, v, dout, *workspaces, dk, dv, dbias),
+        *(q, k, v, dout, *workspaces, dk, dv),
         *inputs,
         *integers,
         num_warps=8,
@@ -516,4 +510,4 @@ def attention_backward(q, k, v, out, lse, dout, scale=None, *, bias):
         num_warps=4,
         num_stages=1,
     )
-    return -dq if negative else dq, dk, dv, dbias
+    return -dq if negative else dq, dk, dv

@@ -1,16 +1,16 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h32x8_b1_q16384_k16384_bottom_right  2.0223 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b24_q8192_k8192_bottom_right_packed32768  0.9721 ms measured
 
 """Attention forward on Hopper, in Gluon: a producer warp copies tiles, consumer groups of four warps compute.
 
-Computes     bf16, head dim 64, value head dim 64, causal: bottom_right, varlen: False, dropout: False
+Computes     bf16, head dim 64, value head dim 64, causal: bottom_right, varlen: True, dropout: False
 Window       -1 keys to the left, -1 to the right; -1 is no bound
 Features     softcap: False, ALiBi: False, sinks: False, lengths: False, prefix: False, chunk: 0, first tokens: 0
 Config       num_consumer_groups 3, rows_per_group 64, block_n 128, num_stages 2, q_stages 2,
              split_epilogue False, ping_pong True, defer_pv_wait False, conditional_rescale True,
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
-             lpt True, serpentine True, balanced_grid False
+             lpt True, serpentine False, balanced_grid False
 Assumes      addresses and strides that are multiples of 16 bytes
 Template     forward_hopper b5849cbc5e67
 
@@ -43,7 +43,6 @@ Tunables
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -75,6 +74,8 @@ GROUP_POSITIONS = gl.constexpr(64)
 TILE_POSITIONS = gl.constexpr(192)
 HEAD_DIM = gl.constexpr(64)
 VALUE_HEAD_DIM = gl.constexpr(64)
+# Coordinate that marks the end of a sequence: see `descriptors`.
+FAR = gl.constexpr(2**30)
 # Keys that a query sees to the right of its diagonal.
 RIGHT = gl.constexpr(0)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -193,21 +194,23 @@ class Tile:
     """A tile of queries: its number within the sequence, KV head, first query head, and the sequence."""
 
     m_block: gl.tensor
-    batch: gl.tensor
     kv_head: gl.tensor
     head: gl.tensor
+    q_start: gl.tensor
     seqlen_q: gl.tensor
+    kv_start: gl.tensor
     seqlen_kv: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
-        self, m_block, batch, kv_head, head, seqlen_q, seqlen_kv
+        self, m_block, kv_head, head, q_start, seqlen_q, kv_start, seqlen_kv
     ):
         self.m_block = m_block
-        self.batch = batch
         self.kv_head = kv_head
         self.head = head
+        self.q_start = q_start
         self.seqlen_q = seqlen_q
+        self.kv_start = kv_start
         self.seqlen_kv = seqlen_kv
 
 
@@ -227,13 +230,16 @@ class TileScheduler:
     packs_per_kv: gl.tensor
     kv_heads: gl.tensor
     group_size: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_kv: gl.tensor
+    cu_seqlens_q: gl.tensor
+    cu_seqlens_kv: gl.tensor
+    sequences: gl.tensor
+    steps: gl.tensor
+    tokens: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
-        self, total, m_blocks, heads_per_swizzle, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q,
-        seqlen_kv
+        self, total, m_blocks, heads_per_swizzle, all_packs, packs, packs_per_kv, kv_heads, group_size,
+        cu_seqlens_q, cu_seqlens_kv, sequences, steps, tokens
     ):
         self.total = total
         self.m_blocks = m_blocks
@@ -243,16 +249,15 @@ class TileScheduler:
         self.packs_per_kv = packs_per_kv
         self.kv_heads = kv_heads
         self.group_size = group_size
-        self.seqlen_q = seqlen_q
-        self.seqlen_kv = seqlen_kv
+        self.cu_seqlens_q = cu_seqlens_q
+        self.cu_seqlens_kv = cu_seqlens_kv
+        self.sequences = sequences
+        self.steps = steps
+        self.tokens = tokens
 
     @gluon.jit
     def locate(self, index, num_programs):
         """Returns the number of the index-th tile within its sequence, the sequence, KV head and first head."""
-        # Every second full round is reversed, so that a program with a long tile gets a short one.
-        turn = index // num_programs
-        is_reversed = (turn % 2 == 1) & ((turn + 1) * num_programs <= self.total)
-        index = gl.where(is_reversed, (2 * turn + 1) * num_programs - 1 - index, index)
         first_pack = index // (self.heads_per_swizzle * self.m_blocks) * self.heads_per_swizzle
         within = index % (self.heads_per_swizzle * self.m_blocks)
         width = gl.minimum(self.heads_per_swizzle, self.all_packs - first_pack)
@@ -265,9 +270,33 @@ class TileScheduler:
         return m_block, batch, kv_head, pack % self.packs % self.packs_per_kv * PACK
 
     @gluon.jit
-    def get_tile(self, index, num_programs):
-        m_block, batch, kv_head, head = self.locate(index, num_programs)
-        return Tile(m_block, batch, kv_head, head, self.seqlen_q, self.seqlen_kv)
+    def next_tile(self, index, num_programs):
+        """Returns the first tile from the index-th on that has queries, and its index; `total` after the last one.
+
+        Sequence b owns the indices of tiles from cu_seqlens_q[b] // TILE_POSITIONS + b on. These are enough for any
+        start of the sequence, so that tiles of earlier sequences need not be counted. Unused ones are skipped.
+        """
+        m_block, kv_head, head = 0, 0, 0
+        sequence, q_start, seqlen_q = 0, 0, 0
+        searching = index < self.total
+        while searching:
+            place, _, kv_head, head = self.locate(index, num_programs)
+            sequence, end = 0, self.sequences
+            for _ in range(self.steps):
+                middle = (sequence + end) // 2
+                begun = gl.load(self.cu_seqlens_q + middle) // TILE_POSITIONS + middle <= place
+                sequence = gl.where(begun, middle, sequence)
+                end = gl.where(begun, end, middle)
+            q_start = gl.load(self.cu_seqlens_q + sequence)
+            seqlen_q = gl.load(self.cu_seqlens_q + sequence + 1) - q_start
+            m_block = place - sequence - q_start // TILE_POSITIONS
+            is_empty = m_block * TILE_POSITIONS >= seqlen_q
+            searching = is_empty & (index + num_programs < self.total)
+            index = gl.where(is_empty, index + num_programs, index)
+        kv_start = gl.load(self.cu_seqlens_kv + sequence)
+        seqlen_kv = gl.load(self.cu_seqlens_kv + sequence + 1) - kv_start
+        first_head = kv_head * self.packs_per_kv + head
+        return index, Tile(m_block, kv_head, first_head, q_start, seqlen_q, kv_start, seqlen_kv)
 
 
 @gluon.jit
@@ -362,7 +391,7 @@ def store_output(GROUP: gl.constexpr, o_tiles, o_descs, tile, m_start, factor, a
     o_tiles[0].index(GROUP).reshape([GROUP_M, 64]).store(o)
     fence_async_shared()
     copy_out(
-        o_descs[0], [tile.batch, tile.kv_head, tile.head, m_start, 0], o_tiles[0].index(GROUP)
+        o_descs[0], [FAR, tile.q_start + tile.seqlen_q, tile.head, FAR - tile.seqlen_q + m_start, 0], o_tiles[0].index(GROUP)
     )
 
 
@@ -373,8 +402,8 @@ def produce(q_descs, k_descs, v_descs, q, k, v, scheduler):
     q_state = start_pipeline(1)
     k_state = start_pipeline(1)
     v_state = start_pipeline(1)
-    tile = scheduler.get_tile(gl.program_id(0), num_programs)
-    for index in range(gl.program_id(0), scheduler.total, num_programs):
+    index, tile = scheduler.next_tile(gl.program_id(0), num_programs)
+    while index < scheduler.total:
         n_last = get_n_block_max(tile, tile.m_block * TILE_POSITIONS, TILE_POSITIONS) - 1
         # Blocks before the last one.
         n_further = n_last
@@ -383,12 +412,11 @@ def produce(q_descs, k_descs, v_descs, q, k, v, scheduler):
             mbarrier.expect(q.full.index(q.slot(q_state, group)), 8192)
             position = tile.m_block * TILE_POSITIONS + group * GROUP_POSITIONS
             copy_in(
-                q_descs[0], [tile.batch, tile.kv_head, tile.head, position, 0],
+                q_descs[0], [FAR, tile.q_start + tile.seqlen_q, tile.head, FAR - tile.seqlen_q + position, 0],
                 q.full.index(q.slot(q_state, group)), q.tiles[0].index(q.slot(q_state, group))
             )
         q_state = q.advance(q_state)
         this = tile
-        tile = scheduler.get_tile(gl.minimum(index + num_programs, scheduler.total - 1), num_programs)
         # Consumers read the values of a block after the keys of the next one.
         for step in range(n_further + 2):
             if step <= n_further:
@@ -396,7 +424,7 @@ def produce(q_descs, k_descs, v_descs, q, k, v, scheduler):
                 k.wait_empty(k_state)
                 mbarrier.expect(k.full.index(k_state.stage), 16384)
                 copy_in(
-                    k_descs[0], [this.batch, this.kv_head, key, 0],
+                    k_descs[0], [FAR, this.kv_start + this.seqlen_kv, this.kv_head, FAR - this.seqlen_kv + key, 0],
                     k.full.index(k_state.stage), k.tiles[0].index(k_state.stage)
                 )
                 k_state = k.advance(k_state)
@@ -405,10 +433,11 @@ def produce(q_descs, k_descs, v_descs, q, k, v, scheduler):
                 v.wait_empty(v_state)
                 mbarrier.expect(v.full.index(v_state.stage), 16384)
                 copy_in(
-                    v_descs[0], [this.batch, this.kv_head, key, 0],
+                    v_descs[0], [FAR, this.kv_start + this.seqlen_kv, this.kv_head, FAR - this.seqlen_kv + key, 0],
                     v.full.index(v_state.stage), v.tiles[0].index(v_state.stage)
                 )
                 v_state = v.advance(v_state)
+        index, tile = scheduler.next_tile(index + num_programs, num_programs)
 
 @gluon.jit
 def start_tile(GROUP: gl.constexpr, tile, pipelines, states, no_scores, passed, more):
@@ -445,10 +474,10 @@ def consume(GROUP: gl.constexpr, q, k, v, outputs, scale_log2, scheduler):
     if GROUP == GROUPS - 1:
         signal_named_barrier(GROUP)
 
-    tile = scheduler.get_tile(gl.program_id(0), num_programs)
+    index, tile = scheduler.next_tile(gl.program_id(0), num_programs)
     states = q_state, k_state, v_state
-    m_start, n_last, s, k_state, v_state = start_tile(GROUP, tile, (q, k, v), states, no_scores, 0, True)
-    for index in range(gl.program_id(0), scheduler.total, num_programs):
+    m_start, n_last, s, k_state, v_state = start_tile(GROUP, tile, (q, k, v), states, no_scores, 0, index < scheduler.total)
+    while index < scheduler.total:
         this, this_m_start = tile, m_start
         positions = m_start + row_offsets % GROUP_POSITIONS
         s_scale_log2 = scale_log2
@@ -500,8 +529,8 @@ def consume(GROUP: gl.constexpr, q, k, v, outputs, scale_log2, scheduler):
         v.wait_full(v_state)
         accumulator = issue_pv(p, v, v_state, accumulator)
         # The next tile is located during the last product: divisions take long.
-        more = index + num_programs < scheduler.total
-        tile = scheduler.get_tile(gl.where(more, index + num_programs, index), num_programs)
+        index, tile = scheduler.next_tile(index + num_programs, num_programs)
+        more = index < scheduler.total
         accumulator = warpgroup_mma_wait(0, deps=[accumulator])
         v_state = v.release(v_state)
         states = q_state, k_state, v_state
@@ -523,22 +552,24 @@ def forward_hopper(
     v_desc,
     o_desc,
     lse,
+    cu_seqlens_q,
+    cu_seqlens_kv,
     scale,
     heads,
     group_size,
-    all_heads,
-    seqlen_q,
-    seqlen_kv,
+    tokens,
     heads_per_swizzle,
+    sequences,
+    steps,
 ):
     q_tiles = gl.allocate_shared_memory(
         ELEMENT, [Q_STAGES * GROUPS, 1, 1, PACK, GROUP_POSITIONS, 64], gl.NVMMASharedLayout(128, 16, 5)
     )
     k_tiles = gl.allocate_shared_memory(
-        ELEMENT, [STAGES, 1, 1, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 4)
+        ELEMENT, [STAGES, 1, 1, 1, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 5)
     )
     v_tiles = gl.allocate_shared_memory(
-        ELEMENT, [STAGES, 1, 1, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 4)
+        ELEMENT, [STAGES, 1, 1, 1, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 5)
     )
     o_tiles = gl.allocate_shared_memory(
         OUT_ELEMENT, [GROUPS, 1, 1, PACK, GROUP_POSITIONS, 64], gl.NVMMASharedLayout(128, 16, 5)
@@ -567,13 +598,14 @@ def forward_hopper(
     # Heads of a pack beyond their group are read as zeros and not written.
     packs_per_kv = (group_size + PACK - 1) // PACK
     packs = kv_heads * packs_per_kv
-    all_packs = all_heads // heads * packs
-    m_blocks = (seqlen_q + TILE_POSITIONS - 1) // TILE_POSITIONS
+    all_packs = packs
+    # An upper bound of the number of tiles, which does not depend on the lengths of the sequences.
+    m_blocks = tokens // TILE_POSITIONS + sequences
     total = m_blocks * all_packs
     scale_log2 = scale * LOG2_E
     scheduler = TileScheduler(
-        total, m_blocks, heads_per_swizzle, all_packs, packs, packs_per_kv, kv_heads, group_size, seqlen_q,
-        seqlen_kv
+        total, m_blocks, heads_per_swizzle, all_packs, packs, packs_per_kv, kv_heads, group_size,
+        cu_seqlens_q, cu_seqlens_kv, sequences, steps, tokens
     )
     q_descs, k_descs = (q_desc,), (k_desc,)
     v_descs, o_descs = (v_desc,), (o_desc,)
@@ -592,55 +624,63 @@ def forward_hopper(
 
 def descriptors(q, k, v, out):
     """Returns the TMA descriptors of each tensor. Reads past its ends give zeros; writes there do nothing."""
-    kv_heads = k.shape[1]
 
-    def by_groups(tensor):
-        """Shape and strides with query heads as [kv_heads, group_size]."""
-        batch, heads, seqlen, width = tensor.shape
-        of_batch, of_head, of_position, _ = tensor.stride()
-        group_size = heads // kv_heads
-        shape = [batch, kv_heads, group_size, seqlen, width]
-        return shape, [of_batch, of_head * group_size, of_head, of_position, 1]
+    def by_sequences(tensor):
+        """Shape and strides under which the rows of any sequence end where it does.
+
+        Row r of a sequence of n rows from s on has the coordinates (FAR, s + n, head, FAR - n + r), so that
+        from r = n on it lies outside. FAR steps of the first stride and of that of rows are a multiple of
+        2^64 together: addresses wrap around, and what is left is s + r steps of a row.
+        """
+        _, heads, _, width = tensor.shape
+        of_head, of_row = tensor.stride()[1:3]
+        beyond = 2**31 - 2**16
+        return [beyond, beyond, heads, 2**30, width], [2**34 - of_row, of_row, of_head, of_row, 1]
 
     return (
         (
             TensorDescriptor(
-                q, *by_groups(q), [1, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 5)
+                q, *by_sequences(q), [1, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
         (
             TensorDescriptor(
-                k, [*k.shape], [*k.stride()[:3], 1], [1, 1, 128, 64], gl.NVMMASharedLayout(128, 16, 4)
+                k, *by_sequences(k), [1, 1, 1, 128, 64], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
         (
             TensorDescriptor(
-                v, [*v.shape], [*v.stride()[:3], 1], [1, 1, 128, 64], gl.NVMMASharedLayout(128, 16, 4)
+                v, *by_sequences(v), [1, 1, 1, 128, 64], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
         (
             TensorDescriptor(
-                out, *by_groups(out), [1, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 5)
+                out, *by_sequences(out), [1, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 5)
             ),
         ),
     )
 
 
-def launch_plan(q, k, v, out):
+def launch_plan(q, k, v, out, cu_seqlens_q, cu_seqlens_kv):
     """Grid, shapes of float32 workspaces, and the kernel's arguments from `heads` on."""
-    batch, heads, seqlen_q, _ = q.shape
-    kv_heads, seqlen_kv = k.shape[1], k.shape[2]
-    packs = batch * kv_heads * triton.cdiv(heads // kv_heads, 1)
-    tiles = triton.cdiv(seqlen_q, 192) * packs
+    _, heads, tokens, _ = q.shape
+    kv_heads, sequences = k.shape[1], cu_seqlens_q.shape[0] - 1
+    packs = heads
+    tiles = (tokens // 192 + sequences) * packs
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
     grid = (min(tiles, multiprocessors),)
     heads_per_swizzle = packs
     workspaces = ()
-    return grid, workspaces, (heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, heads_per_swizzle)
+    # Steps of a search that halves the sequences until one is left.
+    steps = (sequences - 1).bit_length()
+    return grid, workspaces, (heads, heads // kv_heads, tokens, heads_per_swizzle, sequences, steps)
 
 
-def attention(q, k, v, scale=None):
+def attention(q, k, v, scale=None, *, cu_seqlens_q, cu_seqlens_kv):
     """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
+
+    Sequences lie one behind the other in one batch: sequence b has the queries from cu_seqlens_q[b] to
+    cu_seqlens_q[b + 1] and the keys from cu_seqlens_kv[b] to cu_seqlens_kv[b + 1], both int32 [batch + 1].
 
     Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
     [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
@@ -649,6 +689,7 @@ def attention(q, k, v, scale=None):
     large = [("q", q), ("k", k), ("v", v)]
     for name, tensor in [
         *large,
+        ("cu_seqlens_q", cu_seqlens_q),
     ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
@@ -658,15 +699,17 @@ def attention(q, k, v, scale=None):
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
     heads, seqlen_q = q.shape[1:3]
     kv_heads = k.shape[1]
-    batch = q.shape[0]
+    batch = max(cu_seqlens_q.numel() - 1, 0)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    rows = (batch, heads, seqlen_q)
-    keys = (batch, kv_heads, k.shape[2])
+    rows = (1, heads, seqlen_q)
+    keys = (1, kv_heads, k.shape[2])
     for name, tensor, expected, shape in (
         ("q", q, dtype, (*rows, 64)),
         ("k", k, dtype, (*keys, 64)),
         ("v", v, dtype, (*keys, 64)),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,)),
+        ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (batch + 1,)),
     ):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
@@ -693,7 +736,7 @@ def attention(q, k, v, scale=None):
     lse = None
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
-    grid, _, integers = launch_plan(q, k, v, out)
+    grid, _, integers = launch_plan(q, k, v, out, cu_seqlens_q, cu_seqlens_kv)
     tensors = (q, k, v, out)
     for parameter in forward_hopper.params[-len(integers) :]:
         # By default Triton makes an integer of 1 a constant, but fields of aggregates are tensors. A decorator would
@@ -702,6 +745,8 @@ def attention(q, k, v, scale=None):
     forward_hopper[grid](
         *(descriptor for parts in descriptors(*tensors) for descriptor in parts),
         out if lse is None else lse,
+        cu_seqlens_q,
+        cu_seqlens_kv,
         max(scale, 1e-30),
         *integers,
         num_warps=4,

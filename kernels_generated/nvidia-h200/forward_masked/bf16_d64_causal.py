@@ -1,16 +1,16 @@
 # A stand-alone kernel by flashtune 0.1.0; it needs torch and triton alone.
 # `attention(q, k, v, scale)` runs it. Selected for:
-#   nvidia-h200  forward_bf16_d64_h64x8_b1_q8192_k8192_bottom_right_sinks  1.2304 ms measured
+#   nvidia-h200  forward_bf16_d64_h32x8_b24_q8192_k8192_bottom_right_packed32768  1.0560 ms measured
 
 """Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
 keeps a tile of queries and streams K and V.
 
 Computes     bf16, head dim 64, value head dim 64, causal: bottom_right
-With         sinks
+With         packed
 Config       block_m 64, block_n 64, 4 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt True, heads_innermost True, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked f45485a2a7e4
+Template     forward_masked 00ca0d3b6c37
 
 Algorithm of a program, for a tile of queries
   n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
@@ -50,6 +50,26 @@ HEAD_DIM = tl.constexpr(64)
 VALUE_HEAD_DIM = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+SEARCHED = tl.constexpr(256)
+
+
+@triton.jit
+def count_sequences(tile, cu_seqlens, sequences, BLOCK: tl.constexpr):
+    """Returns how many sequences begin by a tile. Sequence b's tiles begin at its first row // BLOCK + b."""
+    # Of many sequences, first some at equal steps, then those from the last of them that begins by the tile.
+    step = (sequences + SEARCHED - 1) // SEARCHED
+    others = step * tl.arange(0, SEARCHED)
+    begins = tl.load(cu_seqlens + others, mask=others < sequences, other=0) // BLOCK + others
+    begun = tl.sum(((begins <= tile) & (others < sequences)).to(tl.int32), 0)
+    if step > 1:
+        first = tl.maximum(begun - 1, 0) * step
+        end = tl.minimum(first + step, sequences)
+        begun = first
+        for start in tl.range(first, end, SEARCHED):
+            others = start + tl.arange(0, SEARCHED)
+            begins = tl.load(cu_seqlens + others, mask=others < end, other=0) // BLOCK + others
+            begun += tl.sum(((begins <= tile) & (others < end)).to(tl.int32), 0)
+    return begun
 
 
 @triton.jit
@@ -94,7 +114,8 @@ def forward_masked(
     v,
     out,
     lse,
-    sinks,
+    cu_seqlens_q,
+    cu_seqlens_kv,
     scale,
     stride_qb,
     stride_qh,
@@ -113,15 +134,23 @@ def forward_masked(
     all_heads,
     seqlen_q,
     seqlen_kv,
+    sequences,
 ):
     # Which tile of queries, of which head of which sequence.
-    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tiles = seqlen_q // BLOCK_M + sequences
     tile = tl.program_id(0) // all_heads
-    batch_head = tl.program_id(0) % all_heads
+    head = tl.program_id(0) % all_heads
     # The last tiles see the most keys: started first, they do not end last.
     tile = tiles - 1 - tile
-    sequence = batch_head // heads
-    head = batch_head % heads
+    begun = count_sequences(tile, cu_seqlens_q, sequences, BLOCK_M)
+    if begun == 0:
+        return
+    sequence = begun - 1
+    first_row = tl.load(cu_seqlens_q + sequence)
+    seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_row
+    tile -= first_row // BLOCK_M + sequence
+    if tile * BLOCK_M >= seqlen_q:
+        return
     kv_head = head // group_size
     first_query = tile * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
@@ -129,10 +158,12 @@ def forward_masked(
     key_offsets = tl.arange(0, BLOCK_N)
     columns_64 = tl.arange(0, 64)
 
-    q_base = q + sequence * stride_qb + head * stride_qh
-    o_base = out + sequence * stride_ob + head * stride_oh
-    k_base = k + sequence * stride_kb + kv_head * stride_kh
-    v_base = v + sequence * stride_vb + kv_head * stride_vh
+    q_base = q + first_row.to(tl.int64) * stride_qs + head * stride_qh
+    o_base = out + first_row.to(tl.int64) * stride_os + head * stride_oh
+    first_key = tl.load(cu_seqlens_kv + sequence)
+    seqlen_kv = tl.load(cu_seqlens_kv + sequence + 1) - first_key
+    k_base = k + first_key.to(tl.int64) * stride_ks + kv_head * stride_kh
+    v_base = v + first_key.to(tl.int64) * stride_vs + kv_head * stride_vh
     # [BLOCK_M, 64]
     q_tile = tl.load(
         q_base + queries[:, None] * stride_qs + columns_64[None, :],
@@ -148,7 +179,6 @@ def forward_masked(
     n_max, n_full_max = key_bounds(first_position, last_position, seqlen_kv)
 
     scale_log2 = scale * LOG2_E
-    sink_log2 = tl.load(sinks + head) * LOG2_E
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, 64], tl.float32)
@@ -189,34 +219,28 @@ def forward_masked(
         )
         accumulator = tl.dot(p_low, v_tile, accumulator * rescale[:, None])
 
-    # The sink is added last: next to a large sink, probabilities would underflow in low precision.
-    largest = tl.maximum(running_max, sink_log2)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    kept = tl.exp2(running_max - shift)
-    running_sum = running_sum * kept + tl.exp2(sink_log2 - shift)
-    running_max = largest
     # Without a visible key the output is zero, and the log-sum-exp is the sink or -inf.
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
-    o_tile = (accumulator * kept[:, None] / divisor[:, None]).to(out.dtype.element_ty)
+    o_tile = (accumulator / divisor[:, None]).to(out.dtype.element_ty)
     tl.store(
         o_base + queries[:, None] * stride_os + columns_64[None, :],
         o_tile,
         mask=query_exists[:, None],
     )
-    row_lse = (running_max + tl.log2(running_sum)) * LN_2
-    tl.store(lse + batch_head.to(tl.int64) * seqlen_q + queries, row_lse, mask=query_exists)
 
 
-def launch_plan(q, k, v, out, sinks):
+def launch_plan(q, k, v, out, cu_seqlens_q, cu_seqlens_kv):
     """Grid, shapes of float32 workspaces, and the kernel's arguments from `stride_qb` on."""
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1], k.shape[2]
-    grid = (triton.cdiv(seqlen_q, 64) * heads * batch,)
+    # Room for the tiles of each sequence, wherever the sequences begin.
+    sequences = cu_seqlens_q.shape[0] - 1
+    grid = ((seqlen_q // 64 + sequences) * heads,)
     strides = [tensor.stride(axis) for tensor in (q, k, v, out) for axis in (0, 1, 2)]
-    return grid, (), (*strides, heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv)
+    return grid, (), (*strides, heads, heads // kv_heads, heads * batch, seqlen_q, seqlen_kv, sequences)
 
 
-def attention(q, k, v, scale=None, *, sinks):
+def attention(q, k, v, scale=None, *, cu_seqlens_q, cu_seqlens_kv):
     """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
     q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
@@ -227,6 +251,7 @@ def attention(q, k, v, scale=None, *, sinks):
     large = [("q", q), ("k", k), ("v", v)]
     for name, tensor in [
         *large,
+        ("cu_seqlens_q", cu_seqlens_q),
     ]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
@@ -240,16 +265,17 @@ def attention(q, k, v, scale=None, *, sinks):
             raise ValueError(f"{name} has {tensor.ndim} dimensions, expected 4")
     heads, seqlen_q = q.shape[1:3]
     kv_heads = k.shape[1]
-    batch = q.shape[0]
+    batch = max(cu_seqlens_q.numel() - 1, 0)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, expected a divisor of the {heads} heads of q")
-    rows = (batch, heads, seqlen_q)
-    keys = (batch, kv_heads, k.shape[2])
+    rows = (1, heads, seqlen_q)
+    keys = (1, kv_heads, k.shape[2])
     for name, tensor, expected, shape in (
         ("q", q, dtype, (*rows, 64)),
         ("k", k, dtype, (*keys, 64)),
         ("v", v, dtype, (*keys, 64)),
-        ("sinks", sinks, torch.float32, (heads,)),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,)),
+        ("cu_seqlens_kv", cu_seqlens_kv, torch.int32, (batch + 1,)),
     ):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
@@ -274,11 +300,10 @@ def attention(q, k, v, scale=None, *, sinks):
     if scale < 0:
         q, scale = -q, -scale
     out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse = None
     if out.numel() == 0 or k.shape[2] == 0:
-        lse.copy_(sinks[:, None].expand_as(lse))
         return out.zero_(), lse
-    side = (sinks,)
+    side = (cu_seqlens_q, cu_seqlens_kv)
     grid, workspace_shapes, integers = launch_plan(q, k, v, out, *side)
     workspaces = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in workspace_shapes]
     forward_masked[grid](
