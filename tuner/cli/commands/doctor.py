@@ -91,6 +91,6 @@ def _shown_steps() -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]
 
 def _print(finding: Finding) -> None:
     level, advice = finding.level.value, f": {finding.advice}" if finding.advice else ""
-    line = f"{level:<4}  {finding.name:<16}  {printable(finding.said)}{advice}"
+    line = f"{level:<4}  {finding.name:<16}  {printable(finding.message)}{advice}"
     shown = folded(line, " " * 24)
     click.echo(click.style(level, fg=COLOURS[level]) + shown.removeprefix(level))
