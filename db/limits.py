@@ -86,8 +86,8 @@ def file_exists(path: Path) -> bool:
     """Returns whether the file of a database exists.
 
     Raises:
-        StoreError: The path cannot be looked up, or names neither a file nor a folder. SQLite would wait for
-            a named pipe forever.
+        StoreError: The path cannot be looked up, or is not that of a file. SQLite would wait for a named pipe
+            forever, and reports a folder as a failed disk.
     """
     try:
         mode = path.stat().st_mode
@@ -97,7 +97,7 @@ def file_exists(path: Path) -> bool:
         raise StoreError(
             f"{path} cannot be looked up ({error.strerror}): name another with --db or FLASHTUNE_DB"
         ) from error
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    if not stat.S_ISREG(mode):
         raise StoreError(
             f"{path} is not a file and holds no database: name another with --db or FLASHTUNE_DB"
         )

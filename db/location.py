@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
 
 from flashtune.core.errors import MachineError, StoreError, UsageError
-from flashtune.core.file_lock import lock_fault
+from flashtune.core.files import lock_fault
 from flashtune.core.machine import CONTROL_CODES, DATABASE_VARIABLE, cache_folder, user_path, variable
 
 SQLITE = "sqlite:///"

@@ -76,12 +76,13 @@ def insert_records(connection: Connection, records: list[Record], created_at: st
         TableError: A field is outside its bounds.
     """
     rows = [_columns(record, created_at) for record in records]
-    earlier = {_earlier_hash(row): row for row in rows}
+    earlier = [_earlier_hash(row) for row in rows]
     query = select(RECORDS.c.content_hash).where(RECORDS.c.content_hash.in_(earlier))
-    for content_hash in connection.scalars(query).all():
-        # The row was stored by an earlier version.
-        earlier[content_hash]["content_hash"] = content_hash
-    hashes = [str(row["content_hash"]) for row in rows]
+    known = set(connection.scalars(query))
+    hashes = [
+        content_hash if content_hash in known else str(row["content_hash"])
+        for content_hash, row in zip(earlier, rows, strict=True)
+    ]
     query = select(RECORDS.c.content_hash, RECORDS.c.id).where(RECORDS.c.content_hash.in_(hashes))
     known = {row.content_hash for row in connection.execute(query)}
     fresh = {

@@ -16,7 +16,7 @@ import msgspec
 
 from flashtune.core.earlier_names import present_measurement
 from flashtune.core.errors import TableError
-from flashtune.core.file_lock import read_bounded
+from flashtune.core.files import read_bounded
 from flashtune.core.record import Digest, Measurement, Record, ShortText, Versions
 from flashtune.core.target import TargetName, names_gpu
 from flashtune.db.codec import (

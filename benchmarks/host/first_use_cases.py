@@ -69,7 +69,7 @@ CASES = (
     Case("heads=16,seqlen=1024,head_dim=64,batch=4,bias=additive", fresh=True),
     Case("heads=16,seqlen=4096,head_dim=128,causal,block_mask=64"),
     Case("heads=64,kv_heads=8,seqlen=4096,head_dim=64,causal,sinks"),
-    Case("heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,total_q=4096,causal", fresh=True),
+    Case("heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,packed=4096,causal", fresh=True),
     Case("heads=16,seqlen=2048,head_dim=64,batch=4,causal,dropout", fresh=True),
     Case("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16,page_size=16", fresh=True),
     Case(
@@ -88,7 +88,7 @@ CASES = (
     Case("heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal,window=1023,backward", fresh=True),
     Case("heads=16,seqlen=1024,head_dim=64,batch=4,bias=additive,backward", fresh=True),
     Case(
-        "heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,total_q=4096,causal,dropout,backward",
+        "heads=16,kv_heads=4,seqlen=2048,head_dim=128,batch=4,packed=4096,causal,dropout,backward",
         fresh=True,
     ),
 )

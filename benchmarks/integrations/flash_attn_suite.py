@@ -40,7 +40,7 @@ import torch
 
 from benchmarks.saved import save
 from flashtune.core.errors import KernelError, UsageError
-from flashtune.core.file_lock import alone_with
+from flashtune.core.files import alone_with
 from flashtune.integrations.flash_attn import UnsupportedError, patch
 
 FILES = {

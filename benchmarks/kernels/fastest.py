@@ -1,6 +1,6 @@
 """Compares `flashtune.attention` with the fastest backend of torch's SDPA at every tuned forward shape.
 
-    python -m benchmarks.kernels.fastest               # all tuned shapes that SDPA computes
+    python -m benchmarks.kernels.fastest               # all tuned shapes that SDPA computes, without dropout
     python -m benchmarks.kernels.fastest --only bias   # those with a text in their keys
     python -m benchmarks.kernels.fastest --limit 20    # the first 20, calls with a bias or a mask first
     python -m benchmarks.kernels.fastest --untuned 24  # with 24 random shapes outside of the table

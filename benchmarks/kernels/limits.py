@@ -46,7 +46,7 @@ SHAPES = (
     f"{LONG},heads=8,head_dim=256",
     f"{DENSE},causal",
     f"{DENSE},causal,softcap",
-    f"{DENSE},causal,attention_chunk=2048",
+    f"{DENSE},causal,chunk=2048",
     f"{DENSE},bias=additive",
     "dtype=bf16,heads=32,head_dim=64,tokens=16384,seqlen=4096,bias=additive",
     f"{DENSE},bias=boolean",

@@ -39,7 +39,7 @@ DECODE = "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1"
 MLA = "dtype=bf16,heads=128,kv_heads=1,head_dim=576,value_head_dim=512,mla"
 LATENT = f"{MLA},seqlen_q=1,batch=64,seqlen_kv=4096"
 CAUSAL = "dtype=bf16,heads=16,head_dim=128,seqlen=16384,causal"
-PAGES = ("seqlens_k", "page_size=16", "page_size=64")
+PAGES = ("kv_lengths", "page_size=16", "page_size=64")
 CACHES = tuple(f"page_size=64,kv_dtype={dtype},kv_scale=head" for dtype in ("e4m3", "int8"))
 # The first shape of each group is the one that the others are compared with.
 GROUPS = (

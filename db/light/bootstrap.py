@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 from flashtune.core.errors import StoreError
-from flashtune.core.file_lock import alone_with
+from flashtune.core.files import alone_with
 from flashtune.db.errors import ELSEWHERE
 from flashtune.db.limits import FOREIGN, foreign_object
 from flashtune.db.location import describe, make_file

@@ -1,6 +1,6 @@
 """Sends the queries of end users' programs to a database server, through SQLAlchemy.
 
-A server has one second in total. One that fails is not asked again in this process.
+A reader waits for one second in total. A server that fails is not asked again in this process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Server:
             raise StoreError(*_failed[self._url].args)
         start = time.monotonic()
         try:
-            return within(self._seconds, self._url, run)
+            return within(max(self._seconds, 0.0), self._url, run)
         except StoreError as error:
             _failed[self._url] = error
             raise

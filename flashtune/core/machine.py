@@ -23,11 +23,12 @@ from typing import NamedTuple
 
 from flashtune.core.errors import MachineError, UsageError
 
-# Environment variables of users. Only this module reads them.
+# Environment variables of users. Only this module reads them, except the last one, which is an option's.
 DATABASE_VARIABLE = "FLASHTUNE_DB"
 CACHE_VARIABLE = "FLASHTUNE_CACHE_DIR"
 RECORD_VARIABLE = "FLASHTUNE_RECORD"
 CHECK_VARIABLE = "FLASHTUNE_CHECK"
+TARGET_VARIABLE = "FLASHTUNE_TARGET"
 CONTROL_CODES = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # Limits of Linux, less the endings and files that are added to a path.
 MAX_NAME_BYTES = 255 - 32
@@ -184,8 +185,12 @@ def temporary_folder() -> Path:
 
     Python passes over a full folder, which these programs still use.
     """
-    named = filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP")))
-    return next(filter(Path.is_dir, map(Path.absolute, map(Path, named))), Path(tempfile.gettempdir()))
+    for name in filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))):
+        with contextlib.suppress(OSError):  # a name that is too long, or relative to a deleted folder
+            folder = Path(name).absolute()
+            if folder.is_dir():
+                return folder
+    return Path(tempfile.gettempdir())
 
 
 class WrittenFolder(NamedTuple):
@@ -203,7 +208,7 @@ class WrittenFolder(NamedTuple):
 
 
 WRITTEN_FOLDERS = (
-    WrittenFolder("the kernel cache", lambda: cache_folder() / KERNELS, "FLASHTUNE_CACHE_DIR"),
+    WrittenFolder("the kernel cache", lambda: cache_folder() / KERNELS, CACHE_VARIABLE),
     WrittenFolder("the Triton cache", triton_folder, "TRITON_CACHE_DIR"),
     WrittenFolder("the temporary folder", temporary_folder, "TMPDIR"),
 )

@@ -13,7 +13,6 @@ import importlib.util
 import io
 import linecache
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.errors import KernelError, MachineError
-from flashtune.core.file_lock import read_own
+from flashtune.core.files import read_own, replace_file
 from flashtune.core.machine import KERNELS, cache_folder, machine_errors, unwritable
 
 if TYPE_CHECKING:
@@ -111,12 +110,8 @@ def _write_once(path: Path, source: str) -> None:
             return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            draft = Path(folder) / path.name
-            # A file that a group can write is not read again.
-            draft.touch(0o644)
-            draft.write_bytes(content)
-            draft.replace(path)
+        # A file that a group can write is not read again.
+        replace_file(path, content, 0o644)
     except OSError as error:
         where = f"the kernel cache {path.parent}"
         raise MachineError(unwritable(where, error, "set FLASHTUNE_CACHE_DIR")) from error

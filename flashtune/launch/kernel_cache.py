@@ -12,7 +12,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from flashtune.core.errors import KernelError
-from flashtune.core.file_lock import read_own
+from flashtune.core.files import read_own
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record
 from flashtune.launch.binding import Binary, compile_binary

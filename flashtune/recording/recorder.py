@@ -23,7 +23,7 @@ import msgspec
 
 from flashtune.core.earlier_names import present_call
 from flashtune.core.errors import UsageError
-from flashtune.core.file_lock import alone_with, read_bounded, replace_file
+from flashtune.core.files import alone_with, read_bounded, replace_file
 from flashtune.core.kernel import Specialization
 from flashtune.core.machine import RECORD_VARIABLE, user_path, variable
 from flashtune.core.notices import warn_once

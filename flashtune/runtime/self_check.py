@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashtune.core.errors import FlashtuneError, StoreError, UsageError
-from flashtune.core.file_lock import alone_with
+from flashtune.core.files import alone_with
 from flashtune.core.notices import warn_once
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import kernel_folder

@@ -81,10 +81,9 @@ def test_other_schema_versions_are_refused(file: Path, statement: str, message: 
         read(file)
 
 
-def test_empty_file_is_refused_until_upgraded(path: Path) -> None:
+def test_database_in_creation_has_no_selections(path: Path) -> None:
     path.touch()
-    with pytest.raises(StoreError, match="older schema: run `flashtune db upgrade --db "):
-        read(path)
+    assert read(path) == ()
 
 
 def test_file_that_is_not_a_database_is_refused(path: Path) -> None:

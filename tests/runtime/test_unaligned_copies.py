@@ -14,7 +14,7 @@ from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.dispatch import decision
-from tests.runtime.training_calls import backward_record, close, quiet
+from tests.runtime.training.training_calls import backward_record, close, quiet
 from tests.support.machine import Machine, expected, tuned
 
 

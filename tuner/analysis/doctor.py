@@ -41,13 +41,13 @@ class Finding(msgspec.Struct, frozen=True):
     Attributes:
         name: Subject of the check.
         level: Result.
-        said: The finding as text.
+        message: The finding as text.
         advice: The remedy; empty if none is needed.
     """
 
     name: str
     level: Level
-    said: str = msgspec.field(name="message")
+    message: str
     advice: str = ""
 
 

@@ -83,7 +83,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     `tuned_for` names the shape of the tuned config, if there is one. `ms` is the stored time of the selected
     kernel, if there is one. `compile_error` is the reason if there are no `resources`. `occupancy` follows
-    from them. `rivals` are ranked by time. `failures` counts the other stored candidates by outcome.
+    from them. `candidates` are ranked by time. `failures` counts the other stored candidates by outcome.
     """
 
     problem: Problem
@@ -100,7 +100,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     resources: Resources | None
     compile_error: str
     occupancy: Occupancy | None
-    rivals: tuple[Rival, ...] = msgspec.field(name="candidates")
+    candidates: tuple[Rival, ...]
     failures: dict[Outcome, int]
 
 
@@ -127,7 +127,7 @@ def explain(chosen: Chosen, records: tuple[Record, ...]) -> Explanation:
         resources=resources,
         compile_error=refusal,
         occupancy=occupancy(resources, options, target) if resources else None,
-        rivals=rank(records),
+        candidates=rank(records),
         failures=dict(Counter(record.outcome for record in records if record.outcome is not Outcome.OK)),
     )
 

@@ -20,7 +20,7 @@ CAUSAL = "dtype=bf16,heads=16,head_dim=128,tokens=16384,seqlen=4096|16384,causal
 MASKS = "dtype=bf16,heads=16,head_dim=128,batch=1,seqlen=4096"
 GPT_OSS = "dtype=bf16,heads=64,kv_heads=8,head_dim=64,tokens=16384,seqlen=4096|16384,causal,sinks"
 GQA = "dtype=bf16,heads=32,kv_heads=8,head_dim=128"
-PACKED = f"{GQA},batch=24,seqlen=8192,total_q=32768,causal"
+PACKED = f"{GQA},batch=24,seqlen=8192,packed=32768,causal"
 CHUNKED = f"{GQA},batch=16,seqlen_q=512,seqlen_kv=8192,causal=bottom_right"
 # Each entry is a shape as for --shape. Lengths vary fastest. Lengths of packed and paged sequences are powers
 # of two, to which calls round them.
@@ -56,7 +56,7 @@ GRIDS: dict[str, tuple[str, ...]] = {
         "dtype=bf16,heads=64,kv_heads=8,head_dim=128,seqlen_q=1,batch=128,seqlen_kv=4096,page_size=16",
     ),
     "features": (
-        *(f"{CAUSAL}{more}" for more in ("", ",window=1023", ",softcap", ",alibi", ",attention_chunk=2048")),
+        *(f"{CAUSAL}{more}" for more in ("", ",window=1023", ",softcap", ",alibi", ",chunk=2048")),
         f"{GPT_OSS},window=127",
         GPT_OSS,
         f"{MASKS},bias=additive|boolean",

@@ -68,7 +68,7 @@ Exit codes:
   0    success
   1    failure: a wrong kernel, an unreadable database, a failed check
   2    invalid command line, file or shape
-  130  interrupted; finished results are stored (129 by SIGHUP, 143 by SIGTERM)
+  130  interrupted; finished results are stored (SIGHUP 129, SIGTERM 143)
 """
 
 

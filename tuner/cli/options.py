@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import click
 
 from flashtune.core.errors import UsageError
+from flashtune.core.machine import TARGET_VARIABLE
 from flashtune.tuner.workloads.model_sizes import (
     DEFAULT_BATCH,
     DEFAULT_PAGE_SIZE,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 AnyCommand = Callable[..., Any]
 
-TARGET_VARIABLE = "FLASHTUNE_TARGET"
 
 # Lengths of a whole model's overview.
 LENGTHS = "1024..131072"

@@ -33,7 +33,7 @@ def _quotas(process: Path) -> Iterator[float]:
     groups = [line.split(":", 2) for line in lines.splitlines()]
     for mount in mounts.splitlines():
         fields, _, rest = mount.partition(" - ")
-        kind, _, options = rest.split()[:3]
+        kind, *_, options = rest.split()  # the source in between may be empty
         if kind == "cgroup2":
             paths = [path for _, controllers, path in groups if not controllers]
         elif kind == "cgroup" and "cpu" in options.split(","):

@@ -20,7 +20,7 @@ import torch
 import triton
 
 from flashtune.core.features.records import NUMBERS
-from flashtune.core.file_lock import read_bounded
+from flashtune.core.files import read_bounded
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.launch.tma_descriptors import typed
 from flashtune.launch.workspaces import allocate_workspace

@@ -16,7 +16,7 @@ import msgspec
 
 from flashtune.core.canonical_source import canonical_source
 from flashtune.core.errors import FlashtuneError, KernelError
-from flashtune.core.file_lock import read_bounded, read_own
+from flashtune.core.files import read_bounded, read_own
 from flashtune.core.kernel import Argument, Kernel, Step
 from flashtune.core.record import Record
 from flashtune.core.target import Target

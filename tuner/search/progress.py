@@ -118,7 +118,7 @@ def status_lines(progress: Progress) -> tuple[str, ...]:
     """Returns a line with the counts, and lines with the time and the config of the best kernel."""
     best = progress.best
     limit = f" of {progress.expected}" if progress.expected else ""
-    tried = f"{progress.tally.tried}{limit} tried: {counts(progress.tally)}"
+    tried = f"{progress.counts.tried}{limit} tried: {counts(progress.counts)}"
     if best is None or best.config is None:
         return (tried,)
     return (

@@ -112,7 +112,7 @@ class Progress(msgspec.Struct, frozen=True):
 
     Attributes:
         phase: The present phase.
-        tally: Counts of candidates so far.
+        counts: Counts of candidates so far.
         expected: Maximum number of trials; None without such a budget.
         best: The best record so far.
         seconds: Seconds since the start.
@@ -122,7 +122,7 @@ class Progress(msgspec.Struct, frozen=True):
 
     problem: Problem
     phase: Phase
-    tally: Tally = msgspec.field(name="counts")
+    counts: Tally
     expected: int | None
     best: Record | None
     seconds: float
@@ -140,11 +140,11 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
         provenance: Whether times were measured or predicted.
         stop: Why the search stopped.
         seconds: Wall-clock time.
-        tally: Counts of candidates.
+        counts: Counts of candidates.
         candidates: Size of the spaces.
         best: The chosen record; None if no candidate works.
         best_id: Its row in the database.
-        pinned: Whether it became the selection.
+        is_selected: Whether it became the selection.
         fallback: The fallback for tensors that the selection's family cannot address; None if it
             can address all.
         default: The record of the fastest default config, timed in the same finals if there were any.
@@ -156,11 +156,11 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     provenance: Provenance
     stop: Stop
     seconds: float
-    tally: Tally = msgspec.field(name="counts")
+    counts: Tally
     candidates: int
     best: Record | None
     best_id: int | None
-    pinned: bool = msgspec.field(name="is_selected")
+    is_selected: bool
     default: Record | None
     fallback: Record | None = None
     reasons: tuple[tuple[str, int], ...] = ()

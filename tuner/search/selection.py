@@ -75,11 +75,6 @@ def next_best(rows: Sequence[StoredRecord]) -> StoredRecord | None:
     )
     measured = [row for row in eligible if row.record.provenance is Provenance.MEASURED]
     offered = measured or eligible
-    newest = [row for row in offered if _makers(row.record) == _makers(offered[-1].record)]
+    newest = [row for row in offered if row.record.versions.builders == offered[-1].record.versions.builders]
     best = select(row.record for row in newest)
     return next((row for row in newest if row.record is best), None)
-
-
-def _makers(record: Record) -> tuple[str, str, str]:
-    """Returns the versions that must be equal for times to be compared."""
-    return record.versions.triton, record.versions.ptxas, record.versions.driver

@@ -30,7 +30,7 @@ def summary_lines(
         *_fallback(result),
         *_rivals(result),
         ("tried", _tried(result)),
-        *((("pruned", _pruned(result)),) if result.tally.pruned else ()),
+        *((("pruned", _pruned(result)),) if result.counts.pruned else ()),
         *(("failed", f"{count} x {reason}") for reason, count in result.reasons if not _is_pruning(reason)),
         ("stored", f"{place}, record {result.best_id}" if result.best_id else place),
     ]
@@ -63,7 +63,7 @@ def _best(result: SearchResult) -> Iterator[tuple[str, str]]:
         spills = f", {best.resources.spill_bytes} B spilled" if best.resources.spill_bytes else ""
         registers = best.resources.registers
         yield "", f"{sram:,} of {capacity:,} B of SRAM, {registers} registers a thread{spills}"
-    if not result.pinned:
+    if not result.is_selected:
         yield "", "not selected: what was selected before is faster, or was measured"
     if best.measurement and best.measurement.throttled:
         yield "", "the clock was held down while timing: compare within this run only"
@@ -106,7 +106,7 @@ def describe_time(record: Record) -> str:
 
 
 def _tried(result: SearchResult) -> str:
-    tally = result.tally
+    tally = result.counts
     right = tally.outcomes.get(Outcome.OK, 0)
     reused = f", {tally.reused} known from before" if tally.reused else ""
     return (
@@ -116,7 +116,7 @@ def _tried(result: SearchResult) -> str:
 
 
 def _pruned(result: SearchResult) -> str:
-    return f"{result.tally.pruned} more before compiling, for want of SRAM or tensor memory"
+    return f"{result.counts.pruned} more before compiling, for want of SRAM or tensor memory"
 
 
 def _is_pruning(reason: str) -> bool:

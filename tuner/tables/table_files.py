@@ -11,7 +11,7 @@ import msgspec
 
 from flashtune.core.config import Config
 from flashtune.core.errors import FlashtuneError, TableError
-from flashtune.core.file_lock import replace_file
+from flashtune.core.files import replace_file
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Provenance, Record
@@ -43,6 +43,7 @@ def unwatched(phase: str, done: int, total: int) -> None:
     """Reports no progress."""
 
 
+DEVICES = Path("/dev")
 # Number of records between two reports of progress.
 COUNTED = 50
 
@@ -210,14 +211,18 @@ def _quoted(text: str) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file with `replace_file`, and creates its folder.
+    """Writes a file with `replace_file`, and creates its folder. Pipes and devices are written to.
 
     Raises:
         FlashtuneError: The file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content)
+        # /dev/stdout is a link, and may lead to a regular file.
+        if path.exists() and (not path.is_file() or path.absolute().parent == DEVICES):
+            path.write_bytes(content)  # a folder raises
+        else:
+            replace_file(path, content)
     except OSError as error:
         raise FlashtuneError(f"cannot write {path}: {error.strerror}; choose another place") from error
 

@@ -64,7 +64,7 @@ class Result(msgspec.Struct, frozen=True):
     Attributes:
         problem: The problem's key.
         kernel: Digest of the kernel as rendered here; None if it cannot be rendered.
-        means: The method; `none` if it was not run here and has no valid receipt.
+        method: The method of the comparison; `none` if it was not run here and has no valid receipt.
         failed: Why it failed; empty if it passed.
         receipt: The record's receipt; None unless it is valid for this kernel.
     """
@@ -73,7 +73,7 @@ class Result(msgspec.Struct, frozen=True):
     target: str
     family: str
     kernel: str | None
-    means: CheckMethod
+    method: CheckMethod
     failed: str = ""
     receipt: Receipt | None = None
 
@@ -93,9 +93,9 @@ class Report(msgspec.Struct, frozen=True):
     missed: int = 0
     on_gpu: OnGpu = OnGpu()
 
-    def count(self, means: CheckMethod) -> int:
+    def count(self, method: CheckMethod) -> int:
         """Returns the number of results of a method, passed or failed."""
-        return sum(result.means is means for result in self.results)
+        return sum(result.method is method for result in self.results)
 
     @property
     def failures(self) -> tuple[Result, ...]:
@@ -194,10 +194,10 @@ def _subject(record: Record) -> Subject | str:
 
 
 def _result(
-    record: Record, kernel: Kernel | None, means: CheckMethod, failed: str, receipt: Receipt | None = None
+    record: Record, kernel: Kernel | None, method: CheckMethod, failed: str, receipt: Receipt | None = None
 ) -> Result:
     digest = kernel.digest if kernel else None
-    return Result(record.problem.key, record.target, record.family, digest, means, failed, receipt)
+    return Result(record.problem.key, record.target, record.family, digest, method, failed, receipt)
 
 
 def _by_receipt(subject: Subject, interpreted: str | None, same_triton: bool, allow_unproven: bool) -> Result:
@@ -206,17 +206,17 @@ def _by_receipt(subject: Subject, interpreted: str | None, same_triton: bool, al
     `interpreted` is the failure in the interpreter, empty if it passed, None if it cannot be interpreted.
     """
     record = subject.record
-    means = CheckMethod.RECEIPT if interpreted is None else CheckMethod.INTERPRETER
+    method = CheckMethod.RECEIPT if interpreted is None else CheckMethod.INTERPRETER
     if interpreted:
-        return _result(record, subject.kernel, means, interpreted)
+        return _result(record, subject.kernel, method, interpreted)
     missing = receipt_fault(record, subject.kernel.digest, same_triton)
     if not missing:
-        return _result(record, subject.kernel, means, "", receipt_of(record))
-    means = CheckMethod.NONE if interpreted is None else means
+        return _result(record, subject.kernel, method, "", receipt_of(record))
+    method = CheckMethod.NONE if interpreted is None else method
     # A predicted record needs no receipt: it has not run on a GPU, and dispatch treats it accordingly.
-    excused = record.provenance is Provenance.PREDICTED and means is CheckMethod.INTERPRETER
+    excused = record.provenance is Provenance.PREDICTED and method is CheckMethod.INTERPRETER
     excused = excused or (allow_unproven and never_verified(record))
-    return _result(record, subject.kernel, means, "" if excused else missing)
+    return _result(record, subject.kernel, method, "" if excused else missing)
 
 
 def _compile(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from flashtune.core.errors import UsageError
-from flashtune.core.file_lock import read_bounded
+from flashtune.core.files import read_bounded
 from flashtune.core.problem import Problem
 from flashtune.tuner.workloads.shape_values import Value, field_of, parse_values, shown
 from flashtune.tuner.workloads.shapes import expand, parse_shape

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
-from flashtune.core import file_lock
+from flashtune.core import files
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Record
 from flashtune.db.light.reader import open_reader
@@ -110,7 +110,7 @@ def test_version_table_with_other_columns(path: Path) -> None:
 
 
 def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="cannot be opened"):
+    with pytest.raises(StoreError, match="is not a file"):
         open_store(str(tmp_path))
 
 
@@ -229,7 +229,7 @@ def test_folder_without_file_locks(
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(file_lock, "_lock_faults", {})
+    monkeypatch.setattr(files, "_lock_faults", {})
     monkeypatch.setattr("fcntl.lockf", fail)
     monkeypatch.setattr("fcntl.flock", fail)
     with pytest.raises(StoreError, match="has no file locks"):

@@ -29,7 +29,7 @@ from flashtune.request.request import Prefer
 from flashtune.runtime.kernel_fallback import KernelKey, first_usable
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
-from tests.runtime.training_calls import backward_record
+from tests.runtime.training.training_calls import backward_record
 from tests.support.machine import Machine, inputs, tuned
 from tests.support.untuned import TARGET, shape
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, Timeout
 
-from flashtune.core.file_lock import alone_with
+from flashtune.core.files import alone_with
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from flashtune.core.file_lock import alone_with
+from flashtune.core.files import alone_with
 with alone_with(Path(sys.argv[1]), 5.0):
     print("held", flush=True)
     time.sleep(60.0)
@@ -26,7 +26,7 @@ with alone_with(Path(sys.argv[1]), 5.0):
 FORK = """
 import os, sys, time
 from pathlib import Path
-from flashtune.core.file_lock import alone_with
+from flashtune.core.files import alone_with
 with alone_with(Path(sys.argv[1]), 5.0):
     child = os.fork()
     if not child:

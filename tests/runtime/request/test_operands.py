@@ -20,7 +20,7 @@ from flashtune.runtime import backward_executors, prepare
 from flashtune.runtime.call_cache import forget_executors
 from flashtune.runtime.op_library import OPERANDS
 from tests.problems.features import paged, starts
-from tests.runtime.training_calls import quiet
+from tests.runtime.training.training_calls import quiet
 from tests.support.machine import Machine
 
 pytestmark = [quiet, pytest.mark.slow]

@@ -125,14 +125,14 @@ def test_import_error_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.import_module", absent)
     finding = library("torch", (2, 10), None)
     assert finding.level is Level.FAIL
-    assert "libcudart" in finding.said
+    assert "libcudart" in finding.message
 
 
 def test_a_gpu_is_compared_with_the_table() -> None:
     h100 = find_target("h100")
     assert gpu(0, h100).level is Level.OK
     slice_of_one = msgspec.structs.replace(h100, sm_count=60)
-    assert "sm_count 60 instead of 132" in gpu(0, slice_of_one).said
+    assert "sm_count 60 instead of 132" in gpu(0, slice_of_one).message
     assert gpu(0, msgspec.structs.replace(h100, name="nvidia-h800")).level is Level.WARN
 
 
@@ -173,7 +173,7 @@ def test_shipped_kernels_are_counted_as_in_dispatch(
     monkeypatch.setattr("flashtune.db.table.shipped_table", lambda name: table)
     found = shipped(find_target("h200"))
     assert found.level is (Level.WARN if left else Level.OK)
-    assert f"2 kernels, {f'{left} not' if left else 'all'} verified" in found.said
+    assert f"2 kernels, {f'{left} not' if left else 'all'} verified" in found.message
 
 
 def test_interpreter_requires_older_numpy_under_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:

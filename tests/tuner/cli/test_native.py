@@ -147,7 +147,7 @@ def test_native_kernels_are_verified_by_receipt_not_interpreter(
     )
     monkeypatch.setattr(verify_room, "_interpret", interpret)
     (result,) = verify_records([pair[0]], gpu=None).results
-    assert (result.means, result.failed) == (CheckMethod.RECEIPT, "")
+    assert (result.method, result.failed) == (CheckMethod.RECEIPT, "")
     assert seen == ["forward_native"]
     unproven = msgspec.structs.replace(pair[0], verdict=None)
     assert "no GPU ever verified it" in verify_records([unproven], gpu=None).results[0].failed

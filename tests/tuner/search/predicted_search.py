@@ -41,7 +41,7 @@ def main() -> None:
     )
     with open_store(sys.argv[1]) as store:
         result = run_search(request, store)
-    sys.stdout.write(f"{result.tally.reused} {result.tally.tried} {result.pinned}\n")
+    sys.stdout.write(f"{result.counts.reused} {result.counts.tried} {result.is_selected}\n")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_search_selects_verified_gradients_and_times_baselines(store: Store) -> 
     assert result.best.verdict.passed
     assert result.best.measurement is not None
     assert {"sdpa-flash", "unfused"} <= {peer.name for peer in result.best.measurement.peers}
-    assert result.pinned
+    assert result.is_selected
 
 
 def test_forward_pass_with_lse_can_be_searched(store: Store) -> None:

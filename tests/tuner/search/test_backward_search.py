@@ -75,8 +75,8 @@ def test_both_passes_of_a_shape_are_stored_separately(store: Store) -> None:
 def test_backward_search_resumes(store: Store) -> None:
     first = search(store, BACKWARD, trials=20)
     again = search(store, BACKWARD, trials=30)
-    assert again.tally.reused == first.tally.tried == 20
-    assert again.tally.tried == 30
+    assert again.counts.reused == first.counts.tried == 20
+    assert again.counts.tried == 30
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_backward_search_starts_with_configs_of_a_near_shape(store: Store) -> No
     seen = search(store, longer, trials=8)
     tried = [entry.record.config for entry in store.records(longer, H200.name)]
     assert near.best.config in tried
-    assert seen.tally.tried == 8
+    assert seen.counts.tried == 8
 
 
 @pytest.mark.slow

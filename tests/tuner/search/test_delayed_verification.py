@@ -54,7 +54,7 @@ def test_winner_that_fails_with_delays_is_replaced(
     assert result.best is not None
     assert result.best.config == second.config
     assert [entry.record for entry in store.selections()] == [result.best]
-    assert result.tally.outcomes == {Outcome.OK: SIZE - 1, failure.outcome: 1}
+    assert result.counts.outcomes == {Outcome.OK: SIZE - 1, failure.outcome: 1}
     assert heard[-1].phase is Phase.DONE
     assert heard[-1].best is not None
     assert heard[-1].best.config != first.config
@@ -92,7 +92,7 @@ def test_nothing_is_selected_if_all_fail_with_delays(store: Store) -> None:
     result = search(store, measurer)
     assert len(measurer.delayed) == len(set(measurer.delayed)) == SIZE
     assert result.best is None
-    assert not result.pinned
+    assert not result.is_selected
     assert store.selections() == []
 
 

@@ -53,7 +53,7 @@ def test_search_selects_a_verified_kernel_and_times_baselines(store: Store) -> N
     assert result.best.measurement is not None
     assert result.best.measurement.samples >= 20
     assert "sdpa-flash" in {peer.name for peer in result.best.measurement.peers}
-    assert result.pinned
+    assert result.is_selected
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_space_of_known_bad_configs_selects_no_wrong_kernel(store: Store, device
         spaces=((FAMILY, Space(QOuterConfig, axes)),),
     )
     result = run_search(request, store)
-    assert result.tally.tried > 0
+    assert result.counts.tried > 0
     accepted = [entry.record for entry in store.records() if entry.record.outcome is Outcome.OK]
     for record in accepted:
         assert record.config is not None

@@ -96,7 +96,7 @@ def test_search_of_the_portable_family_updates_the_fallback(native: Family, stor
     search(store, {native.name: 0.5}, trials=30)
     before = store.fallbacks()[0].record
     result, _ = search(store, {native.name: 0.5, PORTABLE: 0.9}, trials=60, families=(PORTABLE,))
-    assert not result.pinned
+    assert not result.is_selected
     assert chosen(store) == ([native.name], [PORTABLE])
     assert store.fallbacks()[0].record == result.fallback
     assert result.fallback is not None
@@ -108,7 +108,7 @@ def test_predictions_are_fallbacks_only_of_predictions(native: Family, store: St
     search(store, {native.name: 0.5}, trials=30)
     measured = chosen(store), store.fallbacks()[0].record
     result, _ = search(store, {}, measurer=Predictor())
-    assert not result.pinned
+    assert not result.is_selected
     assert result.fallback is None
     assert (chosen(store), store.fallbacks()[0].record) == measured
 

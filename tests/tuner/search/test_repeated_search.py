@@ -32,11 +32,11 @@ def test_repeated_search_resumes(store: Store) -> None:
     assert len(first.seen) == 10
     second = FakeMeasurer(by_tile)
     two = search(store, second)
-    assert two.tally.reused == 10
+    assert two.counts.reused == 10
     assert not set(first.seen) & set(second.seen)
     assert len(first.seen) + len(second.seen) == SIZE
     third = FakeMeasurer(by_tile)
-    assert search(store, third).tally.reused == SIZE
+    assert search(store, third).counts.reused == SIZE
     assert third.seen == []
 
 
@@ -74,7 +74,7 @@ def test_records_of_other_compiler_versions_are_measured_again(
     monkeypatch.setattr(warm_start, "current_versions", other)
     monkeypatch.setattr(trial_log, "current_versions", other)
     again = FakeMeasurer(by_tile)
-    assert search(store, again).tally.reused == 0
+    assert search(store, again).counts.reused == 0
     assert len(again.seen) == SIZE
 
 
@@ -117,10 +117,10 @@ def test_prediction_does_not_replace_a_measurement(store: Store, scope: Any) -> 
     search(store, FakeMeasurer(by_tile))
     (measured,) = store.selections()
     result = search(store, Predictor(), device=None)
-    assert not result.pinned
+    assert not result.is_selected
     assert store.selections() == [measured]
     # Nor the other way round: what was predicted does not count as done.
-    assert result.tally.reused == 0
+    assert result.counts.reused == 0
 
 
 def test_slower_family_searched_alone_does_not_replace_a_faster_one(store: Store) -> None:
@@ -129,12 +129,12 @@ def test_slower_family_searched_alone_does_not_replace_a_faster_one(store: Store
     other: dict[str, Any] = {"families": ("forward_kv_outer",), "spaces": (), "budget": Budget(3, None, None)}
     slower = search(store, FakeMeasurer(lambda candidate: right(50.0)), FakeCompiler(fits), **other)
     assert slower.best is not None
-    assert not slower.pinned
+    assert not slower.is_selected
     assert store.selections() == [fastest]
     faster = search(
         store, FakeMeasurer(lambda candidate: right(0.1)), FakeCompiler(fits), **other | {"budget": Budget(6)}
     )
-    assert faster.pinned
+    assert faster.is_selected
 
 
 def fits(candidate: Candidate) -> Compiled:
@@ -155,9 +155,9 @@ def test_failed_candidates_are_retried_on_request(store: Store) -> None:
     result = search(store, FakeMeasurer(by_tile), again, retry_failed=True)
     # What does not fit the GPU will not fit it next time.
     assert len(again.seen) == SIZE // 2
-    assert result.tally.reused == SIZE // 2
-    assert result.tally.outcomes == {Outcome.OK: SIZE // 2, Outcome.INFEASIBLE: SIZE // 2}
-    assert result.pinned
+    assert result.counts.reused == SIZE // 2
+    assert result.counts.outcomes == {Outcome.OK: SIZE // 2, Outcome.INFEASIBLE: SIZE // 2}
+    assert result.is_selected
     once_more = FakeCompiler()
     search(store, FakeMeasurer(by_tile), once_more, retry_failed=True)
     assert once_more.seen == []

@@ -34,7 +34,7 @@ def test_small_space_is_searched_completely(store: Store) -> None:
     measurer = FakeMeasurer(by_tile)
     result = search(store, measurer)
     assert result.stop is Stop.EXHAUSTED
-    assert result.tally.outcomes == {Outcome.OK: SIZE}
+    assert result.counts.outcomes == {Outcome.OK: SIZE}
     assert result.candidates == SIZE
     assert len(measurer.seen) == len(set(measurer.seen)) == SIZE
     assert result.best is not None
@@ -96,7 +96,7 @@ def test_failures_are_recorded_and_the_search_continues(store: Store) -> None:
         return by_tile(candidate)
 
     result = search(store, FakeMeasurer(run_some), FakeCompiler(compile_some))
-    assert result.tally.outcomes == {
+    assert result.counts.outcomes == {
         Outcome.INFEASIBLE: 6,
         Outcome.COMPILE_ERROR: 6,
         Outcome.WRONG_RESULT: 3,
@@ -127,7 +127,7 @@ def test_nothing_is_selected_if_all_fail(store: Store) -> None:
     measurer = FakeMeasurer(lambda candidate: Evaluation(Outcome.WRONG_RESULT, WRONG, message="NaN"))
     result = search(store, measurer)
     assert result.best is None
-    assert not result.pinned
+    assert not result.is_selected
     assert store.selections() == []
     assert measurer.entrants == []
 
@@ -146,9 +146,9 @@ def test_config_that_exceeds_the_sram_model_is_not_compiled(
     # A budget smaller than the space, so that the sampler proposes what the ranking left out.
     result = search(store, FakeMeasurer(by_tile), compiler, budget=Budget(11, None, None))
     assert all(getattr(candidate.config, "block_n", 0) == 32 for candidate in compiler.seen)
-    assert result.tally.tried == 11
+    assert result.counts.tried == 11
     pruned = [entry.record for entry in store.records() if entry.record.kernel is None]
-    assert len(pruned) == result.tally.pruned
+    assert len(pruned) == result.counts.pruned
     assert all(record.outcome is Outcome.INFEASIBLE for record in pruned)
     assert all("needs at least 400000 B of SRAM" in record.message for record in pruned)
 
@@ -207,7 +207,7 @@ def test_search_without_gpu_predicts_times(store: Store, scope: Any) -> None:
     assert result.best.verdict is None
     assert result.best.measurement is not None
     assert result.best.measurement.samples == 0
-    assert result.pinned
+    assert result.is_selected
 
 
 def test_observer_receives_every_phase(store: Store) -> None:
@@ -215,7 +215,7 @@ def test_observer_receives_every_phase(store: Store) -> None:
     search(store, FakeMeasurer(by_tile), seen=seen)
     phases = list(dict.fromkeys(progress.phase for progress in seen))
     assert phases == [Phase.STARTING, Phase.SEARCHING, Phase.FINALS, Phase.DONE]
-    tried = [progress.tally.tried for progress in seen]
+    tried = [progress.counts.tried for progress in seen]
     assert tried == sorted(tried)
     assert seen[-1].best is not None
 

@@ -58,7 +58,7 @@ def some_progress(phase: Phase = Phase.SEARCHING, **changes: object) -> Progress
     progress = Progress(
         problem=a_problem(),
         phase=phase,
-        tally=Tally({Outcome.OK: 31, Outcome.INFEASIBLE: 12, Outcome.WRONG_RESULT: 4}, pruned=9),
+        counts=Tally({Outcome.OK: 31, Outcome.INFEASIBLE: 12, Outcome.WRONG_RESULT: 4}, pruned=9),
         expected=100,
         best=None,
         seconds=10.0,
@@ -97,7 +97,7 @@ def test_summary_contains_reasons_if_nothing_works(result: SearchResult) -> None
         best=None,
         best_id=None,
         default=None,
-        tally=Tally({Outcome.INFEASIBLE: 9, Outcome.COMPILE_ERROR: 3}, pruned=9),
+        counts=Tally({Outcome.INFEASIBLE: 9, Outcome.COMPILE_ERROR: 3}, pruned=9),
         reasons=(("infeasible: needs at least # B of SRAM", 9), ("compile_error: no compiler", 3)),
         stop=Stop.EXHAUSTED,
     )
@@ -130,7 +130,7 @@ def test_a_throttled_clock_is_noted(result: SearchResult) -> None:
 
 
 def test_counts_list_outcomes_in_a_fixed_order() -> None:
-    assert counts(some_progress().tally) == "31 ok, 12 infeasible, 4 wrong_result (9 pruned by the model)"
+    assert counts(some_progress().counts) == "31 ok, 12 infeasible, 4 wrong_result (9 pruned by the model)"
     assert counts(Tally({})) == "nothing finished yet"
 
 

@@ -97,5 +97,5 @@ def test_a_record_is_compiled_and_interpreted() -> None:
     report = record_checks.verify_records([a_record()], gpu=None)
     (result,) = report.results
     assert result.failed == ""
-    assert result.means is CheckMethod.INTERPRETER
+    assert result.method is CheckMethod.INTERPRETER
     assert result.receipt is not None

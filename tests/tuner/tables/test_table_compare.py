@@ -175,10 +175,11 @@ def test_a_record_with_the_same_measurement_is_as_fast() -> None:
 
 
 def pair() -> tuple[Record, Record]:
-    """The two records of a problem: for contiguous tensors, and for any."""
+    """The two records of a problem: for contiguous tensors, and for any. Their kernels render here."""
     table = shipped_table("nvidia-h200")
     assert table is not None
-    (first, second) = next(both for both in by_problem(table.records).values() if len(both) == 2)
+    present = [one for one in table.records if one.config is not None and one.kernel == digest_of(one)]
+    first, second = next(both for both in by_problem(present).values() if len(both) == 2)
     return first, second
 
 

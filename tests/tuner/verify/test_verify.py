@@ -108,7 +108,7 @@ def test_table_is_compiled_checked_for_size_and_interpreted() -> None:
     good, alike, large = report.results
     assert not good.failed
     assert not alike.failed
-    assert good.means is alike.means is CheckMethod.INTERPRETER
+    assert good.method is alike.method is CheckMethod.INTERPRETER
     assert good.receipt is not None
     assert good.receipt.triton == "3.6.0"
     assert "SRAM" in large.failed or "compile" in large.failed
@@ -164,7 +164,7 @@ def test_kernel_that_does_not_compile_is_named() -> None:
 def test_valid_receipt_passes() -> None:
     record = make_record()
     result = only_result(record)
-    assert (result.failed, result.means) == ("", CheckMethod.INTERPRETER)
+    assert (result.failed, result.method) == ("", CheckMethod.INTERPRETER)
     versions = current_versions(FAMILY.name)
     assert result.receipt == Receipt(
         "NVIDIA H200",
@@ -216,14 +216,14 @@ def test_baselines_are_counted_but_not_checked() -> None:
 
 def test_native_kernels_pass_by_receipt(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(FAMILY), "interpreted", False)
-    assert only_result(make_record()).means is CheckMethod.RECEIPT
+    assert only_result(make_record()).method is CheckMethod.RECEIPT
     for changes, words in (
         ({"verdict": None}, "no receipt"),
         ({"kernel": "0" * 32}, "stale receipt"),
         ({"specialization": Specialization(lse=True)}, "stale receipt"),
     ):
         result = only_result(make_record(**changes))
-        assert (result.means, result.receipt) == (CheckMethod.NONE, None)
+        assert (result.method, result.receipt) == (CheckMethod.NONE, None)
         assert words in result.failed
 
 
@@ -233,7 +233,7 @@ def test_unverified_kernels_pass_if_allowed(quick_jobs: None, monkeypatch: pytes
         record = make_record(verdict=verdict, provenance=Provenance.PREDICTED)
         assert "no receipt" in only_result(record).failed
         result = only_result(record, allow_unproven=True)
-        assert (result.means, result.failed, result.receipt) == (CheckMethod.NONE, "", None)
+        assert (result.method, result.failed, result.receipt) == (CheckMethod.NONE, "", None)
     # What a GPU said still counts.
     for changes, words in (
         ({"verdict": Verdict(False, 2.0, 3, "needle", "NVIDIA H200")}, "receipt of failure"),

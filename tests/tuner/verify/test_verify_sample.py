@@ -104,7 +104,7 @@ def test_every_class_of_the_shipped_tables_is_in_their_sample() -> None:
 
     chosen = sample(records)
     assert classes(chosen) == classes(records)
-    assert len(chosen) < len(records) / 4
+    assert len(chosen) < len(records) / 3
 
 
 @pytest.fixture

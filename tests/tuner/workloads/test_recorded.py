@@ -127,11 +127,11 @@ def test_training_searches_both_passes_of_recorded_calls(
             provenance=Provenance.PREDICTED,
             stop=Stop.TRIALS,
             seconds=1.0,
-            tally=Tally({}),
+            counts=Tally({}),
             candidates=1,
             best=None,
             best_id=None,
-            pinned=False,
+            is_selected=False,
             default=None,
         )
 

@@ -12,7 +12,8 @@ import msgspec
 
 from flashtune.core.earlier_names import BASELINES
 from flashtune.core.errors import UsageError, VerificationError
-from flashtune.core.file_lock import read_bounded
+from flashtune.core.files import read_bounded
+from flashtune.core.machine import DATABASE_VARIABLE
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import AnyCommand, database_option, json_option, problem_options_or
 from flashtune.tuner.cli.output import command_line, note, print_json
@@ -147,7 +148,7 @@ def command(
     else:
         if db is not None:
             # Bench the kernels that a program gets. Programs name their database by this variable.
-            os.environ["FLASHTUNE_DB"] = db
+            os.environ[DATABASE_VARIABLE] = db
         listed, chosen = _all_problems(problems, grids), _chosen_peers(peers, no_peers)
         request = BenchRequest(listed, device, chosen, rounds, command_line(), sustained)
         run = _timed(request, figures, files, as_json)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.core.errors import printable
+from flashtune.core.machine import TARGET_VARIABLE
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
-    TARGET_VARIABLE,
     complete_targets,
     database_option,
     json_option,
@@ -91,6 +91,6 @@ def _shown_steps() -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]
 
 def _print(finding: Finding) -> None:
     level, advice = finding.level.value, f": {finding.advice}" if finding.advice else ""
-    line = f"{level:<4}  {finding.name:<16}  {printable(finding.said)}{advice}"
+    line = f"{level:<4}  {finding.name:<16}  {printable(finding.message)}{advice}"
     shown = folded(line, " " * 24)
     click.echo(click.style(level, fg=COLOURS[level]) + shown.removeprefix(level))

@@ -225,7 +225,7 @@ def counts_of(report: Report) -> dict[str, int]:
     """Returns the number of kernels by kind of comparison, and of those that failed or were missed."""
     from flashtune.tuner.verify.record_checks import CheckMethod
 
-    counts = {means.value: report.count(means) for means in CheckMethod}
+    counts = {method.value: report.count(method) for method in CheckMethod}
     return {
         "kernels": len(report.results),
         **counts,
@@ -252,7 +252,7 @@ def print_report(report: Report) -> None:
         f"({counts['gpu']} on the GPU, {counts['interpreter']} under the interpreter), "
         f"{counts['receipt']} by receipt alone and {counts['none']} not at all; {counts['failed']} failed"
     )
-    by_receipt = {result.family for result in report.results if result.means is CheckMethod.RECEIPT}
+    by_receipt = {result.family for result in report.results if result.method is CheckMethod.RECEIPT}
     alone = sorted(name for name in by_receipt if not find_family(name).interpreted)
     if alone:
         say(f"no interpreter runs {' or '.join(alone)}: without its GPU a receipt is all there is")
@@ -265,7 +265,7 @@ def print_report(report: Report) -> None:
         say(f"{report.baselines} selections are torch's own and were not checked")
     if is_set("verbose"):
         for result in report.results:
-            note(f"{result.problem} on {result.target}: {result.failed or 'passed'} ({result.means.value})")
+            note(f"{result.problem} on {result.target}: {result.failed or 'passed'} ({result.method.value})")
     for result in report.failures[:MAX_SHOWN]:
         say(f"failed: {result.problem} on {result.target}: {result.failed}")
     if len(report.failures) > MAX_SHOWN:

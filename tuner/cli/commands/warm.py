@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.core.errors import KernelError, UsageError, printable
+from flashtune.core.machine import DATABASE_VARIABLE
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
     database_option,
@@ -84,7 +85,7 @@ def command(
 
     if db is not None:
         # Programs name their database by this variable.
-        os.environ["FLASHTUNE_DB"] = db
+        os.environ[DATABASE_VARIABLE] = db
     started = time.monotonic()
     tables = tuple(map(load_table, table_files))
     calls = (*calls_of(problems), *_recorded(recorded_file), *_of_tables(tables, target))

@@ -23,7 +23,7 @@ def print_explanation(out: Console, explanation: Explanation, top: int) -> None:
     out.print(_traffic_table(explanation.traffic))
     out.print(plain(_occupancy_line(explanation)))
     out.print()
-    if explanation.rivals or explanation.failures:
+    if explanation.candidates or explanation.failures:
         out.print(_rivals_table(explanation, top))
         out.print(plain(_failures_line(explanation, top)))
     else:
@@ -99,7 +99,7 @@ def _occupancy_line(explanation: Explanation) -> str:
 def _rivals_table(explanation: Explanation, top: int) -> Table:
     """Returns the fastest candidates, with the axes in which they differ from their family's default."""
     table = _table("Candidates", "ms", "of the best", "", "config")
-    rivals = explanation.rivals[:top]
+    rivals = explanation.candidates[:top]
     for rival in rivals:
         default = default_label(rival.family, explanation.problem, explanation.target) if rival.config else ""
         table.add_row(
@@ -113,7 +113,7 @@ def _rivals_table(explanation: Explanation, top: int) -> Table:
 
 
 def _failures_line(explanation: Explanation, top: int) -> str:
-    more = len(explanation.rivals) - top
+    more = len(explanation.candidates) - top
     hidden = f"{more} more ended well. " if more > 0 else ""
     failed = ", ".join(f"{count} {outcome.value}" for outcome, count in explanation.failures.items())
     return hidden + (f"Not chosen because they failed: {failed}." if failed else "None failed.")

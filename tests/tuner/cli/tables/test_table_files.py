@@ -17,6 +17,7 @@ from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.db.store import open_store
 from flashtune.db.table import load_table
+from flashtune.tuner.tables import table_files
 from flashtune.tuner.tables.table_files import import_tables, json_table, write_file
 
 Run = Callable[..., Result]
@@ -193,6 +194,20 @@ def test_dash_writes_to_standard_output(
         assert result.exit_code == 0, result.output
         assert result.stdout == run(*arguments).stdout
     assert not (tmp_path / "-").exists()
+
+
+def test_devices_and_links_among_them_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_file(Path(os.devnull), b"new")
+    assert not Path(os.devnull).is_file()
+    # As /dev/stdout is, where standard output is a file.
+    stdout = tmp_path / "stdout"
+    stdout.symlink_to(tmp_path / "output")
+    monkeypatch.setattr(table_files, "DEVICES", tmp_path)
+    (tmp_path / "output").touch()
+    write_file(stdout, b"new")
+    assert (stdout.is_symlink(), stdout.read_bytes()) == (True, b"new")
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_seconds_are_simulated(store: Store) -> None:
 def test_failures_in_a_table_are_outcomes_of_the_search(store: Store) -> None:
     table = a_table()
     result, _ = replayed(table, store, Budget(None, None, None))
-    assert result.tally.outcomes == {Outcome.OK: 50, Outcome.WRONG_RESULT: 5, Outcome.COMPILE_ERROR: 5}
+    assert result.counts.outcomes == {Outcome.OK: 50, Outcome.WRONG_RESULT: 5, Outcome.COMPILE_ERROR: 5}
 
 
 @pytest.mark.slow

@@ -172,8 +172,8 @@ def test_search_stopped_by_a_machine_fault_keeps_finished_results(store: Store) 
     assert selected.record.ms == min(record.ms or 0.0 for record in kept)
     # The same search in a healthy environment goes on from there.
     result = search(store, FakeMeasurer(by_tile))
-    assert result.tally.reused == 7
-    assert result.tally.outcomes == {Outcome.OK: SIZE}
+    assert result.counts.reused == 7
+    assert result.counts.outcomes == {Outcome.OK: SIZE}
 
 
 def test_finished_gpu_results_are_stored_on_a_full_disk(store: Store) -> None:

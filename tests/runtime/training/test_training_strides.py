@@ -15,7 +15,7 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Problem
 from flashtune.runtime import backward_executors, prepare
-from tests.runtime.training_calls import close, executor_of, leaves, quiet
+from tests.runtime.training.training_calls import close, executor_of, leaves, quiet
 from tests.support.machine import Machine, expected
 
 

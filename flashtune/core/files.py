@@ -1,7 +1,7 @@
-"""File locks between processes of one host, and safe reads and writes of files that a user names.
+"""Files that other processes or users may change meanwhile: locks, checked reads, atomic writes.
 
-The locks are compatible with those of filelock. An import of filelock would take as long as the self-check of
-a kernel in a first call.
+The locks hold between processes of one host and are compatible with those of filelock. An import of filelock
+would take as long as the self-check of a kernel in a first call.
 """
 
 from __future__ import annotations
@@ -137,24 +137,26 @@ def _read(path: Path, most: int, flags: int) -> tuple[bytes, os.stat_result]:
         return file.read(most), status
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
     """Replaces a file atomically: on an error, the old content stays. Creates a missing file.
 
-    A new file has the mode that the umask leaves, a replaced one keeps its mode. A link is replaced and not
-    followed. Pipes and devices are written to.
+    A link, pipe or device is replaced and not followed. By default, a replaced file keeps its mode.
+
+    Args:
+        path: The file. Its folder exists.
+        content: The new content.
+        mode: The file's mode, less that of the umask. By default, all may read and write a new file.
 
     Raises:
         OSError: The file cannot be written.
     """
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)  # a folder raises
-        return
     # Nobody else can have made a file or link of this name.
     fresh = path.with_name(f".flashtune-{secrets.token_hex(8)}")
-    number = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    number = os.open(fresh, flags, 0o666 if mode is None else mode)
     try:
         with os.fdopen(number, "wb") as file:
-            if path.exists() and not path.is_symlink():
+            if mode is None and path.is_file() and not path.is_symlink():
                 os.fchmod(number, stat.S_IMODE(path.stat().st_mode))
             file.write(content)
         fresh.replace(path)

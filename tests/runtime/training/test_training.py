@@ -14,7 +14,15 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
 from flashtune.dispatch import pair_decision
 from flashtune.runtime import call_cache, prepare_training
-from tests.runtime.training_calls import Make, backward_record, close, gradients, leaves, quiet, right
+from tests.runtime.training.training_calls import (
+    Make,
+    backward_record,
+    close,
+    gradients,
+    leaves,
+    quiet,
+    right,
+)
 from tests.support.machine import Machine, tuned
 
 

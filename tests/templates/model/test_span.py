@@ -34,7 +34,7 @@ from flashtune.templates.registry import families, find_family
 from tests.problems.hopper import a_problem
 
 H200 = find_target("h200")
-DATA = Path(__file__).parents[1] / "data" / "truth"
+DATA = Path(__file__).parents[2] / "data" / "truth"
 COST = TileCost(block=1.0, tile=0.5)
 
 
