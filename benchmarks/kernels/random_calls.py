@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ GRADIENTS = (False, False, False, True)
 MAX_BYTES = 2**31
 MAX_PAIRS = 2**27
 MAX_FLOPS = {"bf16": 1e12, "fp16": 1e12, "fp32": 1e11}
-# Largest difference from SDPA, relative to the largest output.
+# Largest difference from SDPA, relative to the largest output or gradient.
 TOLERANCES = {"bf16": 2.0**-5, "fp16": 2.0**-8, "fp32": 2.0**-8}
 ALIGNMENT = 16
 FEW, MANY = 5, 9
@@ -130,7 +130,8 @@ class Row(msgspec.Struct, frozen=True):
         sdpa_ms: SDPA's time.
         ratio: The latter over the former; of calls that were timed again the median.
         again: The ratios of further runs.
-        difference: Largest difference from SDPA's output and gradients, as a multiple of the tolerance.
+        difference: Largest difference from SDPA's output and gradients, as a multiple of the tolerance. See
+            `largest_difference`.
         failed: The error of flashtune, or empty.
         skipped: Why there is no comparison, such as an error of SDPA, or empty.
     """
@@ -392,12 +393,23 @@ def _attempted(call: RandomCall) -> Row:
         return Row(call.name, server=server, skipped=first_line(error))
     if not all(bool(one.isfinite().all()) for one in theirs):
         return Row(call.name, server=server, skipped="SDPA's results are not finite")
-    difference = max(
-        float((own.float() - other.float()).abs().max() / other.float().abs().max().clamp(min=1e-3))
-        for own, other in zip(ours, theirs, strict=True)
-    )
+    difference = largest_difference(ours, theirs)
     ms, peers, ratio, again = judged(functools.partial(_timed, run, peer))
     return Row(call.name, server, ms, peers["sdpa"], ratio, again, difference / TOLERANCES[call.dtype])
+
+
+def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Returns the largest difference of outputs and gradients, relative to the largest of their kind.
+
+    Gradients are compared with the largest of all gradients: with a single key, those of queries and keys are
+    zero up to rounding.
+    """
+    largest = [float(other.float().abs().max()) for other in theirs]
+    scales = largest[:1] + [max(largest[1:], default=0.0)] * len(largest[1:])
+    return max(
+        float((own.float() - other.float()).abs().max()) / max(scale, 1e-3)
+        for own, other, scale in zip(ours, theirs, scales, strict=True)
+    )
 
 
 def _timed(run: Callable[[], object], peer: Callable[[], object]) -> tuple[float, dict[str, float]]:

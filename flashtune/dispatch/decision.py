@@ -20,13 +20,15 @@ from flashtune.core.target import Target, device_target, find_target
 from flashtune.dispatch.faster_peers import (
     UNFUSED,
     faster_peer,
+    is_slow_default,
     is_untrusted,
     shared_time,
     untimed_peer,
 )
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import known_refusal, sdpa_allowed, sharing_of
-from flashtune.dispatch.sdpa import default_backend
+from flashtune.dispatch.sdpa import copies_ms, copy_ms, default_backend
+from flashtune.dispatch.sdpa_times import related_peers
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
@@ -42,9 +44,9 @@ DOUBLE = "no kernel takes float64"
 # All families can address tensors with these properties.
 BEST_TENSORS = Specialization()
 # Additional time of a program with unaligned tensors for a block of 64 queries and 64 keys, per column of a
-# head, and the time of a copy's launch, in ms. Measured at 20 shapes on an H200. It is a half or a quarter of
-# this if strides are multiples of two or four elements.
-UNALIGNED_TILE, UNALIGNED_MS, COPY_MS = 64, 3e-5, 0.0025
+# head, in ms. Measured at 20 shapes on an H200. It is a half or a quarter of this if strides are multiples of
+# two or four elements.
+UNALIGNED_TILE, UNALIGNED_MS = 64, 3e-5
 # Queries, keys and values.
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -189,10 +191,9 @@ def copied(request: Request, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, boo
     if not aligned.takes_descriptors(problem.dtype):
         return none
     target = request_target(request)
-    moved = 2 * sum(tensor.numel() * tensor.element_size() for tensor in read if tensor.is_meta)
-    copy_ms = sum(odd) * COPY_MS + moved / (target.hbm_bandwidth * 1e6)
+    ms = copy_ms([tensor for tensor in read if tensor.is_meta], target)
     worst = min(one.alignment for one in found)
-    return odd if copy_ms < _saved_ms(problem, target, worst) else none
+    return odd if ms < _saved_ms(problem, target, worst) else none
 
 
 def _with_copies(tensors: Tensors, flags: tuple[bool, bool, bool], device: torch.device | str) -> Tensors:
@@ -310,7 +311,17 @@ def _faster_peer(
         selection = select(problem, target, tuned_records(target.name), BEST_TENSORS, generated=True)
     if is_untrusted(selection, problem) and (usual is not None or not problem.features):
         return untimed_peer((selection,), problem, usual, target)
-    return faster_peer(selection, problem, usual, sharing)
+    more_ms = copies_ms(request.views(q, k, v), target) if usual is not None else 0.0
+    if more_ms and problem.seqlen_kv <= UNALIGNED_TILE:
+        # One block of keys is read faster than it is copied.
+        usual = None
+    if usual is not None and selection.measured.measurement is None and problem.features:
+        expected = related_peers(problem, tuned_records(target.name).effective(), target)
+        if is_slow_default(
+            selection, problem, {one.name: one.ms + more_ms for one in expected}, usual, target
+        ):
+            return usual
+    return faster_peer(selection, problem, usual, sharing, more_ms)
 
 
 def _forecast_in_words(selection: Selection) -> str:

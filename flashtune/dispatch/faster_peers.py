@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flashtune.core.mask_sharing import MaskSharing, nearest_way
 from flashtune.core.problem import Problem, score_bytes
 from flashtune.core.record import Record, Selection, SharedTime
 from flashtune.core.target import Target
-from flashtune.dispatch.nearest import DECODING_FAMILY
+from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, WHOLE_FAMILY, is_far
 from flashtune.dispatch.sdpa_times import float32_ms
 from flashtune.templates.registry import find_family
 
@@ -29,10 +29,22 @@ ANY_SDPA = "SDPA"
 MAX_SCORES = 2**33
 # A decoding kernel in float32 may take this multiple of the modelled time.
 SLOW_PRODUCTS = 4.0
+# In float32, SDPA must be expected to take this multiple of a kernel's estimated time, and of one from a far
+# shape. Below this time in ms, such estimates are not used.
+LEAD, FAR_LEAD, UNCERTAIN_MS = 1.1, 2.0, 0.1
+# Masked kernels of more queries than FEW_QUERIES take up to these multiples of the modelled time: those that
+# split keys, those for heads narrower than NARROW, and kernels without splits for heads wider than WIDE.
+# Measured on an H200 at 12 shapes that are not tuned.
+SLOW_SPLITS, SLOW_NARROW_SPLITS, SLOW_WIDE = 5.0, 20.0, 3.0
+NARROW, WIDE = 64, 128
 
 
 def faster_peer(
-    selection: Selection, problem: Problem, usual_sdpa: str | None, sharing: MaskSharing | None = None
+    selection: Selection,
+    problem: Problem,
+    usual_sdpa: str | None,
+    sharing: MaskSharing | None = None,
+    more_ms: float = 0.0,
 ) -> str | None:
     """Returns the name of a baseline that replaces a selection, or None.
 
@@ -46,29 +58,61 @@ def faster_peer(
         usual_sdpa: The baseline that torch's SDPA selects for the problem, such as `sdpa-cudnn`. None if the
             backend or the way in which SDPA uses it was not measured.
         sharing: How the call's mask is shared.
+        more_ms: Time of the copies that SDPA needs.
     """
     if selection.record.config is None:
         return selection.record.family
-    return _fastest_baseline((_times(selection, sharing),), problem, usual_sdpa)
+    return _fastest_baseline((_times(selection, sharing),), problem, usual_sdpa, more_ms)
 
 
 def faster_peer_of_pair(
-    forward: Selection, backward: Selection, problem: Problem, usual_sdpa: str | None
+    forward: Selection, backward: Selection, problem: Problem, usual_sdpa: str | None, more_ms: float = 0.0
 ) -> str | None:
     """Returns the name of a baseline that replaces both selections of a differentiable call, or None.
 
     The baseline was timed in the same run as each selection, so that each pass is compared within one run.
     The arguments are those of `faster_peer` for the forward problem.
     """
-    return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa)
+    return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa, more_ms)
 
 
 def is_untrusted(selection: Selection, problem: Problem) -> bool:
     """Whether nothing like the problem was timed and its kernels may be far slower than estimated.
 
-    That holds for float32: its products take several products of Tensor Cores, or none.
+    That holds for float32: its products take several products of Tensor Cores, or none. Estimates of short
+    times, and those from far shapes, are up to three times too high, so a larger lead is required.
     """
-    return problem.dtype.is_float32 and selection.measured.measurement is None
+    if not problem.dtype.is_float32:
+        return False
+    why = selection.forecast
+    if selection.measured.measurement is None or why is None:
+        return selection.measured.measurement is None
+    lead = FAR_LEAD if is_far(why.nearest.problem, problem) else LEAD
+    fused = min((peer.ms for peer in why.peers), default=0.0)
+    return why.ms < UNCERTAIN_MS or fused < lead * why.ms
+
+
+def is_slow_default(
+    selection: Selection, problem: Problem, peers: Mapping[str, float], usual_sdpa: str, target: Target
+) -> bool:
+    """Whether SDPA is expected to be faster than a masked kernel of which no shape alike was timed.
+
+    Args:
+        selection: The default config of a family.
+        problem: The problem. It has a bias or a mask.
+        peers: Expected times of SDPA's backends in ms, by name.
+        usual_sdpa: The backend that SDPA selects.
+        target: The GPU.
+    """
+    config, family = selection.record.config, find_family(selection.record.family)
+    if config is None or problem.seqlen_q <= FEW_QUERIES:
+        return False
+    factors = {
+        DECODING_FAMILY: SLOW_NARROW_SPLITS if problem.head_dim < NARROW else SLOW_SPLITS,
+        WHOLE_FAMILY: SLOW_WIDE if problem.head_dim > WIDE else 0.0,
+    }
+    ms = factors.get(family.name, 0.0) * family.makespan_ms(problem, config, target)
+    return ms >= UNCERTAIN_MS and peers.get(usual_sdpa, math.inf) < ms
 
 
 def untimed_peer(
@@ -153,7 +197,7 @@ def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times |
 
 
 def _fastest_baseline(
-    passes: Sequence[_Times | None], problem: Problem, usual_sdpa: str | None
+    passes: Sequence[_Times | None], problem: Problem, usual_sdpa: str | None, more_ms: float = 0.0
 ) -> str | None:
     known = [times for times in passes if times is not None]
     if len(known) < len(passes):
@@ -165,6 +209,7 @@ def _fastest_baseline(
     if score_bytes(problem) <= min(times.scores for times in known):
         limits[UNFUSED] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))
     taken = {name: sum(times.peers.get(name, math.inf) for times in known) for name in limits}
+    taken[usual_sdpa or ""] += more_ms
     return min(
         (name for name in limits if taken[name] < limits[name]), key=lambda name: taken[name], default=None
     )

@@ -28,6 +28,7 @@ from flashtune.dispatch.nearest import (
     DECODING_FAMILY,
     FEW_QUERIES,
     SPLIT_GAIN,
+    WHOLE_FAMILY,
     is_far,
     may_split,
     same_computation,
@@ -47,8 +48,6 @@ DEFAULT_FAMILIES = (
     "backward_hopper",
     "backward_split",
 )
-# A family without splits that computes most problems.
-WHOLE_FAMILY = "forward_masked"
 # The first family for latent keys, if queries fill its tiles of 64 rows or its tiles occupy a quarter of the
 # SMs. One sequence of 128 heads and 4k keys took 18 us on an NVIDIA H200, and 24 us with DECODING_FAMILY.
 LATENT_FAMILY = "decode_latent_hopper"

@@ -19,6 +19,8 @@ FAR = 2.0
 # With at most this many queries, keys must be split among programs. This family does that.
 FEW_QUERIES = 16
 DECODING_FAMILY = "decode_split_kv"
+# A family without splits that computes most problems.
+WHOLE_FAMILY = "forward_masked"
 # The same holds for more queries if splits reduce a schedule to this fraction, and if there are as many keys.
 # Launches dominate with fewer.
 SPLIT_GAIN, LONG_KEYS = 0.5, 1024

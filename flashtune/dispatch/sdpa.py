@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,14 @@ from flashtune.dispatch.masked_sdpa import (
 )
 from flashtune.launch.launch import MIN_SCALE
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from flashtune.core.target import Target
+
+# Time of the launch of a copy in ms, measured on an H200.
+COPY_MS = 0.0025
+
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal) -> Tensor:
     """Returns attention of [batch, heads, seqlen, head_dim] tensors by SDPA. It is differentiable.
@@ -27,7 +37,6 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
     """
     # With a scale of 0, outputs are averages. 0 times the mask's -inf would be NaN.
     scale = scale or MIN_SCALE
-    gqa = shares_heads(q, k)
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
     if causal is Causal.TOP_LEFT and seqlen_q < seqlen_kv:
         # No query sees later keys.
@@ -38,17 +47,31 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
         # No row sees a key. The product keeps the output in autograd's graph.
         return q.new_zeros(*q.shape[:3], v.shape[3]) * q.sum(-1, keepdim=True)
     seeing = q[:, :, blind:] if blind else q
-    square = seqlen_q - blind == seqlen_kv
+    # In float32, all backends align `is_causal` top-left, also with more queries than keys.
+    square = seqlen_q - blind == seqlen_kv or (causal is Causal.TOP_LEFT and q.dtype is torch.float32)
     mask = None
     if causal is not Causal.NONE and not square:
         diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
         mask = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril(diagonal)
     is_causal = causal is not Causal.NONE and square
-    read = readable(seeing, k, v)
+    gqa = shares_heads(seeing, k, mask)
+    read = readable(seeing, k, v, mask)
     out = scaled_dot_product_attention(*read, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
     if not blind:
         return out
     return torch.cat([out.new_zeros(*out.shape[:2], blind, out.shape[3]), out], 2)
+
+
+def copies_ms(tensors: Iterable[Tensor], target: Target) -> float:
+    """Returns the time of the copies of unaligned tensors that SDPA gets, in ms."""
+    odd = [tensor for tensor in tensors if is_unaligned(tensor)]
+    return copy_ms(odd, target)
+
+
+def copy_ms(tensors: Sequence[Tensor], target: Target) -> float:
+    """Returns the time in which tensors are copied, in ms."""
+    moved = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return len(tensors) * COPY_MS + moved / (target.hbm_bandwidth * 1e6)
 
 
 def default_backend(
@@ -57,13 +80,11 @@ def default_backend(
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
     It was not measured for SDPA's unfused path and for causal masks with different lengths. SDPA gets copies
-    of tensors whose addresses or strides are not multiples of 16 bytes. This was not measured in 16 bits.
+    of tensors whose addresses or strides are not multiples of 16 bytes. Their time is added by `copies_ms`.
     Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
     """
     causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:
-        return None
-    if q.dtype is not torch.float32 and any(map(is_unaligned, (q, k, v))):
         return None
     if bias is not None and bias.dtype is not torch.bool and start(bias) % ADDRESS_ALIGNMENT:
         return None

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.problem import Direction, Problem
+from flashtune.core.problem import Direction, Dtype, Problem
 from flashtune.core.record import PeerTime, Record
 from flashtune.core.target import Target
-from flashtune.dispatch.nearest import distance, regression
+from flashtune.dispatch.nearest import distance, regression, tuned_alike
 from flashtune.templates.common.model.cost import combining_us
 from flashtune.templates.common.model.makespan import portable_span
 from flashtune.templates.common.model.traffic import unpacked
@@ -67,6 +67,29 @@ def expected_peers(problem: Problem, records: Iterable[Record], target: Target) 
         )
         for name, known in sorted(pairs.items())
     )
+
+
+def related_peers(problem: Problem, records: Iterable[Record], target: Target) -> tuple[PeerTime, ...]:
+    """Returns the estimated times of SDPA's backends from records of the nearest head dim or 16-bit type.
+
+    Wider heads are preferred. Times of narrower ones are lower bounds.
+    """
+    known = tuple(records)
+    widths = {
+        (record.problem.head_dim, record.problem.value_head_dim, record.problem.dtype)
+        for record in known
+        if record.problem.dtype.itemsize == problem.dtype.itemsize and not record.problem.mla
+    }
+
+    def order(width: tuple[int, int, Dtype]) -> tuple[bool, int, bool, tuple[int, int, Dtype]]:
+        return width[0] < problem.head_dim, abs(width[0] - problem.head_dim), width[2] != problem.dtype, width
+
+    for head_dim, value_head_dim, dtype in sorted(widths, key=order):
+        wide = msgspec.structs.replace(problem, dtype=dtype, head_dim=head_dim, value_head_dim=value_head_dim)
+        peers = expected_peers(wide, tuned_alike(wide, known), target)
+        if peers:
+            return narrowed_peers(peers, wide, problem)
+    return ()
 
 
 def narrowed_peers(peers: Iterable[PeerTime], wide: Problem, problem: Problem) -> tuple[PeerTime, ...]:

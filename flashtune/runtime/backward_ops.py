@@ -27,7 +27,7 @@ from flashtune.dispatch.pair_decision import (
     decide_assumed,
     side_gradients,
 )
-from flashtune.dispatch.sdpa import default_backend
+from flashtune.dispatch.sdpa import copies_ms, default_backend
 from flashtune.recording.recorder import counted
 from flashtune.request.call import Call
 from flashtune.request.request import Request, Result
@@ -86,7 +86,11 @@ def _assumed(request: Request, call: Call) -> Assumptions:
         return default_backend(*request.views(call.q, call.k, call.v), request.problem)
 
     return Assumptions(
-        Specialization(lse=True), Specialization(lse=request.return_lse), side_gradients(call.side), usual
+        Specialization(lse=True),
+        Specialization(lse=request.return_lse),
+        side_gradients(call.side),
+        usual,
+        sdpa_copies_ms=lambda target: copies_ms(request.views(call.q, call.k, call.v), target),
     )
 
 

@@ -16,7 +16,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.machine import RECORD_VARIABLE
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Direction, Problem
-from flashtune.dispatch import decision
+from flashtune.dispatch import sdpa
 from flashtune.recording import recorder
 from flashtune.recording.recorder import MAX_CALLS, CallCount, merged, read_counts
 from flashtune.runtime import backward_executors, call_cache, prepare
@@ -87,7 +87,7 @@ def test_plan_created_while_recording_is_counted(problem: Problem, file: Path) -
 def test_calls_are_counted_by_alignment(
     problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decision, "COPY_MS", float("inf"))
+    monkeypatch.setattr(sdpa, "COPY_MS", float("inf"))
     q, k, v = inputs(problem)
     odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
     with flashtune.record_calls(file):

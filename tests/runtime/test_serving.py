@@ -17,7 +17,7 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
-from flashtune.dispatch import decision
+from flashtune.dispatch import decision, sdpa
 from flashtune.launch import workspaces
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
@@ -101,7 +101,7 @@ def test_plan_with_negative_scale_keeps_strides_of_views(
 def test_executors_are_cached_by_alignment(
     machine: Machine, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decision, "COPY_MS", math.inf)
+    monkeypatch.setattr(sdpa, "COPY_MS", math.inf)
     tuned(machine, make_record(problem))
     q, k, v = inputs(problem)
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)

@@ -11,10 +11,17 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
 from flashtune.core.problem import Causal
-from flashtune.dispatch.masked_sdpa import chosen_backend, readable
-from flashtune.dispatch.sdpa import default_backend, sdpa_attention
+from flashtune.dispatch import sdpa
+from flashtune.dispatch.masked_sdpa import (
+    chosen_backend,
+    readable,
+    scaled_dot_product_attention,
+    shares_heads,
+)
+from flashtune.dispatch.sdpa import copies_ms, default_backend, sdpa_attention
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
+from tests.support.untuned import TARGET
 
 LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1), (4, 0), (3, 40)]
 
@@ -72,26 +79,26 @@ def _by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ca
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
-def test_unaligned_tensors_have_no_default_backend(index: int) -> None:
+def test_copies_of_unaligned_tensors_take_time_and_unaligned_biases_have_no_default_backend(
+    index: int,
+) -> None:
     def made(shape: tuple[int, ...], moved: bool) -> Tensor:
         count = math.prod(shape)
         return torch.randn(count + 1, dtype=torch.bfloat16)[moved : moved + count].view(shape)
 
     q, k, v, bias = (made((1, 2, 16, 16), one == index) for one in range(4))
     problem = read_call(dense_call(q, k, v)).problem
-    assert default_backend(q, k, v, problem, bias) is None
-    assert (default_backend(q, k, v, problem) is None) == (index < 3)
-    assert default_backend(q.clone(), k.clone(), v.clone(), problem, bias.clone()) is not None
+    assert (default_backend(q, k, v, problem, bias) is None) == (index == 3)
+    assert default_backend(q, k, v, problem) == default_backend(q.clone(), k.clone(), v.clone(), problem)
+    assert (copies_ms((q, k, v), TARGET) > 0) == (index < 3)
 
 
-def test_unaligned_external_memory_has_no_default_backend() -> None:
+def test_unaligned_external_memory_is_copied() -> None:
     base = torch.randn(2 * 16 * 16 + 1, dtype=torch.bfloat16)
     q = from_dlpack(base[1:]).view(1, 2, 16, 16)
     k = q.clone()
-    problem = read_call(dense_call(q, k, k)).problem
     assert q.storage_offset() == 0
-    assert default_backend(q, k, k, problem) is None
-    assert default_backend(k, k, k, problem) is not None
+    assert copies_ms((q, k, k), TARGET) > copies_ms((k, k, k), TARGET) == 0
 
 
 def test_sdpa_gets_copies_of_unaligned_views_and_of_shared_heads_in_float32() -> None:
@@ -106,11 +113,43 @@ def test_sdpa_gets_copies_of_unaligned_views_and_of_shared_heads_in_float32() ->
         (torch.float32, 68, False),
     ):
         q, k = sliced(width, 4, dtype), sliced(32, 2, dtype)
-        found = readable(q, k, k)
+        found = readable(q, k, k, None)
         assert (found[0].data_ptr() != q.data_ptr()) == copied
         assert [tensor.shape[1] for tensor in found[1:]] == ([2, 2] if dtype is torch.bfloat16 else [4, 4])
-        problem = read_call(dense_call(q, k, k)).problem
-        assert default_backend(q, k, k, problem) is None or not copied
+
+
+@pytest.mark.parametrize(
+    ("lengths", "head_dim", "needs_grad", "masked", "shared"),
+    [
+        ((64, 64), 64, True, False, True),
+        ((4096, 4096), 64, True, False, False),
+        ((64, 64), 64, True, True, False),
+        ((64, 64), 64, False, False, False),
+        ((64, 64), 160, False, False, True),
+        ((1024, 1024), 160, False, False, False),
+    ],
+)
+def test_sdpa_gets_shared_heads_in_float32_if_scores_are_few(
+    lengths: tuple[int, int], head_dim: int, needs_grad: bool, masked: bool, shared: bool
+) -> None:
+    q = torch.empty(1, 4, lengths[0], head_dim, requires_grad=needs_grad)
+    k = torch.empty(1, 2, lengths[1], head_dim)
+    assert shares_heads(q, k, torch.empty(lengths) if masked else None) == shared
+    assert readable(q, k, k, torch.empty(lengths) if masked else None)[1].shape[1] == (2 if shared else 4)
+
+
+def test_float32_with_more_queries_than_keys_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (tensor.float() for tensor in tensors(9, 5))
+    expected = _by_rows(q, k, v, 0.3, Causal.TOP_LEFT)
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: object, **more: object
+    ) -> Tensor:
+        assert mask is None
+        return scaled_dot_product_attention(q, k, v, mask, *options, **more)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", attention)
+    torch.testing.assert_close(sdpa_attention(q, k, v, 0.3, Causal.TOP_LEFT), expected)
 
 
 @pytest.mark.filterwarnings("error")

@@ -16,7 +16,7 @@ from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Record, Selection, VerificationStatus
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
-from flashtune.dispatch import decision
+from flashtune.dispatch import decision, sdpa
 from flashtune.dispatch.decision import Backend, Decision, decide
 from flashtune.dispatch.lookup import default_selection, default_selections, select
 from flashtune.dispatch.tables import Tables
@@ -159,7 +159,7 @@ def test_explain_names_the_rejected_family(
     assert aligned.reason == "it is selected in the table that ships for this GPU"
     _, copied = decided(monkeypatch, tuned, misaligned=True)
     assert copied.reason.startswith("q, k, v are copied first")
-    monkeypatch.setattr(decision, "COPY_MS", math.inf)
+    monkeypatch.setattr(sdpa, "COPY_MS", math.inf)
     _, misaligned = decided(monkeypatch, tuned, misaligned=True)
     assert misaligned.selection is not None
     assert misaligned.selection.record.family == "forward_q_outer"

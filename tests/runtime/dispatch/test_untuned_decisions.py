@@ -1,0 +1,130 @@
+"""Decisions for calls on an H200 whose shapes, masks or strides are not in its table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashtune.dispatch import decision, masked_sdpa, pair_decision, sdpa
+from flashtune.dispatch.decision import decide
+from flashtune.dispatch.pair_decision import decide_pair
+from flashtune.request.call import dense_call
+from flashtune.request.read_call import read_call
+from tests.support.untuned import TARGET
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CUDNN, EFFICIENT = "sdpa-cudnn", "sdpa-efficient"
+
+
+@pytest.fixture(autouse=True)
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, causal: bool) -> str | None:
+        if q.dtype is not FP32:
+            return CUDNN
+        return None if masked_sdpa.shares_heads(q, k, None) else EFFICIENT
+
+    for module in (decision, pair_decision):
+        monkeypatch.setattr(module, "check_device", lambda request: None)
+        monkeypatch.setattr(module, "request_target", lambda request: TARGET)
+    monkeypatch.setattr(masked_sdpa, "chosen_backend", chosen)
+    monkeypatch.setattr(sdpa, "chosen_backend", chosen)
+
+
+def server(
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    head_dim: int,
+    *,
+    batch: int,
+    shifted: bool = False,
+    needs_grad: bool = False,
+    **options: Any,
+) -> str:
+    """Returns the backend of a call, or the family that serves. `shifted` tensors start 1 element later."""
+
+    def made(count: int, length: int) -> torch.Tensor:
+        shape = (batch, count, length, head_dim)
+        size = batch * count * length * head_dim
+        tensor = torch.empty(size + shifted, dtype=dtype)[int(shifted) :].view(shape)
+        return tensor.requires_grad_(needs_grad)
+
+    q, k, v = made(heads[0], lengths[0]), made(heads[1], lengths[1]), made(heads[1], lengths[1])
+    masks = {name: value(q, k) if callable(value) else value for name, value in options.items()}
+    call = dense_call(q, k, v, **masks)
+    request = read_call(call)
+    decide_call = (lambda *given: decide_pair(*given)[0]) if needs_grad else decide
+    found = decide_call(request, call.q, call.k, call.v, call.side)
+    assert found.selection is not None
+    return found.selection.record.family if found.generated else str(found.backend)
+
+
+def shared_bias(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return torch.empty(1, q.shape[1], q.shape[2], k.shape[2], dtype=q.dtype)
+
+
+def padding(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return torch.empty(q.shape[0], 1, 1, k.shape[2], dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [((440, 440), "sdpa"), ((264, 24), "forward_masked")],
+    ids=["many keys", "one block of keys"],
+)
+def test_sdpa_with_copies_serves_biases_of_more_than_one_block(
+    lengths: tuple[int, int], expected: str
+) -> None:
+    found = server(BF16, (2, 2), lengths, 16, batch=2, shifted=True, attn_bias=shared_bias)
+    assert found == expected
+
+
+def test_copies_count_for_sdpa() -> None:
+    assert server(BF16, (64, 32), (123, 123), 128, batch=2, shifted=True) == "forward_q_outer"
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "head_dim", "batch", "options", "expected"),
+    [
+        ((1, 1), (120, 1214), 32, 1, {"attn_mask": padding}, "sdpa"),
+        ((32, 4), (21, 4661), 40, 4, {"attn_bias": shared_bias}, "sdpa"),
+        ((1, 1), (1255, 1255), 80, 3, {"attn_mask": padding}, "decode_split_kv"),
+        ((2, 2), (159, 32728), 256, 2, {"attn_bias": shared_bias}, "decode_split_kv"),
+        ((8, 1), (15, 347), 160, 2, {"attn_bias": shared_bias}, "decode_split_kv"),
+    ],
+)
+def test_split_keys_with_masks_serve_wide_heads_or_few_queries(
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    head_dim: int,
+    batch: int,
+    options: dict[str, Any],
+    expected: str,
+) -> None:
+    assert server(BF16, heads, lengths, head_dim, batch=batch, **options) == expected
+
+
+def test_sdpa_serves_gradients_that_are_not_timed() -> None:
+    assert server(BF16, (64, 64), (2, 681), 80, batch=5, needs_grad=True) == "sdpa"
+    assert server(BF16, (64, 64), (2, 681), 80, batch=5) == "decode_split_kv"
+    late = {"causal": "bottom_right"}
+    assert server(BF16, (64, 64), (3, 1530), 160, batch=7, needs_grad=True, **late) != "sdpa", "needs a mask"
+    early = {"causal": "top_left"}
+    assert server(BF16, (64, 64), (3, 1530), 160, batch=7, needs_grad=True, **early) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "batch", "expected"),
+    [
+        ((16, 16), (3000, 3000), 2, "forward_q_outer"),
+        ((16, 16), (64, 64), 2, "sdpa"),
+        ((2, 2), (443, 443), 3, "sdpa"),
+    ],
+    ids=["near a timed shape", "short", "far"],
+)
+def test_float32_kernels_serve_near_timed_shapes(
+    heads: tuple[int, int], lengths: tuple[int, int], batch: int, expected: str
+) -> None:
+    assert server(FP32, heads, lengths, 128, batch=batch) == expected
