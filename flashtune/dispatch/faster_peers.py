@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flashtune.core.mask_sharing import MaskSharing, nearest_way
-from flashtune.core.problem import Problem, score_bytes
+from flashtune.core.problem import Bias, Problem, score_bytes
 from flashtune.core.record import Record, Selection, SharedTime
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, WHOLE_FAMILY, is_far
@@ -23,6 +23,8 @@ NOISE = 0.01
 FORECAST_NOISE = 0.05
 SHORT_MS, SHORT_NOISE = 0.015, 0.15
 UNFUSED = "unfused"
+# Largest time of the launches of a pass of the unfused computation, in ms.
+UNFUSED_LAUNCHES_MS = 0.15
 # SDPA by a backend without measured times.
 ANY_SDPA = "SDPA"
 # Maximum bytes of scores that SDPA's unfused path may store.
@@ -160,12 +162,14 @@ class _Times(NamedTuple):
         is_forecast: Whether the times are estimates.
         peers: Times of the baselines by name.
         scores: Size of all scores of the measured shape, in bytes.
+        unfused_ms: Time of the unfused computation at the measured shape.
     """
 
     ms: float
     is_forecast: bool
     peers: dict[str, float]
     scores: int
+    unfused_ms: float
 
 
 def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times | None:
@@ -182,7 +186,7 @@ def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times |
         ms = measurement.ms
         if shared is not None:
             ms, peers = shared.ms, standard | {peer.name: peer.ms for peer in shared.peers}
-        return _Times(ms, False, peers, scores)
+        return _Times(ms, False, peers, scores, math.inf)
     # The ratio of the unfused computation's time to that of the nearest shape's config is assumed constant.
     expected = {name: ms * why.nearest_ms / measurement.ms for name, ms in standard.items()}
     expected |= {peer.name: peer.ms for peer in why.peers}
@@ -193,7 +197,7 @@ def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times |
         gains = {peer.name: peer.ms / peers[peer.name] for peer in shared.peers if peer.name in peers}
         gains[UNFUSED] = 1.0
         expected = {name: peer * gains[name] for name, peer in expected.items() if name in gains}
-    return _Times(ms, True, expected, scores)
+    return _Times(ms, True, expected, scores, standard.get(UNFUSED, math.inf))
 
 
 def _fastest_baseline(
@@ -210,6 +214,10 @@ def _fastest_baseline(
         limits[UNFUSED] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))
     taken = {name: sum(times.peers.get(name, math.inf) for times in known) for name in limits}
     taken[usual_sdpa or ""] += more_ms
+    if UNFUSED in limits and len(known) > 1 and problem.bias is Bias.ADDITIVE:
+        # Kernels for gradients with a bias may take longer than the launches of the unfused computation.
+        share = [times.unfused_ms * score_bytes(problem) / times.scores for times in known]
+        taken[UNFUSED] = min(taken[UNFUSED], sum(UNFUSED_LAUNCHES_MS + ms for ms in share))
     return min(
         (name for name in limits if taken[name] < limits[name]), key=lambda name: taken[name], default=None
     )

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # Side inputs whose gradients are computed from the kernels' results, in addition to those of q, k and v.
 DIFFERENTIABLE_SIDE = tuple(name for name in TENSORS if TENSOR_INPUTS[name].has_gradient)
 
-# With at most this many queries, default kernels of both passes took 1.2 to 3.8 times as long as SDPA at
+# With at most this many queries, default kernels of both passes took 1.2 to 3.8 times as long as SDPA, at
 # three shapes on an H200.
 FEW_ROWS = 32
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -142,9 +143,7 @@ def test_float32_with_more_queries_than_keys_needs_no_mask(monkeypatch: pytest.M
     q, k, v = (tensor.float() for tensor in tensors(9, 5))
     expected = _by_rows(q, k, v, 0.3, Causal.TOP_LEFT)
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: object, **more: object
-    ) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any, **more: Any) -> Tensor:
         assert mask is None
         return scaled_dot_product_attention(q, k, v, mask, *options, **more)
 

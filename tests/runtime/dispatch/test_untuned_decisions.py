@@ -65,6 +65,10 @@ def shared_bias(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.empty(1, q.shape[1], q.shape[2], k.shape[2], dtype=q.dtype)
 
 
+def bias(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return torch.empty(*q.shape[:3], k.shape[2], dtype=q.dtype)
+
+
 def padding(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.empty(q.shape[0], 1, 1, k.shape[2], dtype=torch.bool)
 
@@ -109,10 +113,17 @@ def test_split_keys_with_masks_serve_wide_heads_or_few_queries(
 def test_sdpa_serves_gradients_that_are_not_timed() -> None:
     assert server(BF16, (64, 64), (2, 681), 80, batch=5, needs_grad=True) == "sdpa"
     assert server(BF16, (64, 64), (2, 681), 80, batch=5) == "decode_split_kv"
-    late = {"causal": "bottom_right"}
-    assert server(BF16, (64, 64), (3, 1530), 160, batch=7, needs_grad=True, **late) != "sdpa", "needs a mask"
-    early = {"causal": "top_left"}
-    assert server(BF16, (64, 64), (3, 1530), 160, batch=7, needs_grad=True, **early) == "sdpa"
+    for causal, by_sdpa in (("top_left", True), ("bottom_right", False)):
+        found = server(BF16, (64, 64), (3, 1530), 160, batch=7, needs_grad=True, causal=causal)
+        # Bottom-right, SDPA needs a mask, with which its gradients may be NaN.
+        assert (found == "sdpa") == by_sdpa
+
+
+def test_unfused_gradients_of_few_scores_replace_slow_kernels() -> None:
+    found = server(BF16, (16, 2), (475, 25), 128, batch=2, needs_grad=True, shifted=True, attn_bias=bias)
+    assert found == "unfused"
+    found = server(BF16, (4, 4), (25, 25), 128, batch=26, needs_grad=True, attn_bias=shared_bias)
+    assert found == "forward_masked"
 
 
 @pytest.mark.parametrize(
