@@ -103,10 +103,12 @@ def shares_heads(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
         return False
     if q.dtype is not torch.float32:
         return True
+    if mask is not None or not torch.backends.cuda.math_sdp_enabled():
+        return False
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        return mask is None and scores <= FEW_GRADIENT_SCORES
-    return mask is None and scores <= FEW_WIDE_SCORES and q.shape[3] > WIDE
+        return scores <= FEW_GRADIENT_SCORES
+    return scores <= FEW_WIDE_SCORES and q.shape[3] > WIDE
 
 
 def readable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
