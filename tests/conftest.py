@@ -13,6 +13,8 @@ import pytest
 # Tests run in several processes at once. Threads of torch's would wait for each other for most of the time.
 # Set before torch is imported, for this process and those that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Messages are folded at this width, also in log files. Tests that fold set their own.
+os.environ.pop("COLUMNS", None)
 
 import torch
 

@@ -94,7 +94,7 @@ def _decoded_tiles(tile: Tile, splits: int, problem: Problem) -> ServingCase:
     group = max(DECODED_GROUP, tile.queries) if problem.mla else DECODED_GROUP
     queries = 2 * tile.queries // group + 1
     keys = 2 * min(splits, FEW_PARTS) * tile.keys + 1
-    if problem.mla and problem.causal is Causal.TOP_LEFT:
+    if problem.causal is Causal.TOP_LEFT:
         # A third block is visible only if there are as many queries as keys.
         group, queries = 1, 2 * max(tile.queries, tile.keys) + 1
         keys = queries

@@ -17,8 +17,8 @@ def test_names_are_checked(name: str) -> None:
 
 
 def test_a_missing_library_gives_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: str) -> str:
-        raise metadata.PackageNotFoundError
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(

@@ -169,8 +169,10 @@ def _attend(problem: Problem, one: Sequence, side: ExtraInputs, scale: float) ->
     scores = scores.masked_fill(~seen, -torch.inf)
     sinks = torch.full((heads,), -torch.inf) if side.sinks is None else side.sinks
     sink = sinks.double()[:, None, None].expand(heads, queries, 1)
-    lse = torch.logsumexp(torch.cat([scores, sink], -1), -1)
-    weights = torch.nan_to_num(torch.exp(scores - lse[..., None]))
+    all_scores = torch.cat([scores, sink], -1)
+    lse = torch.logsumexp(all_scores, -1)
+    # Not by the log-sum-exp, which loses the number of keys where scores are large.
+    weights = torch.nan_to_num(torch.softmax(all_scores, -1)[..., :-1])
     if side.seed is not None:
         assert side.dropout is not None
         number = one.batch * heads + torch.arange(heads)

@@ -53,6 +53,10 @@ def test_all_error_classes_are_exported() -> None:
     import flashtune
     from flashtune.core import errors
 
-    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.FlashtuneError)
+    }
     assert classes <= set(flashtune.__all__)
     assert all(issubclass(getattr(flashtune, name), flashtune.FlashtuneError) for name in classes)

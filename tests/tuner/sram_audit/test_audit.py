@@ -124,8 +124,14 @@ def test_model_is_a_close_lower_bound(target: Target, alignment: Alignment) -> N
 
 
 # Share of the shipped records whose model lacks at most 1 KiB. For some configs of these families, Triton
-# allocates more.
-MODELLED = {"backward_fused": 0.5, "forward_masked": 0.4, "decode_split_kv": 0.04}
+# allocates more, as for float32 products in parts.
+MODELLED = {
+    "backward_split": 0.9,
+    "forward_q_outer": 0.98,
+    "backward_fused": 0.5,
+    "forward_masked": 0.4,
+    "decode_split_kv": 0.04,
+}
 
 
 @pytest.mark.parametrize("name", sorted({record.family for record in shipped_records() if record.config}))

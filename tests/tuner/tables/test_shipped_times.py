@@ -37,7 +37,6 @@ class Known(NamedTuple):
     reason: str
 
 
-INFINITE = "the search ran with infinite estimates of forward_hopper"
 UNTIMED = "the search ended before the final measurement"
 SLOW_GRADIENTS = "heads=32,kv_heads=8,seqlen=8192,head_dim=128,batch=2,causal,backward"
 CAUSAL_BIAS = "heads=16,seqlen={},head_dim=64,batch=8,causal,bias=additive{}"
@@ -49,10 +48,7 @@ WITHOUT_PEERS = (
     Known("nvidia-h100", "heads=32,kv_heads=8,seqlen=1024,head_dim=128,batch=16,causal", UNTIMED),
 )
 OTHER_RATIO = (Known("nvidia-h100", SLOW_GRADIENTS, UNTIMED),)
-OVER_ESTIMATE = (
-    Known("nvidia-h100", SLOW_GRADIENTS, UNTIMED),
-    *(Known(gpu, CAUSAL_BIAS.format(length, ""), INFINITE) for gpu in GPUS for length in (512, 1024)),
-)
+OVER_ESTIMATE = (Known("nvidia-h100", SLOW_GRADIENTS, UNTIMED),)
 
 
 @functools.cache
