@@ -76,7 +76,8 @@ def padded(tensor: Tensor, spare: int, offset: int = 0) -> Tensor:
     [
         (0, 0, Alignment.SIXTEEN),
         (8, 0, Alignment.EIGHT),
-        (3, 0, Alignment.ANY),
+        # Copies serve.
+        (3, 0, Alignment.SIXTEEN),
         (0, 1, Alignment.ANY),
         (16, 8, Alignment.SIXTEEN),
     ],
