@@ -87,7 +87,9 @@ def test_tiles_of_chunks_are_in_order_of_their_length(
 # ---- packed sequences ------------------------------------------------------------------------------
 
 PACKED = a_problem(64, causal=Causal.BOTTOM_RIGHT, total_q=1)
-SEEKS = {order: kernel_of(PACKED, order=order) for order in ("linear", "lpt", "serpentine")}
+SEEKS = {
+    order: kernel_of(PACKED, order=order, num_consumer_groups=3) for order in ("linear", "lpt", "serpentine")
+}
 SEEKING = {order: in_python(kernel, "next_tile") for order, kernel in SEEKS.items()}
 ROWS_OF_A_TILE = 192
 FIELDS = ("m_block", "kv_head", "head", "q_start", "seqlen_q", "kv_start", "seqlen_kv")
