@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 
 import pytest
@@ -21,6 +22,7 @@ def test_a_missing_library_gives_one_sentence(monkeypatch: pytest.MonkeyPatch) -
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
         UsageError, match=r"^transformers is not installed: install transformers >= 5.17, < 6$"
     ):
