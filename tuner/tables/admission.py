@@ -335,6 +335,13 @@ def _probe_flaw(verdict: Verdict) -> str:
     return f"has a receipt without the probes {', '.join(sorted(missing))}: verify its kernel again"
 
 
+def is_stale(record: Record, digest: str) -> bool:
+    """Returns whether another kernel passed verification than the one that renders here."""
+    template = current_versions(record.family).template
+    changed = record.kernel != digest or record.versions.template != template
+    return changed and record.verdict is not None and record.verdict.passed
+
+
 def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
     """Returns why a record's receipt is invalid for a kernel; empty if it is valid.
 
@@ -348,7 +355,7 @@ def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
         return f"has a receipt of another GPU: {record.verdict.device!r}"
     if not record.verdict.passed:
         return f"has a receipt of failure: {record.verdict.failed}"
-    if record.kernel != digest or record.versions.template != here.template:
+    if is_stale(record, digest):
         return "has a stale receipt: the kernel that renders here is another than the one that was verified"
     if same_triton and record.versions.triton != here.triton:
         return (

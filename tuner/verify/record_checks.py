@@ -28,6 +28,7 @@ from flashtune.tuner.execution.processes import start_pool
 from flashtune.tuner.tables.admission import (
     Receipt,
     facts_of,
+    is_stale,
     never_verified,
     receipt_fault,
     receipt_of,
@@ -121,7 +122,8 @@ def verify_records(
         gpu: Index and target of this machine's GPU; None without a GPU.
         require_gpu: Whether kernels fail that were not compared on this machine's GPU.
         same_triton: Whether receipts of another Triton version fail.
-        allow_unproven: Whether kernels pass that compile and fit, but were never verified on a GPU.
+        allow_unproven: Whether kernels pass that compile and fit, but were not verified on a GPU as they
+            render here.
         known: A table with receipts and times to reuse, if they are of the versions here.
         timed: Whether to time kernels on this machine's GPU if their records are of other versions, or lack
             times with shared masks.
@@ -215,7 +217,8 @@ def _by_receipt(subject: Subject, interpreted: str | None, same_triton: bool, al
     method = CheckMethod.NONE if interpreted is None else method
     # A predicted record needs no receipt: it has not run on a GPU, and dispatch treats it accordingly.
     excused = record.provenance is Provenance.PREDICTED and method is CheckMethod.INTERPRETER
-    excused = excused or (allow_unproven and never_verified(record))
+    unproven = never_verified(record) or is_stale(record, subject.kernel.digest)
+    excused = excused or (allow_unproven and unproven)
     return _result(record, subject.kernel, method, "" if excused else missing)
 
 

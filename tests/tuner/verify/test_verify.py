@@ -234,6 +234,9 @@ def test_unverified_kernels_pass_if_allowed(quick_jobs: None, monkeypatch: pytes
         assert "no receipt" in only_result(record).failed
         result = only_result(record, allow_unproven=True)
         assert (result.method, result.failed, result.receipt) == (CheckMethod.NONE, "", None)
+    stale = make_record(versions=msgspec.structs.replace(current_versions(FAMILY.name), template="0" * 32))
+    assert "stale receipt" in only_result(stale).failed
+    assert only_result(stale, allow_unproven=True).failed == ""
     # What a GPU said still counts.
     for changes, words in (
         ({"verdict": Verdict(False, 2.0, 3, "needle", "NVIDIA H200")}, "receipt of failure"),

@@ -48,7 +48,7 @@ MAX_SHOWN = 20
 @click.option(
     "--allow-unproven",
     is_flag=True,
-    help="Pass kernels without a receipt if they compile and fit, as in a table made without a GPU.",
+    help="Pass kernels without a receipt, or that render differently since, if they compile and fit.",
 )
 @click.option(
     "--write",
@@ -98,8 +98,9 @@ def command(
     Kernels for other GPUs need a receipt: a verdict from such a GPU, stored with the record and bound to the
     kernel's digest. Kernels in plain Triton also run under Triton's interpreter, in float32 at small sizes.
 
-    A table that was made without a GPU has no receipts. With --allow-unproven its kernels pass if they
-    compile, fit, and match the reference under the interpreter where it can run them.
+    A table that was made without a GPU has no receipts, and changed templates make receipts stale. With
+    --allow-unproven such kernels pass if they compile, fit, and match the reference under the interpreter
+    where it can run them. Dispatch checks them before their first use.
 
     With --write, Ctrl-C and SIGTERM write the results so far.
     """
