@@ -150,7 +150,7 @@ def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    # Nobody else can have made a file or link of this name.
+    # No other process can have made a file or link of this random name.
     fresh = path.with_name(f".flashtune-{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     number = os.open(fresh, flags, 0o666 if mode is None else mode)

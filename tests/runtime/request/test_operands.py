@@ -128,7 +128,7 @@ CASES = {
     "latent keys": Case({"scale": 0.3}, {"scale": 0.3}, ("latent",), "latent"),
     "order of dimensions": Case({"scale": 0.3}, {"scale": 0.3, "layout": "bshd"}, ("layout",)),
 }
-# `prefer` decides who serves: every call here asks for kernels.
+# `prefer` decides whether SDPA may serve. Every call here asks for kernels.
 COVERED = {"q", "k", "v", "prefer"}.union(*({*case.values, *case.names} for case in CASES.values()))
 
 

@@ -1,4 +1,4 @@
-"""The shipped times are plausible: beside other implementations, the other Hopper GPU, and similar shapes."""
+"""Compares shipped times with those of SDPA, of the other Hopper GPU, and of similar shapes."""
 
 from __future__ import annotations
 
