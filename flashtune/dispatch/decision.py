@@ -295,23 +295,22 @@ def _faster_peer(
     if problem.total_q or problem.page_size or problem.seqlens_k:
         # The unfused computation would read lengths from the device, which synchronizes.
         return None
-    usual = None
+    usual, views = None, request.views(q, k, v)
     if not problem.features:
-        usual = default_backend(*request.views(q, k, v), problem)
+        if has_hidden_keys(problem):
+            # SDPA does not get them.
+            problem = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
+            of_q, of_k, of_v = views
+            views = of_q, of_k[:, :, : problem.seqlen_q], of_v[:, :, : problem.seqlen_q]
+            selection = select(problem, target, tuned_records(target.name), BEST_TENSORS, generated=True)
+        usual = default_backend(*views, problem)
     elif sdpa_allowed(request) and side.bias is not None:
-        views = request.views(q, k, v)
         usual = default_backend(*views, problem, side.bias)
         if known_refusal(request, usual, *views, side.bias) is not None:
             usual = None
-    if problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv and not problem.features:
-        # No query sees later keys, and SDPA gets none of them.
-        problem = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
-        q, k, v = request.views(q, k, v)
-        usual = default_backend(q, k[:, :, : problem.seqlen_q], v[:, :, : problem.seqlen_q], problem)
-        selection = select(problem, target, tuned_records(target.name), BEST_TENSORS, generated=True)
     if is_untrusted(selection, problem) and (usual is not None or not problem.features):
         return untimed_peer((selection,), problem, usual, target)
-    more_ms = copies_ms(request.views(q, k, v), target) if usual is not None else 0.0
+    more_ms = copies_ms(views, target) if usual is not None else 0.0
     if more_ms and problem.seqlen_kv <= UNALIGNED_TILE:
         # One block of keys is read faster than it is copied.
         usual = None
@@ -322,6 +321,11 @@ def _faster_peer(
         ):
             return usual
     return faster_peer(selection, problem, usual, sharing, more_ms)
+
+
+def has_hidden_keys(problem: Problem) -> bool:
+    """Whether no query of a problem without features sees the last keys."""
+    return problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv
 
 
 def _forecast_in_words(selection: Selection) -> str:

@@ -24,6 +24,7 @@ from flashtune.dispatch.decision import (
     check_device,
     copied,
     copy_words,
+    has_hidden_keys,
     peer_backend,
     peer_reason,
     request_target,
@@ -247,8 +248,8 @@ def _faster_peer(
 
 def _is_maskless(problem: Problem) -> bool:
     """Whether SDPA needs no mask for a problem without features, because it can leave out later keys."""
-    hidden = problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv
-    return problem.causal is Causal.NONE or problem.seqlen_q == problem.seqlen_kv or hidden
+    is_square = problem.seqlen_q == problem.seqlen_kv
+    return problem.causal is Causal.NONE or is_square or has_hidden_keys(problem)
 
 
 def _ungenerated(request: Request) -> BothPasses | None:

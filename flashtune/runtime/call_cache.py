@@ -208,7 +208,7 @@ def signed(tensor: Tensor) -> Tensor:
 
 
 def unsigned(call: Call) -> Call:
-    """Returns a call with signs in memory and a scale that is not negative, but negated queries in its place.
+    """Returns a call with signs in memory, and with negated queries in place of a negative scale.
 
     Raises:
         ProblemError: The scale is not a finite number.

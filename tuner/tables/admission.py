@@ -336,10 +336,11 @@ def _probe_flaw(verdict: Verdict) -> str:
 
 
 def is_stale(record: Record, digest: str) -> bool:
-    """Returns whether another kernel passed verification than the one that renders here."""
-    template = current_versions(record.family).template
-    changed = record.kernel != digest or record.versions.template != template
-    return changed and record.verdict is not None and record.verdict.passed
+    """Returns whether a kernel passed verification on its GPU, and another one renders here."""
+    verdict = record.verdict
+    if verdict is None or not verdict.passed or not names_gpu(record.target, verdict.device):
+        return False
+    return record.kernel != digest or record.versions.template != template_hash(record.family)
 
 
 def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
@@ -348,7 +349,6 @@ def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
     `digest` is that of the kernel that renders here. With `same_triton`, a receipt of another Triton version
     is stale.
     """
-    here = current_versions(record.family)
     if record.verdict is None or never_verified(record):
         return "has no receipt: no GPU ever verified it"
     if not names_gpu(record.target, record.verdict.device):
@@ -357,8 +357,7 @@ def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
         return f"has a receipt of failure: {record.verdict.failed}"
     if is_stale(record, digest):
         return "has a stale receipt: the kernel that renders here is another than the one that was verified"
-    if same_triton and record.versions.triton != here.triton:
-        return (
-            f"has a stale receipt: verified with Triton {record.versions.triton}, and here is {here.triton}"
-        )
+    triton = current_versions(record.family).triton
+    if same_triton and record.versions.triton != triton:
+        return f"has a stale receipt: verified with Triton {record.versions.triton}, and here is {triton}"
     return ""

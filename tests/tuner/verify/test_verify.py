@@ -238,9 +238,11 @@ def test_unverified_kernels_pass_if_allowed(quick_jobs: None, monkeypatch: pytes
     assert "stale receipt" in only_result(stale).failed
     assert only_result(stale, allow_unproven=True).failed == ""
     # What a GPU said still counts.
+    elsewhere = msgspec.structs.replace(GOOD, device="NVIDIA A100-SXM4-80GB")
     for changes, words in (
         ({"verdict": Verdict(False, 2.0, 3, "needle", "NVIDIA H200")}, "receipt of failure"),
         ({"kernel": "0" * 32}, "stale receipt"),
+        ({"verdict": elsewhere, "versions": stale.versions}, "receipt of another GPU"),
     ):
         assert words in only_result(make_record(**changes), allow_unproven=True).failed
 
