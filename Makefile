@@ -16,7 +16,7 @@ WORKERS ?= 2
 GPU_WORKERS ?= 8
 # Rendering, compiling and the interpreter are tested under these too, beside the Triton that is installed.
 OTHER_TRITONS := 3.6.0 3.9.0
-BY_TRITON := tests/templates tests/golden tests/tuner/binary/test_unwritten.py tests/runtime/launch/test_descriptors.py tests/runtime/launch/test_descriptor_launch.py tests/runtime/launch/test_descriptor_binding.py tests/runtime/launch/test_queueing.py
+BY_TRITON := tests/templates tests/tuner/binary/test_unwritten.py tests/runtime/launch/test_descriptors.py tests/runtime/launch/test_descriptor_launch.py tests/runtime/launch/test_descriptor_binding.py tests/runtime/launch/test_queueing.py
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -150,9 +150,13 @@ test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
 	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m 'gpu and not alone' tests
 	OMP_NUM_THREADS=$(shell nproc) $(PYTEST) -m 'gpu and alone' tests
 
-.PHONY: kernels reference clean
+.PHONY: kernels render-diff reference clean
 kernels: $(DEVELOPS) ## Write kernels_generated/ from the shipped tables
 	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.kernels
+
+BASE ?= main
+render-diff: $(DEVELOPS) ## Show how rendered kernels differ from those of BASE, a revision
+	@scripts/render_diff.sh $(BASE) $(PY)
 
 reference: $(DEVELOPS) ## Write docs/cli.md from the commands' own help
 	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.reference > docs/cli.new

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_MODULES = 16
 PRODUCT = ("flashtune", "tuner", "db", "templates", "benchmarks")
-# Files of tests/golden are data, and revisions of the database accumulate.
-DATA = ("tests/golden", "tests/data", "db/migrations/versions")
+# Revisions of the database accumulate.
+DATA = ("tests/data", "db/migrations/versions")
 
 
 def modules(*folders: str) -> list[Path]:

@@ -1,7 +1,18 @@
-"""The kernels in tests/golden: some configs and features of each family."""
+"""The kernels whose checksums are in tests/golden: some configs and features of each family.
+
+    python -m tests.support.golden_kernels FOLDER
+
+writes their texts, which `make render-diff` compares between two revisions. Lines of the checksums are in the
+format of `sha256sum`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +21,9 @@ from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from tests.problems import hopper_backward
 
+SUMS = Path(__file__).parents[1] / "golden" / "SHA256SUMS"
 Q, KV, HOPPER = "forward_q_outer", "forward_kv_outer", "forward_hopper"
 MASKED, DECODE, LATENT = "forward_masked", "decode_split_kv", "decode_latent_hopper"
 SPLIT, FUSED = "backward_split", "backward_fused"
@@ -52,6 +65,10 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "q_outer_bf16_d64_causal_long_first": (
         Q, "bf16", (64, 64), "bottom_right", {**DESCRIPTORS, "lpt": True, "heads_innermost": True}, PLAIN,
     ),
+    "q_outer_bf16_d128_ahead": (
+        Q, "bf16", (128, 128), "none", {**DESCRIPTORS, "overlap_qk": True}, PLAIN,
+    ),
+    "q_outer_bf16_d64_few_registers": (Q, "bf16", (64, 64), "none", {**WIDE, "maxnreg": 128}, PLAIN),
     "q_outer_fp16_d96_v80_decomposed": (
         Q, "fp16", (96, 80), "none", {**TALL, "split_head_dim": True}, ROW_SUMS,
     ),
@@ -160,6 +177,11 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     ),
     "hopper_bf16_d128_full_blocks": (HOPPER, "bf16", (128, 128), "none", GROUPS, PLAIN),
     "hopper_bf16_d64_small_blocks": (HOPPER, "bf16", (64, 64), "none", {**GROUPS, "block_n": 64}, PLAIN),
+    "hopper_bf16_d64_boolean_full": (HOPPER, "bf16", (64, 64), "none", {**GROUPS, "order": "lpt"}, PLAIN),
+    "hopper_bf16_d64_bias_row_sums": (HOPPER, "bf16", (64, 64), "none", GROUPS, ROW_SUMS),
+    "hopper_e4m3_d128_one_tile_of_weights": (
+        HOPPER, "e4m3", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True, "p_stages": 1}, PLAIN,
+    ),
     "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
     "hopper_e4m3_d128_shared": (
         HOPPER, "e4m3", (128, 128), "bottom_right",
@@ -181,11 +203,18 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "masked_bf16_d64_boolean": (MASKED, "bf16", (64, 64), "none", WIDE, PLAIN),
     "masked_bf16_d128_full_blocks": (MASKED, "bf16", (128, 128), "none", WIDE, PLAIN),
     "masked_bf16_d128_blocks": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
+    "masked_bf16_d64_bias": (
+        MASKED, "bf16", (64, 64), "bottom_right", {**WIDE, "heads_innermost": True}, ROW_SUMS,
+    ),
+    "masked_bf16_d128_softcap_one_phase": (
+        MASKED, "bf16", (128, 128), "bottom_right", {**WIDE, "split_masked_loop": False}, PLAIN,
+    ),
     "backward_split_bf16_d64_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, PLAIN),
     "backward_fused_bf16_d64_dropout": (FUSED, "bf16", (64, 64), "none", SHARED, PLAIN),
     "decode_bf16_d128": (
         DECODE, "bf16", (128, 128), "bottom_right", {**PARTS, "early_combine": True}, ROW_SUMS,
     ),
+    "decode_bf16_d128_full": (DECODE, "bf16", (128, 128), "none", PARTS, PLAIN),
     "decode_bf16_d128_early": (
         DECODE, "bf16", (128, 128), "bottom_right",
         {**PARTS, "early_combine": True, "early_start": True}, PLAIN,
@@ -221,6 +250,12 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     ),
     "backward_split_bf16_d64_constant_bias": (SPLIT, "bf16", (64, 64), "none", BOTH, CONSTANT_BIAS),
     "backward_fused_bf16_d128_causal": (FUSED, "bf16", (128, 128), "bottom_right", SHARED, ROW_SUMS),
+    "backward_split_bf16_d128_softcap": (
+        SPLIT, "bf16", (128, 128), "bottom_right", {**BOTH, "split_masked_loop": False, "lpt": True}, PLAIN,
+    ),
+    "backward_fused_bf16_d64_bias": (
+        FUSED, "bf16", (64, 64), "bottom_right", {**SHARED, "split_masked_loop": False}, PLAIN,
+    ),
     "backward_fused_bf16_d64_mask": (FUSED, "bf16", (64, 64), "none", SHARED, PLAIN),
     "backward_fused_bf16_d256": (
         FUSED, "bf16", (256, 256), "none",
@@ -240,6 +275,10 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "hopper_bf16_latent_small_pages": (
         LATENT, "bf16", (576, 512), "bottom_right",
         {"queries": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1, "overlap_pv": True}, ROW_SUMS,
+    ),
+    "hopper_bf16_latent_outputs": (
+        LATENT, "bf16", (576, 512), "bottom_right",
+        {"queries": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1, "overlap_pv": True}, PLAIN,
     ),
     "hopper_fp16_latent_parts": (
         LATENT, "fp16", (576, 512), "bottom_right",
@@ -285,6 +324,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d64_small_blocks": {"block_mask": 64},
     "hopper_bf16_d64_window_sinks": {"sinks": True, "window_left": 127},
     "hopper_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
+    "hopper_bf16_d64_boolean_full": {"bias": Bias.BOOLEAN},
+    "hopper_bf16_d64_bias_row_sums": {"bias": Bias.ADDITIVE},
     "hopper_bf16_d64_masks": {"window_left": 512, "sink_tokens": 4, "prefix": True, "seqlens_k": True},
     "masked_bf16_d64_window_sinks": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
     "masked_fp16_d128_packed_pages": {
@@ -297,6 +338,8 @@ FEATURES: dict[str, dict[str, Any]] = {
         "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD,
     },
     "masked_bf16_d128_packed_large_pages": {"total_q": 1, "page_size": 256},
+    "masked_bf16_d64_bias": {"bias": Bias.ADDITIVE},
+    "masked_bf16_d128_softcap_one_phase": {"softcap": True},
     "masked_bf16_d64_alibi": {"alibi": True},
     "masked_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
     "masked_bf16_d128_full_blocks": {"block_mask": 128},
@@ -313,6 +356,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "backward_split_fp16_d192_v128_window": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
     "backward_split_bf16_d64_packed": {"total_q": 1, "alibi": True},
     "backward_split_bf16_d64_packed_dropout": {"total_q": 1, "alibi": True, "dropout": True},
+    "backward_split_bf16_d128_softcap": {"softcap": True},
+    "backward_fused_bf16_d64_bias": {"bias": Bias.ADDITIVE},
     "backward_split_bf16_d64_constant_bias": {"bias": Bias.ADDITIVE},
     "backward_split_fp32_d40_scores": {
         "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "attention_chunk": 64, "prefix": True,
@@ -325,6 +370,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "decode_bf16_latent": {"page_size": 64, "mla": True},
     "hopper_bf16_latent_pages": {"page_size": 64, "mla": True},
+    "hopper_bf16_latent_outputs": {"page_size": 64, "mla": True},
     "hopper_bf16_latent_small_pages": {"page_size": 16, "mla": True},
     "hopper_fp16_latent_parts": {"seqlens_k": True, "mla": True},
     "hopper_fp16_latent_page_parts": {"page_size": 64, "mla": True},
@@ -337,7 +383,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def kernel_of(name: str) -> Kernel:
-    """The kernel that the file of this name holds."""
+    """The kernel of that combination."""
     family_name, dtype, widths, causal, values, specialization = COMBINATIONS[name]
     family = find_family(family_name)
     problem = Problem(
@@ -354,3 +400,109 @@ def kernel_of(name: str) -> Kernel:
     )
     problem = msgspec.structs.replace(problem, **FEATURES.get(name, {}))
     return render(family, problem, msgspec.convert(values, family.config_type), specialization)
+
+
+# Widths, specialisation, changes of the problem and of the default config of the family `backward_hopper`.
+HOPPER_BACKWARD: dict[str, tuple[tuple[int, int], Specialization, dict[str, Any], dict[str, Any]]] = {
+    "backward_hopper_bf16_d128_causal": ((128, 128), ROW_SUMS, {"causal": Causal.BOTTOM_RIGHT}, {}),
+    "backward_hopper_fp16_d64_delay": ((64, 64), PLAIN, {"dtype": Dtype.FP16}, {"alternate_dq": False}),
+    "backward_hopper_bf16_d96_v80_plain": (
+        (96, 80), PLAIN,
+        {},
+        {
+            "init_accumulators": False, "early_dv": True, "defer_dp_wait": False, "early_dk": False,
+            "defer_dq": False, "alternate_dq": False, "num_stages": 3,
+        },
+    ),
+    "backward_hopper_bf16_d96_v80": ((96, 80), ROW_SUMS, {}, {}),
+    "backward_hopper_fp16_d64_turns": ((64, 64), PLAIN, {"dtype": Dtype.FP16}, {}),
+    "backward_hopper_bf16_d128_dropout": (
+        (128, 128), ROW_SUMS,
+        {"causal": Causal.BOTTOM_RIGHT, "dropout": True},
+        {},
+    ),
+    "backward_hopper_bf16_d256_causal": ((256, 256), ROW_SUMS, {"causal": Causal.BOTTOM_RIGHT}, {}),
+    "backward_hopper_bf16_d128_ordered": (
+        (128, 128), PLAIN,
+        {"causal": Causal.BOTTOM_RIGHT, "deterministic": True},
+        {},
+    ),
+    "backward_hopper_bf16_d128_ordered_dropout": (
+        (128, 128), PLAIN,
+        {"causal": Causal.BOTTOM_RIGHT, "dropout": True, "deterministic": True},
+        {"early_dk": False, "defer_dq": False, "alternate_dq": False},
+    ),
+    "backward_hopper_fp16_d256_ordered": (
+        (256, 256), PLAIN,
+        {"dtype": Dtype.FP16, "deterministic": True},
+        {},
+    ),
+    "backward_hopper_bf16_d128_window_softcap": (
+        (128, 128), ROW_SUMS,
+        {"causal": Causal.BOTTOM_RIGHT, "window_left": 1023, "softcap": True},
+        {},
+    ),
+    "backward_hopper_bf16_d128_packed": (
+        (128, 128), ROW_SUMS,
+        {"causal": Causal.BOTTOM_RIGHT, "total_q": 1, "sinks": True},
+        {},
+    ),
+    "backward_hopper_fp16_d96_packed_full": ((96, 96), PLAIN, {"dtype": Dtype.FP16, "total_q": 1}, {}),
+    "backward_hopper_bf16_d64_packed_window_ordered": (
+        (64, 64), PLAIN,
+        {"total_q": 1, "window_left": 100, "window_right": 50, "deterministic": True},
+        {"alternate_dq": False},
+    ),
+    "backward_hopper_bf16_d256_packed_window_softcap": (
+        (256, 256), PLAIN,
+        {"causal": Causal.TOP_LEFT, "total_q": 1, "window_left": 512, "softcap": True},
+        {},
+    ),
+    "backward_hopper_bf16_d256_packed_ordered": (
+        (256, 256), PLAIN,
+        {"total_q": 1, "deterministic": True},
+        {},
+    ),
+    "backward_hopper_bf16_d128_sinks_ordered": (
+        (128, 128), ROW_SUMS,
+        {"sinks": True, "deterministic": True},
+        {},
+    ),
+    "backward_hopper_bf16_d256_packed_full": ((256, 256), PLAIN, {"total_q": 1}, {}),
+    "backward_hopper_bf16_d128_window_ordered": (
+        (128, 128), PLAIN,
+        {"causal": Causal.BOTTOM_RIGHT, "window_left": 512, "deterministic": True},
+        {},
+    ),
+    "backward_hopper_fp16_d192_plain": (
+        (192, 192), PLAIN,
+        {"dtype": Dtype.FP16},
+        {"init_accumulators": False},
+    ),
+}  # fmt: skip
+
+
+def kernel_of_gradient(name: str) -> Kernel:
+    """The kernel of that row of HOPPER_BACKWARD."""
+    widths, specialization, features, config = HOPPER_BACKWARD[name]
+    problem = hopper_backward.a_problem(*widths, **features)
+    return hopper_backward.kernel_of(problem, specialization, **config)
+
+
+KERNELS: dict[str, Callable[[], Kernel]] = {
+    **{name: partial(kernel_of, name) for name in COMBINATIONS},
+    **{name: partial(kernel_of_gradient, name) for name in HOPPER_BACKWARD},
+}
+
+
+def checksums() -> str:
+    """The line of each kernel's checksum."""
+    return "".join(
+        f"{hashlib.sha256(KERNELS[name]().source.encode()).hexdigest()}  {name}.py\n"
+        for name in sorted(KERNELS)
+    )
+
+
+if __name__ == "__main__":
+    for name, kernel in KERNELS.items():
+        Path(sys.argv[1], f"{name}.py").write_text(kernel().source, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The switch that rewrites the golden files: `pytest tests/templates --update-golden`."""
+"""The switch that rewrites the golden checksums: `pytest tests/templates --update-golden`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def updates_golden(request: pytest.FixtureRequest) -> bool:
-    """Whether golden files are written instead of compared."""
+    """Whether checksums are written before they are compared."""
     # Unknown where the whole suite runs: pytest then reads this file after the command line.
     return bool(request.config.getoption("--update-golden", default=False))

@@ -36,7 +36,7 @@ def wrapper_of(name: str) -> Callable[..., Any]:
 
 
 def call_of(name: str) -> Call:
-    """Tensors on the CPU that the wrapper of a golden file takes."""
+    """Tensors on the CPU that the wrapper of a golden kernel takes."""
     _, dtype_name, (width, value_width), _, _, _ = COMBINATIONS[name]
     asked = FEATURES.get(name, {})
     dtype = DTYPES[dtype_name]

@@ -1,22 +1,29 @@
-"""Rendered kernels, compared byte by byte with the files in tests/golden and read as text.
+"""Rendered kernels, compared with the checksums in tests/golden and read as text.
 
-After a template was changed on purpose: `pytest tests/templates --update-golden`, and read `git diff --text`.
+After a template was changed on purpose: read `make render-diff`, then
+`pytest tests/templates/test_golden.py --update-golden`.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel
-from tests import golden_files
-from tests.support.golden_kernels import COMBINATIONS, HOPPER, LATENT, kernel_of
+from tests.support.golden_kernels import (
+    COMBINATIONS,
+    HOPPER,
+    HOPPER_BACKWARD,
+    KERNELS,
+    LATENT,
+    SUMS,
+    checksums,
+    kernel_of,
+)
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 MAX_LINE = 125
 # Hopper's steps are handed the whole schedule.
 MAX_HOPPER_LINE = 130
@@ -43,23 +50,41 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_kernels_match_golden_files(updates_golden: bool) -> None:
-    golden_files.check(GOLDEN, {name: kernel_of(name).source for name in COMBINATIONS}, updates_golden)
+def test_kernels_match_their_checksums(updates_golden: bool) -> None:
+    rendered = checksums()
+    if updates_golden:
+        SUMS.write_text(rendered, encoding="utf-8")
+    assert SUMS.read_text(encoding="utf-8").count("\n") == len(KERNELS)
+    changed = set(SUMS.read_text(encoding="utf-8").splitlines()) ^ set(rendered.splitlines())
+    names = sorted({line.split("  ")[1] for line in changed})
+    assert names == [], "if meant: pytest tests/templates/test_golden.py --update-golden"
 
 
 @pytest.mark.slow
-def test_golden_files_are_readable(name: str) -> None:
-    source = kernel_of(name).source
+@pytest.mark.parametrize("rendered", KERNELS)
+def test_rendered_kernels_are_readable(rendered: str) -> None:
+    source = KERNELS[rendered]().source
     ast.parse(source)
     lines = source.split("\n")
     assert [line for line in lines if line != line.rstrip() or "\t" in line] == []
-    longest = MAX_HOPPER_LINE if name.startswith("hopper") else MAX_LINE
-    assert [line for line in lines if len(line) > longest] == []
+    hopper = "hopper" in rendered
+    assert [line for line in lines if len(line) > (MAX_HOPPER_LINE if hopper else MAX_LINE)] == []
     assert source.endswith("\n")
     assert not source.endswith("\n\n")
-    assert name.startswith("hopper") or "\n\n\n\n" not in source
+    assert hopper or "\n\n\n\n" not in source
     # Two blank lines are for the borders of functions.
     assert re.findall(r"\n\n\n(?!\n|@|def |[A-Z]+ = )", source) == []
+
+
+@pytest.mark.parametrize("rendered", HOPPER_BACKWARD)
+def test_arguments_match_the_functions_of_the_hopper_gradient(rendered: str) -> None:
+    kernel = KERNELS[rendered]()
+    found = functions(kernel.source)
+    plans = {"launch_plan", "prologue_plan", "epilogue_plan"}
+    assert plans | {"descriptors", "attention_backward"} <= found.keys()
+    for part in kernel.parts:
+        parameters = [argument.arg for argument in found[part.entry].args.args]
+        assert parameters == [argument.name for argument in part.arguments]
 
 
 @pytest.mark.slow
