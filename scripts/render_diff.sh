@@ -9,5 +9,4 @@ git worktree add --quiet --detach "$folder/tree" "$1"
 mkdir "$folder/before" "$folder/after"
 PYTHONPATH=$folder/tree "$2" -m tests.support.golden_kernels "$folder/before"
 PYTHONPATH=$PWD "$2" -m tests.support.golden_kernels "$folder/after"
-cd "$folder"
-git --no-pager diff --no-index before after || [ $? = 1 ]
+(cd "$folder" && git --no-pager diff --no-index before after) || [ $? = 1 ]

@@ -204,7 +204,7 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
     "masked_bf16_d128_full_blocks": (MASKED, "bf16", (128, 128), "none", WIDE, PLAIN),
     "masked_bf16_d128_blocks": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
     "masked_bf16_d64_bias": (
-        MASKED, "bf16", (64, 64), "bottom_right", {**WIDE, "heads_innermost": True}, ROW_SUMS,
+        MASKED, "bf16", (64, 64), "bottom_right", {**WIDE, "lpt": True, "heads_innermost": True}, ROW_SUMS,
     ),
     "masked_bf16_d128_softcap_one_phase": (
         MASKED, "bf16", (128, 128), "bottom_right", {**WIDE, "split_masked_loop": False}, PLAIN,
