@@ -1,17 +1,28 @@
-"""Launches a kernel on tensors at the end of their allocations, so that a sanitizer sees accesses beyond."""
+"""Launches kernels on tensors that end where their allocations end, so that a sanitizer sees accesses beyond.
+
+`benchmarks/sanitizer/runner.py` runs this program under a tool:
+
+    python -m benchmarks.sanitizer.launch TOOL FILE UNTIL DIGEST ...
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import math
+import pickle
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.sanitizer.points import Subject, cases_of
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment, Kernel
-from flashtune.core.target import Target
+from flashtune.core.target import Target, device_target
 from flashtune.launch.binding import bind
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.verification.cases import Case, lengths_of
@@ -23,6 +34,25 @@ from flashtune.verification.inputs.prepared import dense_values
 SEED = 20
 # Pointers of which nothing may be assumed are off such borders.
 BORDER_BYTES = 16
+# A launch of a small problem takes less than a second even under a tool.
+KERNEL_SECONDS = 60.0
+
+
+def main(tool: str, file: str, until: str, *digests: str) -> None:
+    """Launches some kernels of a file in order, and prints the number of launched kernels after each."""
+    # Written by the process that started this one.
+    kernels: dict[str, Subject] = pickle.loads(Path(file).read_bytes())  # noqa: S301
+    target = device_target(0)
+    for count, digest in enumerate(digests, 1):
+        subject = kernels[digest]
+        if time.time() > float(until):
+            return
+        # Ends the process even if the driver hangs.
+        faulthandler.dump_traceback_later(KERNEL_SECONDS, exit=True)
+        for case in cases_of(subject, target, busy=tool == "memcheck"):
+            launch_once(subject.kernel, case, target, torch.device("cuda", 0))
+        faulthandler.cancel_dump_traceback_later()
+        print(f"launched {count}", flush=True)
 
 
 def launch_once(kernel: Kernel, case: Case, target: Target, device: torch.device) -> None:
@@ -110,3 +140,7 @@ def _side(side: ExtraInputs, own: Callable[[Tensor], Tensor]) -> ExtraInputs:
 def _workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """An allocation for each of them, where a launch has one for all."""
     return torch.empty(math.prod(shape), dtype=torch.float32, device=device).view(shape)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
