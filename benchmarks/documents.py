@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import saved, tables
+from benchmarks import saved, search_report, tables
 from benchmarks.dispatch_regret import regret
 from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
@@ -33,7 +33,6 @@ from benchmarks.kernels import (
 )
 from benchmarks.numbers import pages
 from benchmarks.saved import RESULTS, ROOT
-from benchmarks.search import report as search_report
 from benchmarks.search_replay import policies_report
 from benchmarks.training import report as training_report
 from flashtune.core.errors import FlashtuneError, UsageError

@@ -1,32 +1,97 @@
 """Tables of searches on the GPU: their stability, and the times of other tuners.
 
-    python -m benchmarks.search.report  # prints them, from benchmarks/results
+    python -m benchmarks.search_report  # prints them, from benchmarks/results
 
-`python -m benchmarks.documents --write` puts them into docs/search.md.
+`python -m benchmarks.documents --write` puts them into docs/search.md. benchmarks/results/README.md names the
+scripts that measured them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from benchmarks.saved import RESULTS
-from benchmarks.search import autotune
-from benchmarks.search.stability import Stability
+from benchmarks.saved import RESULTS, decoded
 from benchmarks.search_replay.policies_report import problem_title
 from flashtune.core.errors import TableError
 from flashtune.tuner.cli.output import table
 
-SCRIPT = "benchmarks/search/report.py"
+SCRIPT = "benchmarks/search_report.py"
 
-Read = TypeVar("Read")
+Rows = TypeVar("Rows")
+
+
+class Stability(msgspec.Struct, frozen=True):
+    """Repeated searches of one shape.
+
+    Attributes:
+        problem: The problem's key.
+        picks: Number of the config that each search chose; equal numbers are the same config.
+        halves: Number of the config that each half of the samples chose.
+        shipped: Number of the config that the shipped table has for the problem; None where it has none.
+        ms: Time of each config that has a number, all timed in turn.
+        seconds: Wall clock of each search.
+    """
+
+    problem: str
+    picks: tuple[int, ...]
+    halves: tuple[int, ...]
+    shipped: int | None
+    ms: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def cost(self, numbers: Sequence[int]) -> float:
+        """Returns the loss of the slowest of some selections against the fastest, as a share."""
+        times = [self.ms[number] for number in numbers]
+        return max(times) / min(times) - 1
+
+    @property
+    def share(self) -> float | None:
+        """Speed of the first search's pick over the shipped config's; None where none ships."""
+        return None if self.shipped is None else self.ms[self.shipped] / self.ms[self.picks[0]]
+
+
+class Autotune(msgspec.Struct, frozen=True):
+    """One shape by a search and by `triton.autotune`.
+
+    Attributes:
+        problem: The problem's key.
+        configs: Number of configs.
+        search_seconds: Wall clock of the search with its final measurement.
+        search_ms: Time of its result, interleaved with the other's.
+        autotune_seconds: Wall clock of `triton.autotune`.
+        autotune_tried: Number of configs that it timed.
+        autotune_ms: Time of its result.
+    """
+
+    problem: str
+    configs: int
+    search_seconds: float
+    search_ms: float
+    autotune_seconds: float
+    autotune_tried: int
+    autotune_ms: float
+
+    @property
+    def whole_seconds(self) -> float:
+        """The time of `triton.autotune` for all configs: measured, or extrapolated."""
+        return self.autotune_seconds * self.configs / max(1, self.autotune_tried)
 
 
 class Helion(msgspec.Struct, frozen=True):
-    """A row of `benchmarks.search.against_helion`, which needs Helion to be imported."""
+    """One shape by a search and by Helion.
+
+    Attributes:
+        problem: The problem's key.
+        effort: Helion's effort level.
+        budget: Its time limit in seconds; None for no limit.
+        helion: Its version.
+        search_seconds, helion_seconds: Wall clock until the result.
+        search_ms, helion_ms: Interleaved times of the results.
+    """
 
     problem: str
     effort: str
@@ -54,18 +119,14 @@ def texts() -> dict[str, str]:
         TableError: A file is missing, or holds something else.
     """
     return {
-        "stability": "\n".join(_stability(_read("stability-thrice", tuple[Stability, ...]))),
-        "autotune": "\n".join(_autotune(_read("autotune", tuple[autotune.Comparison, ...]))),
-        "helion": "\n".join(_helion(_read("helion", Helion))),
+        "stability": "\n".join(_stability(_rows("stability-thrice", tuple[Stability, ...]))),
+        "autotune": "\n".join(_autotune(_rows("autotune", tuple[Autotune, ...]))),
+        "helion": "\n".join(_helion(_rows("helion", Helion))),
     }
 
 
-def _read(name: str, kind: type[Read]) -> Read:
-    path = RESULTS / f"nvidia-h200-{name}.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
-        raise TableError(f"{path} holds no such measurement: {error}") from error
+def _rows(name: str, kind: type[Rows]) -> Rows:
+    return decoded(RESULTS / f"nvidia-h200-{name}.json.gz", kind)
 
 
 def _stability(searched: tuple[Stability, ...]) -> Iterator[str]:
@@ -98,7 +159,7 @@ def _letters(numbers: tuple[int, ...]) -> str:
     return " ".join("ABCDEFGH"[number] for number in numbers)
 
 
-def _autotune(compared: tuple[autotune.Comparison, ...]) -> Iterator[str]:
+def _autotune(compared: tuple[Autotune, ...]) -> Iterator[str]:
     heads = ("shape, 16k tokens", "`triton.autotune`", "search", "time over that for all", "speed over its")
     rows = (
         (

@@ -1,7 +1,7 @@
 """Shares of the GPU's peak rates that the selected kernels reach, counted by Nsight Compute.
 
     python -m benchmarks.kernels.limits  # prints the table, in Markdown
-    python -m benchmarks.kernels.limits --save benchmarks/results/nvidia-h200-limits.json
+    python -m benchmarks.kernels.limits --save benchmarks/results/nvidia-h200-limits.json.gz
 
 Saving runs `ncu`, which must be on PATH and be allowed to read the counters. Each shape runs once after a
 warm-up. If a call launches several kernels, the row is of the one with most cycles of the matrix units. The
@@ -35,7 +35,7 @@ from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.workloads.shapes import parse_shape
 
 SCRIPT = "benchmarks/kernels/limits.py"
-SAVED = RESULTS / "nvidia-h200-limits.json"
+SAVED = RESULTS / "nvidia-h200-limits.json.gz"
 LONG = "dtype=bf16,tokens=16384,seqlen=16384"
 DENSE = "dtype=bf16,heads=16,head_dim=128,tokens=16384,seqlen=4096"
 GPT_OSS = "dtype=bf16,heads=64,kv_heads=8,head_dim=64,seqlen=16384,causal,sinks"

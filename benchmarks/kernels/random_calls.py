@@ -368,7 +368,7 @@ def measured(options: argparse.Namespace) -> Report:
         torch.cuda.empty_cache()
     report = Report(tuple(rows), len(calls) - len(rows), warm_seconds, time.monotonic() - started)
     name = torch.cuda.get_device_name().split()[1].lower()
-    save(options.out or RESULTS / f"nvidia-{name}-random-calls.json", report)
+    save(options.out or RESULTS / f"nvidia-{name}-random-calls.json.gz", report)
     return report
 
 

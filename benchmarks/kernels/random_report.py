@@ -25,7 +25,7 @@ def texts() -> dict[str, str]:
     Raises:
         TableError: A file has other contents.
     """
-    paths = {name: sorted(RESULTS.glob(f"*-{name}.json")) for name in KEPT}
+    paths = {name: sorted(RESULTS.glob(f"*-{name}.json.gz")) for name in KEPT}
     return {
         name: "\n\n".join("\n".join(_lines(load(path, Summary))) for path in found)
         for name, found in paths.items()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.saved import RESULTS, ROOT, sources
+from benchmarks.saved import RESULTS, ROOT, content, sources
 from flashtune.core.errors import FlashtuneError, TableError
 from flashtune.core.problem import Problem
 from flashtune.tuner.bench.driver import read_report
@@ -27,7 +27,7 @@ from flashtune.tuner.bench.results import OURS, BenchRun
 from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/kernels/tritons.py"
-SAVED = tuple(RESULTS / f"nvidia-h200-triton-{version}.json" for version in ("3.6.0", "3.7.1", "3.9.0"))
+SAVED = tuple(RESULTS / f"nvidia-h200-triton-{version}.json.gz" for version in ("3.6.0", "3.7.1", "3.9.0"))
 COPY = "copy"
 # In the order of preference.
 REFERENCES = (CUDNN, COPY)
@@ -71,7 +71,7 @@ def texts() -> dict[str, str]:
 
 
 def _text(paths: Sequence[Path]) -> str:
-    first, *others = [read_report(path.read_bytes(), path.name) for path in paths]
+    first, *others = [read_report(content(path), path.name) for path in paths]
     return "\n".join(lines(first, others))
 
 

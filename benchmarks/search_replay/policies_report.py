@@ -15,17 +15,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Style
-from benchmarks.saved import RESULTS
+from benchmarks.saved import RESULTS, decoded
 from benchmarks.search_replay.policies import COLD
 from benchmarks.search_replay.replays import JUDGED_SHARE, NEAR, Summary
 from flashtune.core.errors import TableError
 
 SCRIPT = "benchmarks/search_replay/policies_report.py"
-SAVED = tuple(RESULTS / f"nvidia-h200-policies{part}.json" for part in ("", "-samplers"))
+SAVED = tuple(RESULTS / f"nvidia-h200-policies{part}.json.gz" for part in ("", "-samplers"))
 # The styles also differ without colours; the default is emphasised.
 COLORS = {
     "default": "#d55e00",
@@ -81,13 +79,7 @@ def summaries(paths: Iterable[Path]) -> list[Summary]:
     Raises:
         TableError: A file holds something else.
     """
-    found = []
-    for path in paths:
-        try:
-            found += msgspec.json.decode(path.read_bytes(), type=list[Summary])
-        except (OSError, msgspec.DecodeError) as error:
-            raise TableError(f"{path} holds no compared policies: {error}") from error
-    return found
+    return [summary for path in paths for summary in decoded(path, list[Summary])]
 
 
 def whole(found: Iterable[Summary]) -> list[Summary]:

@@ -17,12 +17,11 @@ from typing import TypeVar
 import msgspec
 
 from benchmarks.kernels import dropout
-from benchmarks.saved import RESULTS
+from benchmarks.saved import RESULTS, decoded
 from benchmarks.training import memory as training_memory
 from benchmarks.training.charts import losses_picture, memory_picture
 from benchmarks.training.memory import GIB, OURS, Peak
 from examples.training import report as example
-from flashtune.core.earlier_names import BASELINES
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Causal
 from flashtune.tuner.cli.output import table
@@ -79,29 +78,11 @@ def measured(folder: Path) -> Measured:
         TableError: A file is missing, or has other contents.
     """
     return Measured(
-        _memory_document(folder / "nvidia-h200-training-memory.json"),
-        _read(folder / "nvidia-h200-training.json", example.Document),
-        _read(folder / "nvidia-h200-dropout.json", tuple[dropout.Row, ...]),
-        _read(folder / "nvidia-h200-training-step.json", Steps),
+        decoded(folder / "nvidia-h200-training-memory.json.gz", training_memory.Document),
+        decoded(folder / "nvidia-h200-training.json.gz", example.Document),
+        decoded(folder / "nvidia-h200-dropout.json.gz", tuple[dropout.Row, ...]),
+        decoded(folder / "nvidia-h200-training-step.json.gz", Steps),
     )
-
-
-def _memory_document(path: Path) -> training_memory.Document:
-    """Returns the memory of each way, with present names of baselines."""
-    found = _read(path, training_memory.Document)
-    replace = msgspec.structs.replace
-    rows = tuple(
-        replace(row, peaks=tuple(replace(one, name=BASELINES.get(one.name, one.name)) for one in row.peaks))
-        for row in found.rows
-    )
-    return replace(found, rows=rows)
-
-
-def _read(path: Path, kind: type[Read]) -> Read:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
-        raise TableError(f"{path} holds no such measurement: {error}") from error
 
 
 def tables(found: Measured) -> dict[str, str]:
