@@ -27,9 +27,11 @@ PAGES = (
     "docs/*.md",
     "docs/integrations/*.md",
     "benchmarks/results/README.md",
+    "benchmarks/results/axes.md",
     "benchmarks/results/hopper.md",
     "benchmarks/results/mutants.md",
     "benchmarks/results/sram-audit.md",
+    "benchmarks/results/tables.md",
 )
 
 # Not prose, or written by benchmarks/documents.py; in this order.

@@ -4,7 +4,7 @@
 
 No GPU is needed. A cell is the time of the fastest config with that value over the time of the fastest
 config. Both are from the tabular benchmark. `python -m benchmarks.documents --write` puts the tables into
-docs/axes.md and benchmarks/results/hopper.md.
+benchmarks/results/axes.md and benchmarks/results/hopper.md.
 """
 
 from __future__ import annotations
