@@ -154,7 +154,7 @@ test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
 	OMP_NUM_THREADS=$(shell nproc) $(PYTEST) -m 'gpu and alone' tests
 
 .PHONY: kernels render-diff reference clean
-kernels: $(DEVELOPS) ## Write kernels_generated/ from the shipped tables
+kernels: $(DEVELOPS) ## Write kernels_generated/, examples of selected kernels
 	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.kernels
 
 BASE ?= main
