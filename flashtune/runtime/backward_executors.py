@@ -7,7 +7,7 @@ pass.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
 from flashtune.runtime.executors import copies_of
+from flashtune.runtime.gradients import BackwardInputs, Gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,45 +37,6 @@ if TYPE_CHECKING:
 
 # Maximum number of cached launches. A program may pass gradients with ever new strides.
 MAX_LAUNCHES = 64
-
-
-class Gradients(NamedTuple):
-    """Gradients of all inputs that may have one. Portable kernels do not write that of the sinks.
-
-    Attributes:
-        dq: Gradient of q, in the call's layout and q's type.
-        dk: Gradient of k, likewise.
-        dv: Gradient of v, likewise.
-        dsinks: Gradient of the sinks, float32 [heads], or None. Kernels write [batch, heads].
-        dbias: Gradient of an additive bias in its type, [batch, heads, seqlen_q, seqlen_kv], or None.
-        dslopes: Gradient of the ALiBi slopes, float32 [batch, heads], or None.
-    """
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsinks: Tensor | None = None
-    dbias: Tensor | None = None
-    dslopes: Tensor | None = None
-
-
-class BackwardExecutor(Protocol):
-    """Backward executor of one kind of call. Tensors are in its layout, and the scale is not negative."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-        side: ExtraInputs = ...,
-    ) -> Gradients:
-        """Returns the gradients for those of the output and, if the call returns it, of the log-sum-exp."""
-        ...
 
 
 class Bound(NamedTuple):
@@ -103,23 +65,13 @@ class BoundBackward:
         # the output's gradient must be copied first.
         self._launches: dict[tuple[object, ...], Bound | None] = {}
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-        side: ExtraInputs = NO_EXTRA_INPUTS,
-    ) -> Gradients:
-        """Returns the gradients as `BackwardExecutor`.
+    def __call__(self, inputs: BackwardInputs) -> Gradients:
+        """Returns the gradients.
 
         Raises:
             KernelError: Copies of the tensors have strides that the kernel cannot address.
         """
+        q, k, v, out, lse, dout, dlse, scale, side = inputs
         if dout.data_ptr() % POINTER_ALIGNMENT:
             dout = dout.clone()
         if dlse is not None:
@@ -134,7 +86,7 @@ class BoundBackward:
                 self._launches[key] = self._bind(BoundRequest(self._request, q, k, v, side), out, dout)
             else:
                 q, k, v, out, dout = self._addressable(q, k, v, out, dout)
-            return self(q, k, v, out, lse, dout, dlse, scale, side)
+            return self(BackwardInputs(q, k, v, out, lse, dout, dlse, scale, side))
         scale = self._default_scale if scale is None else scale
         gradients = _allocated(self._request, q, k, v, self._writes)
         if bound.copies is not None:
@@ -143,23 +95,14 @@ class BoundBackward:
         bound.launch(tensors, scale, side)
         return gradients
 
-    def plainly(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-    ) -> tuple[Tensor | None, ...]:
+    def plainly(self, inputs: BackwardInputs) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k and v with less overhead, without side inputs and `dlse`."""
+        q, k, v, out, lse, dout, _, scale, _ = inputs
         bound = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
         elsewhere = self._index is not None and current_device() != self._index
         unaligned = dout.data_ptr() % POINTER_ALIGNMENT or not lse.is_contiguous()
         if bound is None or elsewhere or unaligned or bound.copies is not None:
-            return self(q, k, v, out, lse, dout, dlse, scale)
+            return self(inputs)
         launch, new_dq, new_dk, new_dv, _ = bound
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         tensors = q, k, v, out, lse, dout, dq, dk, dv, None, None, None
@@ -256,20 +199,9 @@ def _has_rows(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
-def interpreted_backward(
-    decision: Decision,
-    request: Request,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    scale: float | None,
-    side: ExtraInputs = NO_EXTRA_INPUTS,
-) -> Gradients:
+def interpreted_backward(decision: Decision, request: Request, inputs: BackwardInputs) -> Gradients:
     """Runs kernels under Triton's interpreter in float32, as `flashtune.runtime.executors.interpreted`."""
+    q, k, v, out, lse, dout, dlse, scale, side = inputs
     assert decision.target is not None
     wide = (tensor.float() for tensor in (q, k, v, out))
     q_wide, k_wide, v_wide, out_wide = map(with_rows, wide)

@@ -27,8 +27,9 @@ from flashtune.recording.recorder import counted
 from flashtune.request.call import Call
 from flashtune.request.request import Request, Result
 from flashtune.runtime.autograd import Pair, differentiable, only_once, with_side
-from flashtune.runtime.backward_executors import Gradients, with_rows
+from flashtune.runtime.backward_executors import with_rows
 from flashtune.runtime.call_cache import call_key, remembered, unsigned
+from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
 from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
 from flashtune.runtime.torch_modes import transforms
@@ -133,18 +134,8 @@ def _forward_below(
     return out, lse
 
 
-def _backward_operator(
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    scale: float | None,
-    side: ExtraInputs = NO_EXTRA_INPUTS,
-) -> Gradients:
+def _backward_operator(call: Call, inputs: BackwardInputs) -> Gradients:
+    q, k, v, out, lse, dout, dlse, scale, side = inputs
     call = call._replace(q=q, k=k, v=v, scale=scale, side=side)
     gradients = torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call))
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
@@ -158,7 +149,7 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
     call = call._replace(q=with_rows(call.q), k=with_rows(call.k), v=with_rows(call.v))
     out, lse = with_rows(out), lse.contiguous()
 
-    def make(bound: BoundRequest) -> Callable[..., Gradients]:
+    def make(bound: BoundRequest) -> BackwardExecutor:
         # The tensors of an operator do not show whether the bias requires grad.
         request = msgspec.structs.replace(bound.request, constant_bias=False)
         bound = BoundRequest(request, *bound.tensors, bound.side)
@@ -169,7 +160,7 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
 
     executor = remembered((NAME, call.options.deterministic, *call_key(call)), call, make, needs_grad=True)
     served = unsigned(call)
-    gradients: Gradients = executor(*served[:3], out, lse, dout, dlse, served.scale, served.side)
+    gradients = executor(BackwardInputs(*served[:3], out, lse, dout, dlse, served.scale, served.side))
     if served.q is not call.q:
         gradients = gradients._replace(dq=-gradients.dq)
     return tuple(lse.new_empty(0) if one is None else one for one in gradients)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from flashtune.dispatch.tables import Tables
     from flashtune.request.call import Call
     from flashtune.request.request import Executor, Request
-    from flashtune.runtime.backward_executors import BackwardExecutor
+    from flashtune.runtime.gradients import BackwardExecutor
 
 # The cache is cleared at this size. Kernels stay loaded.
 MEMO_LIMIT = 4096

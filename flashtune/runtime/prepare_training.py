@@ -14,7 +14,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import score_tensors
 from flashtune.core.layouts import Layout
 from flashtune.core.notices import warn_once
@@ -23,13 +22,9 @@ from flashtune.dispatch.decision import Backend, Decision, baseline, choose
 from flashtune.request.request import Executor, Prefer, Request, Result
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.autograd import Pair, ServeAll, differentiable, with_side
-from flashtune.runtime.backward_executors import (
-    BackwardExecutor,
-    BoundBackward,
-    Gradients,
-    interpreted_backward,
-)
+from flashtune.runtime.backward_executors import BoundBackward, interpreted_backward
 from flashtune.runtime.executors import baseline_executor, copies_of, in_words, nothing, with_copies
+from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.runtime.kernel_fallback import LoadedKernel, Pass, prepared, prepared_or
 from flashtune.runtime.prepare import forward_pass, masked_sdpa_executor
 
@@ -112,29 +107,20 @@ def recomputed(request: Request) -> BackwardExecutor:
     standard = baseline_executor(Backend.UNFUSED, request.forward)
     names = score_tensors(request.problem)
 
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-        side: ExtraInputs = NO_EXTRA_INPUTS,
-    ) -> Gradients:
+    def run(inputs: BackwardInputs) -> Gradients:
+        q, k, v, scale, side = *inputs[:3], inputs.scale, inputs.side
         if request.is_empty:
             return Gradients(*map(torch.zeros_like, (q, k, v)))
         views = side_views(request.problem, side, request.views(q, k, v)[1].shape[0])
         with _autograd_inside_operator():
-            inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
             given = {name: getattr(views, name).detach() for name in names}
             # A boolean mask has no gradient.
             floats = {name: tensor for name, tensor in given.items() if tensor.is_floating_point()}
             extra = {name: tensor.clone().requires_grad_() for name, tensor in floats.items()}
-            result = standard(*inputs, scale, side._replace(**extra))
-            wanted = _of_given_softmax(request, result, out, lse, dout, dlse)
-            found = torch.autograd.grad(result, (*inputs, *extra.values()), wanted)
+            result = standard(*leaves, scale, side._replace(**extra))
+            wanted = _of_given_softmax(request, result, inputs)
+            found = torch.autograd.grad(result, (*leaves, *extra.values()), wanted)
         # Return the strides that the fake implementation declares to compilers.
         gradients = Gradients(*map(_with_layout_of, (q, k, v), found))
         return gradients._replace(**{f"d{name}": one for name, one in zip(extra, found[3:], strict=True)})
@@ -142,13 +128,12 @@ def recomputed(request: Request) -> BackwardExecutor:
     return run
 
 
-def _of_given_softmax(
-    request: Request, result: Result, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _of_given_softmax(request: Request, result: Result, inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """Returns the gradients of a call's own output and log-sum-exp, from those of a softmax over more keys.
 
     The weights of that softmax are a share of the own ones in each row.
     """
+    out, lse, dout, dlse = inputs.out, inputs.lse, inputs.dout, inputs.dlse
     own_out, own_lse = (tensor.detach() for tensor in result)
     share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0.0)
     by_row = share if request.layout in (Layout.BHSD, Layout.BHD) else share.transpose(-1, -2)
