@@ -153,7 +153,9 @@ class Attend(Function):
             if is_grad_enabled() and not pair.is_traced:
                 found = only_once(_gradients, *ctx.call, results[0], dlse, *saved)
             elif numbers is None:
-                found = pair.backward(BackwardInputs(*saved, results[0], dlse, scale))
+                found = pair.backward(
+                    BackwardInputs._make((*saved, results[0], dlse, scale, NO_EXTRA_INPUTS))
+                )
             else:
                 found = _gradients(*ctx.call, results[0], dlse, *saved)
         except RuntimeError:
@@ -241,9 +243,9 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients, as a function of tensors and numbers alone."""
     if numbers is None:
-        return pair.backward(BackwardInputs(*saved, dout, dlse, scale))
+        return pair.backward(BackwardInputs._make((*saved, dout, dlse, scale, NO_EXTRA_INPUTS)))
     side = ExtraInputs(*saved[5:], *numbers)
-    return pair.backward(BackwardInputs(*saved[:5], dout, dlse, scale, side))
+    return pair.backward(BackwardInputs._make((*saved[:5], dout, dlse, scale, side)))
 
 
 def sink_gradient(layout: Layout, sinks: Tensor, inputs: BackwardInputs) -> Tensor:
