@@ -85,11 +85,7 @@ def main() -> None:
 
 
 def generated() -> dict[Path, str]:
-    """Every page and picture as the saved results give it.
-
-    Raises:
-        UsageError: A page names a table, a script or a figure that does not exist.
-    """
+    """Every page and picture as the saved results give it."""
     texts: dict[str, Mapping[str, str]] = {}
     found = {}
     for name in pages():
@@ -112,11 +108,7 @@ def generated() -> dict[Path, str]:
 
 
 def filled(page: str, begin: str, end: str, text: str) -> str:
-    """Returns a page with the lines between two markers replaced by a text.
-
-    Raises:
-        UsageError: The page lacks the markers.
-    """
+    """Returns a page with the lines between two markers replaced by a text."""
     before, begun, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
     if not (begun and ended):
@@ -125,11 +117,7 @@ def filled(page: str, begin: str, end: str, text: str) -> str:
 
 
 def with_tables(page: str, texts: Mapping[str, str], script: str) -> str:
-    """Returns the page with each text between the comments with its name and script, if it has them.
-
-    Raises:
-        UsageError: A table begins and does not end.
-    """
+    """Returns the page with each text between the comments with its name and script, if it has them."""
     for name, text in texts.items():
         begin = f"<!-- table {name}: written by {script} -->"
         if begin in page:

@@ -49,11 +49,7 @@ def result(name: str) -> Any:
 
 
 def with_figures(page: str) -> str:
-    """The page with each figure's text worked out again.
-
-    Raises:
-        UsageError: The page names a figure that does not exist.
-    """
+    """The page with each figure's text worked out again."""
 
     def text(match: re.Match[str]) -> str:
         name = match.group(1)

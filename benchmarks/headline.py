@@ -51,11 +51,7 @@ def main() -> None:
 
 
 def changed(path: Path = KERNELS) -> list[str]:
-    """The cases whose kernel renders differently than when it was measured.
-
-    Raises:
-        TableError: The digests cannot be read.
-    """
+    """The cases whose kernel renders differently than when it was measured."""
     try:
         known = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except (OSError, msgspec.DecodeError) as error:
@@ -96,11 +92,7 @@ def _static(bench: Bench) -> Problem:
 
 
 def kernel_of(bench: Bench) -> Kernel:
-    """The kernel of a row of ours, from its config in words.
-
-    Raises:
-        TableError: The words are no config of the family.
-    """
+    """The kernel of a row of ours, from its config in words."""
     row = bench.row(OURS)
     assert row is not None
     family_name, *words = row.detail.split()

@@ -141,11 +141,7 @@ def pages() -> tuple[str, ...]:
 
 
 def read_exemptions(path: Path) -> tuple[Exemption, ...]:
-    """The reviewed list.
-
-    Raises:
-        TableError: It is no such list.
-    """
+    """The reviewed list."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Exemptions).exempt
     except (OSError, msgspec.DecodeError) as error:

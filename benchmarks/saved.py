@@ -91,11 +91,7 @@ def save(path: Path, rows: object) -> None:
 
 
 def content(path: Path) -> bytes:
-    """Returns the bytes of a file, unpacked if its name ends in `.gz`.
-
-    Raises:
-        TableError: The file is missing or damaged.
-    """
+    """Returns the bytes of a file, unpacked if its name ends in `.gz`."""
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data
@@ -104,11 +100,7 @@ def content(path: Path) -> bytes:
 
 
 def decoded(path: Path, kind: type[Kind]) -> Kind:
-    """Returns the contents of a JSON file of results.
-
-    Raises:
-        TableError: The file is missing, or has other contents.
-    """
+    """Returns the contents of a JSON file of results."""
     try:
         return msgspec.json.decode(content(path), type=kind)
     except msgspec.DecodeError as error:
@@ -116,11 +108,7 @@ def decoded(path: Path, kind: type[Kind]) -> Kind:
 
 
 def load(path: Path, kind: type[Kind]) -> Saved[Kind]:
-    """Reads a file of `save`.
-
-    Raises:
-        TableError: The file is missing, or has rows of another kind.
-    """
+    """Reads a file of `save`."""
     return decoded(path, Saved[kind])  # type: ignore[valid-type]
 
 
@@ -145,11 +133,7 @@ def this_run() -> Source:
 
 
 def document(path: Path) -> Any:
-    """Returns the plain values of a JSON file of results.
-
-    Raises:
-        TableError: The file is missing, or is no JSON.
-    """
+    """Returns the plain values of a JSON file of results."""
     return decoded(path, object)
 
 
@@ -165,11 +149,7 @@ def result_files() -> tuple[str, ...]:
 
 
 def sources() -> dict[str, Source]:
-    """The source of each file of results, by its path.
-
-    Raises:
-        TableError: A file has no source, or a source has no file.
-    """
+    """The source of each file of results, by its path."""
     found = msgspec.json.decode(SOURCES.read_bytes(), type=dict[str, Source])
     files = result_files()
     for name in files:

@@ -1,14 +1,11 @@
 """Tables of searches on the GPU: their stability, and the times of other tuners.
 
-    python -m benchmarks.search_report  # prints them, from benchmarks/results
-
 `python -m benchmarks.documents --write` puts them into docs/search.md. benchmarks/results/README.md names the
 scripts that measured them.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -16,7 +13,6 @@ import msgspec
 
 from benchmarks.saved import RESULTS, decoded
 from benchmarks.search_replay.policies_report import problem_title
-from flashtune.core.errors import TableError
 from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/search_report.py"
@@ -103,21 +99,8 @@ class Helion(msgspec.Struct, frozen=True):
     helion_ms: float
 
 
-def main() -> None:
-    """Prints the tables."""
-    try:
-        for name, text in texts().items():
-            print(f"## {name}\n\n{text}\n")
-    except TableError as error:
-        sys.exit(f"error: {error}")
-
-
 def texts() -> dict[str, str]:
-    """The text of each place in the page, by name.
-
-    Raises:
-        TableError: A file is missing, or holds something else.
-    """
+    """The text of each place in the page, by name."""
     return {
         "stability": "\n".join(_stability(_rows("stability-thrice", tuple[Stability, ...]))),
         "autotune": "\n".join(_autotune(_rows("autotune", tuple[Autotune, ...]))),
@@ -185,7 +168,3 @@ def _helion(one: Helion) -> Iterator[str]:
         f"{one.helion_ms / one.search_ms:.2f}",
     )
     yield from table(heads, (row,))
-
-
-if __name__ == "__main__":
-    main()

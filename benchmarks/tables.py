@@ -54,11 +54,7 @@ def main() -> None:
 
 
 def texts(paths: Iterable[Path]) -> dict[str, str]:
-    """The tables of saved reports, by name; one for which nothing was measured is left out.
-
-    Raises:
-        TableError: A file is no report.
-    """
+    """The tables of saved reports, by name; one for which nothing was measured is left out."""
     results = by_grid(bench for path in paths for bench in read_report(content(path), path.name).benches)
     return {name: text for name, lines in TABLES.items() if (text := "\n".join(lines(results)))}
 

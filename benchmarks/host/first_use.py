@@ -226,11 +226,7 @@ def _in_a_process(number: int, way: Way, folder: Path) -> tuple[float, ...]:
 
 
 def texts() -> dict[str, str]:
-    """The tables of the saved run, by name.
-
-    Raises:
-        TableError: There is no saved run.
-    """
+    """The tables of the saved run, by name."""
     found = load(SAVED, list[Row])
     return {"first-use": "\n".join(_lines(found.source, found.rows))}
 

@@ -42,11 +42,7 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 def texts(folder: Path = RESULTS) -> dict[str, str]:
-    """Returns the tables by name.
-
-    Raises:
-        TableError: A file has other rows.
-    """
+    """Returns the tables by name."""
     made = {
         "models": _models(folder),
         "transformers-models": _transformers(folder),

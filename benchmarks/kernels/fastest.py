@@ -404,11 +404,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def texts() -> dict[str, str]:
-    """The table of the saved run, by name: a row for each group.
-
-    Raises:
-        TableError: No run is saved.
-    """
+    """The table of the saved run, by name: a row for each group."""
     found = load(SAVED, Report)
     heading = f"On an {found.source.gpu} (torch {found.source.torch}, Triton {found.source.triton}):"
     return {"fastest": "\n".join([heading, "", *summary(found.rows)])}

@@ -155,11 +155,7 @@ def rms(tensor: Tensor) -> float:
 
 
 def texts() -> dict[str, str]:
-    """The tables of the saved run, by name.
-
-    Raises:
-        TableError: There is no saved run.
-    """
+    """The tables of the saved run, by name."""
     found = load(SAVED, list[Row])
     return {"errors": "\n".join(_lines(found.source, found.rows))}
 

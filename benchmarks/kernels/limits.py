@@ -114,11 +114,7 @@ def main() -> None:
 
 
 def texts(path: Path = SAVED) -> dict[str, str]:
-    """Returns the table by its name.
-
-    Raises:
-        TableError: The file has other rows.
-    """
+    """Returns the table by its name."""
     if not path.exists():
         return {"limits": "Not measured."}
     found = load(path, list[Row])
@@ -127,12 +123,7 @@ def texts(path: Path = SAVED) -> dict[str, str]:
 
 
 def counted() -> list[Row]:
-    """Returns the counters of all shapes.
-
-    Raises:
-        UsageError: There is no `ncu`.
-        KernelError: `ncu` failed.
-    """
+    """Returns the counters of all shapes."""
     if shutil.which("ncu") is None:
         raise UsageError("ncu is not on PATH: install Nsight Compute")
     with tempfile.TemporaryDirectory() as folder:
@@ -165,11 +156,7 @@ def run_shapes() -> None:
 
 
 def rows_of(lines: Sequence[str], shapes: Sequence[str]) -> list[Row]:
-    """Returns the row of each shape, from the lines that `ncu` writes.
-
-    Raises:
-        KernelError: The lines lack the kernels of a shape, or a counter.
-    """
+    """Returns the row of each shape, from the lines that `ncu` writes."""
     found = list(csv.reader(line for line in lines if line.startswith('"')))
     groups: list[list[dict[str, str]]] = [[]]
     for one in found[2:]:  # after names and units

@@ -337,11 +337,7 @@ def warmed(call: RandomCall) -> str:
 
 
 def measured(options: argparse.Namespace) -> Report:
-    """Returns the times of the calls of the options.
-
-    Raises:
-        UsageError: There is no GPU.
-    """
+    """Returns the times of the calls of the options."""
     import torch
 
     if not torch.cuda.is_available():

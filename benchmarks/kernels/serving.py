@@ -92,11 +92,7 @@ def main() -> None:
 def measure(
     problems: Sequence[Problem], records: tuple[Record, ...], target: Target, device: torch.device
 ) -> Iterator[Row]:
-    """A row for each problem, all timed in turn.
-
-    Raises:
-        KernelError: A kernel does not compile or load.
-    """
+    """A row for each problem, all timed in turn."""
     chosen = [dispatched(target, problem, records) for problem in problems]
     runs = [
         kernel_run(problem, one, contiguous_specialization(problem), target, make_tensors(problem, device))
@@ -108,11 +104,7 @@ def measure(
 
 
 def texts() -> dict[str, str]:
-    """The tables of the saved run, by name.
-
-    Raises:
-        TableError: There is no saved run.
-    """
+    """The tables of the saved run, by name."""
     found = load(SAVED, list[Row])
     return {"serving": "\n".join(_lines(found.source, found.rows))}
 

@@ -1,11 +1,8 @@
 """Tables of a saved audit of the SRAM models.
 
-    python -m benchmarks.kernels.sram_audit  # prints them, in Markdown
-
 No GPU is needed. benchmarks/results/sram-audit.json.gz holds the output of `flashtune sram-audit --json`, and
 h100-sram-audit.json.gz that of a run with more points and `--target h100`.
-`python -m benchmarks.documents --write` puts the sums into docs/sram-audit.md and the rows into
-benchmarks/results/sram-audit.md.
+`python -m benchmarks.documents --write` puts the tables into benchmarks/results/sram-audit.md.
 """
 
 from __future__ import annotations
@@ -20,17 +17,8 @@ SCRIPT = "benchmarks/kernels/sram_audit.py"
 SAVED, HOPPER = RESULTS / "sram-audit.json.gz", RESULTS / "h100-sram-audit.json.gz"
 
 
-def main() -> None:
-    """Prints the tables."""
-    print("\n\n".join(texts().values()))
-
-
 def texts(path: Path = SAVED, hopper: Path = HOPPER) -> dict[str, str]:
-    """Returns the tables by name: the sums and each GPU that misses the bar, and the rows.
-
-    Raises:
-        TableError: A file is missing or holds no audit.
-    """
+    """Returns the tables by name: the sums and each GPU that misses the bar, and the rows."""
     audit = _audit(path)
     missed = [f"- {failure}" for failure in (*audit.failures(), *audit.unjudged())] or ["- none"]
     *sums, rows = markdown_parts(audit)
@@ -44,7 +32,3 @@ def texts(path: Path = SAVED, hopper: Path = HOPPER) -> dict[str, str]:
 
 def _audit(path: Path) -> Audit:
     return decoded(path, Audit)
-
-
-if __name__ == "__main__":
-    main()

@@ -61,11 +61,7 @@ def main() -> None:
 
 
 def texts() -> dict[str, str]:
-    """The table of the saved runs, by name.
-
-    Raises:
-        TableError: A run is of another format, or misses a point.
-    """
+    """The table of the saved runs, by name."""
     source = sources()[str(SAVED[0].relative_to(ROOT))]
     return {"tritons": f"On an {source.gpu} (torch {source.torch}):\n\n{_text(SAVED)}"}
 
@@ -76,11 +72,7 @@ def _text(paths: Sequence[Path]) -> str:
 
 
 def lines(first: BenchRun, others: Sequence[BenchRun]) -> Iterator[str]:
-    """The lines of the table: a row for each grid and version.
-
-    Raises:
-        TableError: A run misses a point of a grid, or has nothing to compare it with.
-    """
+    """The lines of the table: a row for each grid and version."""
     rows = [
         (
             one.grid,
@@ -97,11 +89,7 @@ def lines(first: BenchRun, others: Sequence[BenchRun]) -> Iterator[str]:
 
 
 def compare(first: BenchRun, other: BenchRun) -> tuple[Comparison, ...]:
-    """Speeds of the second run's kernels over those of the first, grid by grid.
-
-    Raises:
-        TableError: As `lines`.
-    """
+    """Speeds of the second run's kernels over those of the first, grid by grid."""
     return tuple(
         Comparison(
             name, triton_of(other), {case_of(one): _ratio(one, first, other) for one in grid_problems(grid)}
@@ -111,11 +99,7 @@ def compare(first: BenchRun, other: BenchRun) -> tuple[Comparison, ...]:
 
 
 def triton_of(run: BenchRun) -> str:
-    """The Triton version that made the kernels of a run.
-
-    Raises:
-        TableError: There are several, or none.
-    """
+    """The Triton version that made the kernels of a run."""
     versions = {bench.versions.triton for bench in run.benches}
     if len(versions) != 1:
         raise TableError(f"a run has kernels of one Triton version, and this one of {sorted(versions)}")

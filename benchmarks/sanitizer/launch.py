@@ -59,10 +59,6 @@ def launch_once(kernel: Kernel, case: Case, target: Target, device: torch.device
     """Launches a kernel on a case, each tensor in an allocation of its own, and waits for its end.
 
     Unused entries of block tables are invalid page numbers.
-
-    Raises:
-        KernelError: It does not compile or load.
-        RuntimeError: It failed on the device.
     """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         launch = _backward if case.problem.is_backward else _forward

@@ -77,11 +77,7 @@ class Run(NamedTuple):
 
 
 def find_sanitizer() -> Path:
-    """Returns the path of compute-sanitizer.
-
-    Raises:
-        FlashtuneError: It is not installed.
-    """
+    """Returns the path of compute-sanitizer."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     folders = [str(Path(home, part)) for home in (*homes, *TOOLKITS) for part in ("bin", NAME)]
     path = shutil.which(NAME) or shutil.which(NAME, path=os.pathsep.join(folders))
@@ -120,11 +116,7 @@ def read_log(text: str) -> Log | None:
 
 
 def examine(how: Examination, subjects: Sequence[Subject]) -> Iterator[Finding]:
-    """Yields the finding of each kernel that was compiled and launched within the time limit.
-
-    Raises:
-        FlashtuneError: Several processes in a row gave no log.
-    """
+    """Yields the finding of each kernel that was compiled and launched within the time limit."""
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder, CompilePool(how.jobs) as pool:
         tasks = {
