@@ -36,7 +36,7 @@ from flashtune.dispatch.faster_peers import faster_peer_of_pair, is_untrusted, u
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.masked_sdpa import is_masked
 from flashtune.dispatch.sdpa import copies_ms, default_backend
-from flashtune.dispatch.sdpa_times import EFFICIENT
+from flashtune.dispatch.sdpa_times import EFFICIENT, MATH
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.tensors import BackwardTensors
@@ -234,7 +234,7 @@ def _faster_peer(
     passes = forward, backward
     if any(is_untrusted(selection, problem) for selection in passes):
         backend = assumed.usual() if is_masked(problem) or not problem.features else None
-        if backend == EFFICIENT or not problem.features:
+        if backend in (EFFICIENT, MATH) or not problem.features:
             return untimed_peer(passes, problem, backend, target)
     # With a mask, gradients of SDPA's cuDNN backend may be NaN.
     backend = None if problem.features else assumed.usual()

@@ -55,8 +55,7 @@ def prepare_pair(
             return paired(first, last, request, side)
     decisions = decide_pair(request, q, k, v, side)
     if decisions[1].backend is Backend.SDPA and request.problem.features:
-        with torch.no_grad():
-            executor = masked_sdpa_executor(request, q, k, v, side)
+        executor = masked_sdpa_executor(request, q, k, v, side)
         if executor is not None:
             return executor
         decisions = (
