@@ -30,7 +30,7 @@ from flashtune.dispatch.faster_peers import (
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import is_masked, known_refusal, sdpa_allowed
 from flashtune.dispatch.sdpa import default_backend
-from flashtune.dispatch.sdpa_times import EFFICIENT, related_peers
+from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
 from flashtune.dispatch.tables import Tables, tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
@@ -337,7 +337,7 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
     passes = forward, backward
     if any(is_untrusted(selection, problem) for selection in passes):
         backend = bound.sdpa_backend if is_masked(problem) or not problem.features else None
-        if backend == EFFICIENT or not problem.features:
+        if backend in (EFFICIENT, MATH) or not problem.features:
             return untimed_peer(passes, problem, backend, target)
     # With a mask, gradients of SDPA's cuDNN backend may be NaN.
     backend = None if problem.features else bound.sdpa_backend

@@ -14,15 +14,17 @@ from flashtune.request.call import dense_call
 from tests.support.untuned import TARGET
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-CUDNN, EFFICIENT = "sdpa-cudnn", "sdpa-efficient"
+CUDNN, EFFICIENT, MATH = "sdpa-cudnn", "sdpa-efficient", "sdpa-math"
 
 
 @pytest.fixture(autouse=True)
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, causal: bool) -> str | None:
+    def chosen(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
+    ) -> str | None:
         if q.dtype is not FP32:
             return CUDNN
-        return None if masked_sdpa.shares_heads(q, k, None) else EFFICIENT
+        return MATH if masked_sdpa.shares_heads(q, k, mask) else EFFICIENT
 
     monkeypatch.setattr(decision, "check_device", lambda request: None)
     monkeypatch.setattr(BoundRequest, "target", TARGET)
@@ -112,6 +114,11 @@ def test_sdpa_serves_gradients_that_are_not_timed() -> None:
         found = server(BF16, (64, 64), (3, 1530), 160, batch=7, needs_grad=True, causal=causal)
         # Bottom-right, SDPA needs a mask, with which its gradients may be NaN.
         assert (found == "sdpa") == by_sdpa
+
+
+def test_sdpa_serves_masked_gradients_of_shared_heads_in_float32() -> None:
+    found = server(FP32, (4, 1), (33, 492), 40, batch=4, needs_grad=True, attn_mask=padding)
+    assert found == "sdpa"
 
 
 def test_unfused_gradients_of_few_scores_replace_slow_kernels() -> None:
