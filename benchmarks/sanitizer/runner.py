@@ -162,7 +162,9 @@ def examine(how: Examination, subjects: Sequence[Subject]) -> Iterator[Finding]:
 
 def finding(tool: str, subject: Subject, **values: Any) -> Finding:
     """Returns the finding of a tool for a kernel."""
-    short = {name: value[:MAX_WORDS] if isinstance(value, str) else value for name, value in values.items()}
+    short: dict[str, Any] = {
+        name: value[:MAX_WORDS] if isinstance(value, str) else value for name, value in values.items()
+    }
     return Finding(tool, subject.digest, subject.candidate.family, subject.label, subject.shipped, **short)
 
 
