@@ -15,7 +15,7 @@ def test_backend_that_never_fits_has_no_line() -> None:
     rows = tuple(
         replace(
             row,
-            peaks=tuple(replace(one, bytes=None) if one.name == UNFUSED else one for one in row.peaks),
+            peaks=tuple(replace(peak, bytes=None) if peak.name == UNFUSED else peak for peak in row.peaks),
         )
         for row in document.rows
     )

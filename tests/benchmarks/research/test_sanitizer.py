@@ -107,7 +107,9 @@ def test_families_alternate(listed: tuple[Subject, ...]) -> None:
     kinds = [(subject.shipped, subject.candidate.family) for subject in listed]
     assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
     assert subjects(TARGET, 2, 1) == listed
-    assert "forward_hopper" not in {one.candidate.family for one in subjects(find_target("a100"), 1, 1)}
+    assert "forward_hopper" not in {
+        subject.candidate.family for subject in subjects(find_target("a100"), 1, 1)
+    }
 
 
 @pytest.mark.slow
