@@ -162,7 +162,7 @@ def _shipped(target: Target) -> Iterator[Subject]:
 
 
 def drawn(family: Family, target: Target, seed: int) -> Iterator[Subject]:
-    """Yields points without end, the same for the same seed; none if the family does not support the target."""
+    """Yields endless points, the same for the same seed, or none if no draw is supported on the target."""
     chance = random.Random(f"{seed} {family.name} {target.name}")  # noqa: S311 - no secret
     draws = (_draw(family, target, chance) for _ in itertools.repeat(None))
     while True:
@@ -248,7 +248,7 @@ def _tiles(case: Case, rows: int) -> int:
 
 
 def _busy(cases: Iterable[Case], rows: int, target: Target) -> Case:
-    """Returns the case with most keys of those that fill the GPU more than once; else that with most tiles."""
+    """Returns the case with most keys that fills the GPU more than once, or else that with most tiles."""
 
     def size(case: Case) -> tuple[float, int]:
         return min(_tiles(case, rows), ROUNDS_OF_TILES * target.sm_count), case.problem.seqlen_kv
