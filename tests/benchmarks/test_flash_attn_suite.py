@@ -77,12 +77,6 @@ def test_processes_share_the_cases(tmp_path: Path) -> None:
     assert len(found["failures"]) == 1
 
 
-@pytest.mark.slow
-def test_a_run_ends_after_its_cases(tmp_path: Path) -> None:
-    found = report(tmp_path, "--cases", "2", "--seed", "1")
-    assert found["passed"] + found["refused"] + found["failed"] == 2
-
-
 def test_cases_are_numbered_as_the_product_of_all_parameters() -> None:
     axes: list[tuple[list[str], list[Any]]] = [(["a", "b"], [(1, 2), (3, 4)]), (["c"], [5, 6, (7, 8)])]
     found = [suite.case(axes, number) for number in range(6)]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +22,6 @@ from benchmarks.dispatch_regret.analysis import (
     regret,
     thinned,
 )
-from benchmarks.reports import read_report
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Record
@@ -145,44 +140,6 @@ def test_percentiles_are_observed_regrets(problems: tuple[Problem, ...], records
     ]
     found = figures(points, records, 1.0, lambda problem, kept: one)
     assert (found.median, found.p95, found.worst) == pytest.approx((0.095, 0.18, 0.19))
-
-
-@pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """Measuring makes times up, and notes of which problems."""
-    measured: list[Problem] = []
-
-    def measure(problem: Problem, candidates: Sequence[Candidate], *_: Any) -> Point:
-        measured.append(problem)
-        return Point(problem, tuple(timed(one, 1.0 + 0.001 * index) for index, one in enumerate(candidates)))
-
-    monkeypatch.setattr(timing, "device_target", lambda index: TARGET)
-    monkeypatch.setattr(timing, "compile_all", lambda *_: frozenset())
-    monkeypatch.setattr(timing, "_measure", measure)
-    return measured
-
-
-def test_interrupted_run_resumes(
-    problems: tuple[Problem, ...],
-    records: tuple[Record, ...],
-    without_gpu: list[Problem],
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "deep" / "regret.json.gz"
-    said: list[str] = []
-    report = RegretReport(TARGET.name, 3, current_versions("forward_hopper"), ())
-    run = functools.partial(timing.measure_regret, records=records, device=0, path=path, tell=said.append)
-    late = time.monotonic() + 600
-    report = run(report, problems[:3], until=late)
-    assert without_gpu == list(problems[:3])
-    assert read_report(path, RegretReport) == report
-    assert run(report, problems[:5], until=0.0) == report
-    assert "2 shapes were not measured" in said[-1]
-    report = run(read_report(path, RegretReport), problems[:5], until=late)
-    assert without_gpu == list(problems[:5])
-    choose = functools.partial(dispatched, TARGET)
-    for share in SHARES:
-        assert figures(report.points, records, share, choose).unknown == 0
 
 
 @pytest.mark.gpu
