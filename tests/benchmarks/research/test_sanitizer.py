@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from benchmarks.reports import read_report, write_report
+from benchmarks.sanitizer import points as kernel_points
 from benchmarks.sanitizer import runner
 from benchmarks.sanitizer.launch import launch_once
 from benchmarks.sanitizer.points import Subject, cases_of, subjects
@@ -62,7 +63,7 @@ def listed() -> Iterator[tuple[Subject, ...]]:
     assert table is not None
     some = msgspec.structs.replace(table, records=table.records[::10])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.sanitizer.points.shipped_table", lambda name: some if name == TARGET.name else None)
+        patch.setattr(kernel_points, "shipped_table", lambda name: some if name == TARGET.name else None)
         yield subjects(TARGET, 2, 1)
 
 
