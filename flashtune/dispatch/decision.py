@@ -14,7 +14,7 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Specialization, specialization_of
 from flashtune.core.mask_sharing import MaskSharing
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, device_target, find_target
 from flashtune.dispatch.faster_peers import (
@@ -27,7 +27,7 @@ from flashtune.dispatch.faster_peers import (
 )
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import known_refusal, sdpa_allowed, sharing_of
-from flashtune.dispatch.sdpa import copies_ms, copy_ms, default_backend
+from flashtune.dispatch.sdpa import copies_ms, copy_ms, default_backend, has_hidden_keys
 from flashtune.dispatch.sdpa_times import related_peers
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
@@ -321,11 +321,6 @@ def _faster_peer(
         ):
             return usual
     return faster_peer(selection, problem, usual, sharing, more_ms)
-
-
-def has_hidden_keys(problem: Problem) -> bool:
-    """Whether no query of a problem without features sees the last keys."""
-    return problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv
 
 
 def _forecast_in_words(selection: Selection) -> str:

@@ -15,6 +15,7 @@ from flashtune.core.kernel import Specialization, specialization_of
 from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.dispatch.decision import (
+    BEST_TENSORS,
     DOUBLE,
     INTERPRETED_TARGET,
     Backend,
@@ -24,7 +25,6 @@ from flashtune.dispatch.decision import (
     check_device,
     copied,
     copy_words,
-    has_hidden_keys,
     peer_backend,
     peer_reason,
     request_target,
@@ -35,7 +35,7 @@ from flashtune.dispatch.decision import (
 from flashtune.dispatch.faster_peers import faster_peer_of_pair, is_untrusted, untimed_peer
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.masked_sdpa import is_masked
-from flashtune.dispatch.sdpa import copies_ms, default_backend
+from flashtune.dispatch.sdpa import copies_ms, default_backend, has_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compilation import interpreting
@@ -232,6 +232,13 @@ def _faster_peer(
     if request.prefer is Prefer.GENERATED or request.return_lse or request.deterministic or ragged:
         return None
     passes = forward, backward
+    untimed = any(selection.measured.measurement is None for selection in passes)
+    if has_hidden_keys(problem) and not problem.features:
+        # SDPA does not get these keys. Times are those of problems without them.
+        tables, length = tuned_records(target.name), problem.seqlen_q
+        seen = [msgspec.structs.replace(one, seqlen_kv=length) for one in (problem, request.backward)]
+        forward, backward = (select(one, target, tables, BEST_TENSORS, generated=True) for one in seen)
+        passes = forward, backward
     if any(is_untrusted(selection, problem) for selection in passes):
         backend = assumed.usual() if is_masked(problem) or not problem.features else None
         if backend in (EFFICIENT, MATH) or not problem.features:
@@ -239,7 +246,6 @@ def _faster_peer(
     # With a mask, gradients of SDPA's cuDNN backend may be NaN.
     backend = None if problem.features else assumed.usual()
     more_ms = 0.0 if backend is None else assumed.sdpa_copies_ms(target)
-    untimed = all(selection.measured.measurement is None for selection in passes)
     few = untimed and problem.seqlen_q <= FEW_ROWS
     if few and not more_ms and not problem.features and _is_maskless(problem):
         return untimed_peer(passes, problem, backend, target)
