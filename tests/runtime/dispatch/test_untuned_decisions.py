@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from flashtune.dispatch import decision, masked_sdpa, pair_decision, sdpa
-from flashtune.dispatch.decision import decide
-from flashtune.dispatch.pair_decision import decide_pair
+from flashtune.dispatch import decision, masked_sdpa, sdpa
+from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch.decision import choose
 from flashtune.request.call import dense_call
-from flashtune.request.read_call import read_call
 from tests.support.untuned import TARGET
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -27,9 +26,8 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
             return CUDNN
         return MATH if masked_sdpa.shares_heads(q, k, mask) else EFFICIENT
 
-    for module in (decision, pair_decision):
-        monkeypatch.setattr(module, "check_device", lambda request: None)
-        monkeypatch.setattr(module, "request_target", lambda request: TARGET)
+    monkeypatch.setattr(decision, "check_device", lambda request: None)
+    monkeypatch.setattr(BoundRequest, "target", TARGET)
     monkeypatch.setattr(masked_sdpa, "chosen_backend", chosen)
     monkeypatch.setattr(sdpa, "chosen_backend", chosen)
 
@@ -55,10 +53,7 @@ def server(
 
     q, k, v = made(heads[0], lengths[0]), made(heads[1], lengths[1]), made(heads[1], lengths[1])
     masks = {name: value(q, k) if callable(value) else value for name, value in options.items()}
-    call = dense_call(q, k, v, **masks)
-    request = read_call(call)
-    decide_call = (lambda *given: decide_pair(*given)[0]) if needs_grad else decide
-    found = decide_call(request, call.q, call.k, call.v, call.side)
+    found = choose(BoundRequest.of(dense_call(q, k, v, **masks)))[0]
     assert found.selection is not None
     return found.selection.record.family if found.generated else str(found.backend)
 
