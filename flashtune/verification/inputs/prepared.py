@@ -108,9 +108,14 @@ class Prepared(NamedTuple):
     checksum: Tensor
 
     @property
-    def inputs(self) -> tuple[Guarded, ...]:
+    def read(self) -> tuple[Guarded, ...]:
         """All tensors that the kernel reads."""
         return self.q, self.k, self.v, *self.extra_inputs
+
+    @property
+    def written(self) -> dict[str, Guarded]:
+        """All tensors that a kernel may write, by name."""
+        return {"out": self.out, "lse": self.lse}
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
