@@ -28,7 +28,6 @@ PAGES = (
     "docs/integrations/*.md",
     "benchmarks/results/README.md",
     "benchmarks/results/hopper.md",
-    "benchmarks/results/mutants.md",
     "benchmarks/results/sram-audit.md",
 )
 
