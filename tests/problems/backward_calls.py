@@ -10,10 +10,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import specialization_of
-from flashtune.core.problem import Bias, Direction, Dtype, Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
 from flashtune.launch.tensors import BackwardTensors
@@ -56,19 +57,10 @@ class Call(NamedTuple):
     expected: dict[str, Tensor]
 
 
-def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.FP32,
-        head_dim=24,
-        value_head_dim=16,
-        heads=2,
-        kv_heads=1,
-        batch=2,
-        seqlen_q=35,
-        seqlen_kv=53,
-        direction=Direction.BACKWARD,
-    )
-    return msgspec.structs.replace(problem, **changes)
+a_problem = functools.partial(
+    testing.problem,
+    "heads=2,kv_heads=1,seqlen_q=35,seqlen_kv=53,head_dim=24,value_head_dim=16,dtype=fp32,batch=2,backward",
+)
 
 
 def make_call(problem: Problem, *, with_dlse: bool = False) -> Call:
