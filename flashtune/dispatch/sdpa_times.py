@@ -110,8 +110,8 @@ def narrowed_peers(peers: Iterable[PeerTime], wide: Problem, problem: Problem) -
 
 def least_ms(problem: Problem, timed: Iterable[tuple[Problem, float]]) -> float:
     """Returns the time of a problem at the best rate of products that was measured at other shapes, in ms."""
-    rate = max((other.flops() / ms for other, ms in timed), default=math.inf)
-    return problem.flops() / (HEADROOM * rate) if rate else 0.0
+    rate = max((unpacked(other).flops() / ms for other, ms in timed), default=math.inf)
+    return unpacked(problem).flops() / (HEADROOM * rate) if rate else 0.0
 
 
 def float32_ms(problem: Problem, target: Target) -> float:

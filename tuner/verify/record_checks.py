@@ -171,11 +171,7 @@ def verify_records(
 
 
 def remember(checks: Iterable[Check], db: str | None) -> None:
-    """Stores a GPU's verdicts in a database, so that dispatch does not check these kernels again.
-
-    Raises:
-        StoreError: The database cannot be written.
-    """
+    """Stores a GPU's verdicts in a database, so that dispatch does not check these kernels again."""
     with open_store(db) as store:
         # The last verdict of a kernel replaces earlier ones, so failures are stored last.
         for check in sorted(checks, key=lambda check: not check.verdict.passed):

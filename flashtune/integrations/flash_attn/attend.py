@@ -198,11 +198,7 @@ class NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Raises an error.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Raises an error."""
         del gradients
         raise UnsupportedError(ctx.why)
 

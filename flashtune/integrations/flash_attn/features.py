@@ -112,11 +112,7 @@ def within(features: Features, keys: int) -> Features:
 
 
 def read_bounds(window_size: Any) -> tuple[int | None, int | None]:
-    """Returns the numbers of `window_size`, of which flash_attn 4 allows None.
-
-    Raises:
-        ProblemError: It is not a pair of numbers.
-    """
+    """Returns the numbers of `window_size`, of which flash_attn 4 allows None."""
     try:
         left, right = (None if bound is None else int(bound) for bound in window_size)
     except (TypeError, ValueError) as error:

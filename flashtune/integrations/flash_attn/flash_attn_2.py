@@ -252,9 +252,6 @@ def flash_attn_with_kvcache(
         alibi_slopes: Float32 [heads] or [batch, heads].
         num_splits: Without effect.
         return_softmax_lse: Whether to return the log-sum-exp too.
-
-    Raises:
-        ProblemError: A sequence is longer than its pages, or as `flashtune.attention_paged`.
     """
     del num_splits
     features = read_features(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)

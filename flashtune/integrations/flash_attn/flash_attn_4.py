@@ -95,9 +95,6 @@ def flash_attn_func(
         pack_gqa: Without effect.
         deterministic: Whether gradients must be bit-identical between runs.
         return_lse: Whether the log-sum-exp [batch, heads, tokens] has gradients.
-
-    Raises:
-        UnsupportedError: An argument has no kernels.
     """
     _refuse(locals())
     features = read_window(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic)
@@ -166,9 +163,6 @@ def flash_attn_varlen_func(
         deterministic: Whether gradients must be bit-identical between runs.
         return_lse: Whether the log-sum-exp, [heads, tokens] or [batch, heads, tokens], has gradients.
         scheduler_metadata: Without effect, as the next ones.
-
-    Raises:
-        UnsupportedError: An argument has no kernels.
     """
     _refuse(locals())
     features = read_window(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic)
@@ -252,11 +246,7 @@ def _flash_attn_fwd_combine(
     *,
     _arch: int | None = None,
 ) -> None:
-    """Writes the attention over the keys of all parts to `out`, and its log-sum-exp to `lse`.
-
-    Raises:
-        UnsupportedError: Numbers of parts or a semaphore are given.
-    """
+    """Writes the attention over the keys of all parts to `out`, and its log-sum-exp to `lse`."""
     if num_splits_dynamic_ptr is not None or semaphore_to_reset is not None:
         raise UnsupportedError(
             "num_splits_dynamic_ptr and semaphore_to_reset have no kernels: leave them out"
@@ -294,11 +284,7 @@ def _flash_attn_fwd(
     v_descale: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:
-    """Returns the output, the log-sum-exp and twice None. It takes no part in autograd.
-
-    Raises:
-        UnsupportedError: An argument has no kernels.
-    """
+    """Returns the output, the log-sum-exp and twice None. It takes no part in autograd."""
     _refuse(others)
     window = window_size_left, window_size_right
     features = read_window(softmax_scale, causal, window, learnable_sink, softcap or 0.0, False)
@@ -346,11 +332,7 @@ def _flash_attn_bwd(
     learnable_sink: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v, written to dq, dk and dv where they are given.
-
-    Raises:
-        UnsupportedError: An argument has no kernels, or a sink or a gradient of the log-sum-exp is given.
-    """
+    """Returns the gradients of q, k and v, written to dq, dk and dv where they are given."""
     _refuse(others)
     if learnable_sink is not None or dlse is not None:
         raise UnsupportedError("_flash_attn_bwd takes no learnable_sink and no dlse: use autograd")
@@ -364,11 +346,7 @@ def _flash_attn_bwd(
 
 
 def _flash_attn_bwd_sparse_mla(*arguments: Any, **options: Any) -> Any:
-    """Raises an error.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Raises an error."""
     raise UnsupportedError("gather_kv_indices has no kernels in flashtune: call flash_attn for sparse MLA")
 
 

@@ -55,9 +55,6 @@ def attend_and_append(
         qv: Queries whose products with the values are added to the scores.
         descales: Factors of 8-bit inputs.
         wants_lse: Whether to return the log-sum-exp.
-
-    Raises:
-        ProblemError: New tokens have no values or no lengths, or the rotary embedding has no new tokens.
     """
     batch = q.shape[0] if queries.starts is None else queries.starts.numel() - 1
     cache = caches.cache_of(k_cache, v_cache, table, batch_index, batch)
@@ -90,11 +87,7 @@ def attend_and_append(
 
 
 def check_room(lengths: int | Tensor | None, k: Tensor, starts: Tensor | None, capacity: int) -> None:
-    """Checks that new tokens fit a cache, by numbers of the host, and by values that are checked.
-
-    Raises:
-        ProblemError: A length is negative, or new tokens do not fit.
-    """
+    """Checks that new tokens fit a cache, by numbers of the host, and by values that are checked."""
     if starts is None and k.shape[1] > capacity:
         raise ProblemError(f"k has {k.shape[1]} new tokens and the cache has room for {capacity}: pass fewer")
     known = next((one for one in (lengths, starts) if isinstance(one, Tensor)), torch.empty(0))

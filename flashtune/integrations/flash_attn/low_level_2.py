@@ -71,11 +71,7 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> Forward:
-    """Returns the forward pass of `flash_attn_varlen_func`.
-
-    Raises:
-        SplitError: `num_splits` is larger than 1 and keys are in pages, which flash_attn rejects too.
-    """
+    """Returns the forward pass of `flash_attn_varlen_func`."""
     del zero_tensors
     window = window_size_left, window_size_right
     features = read_features(
@@ -374,11 +370,7 @@ def _state(q: Tensor, seed: Tensor | None) -> Tensor:
 
 
 def _seed(features: Features, state: Tensor | None) -> Tensor | None:
-    """Returns the seed of a call's dropout.
-
-    Raises:
-        UnsupportedError: There is dropout, and the state is None.
-    """
+    """Returns the seed of a call's dropout."""
     if not features.dropout:
         return None
     if state is None:

@@ -60,9 +60,6 @@ def attend_sequences(
 
     Returns:
         The output in q's shape, and the log-sum-exp. Tokens that do not count get zeros and -inf.
-
-    Raises:
-        UnsupportedError: Queries of 8 bits go with `qv`.
     """
     if qv is not None:
         with torch.no_grad():
@@ -120,9 +117,6 @@ def attend_cache(
         qv: As in `attend_sequences`.
         descales: Factors of 8-bit inputs.
         wants_lse: Whether to return the log-sum-exp.
-
-    Raises:
-        UnsupportedError: Queries of 8 bits go with `qv`.
     """
     with torch.no_grad():
         if not queries.is_whole:
