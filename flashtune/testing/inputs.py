@@ -147,7 +147,7 @@ def tensors(
     gradient = make_dlse(problem, generator) if dlse else None
     return inputs._replace(
         dout=packed(problem, lengths, dout),
-        dlse=None if gradient is None else packed(problem, lengths, gradient[..., None])[..., 0],
+        dlse=None if gradient is None else packed(problem, lengths, gradient[..., None])[..., 0].contiguous(),
     )
 
 
