@@ -22,6 +22,7 @@ from flashtune.core.errors import UsageError
 from flashtune.core.problem import Direction
 from flashtune.core.target import TARGETS
 from flashtune.templates.registry import families
+from tests.mutants.catalogue import gpu_mutants
 
 MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
 OURS, CUDNN = "flashtune", "sdpa-cudnn"
@@ -124,11 +125,8 @@ def _truth_rows() -> str:
 
 @functools.cache
 def _mutants() -> Counter[str]:
-    """The number of mutants of each family in the saved GPU runs."""
-    counts: Counter[str] = Counter()
-    for path in sorted((ROOT / "tests/data/mutants").glob("nvidia-h200-mutants*")):
-        counts.update(found["family"] for found in document(path)["found"])
-    return counts
+    """The number of mutants of each family."""
+    return Counter(mutant.subject.family for mutant in gpu_mutants())
 
 
 def _mutants_of(*families: str) -> str:

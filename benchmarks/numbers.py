@@ -29,7 +29,6 @@ PAGES = (
     "benchmarks/results/README.md",
     "benchmarks/results/axes.md",
     "benchmarks/results/hopper.md",
-    "benchmarks/results/mutants.md",
     "benchmarks/results/sram-audit.md",
     "benchmarks/results/tables.md",
 )
