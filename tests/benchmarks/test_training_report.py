@@ -19,7 +19,7 @@ def test_backend_that_never_fits_has_no_line() -> None:
         )
         for row in document.rows
     )
-    drawn, usual = memory_picture(replace(document, rows=rows)), memory_picture(document)
-    assert "out of memory" in usual
+    drawn, complete = memory_picture(replace(document, rows=rows)), memory_picture(document)
+    assert "out of memory" in complete
     assert "out of memory" not in drawn
-    assert drawn.count("<polyline") == usual.count("<polyline") - 1
+    assert drawn.count("<polyline") == complete.count("<polyline") - 1
