@@ -4,7 +4,7 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 128, value head dim 128, causal: none
-             and no features
+With         no features
 Config       block_m 16, block_n 128, 2 warps, 2 stages, 33 splits,
              split_head_dim False, early_combine True, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets

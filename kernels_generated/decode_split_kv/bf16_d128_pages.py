@@ -4,7 +4,7 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
-             and pages
+With         pages
 Config       block_m 16, block_n 128, 4 warps, 2 stages, 3 splits,
              split_head_dim False, early_combine True, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets
