@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Direction, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -24,16 +25,8 @@ from flashtune.verification.reference import scores
 CPU = torch.device("cpu")
 H200 = find_target("h200")
 SPECIALIZATION = Specialization(lse=True)
-PROBLEM = Problem(
-    dtype=Dtype.BF16,
-    head_dim=32,
-    value_head_dim=32,
-    heads=4,
-    kv_heads=2,
-    batch=2,
-    seqlen_q=500,
-    seqlen_kv=600,
-    causal=Causal.BOTTOM_RIGHT,
+PROBLEM = testing.problem(
+    "heads=4,kv_heads=2,seqlen_q=500,seqlen_kv=600,head_dim=32,dtype=bf16,causal,batch=2"
 )
 PROBLEMS = {
     "plain": PROBLEM,
