@@ -154,16 +154,16 @@ def tensors(
     gradient = make_dlse(problem, generator) if dlse else None
     return inputs._replace(
         dout=packed(problem, lengths, dout),
-        dlse=None if gradient is None else packed(problem, lengths, gradient[..., None])[..., 0].contiguous(),
+        dlse=None if gradient is None else packed(problem, lengths, gradient).contiguous(),
     )
 
 
 def packed(problem: Problem, lengths: Lengths, padded: Tensor) -> Tensor:
-    """Returns rows of queries, [batch, heads, seqlen_q, width], as kernels take them."""
+    """Returns rows of queries, [batch, heads, seqlen_q] or [..., width], as kernels take them."""
     if not problem.total_q:
         return padded
     places = query_places(problem, lengths).to(padded.device)
-    return Layout.THD.heads_first(padded.transpose(1, 2)[places.sequence, places.row])
+    return padded.transpose(1, 2)[places.sequence, places.row].transpose(0, 1)[None]
 
 
 def attention_inputs(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Inputs:
