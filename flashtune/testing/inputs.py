@@ -100,12 +100,10 @@ class Inputs(NamedTuple):
             keys = tuple(self.extra.cu_seqlens_kv.diff().tolist())
         return Lengths(queries, keys)
 
-    def backward(self, dout: Tensor, dlse: Tensor | None = None) -> Inputs:
-        """Returns the inputs of the backward pass, with gradients in the layouts of the call's results."""
+    def backward(self, dout: Tensor) -> Inputs:
+        """Returns the inputs of the backward pass, with a gradient in the layout of the call's output."""
         problem = msgspec.structs.replace(self.problem, direction=Direction.BACKWARD)
-        if dlse is not None and self.layout in (Layout.THD, Layout.BHD):
-            dlse = dlse[None] if self.layout is Layout.THD else dlse[..., None]
-        return self._replace(problem=problem, dout=self.layout.heads_first(dout), dlse=dlse)
+        return self._replace(problem=problem, dout=self.layout.heads_first(dout))
 
 
 def tensors(

@@ -69,10 +69,8 @@ def reference(inputs: Inputs) -> Reference:
     if not inputs.q.numel():
         return _empty(inputs)
     extra, scale, lengths = inputs.extra, inputs.scale, inputs.lengths
-    q, k, v = (
-        _padded_queries(inputs, inputs.q),
-        *(_padded_keys(inputs, one) for one in (inputs.k, inputs.v)),
-    )
+    q = _padded_queries(inputs, inputs.q)
+    k, v = (_padded_keys(inputs, one) for one in (inputs.k, inputs.v))
     if inputs.problem.kv_dtype is not None:
         k_scale, v_scale = (_scale_of_keys(inputs, one) for one in (extra.k_scale, extra.v_scale))
         extra = extra._replace(k_scale=k_scale, v_scale=v_scale)
@@ -170,10 +168,9 @@ def _padded_keys(inputs: Inputs, tensor: Tensor) -> Tensor:
 
 def _stacked(parts: Iterable[Tensor], longest: int) -> Tensor:
     """Returns the rows of sequences, [heads, rows, width] each, as one tensor padded with zeros."""
-    sizes = ((rows, longest - rows.shape[1]) for rows in parts)
-    return torch.stack(
-        [torch.cat((rows, rows.new_zeros(len(rows), n, rows.shape[2])), 1) for rows, n in sizes]
-    )
+    # torch cannot pad 8-bit floats.
+    padding = ((rows, rows.new_zeros(len(rows), longest - rows.shape[1], rows.shape[2])) for rows in parts)
+    return torch.stack([torch.cat(pair, 1) for pair in padding])
 
 
 def _scale_of_keys(inputs: Inputs, scale: Tensor | None) -> Tensor:

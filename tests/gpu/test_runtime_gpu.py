@@ -13,7 +13,7 @@ from torch import Tensor
 import flashtune
 from flashtune import testing
 from flashtune.core.kernel import Alignment
-from flashtune.dispatch import decision
+from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.request.call import CausalOption
 from tests.gpu.calls import generated, reference, request_of, tensors
 from tests.gpu.marks import SERVED
@@ -91,7 +91,7 @@ def test_alignments(spare: int, offset: int, alignment: Alignment) -> None:
         (q, padded(k, spare, offset), v),
         (q, k, padded(v, spare, offset)),
     ):
-        assert decision.required_specialization(request_of(*views), *views).alignment is alignment
+        assert BoundRequest(request_of(*views), *views).forward_properties.alignment is alignment
         testing.close(generated(*views), expected)
 
 
@@ -112,7 +112,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     out = generated(q, k, v, False)
     for rows in (slice(0, 300), slice(length // 2, length // 2 + 300), slice(length - 300, length)):
         testing.close(out[:, :, rows], reference(q[:, :, rows], k, v).out)
-    assert decision.required_specialization(request_of(q, k, v), q, k, v).index_bits == 64
+    assert BoundRequest(request_of(q, k, v), q, k, v).forward_properties.index_bits == 64
 
 
 def test_strides_beyond_two_to_the_31_elements() -> None:

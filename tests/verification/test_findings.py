@@ -50,7 +50,8 @@ def failures(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, allocating: bool = F
         return launch
 
     monkeypatch.setattr(comparison, "bind", bind)
-    found = list(comparison.findings_of(KERNEL, None, CASE, prepared, H200, 0))
+    pass_ = comparison.forward_pass(KERNEL, CASE, prepared)
+    found = list(comparison.launch_findings(KERNEL, None, CASE, pass_, H200, 0))
     assert launches == CASE.repeats
     return {one.what.partition(": ")[2] for one in found if not one.holds()}
 

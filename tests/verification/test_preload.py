@@ -18,7 +18,6 @@ from flashtune.templates.rendering import render
 from flashtune.verification import check, comparison, passes
 from flashtune.verification.cases import Case, Level
 from flashtune.verification.check import preload
-from flashtune.verification.gradients import comparison as gradient_findings
 from flashtune.verification.inputs import prepared
 from flashtune.verification.passes import planned_cases
 from flashtune.verification.reference import scores
@@ -67,7 +66,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "compile_binary", lambda *_: None)
     monkeypatch.setattr(check, "_device_name", lambda _: "none")
     monkeypatch.setattr(comparison, "bind", lambda *_, **__: comparison.no_launch)
-    monkeypatch.setattr(gradient_findings, "bind", lambda *_, **__: comparison.no_launch)
     monkeypatch.setitem(scores.CHUNK_SCORES, "cpu", scores.CHUNK_SCORES["cuda"])
     monkeypatch.setitem(scores.CHUNK_KEYS, "cpu", scores.CHUNK_KEYS["cuda"])
 

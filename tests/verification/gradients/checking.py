@@ -15,10 +15,11 @@ from flashtune.core.kernel import Alignment, Argument, Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.launch.tensors import BackwardTensors
+from flashtune.verification import comparison
 from flashtune.verification.cases import Case, Level
 from flashtune.verification.comparison import Finding
-from flashtune.verification.gradients import comparison
 from flashtune.verification.gradients.cases import companions
+from flashtune.verification.gradients.comparison import backward_pass
 from flashtune.verification.gradients.inputs import prepare
 from tests.verification.gradients.plain_kernel import RIGHT, Hooks, TwoTiles, differentiate
 
@@ -55,7 +56,9 @@ def found_at(
         return launch
 
     monkeypatch.setattr(comparison, "bind", bind)
-    return list(comparison.gradient_findings(a_kernel(dlse), None, case, prepared, H200, 0))
+    kernel = a_kernel(dlse)
+    pass_ = backward_pass(kernel, case, prepared)
+    return list(comparison.launch_findings(kernel, None, case, pass_, H200, 0))
 
 
 def failures(found: list[Finding]) -> list[str]:

@@ -191,9 +191,9 @@ def test_quantized_cases_have_scales_in_the_checksum() -> None:
         (serving_cases.batch, serving_cases.kv_heads),
     ]
     assert all(scale is not None and (scale > 0).all() for scale in prepared.side.scales)
-    before = checksum(prepared.inputs)
+    before = checksum(prepared.read)
     prepared.extra_inputs[1].buffer[0] = 0.0
-    assert (checksum(prepared.inputs) != before).tolist() == [False] * 4 + [True, False]
+    assert (checksum(prepared.read) != before).tolist() == [False] * 4 + [True, False]
 
 
 def test_8_bit_workspaces_are_poisoned() -> None:
