@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flashtune.core.layouts import Layout
 from flashtune.testing.inputs import packed
@@ -168,9 +169,7 @@ def _padded_keys(inputs: Inputs, tensor: Tensor) -> Tensor:
 
 def _stacked(parts: Iterable[Tensor], longest: int) -> Tensor:
     """Returns the rows of sequences, [heads, rows, width] each, as one tensor padded with zeros."""
-    # torch cannot pad 8-bit floats.
-    padding = ((rows, rows.new_zeros(len(rows), longest - rows.shape[1], rows.shape[2])) for rows in parts)
-    return torch.stack([torch.cat(pair, 1) for pair in padding])
+    return torch.stack([pad(rows, (0, 0, 0, longest - rows.shape[1])) for rows in parts])
 
 
 def _scale_of_keys(inputs: Inputs, scale: Tensor | None) -> Tensor:
@@ -203,7 +202,7 @@ def _of_keys(inputs: Inputs, rows: Tensor) -> Tensor:
     if inputs.extra.cu_seqlens_kv is not None:
         sizes = inputs.extra.cu_seqlens_kv.diff().tolist()
         # A sequence may have more rows than the longest uses.
-        wide = torch.nn.functional.pad(rows, (0, 0, 0, max(sizes, default=0)))
+        wide = pad(rows, (0, 0, 0, max(sizes, default=0)))
         rows = torch.cat([one[:, :size] for one, size in zip(wide, sizes, strict=True)], 1)[None]
     return inputs.kv_layout.as_given(rows)
 
