@@ -153,7 +153,7 @@ def test_defaults_are_in_the_space_and_fit(dtype: Dtype, causal: Causal, window:
         for value_head_dim in {head_dim, 64, 128, 256}:
             for queries, keys in ((1024, 100), (1, 16384)):
                 shape = {"kv_heads": 1, "seqlen_q": queries, "seqlen_kv": keys, **window}
-                problem = a_problem(head_dim, value_head_dim, dtype, causal, **shape)
+                problem = a_problem(head_dim, value_head_dim, dtype=dtype, causal=causal, **shape)
                 assert FAMILY.supports(problem, H200) is None
                 config = a_config(problem)
                 assert FAMILY.space(problem, H200).contains(config), problem.key
@@ -169,7 +169,7 @@ def test_defaults_of_eight_bit_caches_are_in_the_space_and_fit(
 ) -> None:
     for queries, keys in ((1024, 1024), (512, 4608), (1, 16384)):
         shape = {"kv_heads": 1, "seqlen_q": queries, "seqlen_kv": keys, "total_q": queries * packed}
-        plain = a_problem(columns, columns, Dtype.BF16, causal, page_size=page_size, **shape)
+        plain = a_problem(columns, columns, causal=causal, page_size=page_size, **shape)
         problem = msgspec.structs.replace(plain, kv_dtype=KvDtype.E4M3)
         config = a_config(problem)
         assert FAMILY.space(problem, H200).contains(config), problem.key
