@@ -22,7 +22,6 @@ from benchmarks.training import memory as training_memory
 from benchmarks.training.charts import losses_picture, memory_picture
 from benchmarks.training.memory import GIB, OURS, Peak
 from examples.training import report as example
-from flashtune.core.earlier_names import BASELINES
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Causal
 from flashtune.tuner.cli.output import table
@@ -79,22 +78,11 @@ def measured(folder: Path) -> Measured:
         TableError: A file is missing, or has other contents.
     """
     return Measured(
-        _memory_document(folder / "nvidia-h200-training-memory.json"),
+        _read(folder / "nvidia-h200-training-memory.json", training_memory.Document),
         _read(folder / "nvidia-h200-training.json", example.Document),
         _read(folder / "nvidia-h200-dropout.json", tuple[dropout.Row, ...]),
         _read(folder / "nvidia-h200-training-step.json", Steps),
     )
-
-
-def _memory_document(path: Path) -> training_memory.Document:
-    """Returns the memory of each way, with present names of baselines."""
-    found = _read(path, training_memory.Document)
-    replace = msgspec.structs.replace
-    rows = tuple(
-        replace(row, peaks=tuple(replace(one, name=BASELINES.get(one.name, one.name)) for one in row.peaks))
-        for row in found.rows
-    )
-    return replace(found, rows=rows)
 
 
 def _read(path: Path, kind: type[Read]) -> Read:

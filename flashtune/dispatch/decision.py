@@ -292,7 +292,7 @@ def _faster_peer(
 ) -> str | None:
     """Returns the baseline that is faster than the generated kernel and may replace it, or None."""
     problem = request.problem
-    if problem.total_q or problem.page_size or problem.seqlens_k:
+    if problem.packed or problem.page_size or problem.kv_lengths:
         # The unfused computation would read lengths from the device, which synchronizes.
         return None
     usual, views = None, request.views(q, k, v)

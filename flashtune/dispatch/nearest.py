@@ -44,7 +44,7 @@ def same_computation(problem: Problem) -> tuple[Problem, ...]:
     With equal lengths, both alignments are the same mask. A single query aligned bottom-right sees all keys.
     If each sequence has its own lengths, equal maximum lengths do not count.
     """
-    ragged = problem.total_q or problem.seqlens_k or problem.page_size
+    ragged = problem.packed or problem.kv_lengths or problem.page_size
     square = problem.seqlen_q == problem.seqlen_kv and not ragged
     names = [problem.causal]
     if square and problem.causal is not Causal.NONE:
@@ -121,8 +121,8 @@ def _extents(problem: Problem) -> tuple[float, float, float, float]:
     The batch of a varlen problem is its number of query tokens over the longest length, rounded up.
     """
     sequences = problem.batch
-    if problem.total_q:
-        sequences = -(-problem.total_q // max(1, problem.seqlen_q))
+    if problem.packed:
+        sequences = -(-problem.packed // max(1, problem.seqlen_q))
     numbers = (problem.seqlen_q, problem.seqlen_kv, sequences * problem.heads, problem.group_size)
     queries, keys, programs, group = (math.log2(max(1, number)) for number in numbers)
     return queries, keys, programs, group

@@ -228,7 +228,7 @@ def _faster_peer(
 ) -> str | None:
     """Returns the baseline that is faster over both passes and may replace both kernels, or None."""
     problem = request.problem
-    ragged = problem.total_q or problem.seqlens_k
+    ragged = problem.packed or problem.kv_lengths
     if request.prefer is Prefer.GENERATED or request.return_lse or request.deterministic or ragged:
         return None
     passes = forward, backward

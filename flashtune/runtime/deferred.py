@@ -395,7 +395,7 @@ def _rounded(request: Request, known: Known | None) -> Request:
     problem = request.problem
     if known is None or not known.has(problem):
         problem = rounded_extents(problem)
-    return msgspec.structs.replace(request, problem=problem, tokens=problem.total_q)
+    return msgspec.structs.replace(request, problem=problem, tokens=problem.packed)
 
 
 def _load(device: torch.device) -> None:
@@ -453,7 +453,7 @@ def _chosen(key: BucketKey, known: Known | None) -> tuple[Choice, ...] | None:
         return None
     if any(is_untrusted(selection, request.problem) for selection in found):
         return None
-    if request.problem.total_q:
+    if request.problem.packed:
         # Calls that bind another clearer need no compilation then.
         clearer_of(request, request.problem.batch, target)
     return tuple(

@@ -111,7 +111,7 @@ def test_nominal_flops_count_visible_pairs_only() -> None:
         seqlen_kv=1024,
     )
     # Half of the tokens that four sequences of the longest length would have.
-    packed = msgspec.structs.replace(full, total_q=2048)
+    packed = msgspec.structs.replace(full, packed=2048)
     assert packed.nominal_flops() * 2 == packed.flops() * 2 == full.nominal_flops()
     windowed = msgspec.structs.replace(full, causal=Causal.BOTTOM_RIGHT, window_left=0)
     assert windowed.nominal_flops() == 4 * 4 * 16 * 1024 * 128
@@ -136,7 +136,7 @@ def test_minimal_bytes_count_wider_outputs_of_quantized_inputs() -> None:
     assert narrow.minimal_bytes() == inputs + 2 * output
 
 
-@pytest.mark.parametrize("ragged", [{"page_size": 16}, {"seqlens_k": True}], ids=["pages", "lengths"])
+@pytest.mark.parametrize("ragged", [{"page_size": 16}, {"kv_lengths": True}], ids=["pages", "lengths"])
 def test_minimal_bytes_of_ragged_sequences_use_mean_length(ragged: dict[str, Any]) -> None:
     equal = Problem(
         dtype=Dtype.BF16,

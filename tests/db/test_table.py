@@ -95,7 +95,8 @@ def refused(raw: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schema": 4}, "has table schema 4 and this flashtune reads up to 3: export it again"),
+        ({"schema": 3}, "has table schema 3 and this flashtune reads schema 4: search again, or export"),
+        ({"schema": 5}, "has table schema 5 and this flashtune reads schema 4: search again, or export"),
         ({"schema": "1"}, "is not a tuned table"),
         ({"surprise": 1}, "unknown field `surprise`"),
         (
@@ -141,7 +142,7 @@ def test_negative_blocks_are_refused(table: TunedTable) -> None:
     refused(with_record(table, config=config | {"block_m": -128}), "record 1: .*block_m")
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}'])
+@pytest.mark.parametrize("raw", [b"", b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b'{"schema": 4}'])
 def test_file_that_is_not_a_table_is_refused(raw: bytes) -> None:
     refused(raw, "is not a tuned table")
 

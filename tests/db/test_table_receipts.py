@@ -1,4 +1,4 @@
-"""Tests of tables of schema 2: receipts and times under further versions."""
+"""Tests of receipts and times under further versions in tables."""
 
 from __future__ import annotations
 
@@ -71,11 +71,6 @@ def test_the_order_of_receipts_changes_neither_bytes_nor_hash(table: TunedTable)
     assert dump_table(turned) == dump_table(table)
     assert table_hash(turned) == table_hash(table)
     assert table_hash(msgspec.structs.replace(table, receipts=())) != table_hash(table)
-
-
-def test_a_table_of_schema_1_has_no_receipts(record: Record) -> None:
-    raw = dump_table(TunedTable(target=TARGET, records=(record,))).replace(b'"schema": 2', b'"schema": 1')
-    assert parse_table(raw, "here") == TunedTable(target=TARGET, records=(record,))
 
 
 def test_a_failed_receipt_is_refused(record: Record) -> None:

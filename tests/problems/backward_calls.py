@@ -34,8 +34,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "right_alone": {"window_right": 3},
     "wide_window": {"window_left": 2**31 - 1, "window_right": 2**31 - 1},
     "first_tokens": {"window_left": 9, "sink_tokens": 4},
-    "chunk": {"attention_chunk": 16},
-    "odd_chunk": {"attention_chunk": 13, "sink_tokens": 18},
+    "chunk": {"chunk": 16},
+    "odd_chunk": {"chunk": 13, "sink_tokens": 18},
     "prefix": {"prefix": True},
     "softcap": {"softcap": True},
     "alibi": {"alibi": True},
@@ -43,8 +43,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "boolean": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
     "dropout": {"dropout": True},
-    "packed": {"total_q": 75},
-    "lengths": {"seqlens_k": True},
+    "packed": {"packed": 75},
+    "lengths": {"kv_lengths": True},
 }
 
 
@@ -80,13 +80,13 @@ def make_call(problem: Problem, *, with_dlse: bool = False) -> Call:
         side = side._replace(seed=torch.randint(2**63 - 1, (1,)), dropout=0.3)
     sequences = batch
     own_k: list[int] = []
-    if problem.total_q:
+    if problem.packed:
         batch, sequences = 1, len(LENGTHS)
         own_q, own_k = ([one[axis] for one in LENGTHS] for axis in (0, 1))
         queries, keys = sum(own_q), sum(own_k)
         side = side._replace(cu_seqlens_q=starts(own_q), cu_seqlens_kv=starts(own_k))
-    if problem.seqlens_k:
-        counts = [own - 5 * (own > 5) for own in own_k] if problem.total_q else [keys - 7, 0, 16][:batch]
+    if problem.kv_lengths:
+        counts = [own - 5 * (own > 5) for own in own_k] if problem.packed else [keys - 7, 0, 16][:batch]
         side = side._replace(seqlens_kv=torch.tensor(counts, dtype=torch.int32))
     bias = torch.randn(batch, problem.heads, queries, keys) if problem.bias is not Bias.NONE else None
     if bias is not None:

@@ -14,8 +14,7 @@ from flashtune.core.record import Outcome, Record, Versions
 from flashtune.core.target import TARGETS, find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.db.evidence import under
-from flashtune.db.light.selections import chosen_in_file
-from flashtune.db.limits import file_exists
+from flashtune.db.light.reader import open_reader
 from flashtune.db.location import database_url, describe, sqlite_path
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.tables import Tables
@@ -52,7 +51,7 @@ def existing_store(db: str | None) -> Iterator[Store | None]:
     Raises:
         StoreError: It is damaged, or of another schema.
     """
-    from flashtune.db.migrate import source_engine
+    from flashtune.db.creation import source_engine
     from flashtune.db.store import Store
 
     address = database_url(db)
@@ -71,8 +70,6 @@ def tables_of(target: str, db: str | None) -> Tables:
         StoreError: The database cannot be read.
         TableError: The shipped table is damaged.
     """
-    from flashtune.db.light.reader import open_reader
-
     reader = open_reader(db)
     shipped = shipped_table(target)
     return Tables(
@@ -98,12 +95,14 @@ def database_selections(db: str | None) -> tuple[Found, ...]:
     Raises:
         StoreError: The database cannot be read.
     """
-    address = database_url(db)
-    path = sqlite_path(address)
-    stored = None if path is None or not file_exists(path) else chosen_in_file(path, address)
-    if stored is None:
+    if sqlite_path(database_url(db)) is None:
+        # A reader waits for a second only.
         with existing_store(db) as store:
             stored = (*store.selections(), *store.fallbacks()) if store else ()
+    else:
+        # Importing SQLAlchemy would take most of the time of a short command.
+        reader = open_reader(db)
+        stored = reader.stored() if reader else ()
     # The sort is stable, so that a fallback stays after its selection.
     ordered = sorted(stored, key=lambda row: (row.record.target, row.record.problem.key))
     return tuple(Found(row.record, "database", row.id, row.created_at) for row in ordered)

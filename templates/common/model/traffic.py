@@ -59,10 +59,10 @@ def keys_at_once(problem: Problem, rows: int) -> int:
 
 def unpacked(problem: Problem) -> Problem:
     """Returns a varlen batch as a batch of the longest sequence with the same tokens; others unchanged."""
-    if not problem.total_q:
+    if not problem.packed:
         return problem
-    sequences = -(-problem.total_q // max(1, problem.seqlen_q))
-    return msgspec.structs.replace(problem, batch=sequences, total_q=0)
+    sequences = -(-problem.packed // max(1, problem.seqlen_q))
+    return msgspec.structs.replace(problem, batch=sequences, packed=0)
 
 
 def cycled_queries(problem: Problem, block_m: int, block_n: int) -> int:
@@ -291,7 +291,7 @@ def split_keys_items(
 
     Each KV head has this many tiles of rows. `tensors` are those of keys and values, for the items' names.
     """
-    rows = (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
+    rows = (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
     width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
     keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight) * width * problem.kv_itemsize
     queries = rows * problem.head_dim * problem.dtype.itemsize

@@ -38,11 +38,11 @@ SAMPLES = int(os.environ.get("FLASHTUNE_SAMPLES", "120"))
 SEED = int(os.environ.get("FLASHTUNE_SEED", "1"))
 # What a self-check may take beyond compiling, with torch's own kernels loaded.
 QUICK_SECONDS = 0.3
-PACKED_PAGES: dict[str, Any] = {"total_q": 4000, "page_size": 16, "batch": 12}
+PACKED_PAGES: dict[str, Any] = {"packed": 4000, "page_size": 16, "batch": 12}
 TUNED: dict[str, dict[str, Any]] = {
     "window": {"window_left": 1024},
     "window, cap, sinks": {"window_left": 127, "softcap": True, "sinks": True},
-    "chunk": {"attention_chunk": 1000},
+    "chunk": {"chunk": 1000},
     "alibi and prefix": {"alibi": True, "prefix": True},
     "additive": {"bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
@@ -71,7 +71,7 @@ TUNED: dict[str, dict[str, Any]] = {
     "blocks": {"block_mask": 128, "causal": Causal.NONE},
     "blocks, causal": {"block_mask": 128},
     "blocks of groups": {"block_mask": 128, "block_lists": BlockLists.GROUP},
-    "blocks and lengths": {"block_mask": 128, "seqlens_k": True, "window_left": 1000},
+    "blocks and lengths": {"block_mask": 128, "kv_lengths": True, "window_left": 1000},
     "small blocks": {"block_mask": 64},
     "small blocks of groups": {"block_mask": 64, "block_lists": BlockLists.GROUP, "causal": Causal.NONE},
     "small blocks of groups and lengths": {
@@ -79,13 +79,13 @@ TUNED: dict[str, dict[str, Any]] = {
         "value_head_dim": 64,
         "block_mask": 64,
         "block_lists": BlockLists.GROUP,
-        "seqlens_k": True,
+        "kv_lengths": True,
     },
-    "packed": {"total_q": 9000, "batch": 12},
-    "packed pages": {"total_q": 4000, "page_size": 16, "batch": 12},
-    "packed pages of 1": {"total_q": 4000, "page_size": 1, "batch": 12},
+    "packed": {"packed": 9000, "batch": 12},
+    "packed pages": {"packed": 4000, "page_size": 16, "batch": 12},
+    "packed pages of 1": {"packed": 4000, "page_size": 1, "batch": 12},
     "packed pages of 4, padded": {
-        "total_q": 4000,
+        "packed": 4000,
         "page_size": 4,
         "batch": 12,
         "head_dim": 96,
@@ -93,7 +93,7 @@ TUNED: dict[str, dict[str, Any]] = {
     },
     "pages of 1 in int8": {"page_size": 1, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     "packed pages scaled": {
-        "total_q": 4000,
+        "packed": 4000,
         "page_size": 16,
         "batch": 12,
         "kv_dtype": KvDtype.INT8,

@@ -57,7 +57,7 @@ def packed(size: Size) -> tuple[Mutant, ...]:
         change("no room for the last tiles", "Sequences have no tile for their last, partial rows.",
                "group_size // 16 + sequences", "group_size // 16 + 1"),
     )  # fmt: skip
-    return mutants_of(size.decoding(total_q=6), changes)
+    return mutants_of(size.decoding(packed=6), changes)
 
 
 def paged(size: Size) -> tuple[Mutant, ...]:

@@ -65,7 +65,7 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
         change("parts of a band from the start", "Parts begin at the sequence's start, not at the chunk's.",
                "tl.range(n_min + first, n_min + last,", "tl.range(first, last,"),
     )  # fmt: skip
-    return mutants_of(size.decoding(attention_chunk=size.chunk), changes)
+    return mutants_of(size.decoding(chunk=size.chunk), changes)
 
 
 def changed(size: Size) -> tuple[Mutant, ...]:

@@ -99,7 +99,7 @@ def combining(size: Size) -> tuple[Mutant, ...]:
         change("last row not combined", "The last head of the last query is left out.",
                "grid = (rows,", "grid = (rows - 1,"),
     )  # fmt: skip
-    return mutants_of(size.decoding(seqlens_k=True, causal=Causal.NONE), changes)
+    return mutants_of(size.decoding(kv_lengths=True, causal=Causal.NONE), changes)
 
 
 def rows(size: Size) -> tuple[Mutant, ...]:
@@ -165,4 +165,4 @@ def softmax(size: Size) -> tuple[Mutant, ...]:
         change("lse without the maximum", "The log-sum-exp lacks the maximum of the scores.",
                single, single.replace("running_max + ", "")),
     )  # fmt: skip
-    return mutants_of(size.decoding({"num_splits": 1}, seqlens_k=True), changes)
+    return mutants_of(size.decoding({"num_splits": 1}, kv_lengths=True), changes)

@@ -104,7 +104,7 @@ def right_sides(size: Size) -> tuple[Mutant, ...]:
 
 def prefixes(size: Size) -> tuple[Mutant, ...]:
     """A causal mask with a prefix that all queries see, over sequences of unlike lengths."""
-    subject = size.masked(prefix=True, seqlens_k=True)
+    subject = size.masked(prefix=True, kv_lengths=True)
     changes = (
         change("prefix one key too long", "All queries see the key behind the prefix.",
                PREFIX, PREFIX.replace("sequence)", "sequence) + 1")),
@@ -142,5 +142,5 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
         change("queries before the first key have a chunk", "They see keys, and should see none.",
                CHUNK_END, "tl.maximum(position, 0) // CHUNK * CHUNK + CHUNK"),
     )  # fmt: skip
-    full = size.masked(causal=Causal.NONE, attention_chunk=size.chunk)
-    return (*mutants_of(size.masked(attention_chunk=size.chunk), behind), *mutants_of(full, whole))
+    full = size.masked(causal=Causal.NONE, chunk=size.chunk)
+    return (*mutants_of(size.masked(chunk=size.chunk), behind), *mutants_of(full, whole))

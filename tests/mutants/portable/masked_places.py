@@ -33,7 +33,7 @@ def places(size: Size) -> tuple[Mutant, ...]:
 
 def packed(size: Size) -> tuple[Mutant, ...]:
     """Sequences one behind the other."""
-    subject = size.masked(total_q=3 * size.seqlen // 2)
+    subject = size.masked(packed=3 * size.seqlen // 2)
     room = f"(seqlen_q // {size.block_m} + sequences) * heads"
     changes = (
         change("queries begin one row late", "Queries are those of the row behind.",
@@ -86,7 +86,7 @@ def lengths(size: Size) -> tuple[Mutant, ...]:
         change("first block skipped", "The first block of keys is left out where it is whole.",
                "tl.range(0, n_full_max,", "tl.range(BLOCK_N, n_full_max,"),
     )  # fmt: skip
-    return mutants_of(size.masked(seqlens_k=True, causal=Causal.NONE), changes)
+    return mutants_of(size.masked(kv_lengths=True, causal=Causal.NONE), changes)
 
 
 def rows(size: Size) -> tuple[Mutant, ...]:

@@ -156,4 +156,4 @@ def softmax(size: Size) -> tuple[Mutant, ...]:
                f"{KEY_EXISTS} & ({columns} < VALUE",
                f"{KEY_EXISTS.replace('_kv', '_kv + 3')} & ({columns} < VALUE"),
     )  # fmt: skip
-    return mutants_of(size.masked(seqlens_k=True), changes)
+    return mutants_of(size.masked(kv_lengths=True), changes)

@@ -96,7 +96,7 @@ def test_keys_of_few_tiles_are_split(
 @pytest.mark.parametrize(("tokens", "groups"), [(34, 1), (200, 2)])
 def test_short_packed_sequences_get_tiles_of_one_group(tokens: int, groups: int) -> None:
     problem = shape(
-        batch=64, seqlen_q=4096, seqlen_kv=4096, total_q=64 * tokens, head_dim=256, value_head_dim=256
+        batch=64, seqlen_q=4096, seqlen_kv=4096, packed=64 * tokens, head_dim=256, value_head_dim=256
     )
     config = find_family("forward_hopper").default(problem, TARGET)
     assert isinstance(config, HopperConfig)
@@ -304,7 +304,7 @@ def test_untuned_chunks_of_prompts_in_pages_use_hopper(
             batch=16,
             seqlen_q=512,
             seqlen_kv=seqlen_kv,
-            total_q=8192,
+            packed=8192,
             page_size=page_size,
             **caches,
         )

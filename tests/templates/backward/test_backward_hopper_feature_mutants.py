@@ -27,7 +27,7 @@ def emulate(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(test_backward_hopper_emulated, "kernel_of", lambda *_, **__: made)
     lengths = {"heads": 4, "kv_heads": 2, "batch": 1, "seqlen_q": 350, "seqlen_kv": 410}
     problem = msgspec.structs.replace(subject.problem, **lengths)
-    if subject.problem.total_q:
+    if subject.problem.packed:
         test_backward_hopper_emulated.emulated(problem, 3, LENGTHS, spare=30)
     else:
         test_backward_hopper_emulated.emulated(problem, 3)

@@ -65,7 +65,7 @@ MIXED = [(30, 0), (70, 300), (0, 9), (150, 40), (5, 131)]
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_packed_sequences(head_dim: int, causal: Causal, deterministic: bool) -> None:
     for lengths in (EQUAL, MIXED, MIXED[1:2]):
-        problem = a_problem(head_dim, causal=causal, deterministic=deterministic, total_q=1)
+        problem = a_problem(head_dim, causal=causal, deterministic=deterministic, packed=1)
         sums = emulated(problem, 2, lengths, spare=100)
         if deterministic:
             added = sums.added.values()
@@ -89,7 +89,7 @@ def test_packed_sequences(head_dim: int, causal: Causal, deterministic: bool) ->
 def test_packed_sequences_with_other_features(
     head_dim: int, deterministic: bool, changes: dict[str, Any]
 ) -> None:
-    problem = a_problem(head_dim, total_q=1, heads=4, kv_heads=2, deterministic=deterministic, **changes)
+    problem = a_problem(head_dim, packed=1, heads=4, kv_heads=2, deterministic=deterministic, **changes)
     for lengths in (EQUAL, MIXED):
         emulated(problem, 3, lengths, spare=10)
 

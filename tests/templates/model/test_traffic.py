@@ -108,7 +108,7 @@ def test_windows_skip_whole_blocks(
 
 
 def test_varlen_counts_as_sequences_of_the_longest_length() -> None:
-    problem = msgspec.structs.replace(a_problem(1000, 1000, batch=64), total_q=2500)
+    problem = msgspec.structs.replace(a_problem(1000, 1000, batch=64), packed=2500)
     assert unpacked(problem) == a_problem(1000, 1000, batch=3)
     assert unpacked(a_problem(10, 10)) == a_problem(10, 10)
 

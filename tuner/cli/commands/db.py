@@ -50,7 +50,7 @@ class Location(msgspec.Struct, frozen=True):
 
 @click.group("db", cls=Group)
 def command() -> None:
-    """Locate, upgrade and merge databases."""
+    """Locate, create and merge databases."""
 
 
 @command.command("path", examples=("flashtune db path",))
@@ -74,19 +74,16 @@ def path(db: str | None, as_json: bool) -> None:
 @database_option
 @json_option
 def upgrade(db: str | None, as_json: bool) -> None:
-    """Upgrade the database to this version's schema, or create it."""
-    from flashtune.db import migrate
+    """Create the database if there is none, and check that it has this version's schema."""
+    from flashtune.db import creation
     from flashtune.db.location import database_url, describe
 
-    done = migrate.upgrade(db)
+    done = creation.upgrade(db)
     if as_json:
         print_json(done)
         return
     where = describe(database_url(db))
-    if done.before == done.after:
-        say(f"{where} has schema {done.after} already")
-    else:
-        say(f"{where} was brought from {done.before or 'nothing'} to schema {done.after}")
+    say(f"{where} {'has' if done.before else 'was created with'} schema {done.after}")
 
 
 @command.command("merge", examples=("flashtune db merge other.sqlite",))
