@@ -11,7 +11,7 @@ from flashtune.core.problem import Bias, Problem, score_bytes
 from flashtune.core.record import Record, Selection, SharedTime
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, WHOLE_FAMILY, is_far
-from flashtune.dispatch.sdpa_times import float32_ms
+from flashtune.dispatch.sdpa_times import MATH, float32_ms
 from flashtune.templates.registry import find_family
 
 # The fraction by which two measurements of one kernel may differ. SDPA is used unless the kernel is faster by
@@ -29,7 +29,7 @@ UNFUSED_LAUNCHES_MS = 0.15
 ANY_SDPA = "SDPA"
 # Maximum bytes of scores that SDPA's unfused path may store.
 MAX_SCORES = 2**33
-# A decoding kernel in float32 may take this multiple of the modelled time.
+# A decoding kernel in float32 of up to FEW_QUERIES queries may take this multiple of the modelled time.
 SLOW_PRODUCTS = 4.0
 # In float32, SDPA must be expected to take this multiple of a kernel's estimated time, and of one from a far
 # shape. Below this time in ms, such estimates are not used.
@@ -110,11 +110,16 @@ def is_slow_default(
     if config is None or problem.seqlen_q <= FEW_QUERIES:
         return False
     factors = {
-        DECODING_FAMILY: SLOW_NARROW_SPLITS if problem.head_dim < NARROW else SLOW_SPLITS,
+        DECODING_FAMILY: _slow_splits(problem),
         WHOLE_FAMILY: SLOW_WIDE if problem.head_dim > WIDE else 0.0,
     }
     ms = factors.get(family.name, 0.0) * family.makespan_ms(problem, config, target)
     return ms >= UNCERTAIN_MS and peers.get(usual_sdpa, math.inf) < ms
+
+
+def _slow_splits(problem: Problem) -> float:
+    """Returns the multiple of the modelled time that a kernel may take if it splits keys of many queries."""
+    return SLOW_NARROW_SPLITS if problem.head_dim < NARROW else SLOW_SPLITS
 
 
 def untimed_peer(
@@ -125,12 +130,13 @@ def untimed_peer(
     SDPA does, unless keys are split and its backends would not split them. If it selects its unfused path,
     scores must not take too much memory. The other arguments are those of `faster_peer`.
     """
-    if usual_sdpa is None and score_bytes(problem) > MAX_SCORES:
+    if usual_sdpa in (None, MATH) and score_bytes(problem) > MAX_SCORES:
         return None
     record = passes[0].record
     if len(passes) == 1 and record.family == DECODING_FAMILY:
         ms = find_family(record.family).makespan_ms(problem, record.config, target)
-        if SLOW_PRODUCTS * ms < float32_ms(problem, target):
+        slow = SLOW_PRODUCTS if problem.seqlen_q <= FEW_QUERIES else _slow_splits(problem)
+        if slow * ms < float32_ms(problem, target):
             return None
     return usual_sdpa or ANY_SDPA
 

@@ -55,7 +55,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
         mask = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril(diagonal)
     is_causal = causal is not Causal.NONE and square
     gqa = shares_heads(seeing, k, mask)
-    read = readable(seeing, k, v, mask)
+    read = readable(seeing, k, v, gqa)
     out = scaled_dot_product_attention(*read, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
     if not blind:
         return out
@@ -79,7 +79,7 @@ def default_backend(
 ) -> str | None:
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
-    It was not measured for SDPA's unfused path and for causal masks with different lengths. SDPA gets copies
+    It was not measured for causal masks with different lengths. SDPA gets copies
     of tensors whose addresses or strides are not multiples of 16 bytes. Their time is added by `copies_ms`.
     Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
     """

@@ -350,11 +350,7 @@ def _inputs(
 
 
 def _require(q: Tensor, k: Tensor, v: Tensor, rank: int, table: Tensor | None, batch: int) -> None:
-    """Checks sizes of a call's tensors, which are as flash_attn has them. Kernels would use other memory.
-
-    Raises:
-        ValueError: They do not fit one another.
-    """
+    """Checks sizes of a call's tensors, which are as flash_attn has them. Kernels would use other memory."""
     of_keys = rank if table is None else 4
     for name, tensor, dimensions in (("q", q, rank), ("k", k, of_keys), ("v", v, of_keys)):
         if tensor.ndim != dimensions:
@@ -377,11 +373,7 @@ def _require(q: Tensor, k: Tensor, v: Tensor, rank: int, table: Tensor | None, b
 
 
 def _require_starts(name: str, starts: Tensor, batch: int, rows: int | None, longest: int) -> None:
-    """Checks the starts of packed sequences. `rows` is None for pages.
-
-    Raises:
-        ValueError: They do not fit the tensor.
-    """
+    """Checks the starts of packed sequences. `rows` is None for pages."""
     if starts.ndim != 1 or starts.dtype != torch.int32 or starts.numel() != batch + 1:
         raise ValueError(f"{name} is not an int32 tensor of {batch + 1} numbers")
     # A larger maximum is allowed, and also a sign of exchanged dimensions.
@@ -390,11 +382,7 @@ def _require_starts(name: str, starts: Tensor, batch: int, rows: int | None, lon
 
 
 def _require_lengths(lengths: Tensor | int, batch: int, full: int, new: int) -> None:
-    """Checks the numbers of keys in a cache, and that new rows fit, where the host has the numbers.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Checks the numbers of keys in a cache, and that new rows fit, where the host has the numbers."""
     if isinstance(lengths, Tensor):
         if lengths.numel() not in (1, batch) or lengths.is_floating_point():
             raise ValueError(f"cache_seqlens is not an integer tensor of {batch} numbers")
