@@ -115,7 +115,7 @@ def _reselected(
     connection: Connection, target: str, problem: str, choose: Choose, pinned_at: str
 ) -> TakenBack:
     query = select_records().where(RECORDS.c.problem_key == problem, RECORDS.c.target == target)
-    left = list(readable(connection.execute(query), "this database"))
+    left = list(readable(connection.execute(query).all(), "this database"))
     present = chosen(connection, SELECTIONS, left[0].record) if left else None
     row = present or choose(left)
     if row is None:

@@ -168,7 +168,7 @@ def _chosen(
     theirs: Connection, table: Table, source_url: str, why_refused: WhyRefused
 ) -> list[tuple[StoredRecord, str]]:
     """Returns another database's selections that may be selected here, and their times of selection."""
-    rows = list(_from(source_url, lambda: theirs.execute(select_chosen(table))))
+    rows = list(_from(source_url, lambda: theirs.execute(select_chosen(table)).all()))
     pinned = {row.id: stored_text(row.pinned_at) for row in rows}
     taken, reasons = [], []
     for stored in readable(rows, describe(source_url)):
@@ -197,7 +197,7 @@ def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at
 def _merge_checks(theirs: Connection, ours: Connection, source_url: str) -> int:
     added = 0
     query = select(CHECKS.c.payload, CHECKS.c.created_at)
-    for row in _from(source_url, lambda: theirs.execute(query)):
+    for row in _from(source_url, lambda: theirs.execute(query).all()):
         try:
             check = decode_check(raw_bytes(str(row.payload)))
         except TableError as error:

@@ -145,10 +145,13 @@ def select_records() -> Select[*tuple[Any, ...]]:
 
 
 def fetched(connection: Connection, query: Select[*tuple[Any, ...]]) -> Iterator[AnyRow]:
-    """Returns the rows of a query of `select_records`, some hundred at a time."""
+    """Returns the rows of a query of `select_records`, some hundred at a time.
+
+    The time limit is for SQLite, so they are used after the last one of each statement was fetched.
+    """
     ids = connection.scalars(query.with_only_columns(RECORDS.c.id)).all()
     for start in range(0, len(ids), CHUNK):
-        yield from connection.execute(query.where(RECORDS.c.id.in_(ids[start : start + CHUNK])))
+        yield from connection.execute(query.where(RECORDS.c.id.in_(ids[start : start + CHUNK]))).all()
 
 
 def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any, ...]]:
@@ -186,7 +189,7 @@ def chosen_among(
 ) -> dict[str, StoredRecord]:
     """Returns the rows that a table names for some problems of a target, by the problem's key."""
     query = select_chosen(table, target).where(table.c.problem_key.in_(keys))
-    rows = connection.execute(query)
+    rows = connection.execute(query).all()
     return {stored.record.problem.key: stored for stored in readable(rows, "this database")}
 
 
