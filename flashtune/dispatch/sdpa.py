@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -74,6 +75,11 @@ def copy_ms(tensors: Sequence[Tensor], target: Target) -> float:
     return len(tensors) * COPY_MS + moved / (target.hbm_bandwidth * 1e6)
 
 
+def has_hidden_keys(problem: Problem) -> bool:
+    """Whether no query of a problem without features sees the last keys."""
+    return problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv
+
+
 def default_backend(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None = None
 ) -> str | None:
@@ -83,6 +89,11 @@ def default_backend(
     of tensors whose addresses or strides are not multiples of 16 bytes. Their time is added by `copies_ms`.
     Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
     """
+    if bias is None and has_hidden_keys(problem):
+        # `sdpa_attention` leaves them out.
+        seqlen = problem.seqlen_q
+        problem = msgspec.structs.replace(problem, seqlen_kv=seqlen)
+        k, v = k[:, :, :seqlen], v[:, :, :seqlen]
     causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:
         return None

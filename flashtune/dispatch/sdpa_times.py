@@ -17,6 +17,7 @@ from flashtune.core.target import Target
 from flashtune.dispatch.nearest import distance, regression, tuned_alike
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
 from flashtune.templates.common.model.makespan import PACE, portable_span
+from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import unpacked
 
 # Prefix of the names of SDPA's backends in records.
@@ -104,15 +105,21 @@ def narrowed_peers(peers: Iterable[PeerTime], wide: Problem, problem: Problem) -
 
     SDPA's backends compute whole groups of columns. Generated kernels compute powers of two.
     """
-
-    def columns(problem: Problem) -> int:
-        widths = problem.head_dim, problem.value_head_dim
-        return sum(math.ceil(width / COLUMNS) * COLUMNS for width in widths)
-
-    share = columns(problem) / columns(wide)
+    share = _columns(problem) / _columns(wide)
     return tuple(
         PeerTime(peer.name, min(peer.ms, LAUNCH_MS + share * (peer.ms - LAUNCH_MS))) for peer in peers
     )
+
+
+def _columns(problem: Problem) -> int:
+    """Returns the columns of queries and values that SDPA's backends compute."""
+    return sum(math.ceil(width / COLUMNS) * COLUMNS for width in (problem.head_dim, problem.value_head_dim))
+
+
+def is_padded(problem: Problem) -> bool:
+    """Whether kernels compute more columns than SDPA: the next power of two."""
+    kernel = sum(power_of_two(width) for width in (problem.head_dim, problem.value_head_dim))
+    return kernel > _columns(problem)
 
 
 def least_ms(problem: Problem, timed: Iterable[tuple[Problem, float]]) -> float:

@@ -12,7 +12,7 @@ from flashtune.core.errors import ProblemError, UsageError, quoted
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import Layout
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Direction, Problem
 from flashtune.request.call import Call, dense_call, paged_call, seeded, varlen_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
@@ -100,6 +100,13 @@ class Inputs(NamedTuple):
             keys = tuple(self.extra.cu_seqlens_kv.diff().tolist())
         return Lengths(queries, keys)
 
+    def backward(self, dout: Tensor, dlse: Tensor | None = None) -> Inputs:
+        """Returns the inputs of the backward pass, with gradients in the layouts of the call's results."""
+        problem = msgspec.structs.replace(self.problem, direction=Direction.BACKWARD)
+        if dlse is not None and self.layout in (Layout.THD, Layout.BHD):
+            dlse = dlse[None] if self.layout is Layout.THD else dlse[..., None]
+        return self._replace(problem=problem, dout=self.layout.heads_first(dout), dlse=dlse)
+
 
 def tensors(
     problem: Problem,
@@ -147,7 +154,7 @@ def tensors(
     gradient = make_dlse(problem, generator) if dlse else None
     return inputs._replace(
         dout=packed(problem, lengths, dout),
-        dlse=None if gradient is None else packed(problem, lengths, gradient[..., None])[..., 0],
+        dlse=None if gradient is None else packed(problem, lengths, gradient[..., None])[..., 0].contiguous(),
     )
 
 

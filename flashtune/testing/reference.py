@@ -59,6 +59,7 @@ class Reference(NamedTuple):
     dsinks: Expected | None = None
 
 
+@torch.no_grad()
 def reference(inputs: Inputs) -> Reference:
     """Returns the reference of inputs, computed on their device.
 
