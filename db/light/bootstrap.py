@@ -27,7 +27,8 @@ SCHEMA_FILE = "schema.sql"
 LOCK_SECONDS = 60.0
 # Write-ahead logging is a property of the file. It is set once, outside of a transaction.
 LOG_AHEAD = "PRAGMA journal_mode = WAL"
-DEFINITIONS = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"
+# No more than a hostile file needs to be refused.
+DEFINITIONS = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100"
 REVISION = "SELECT version_num FROM alembic_version"
 
 

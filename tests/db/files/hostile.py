@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashtune.core.errors import StoreError
-from flashtune.core.record import Record, Verdict, Versions
+from flashtune.core.record import Verdict, Versions
 from flashtune.db.codec import Check
 from flashtune.db.creation import source_engine, upgrade
 from flashtune.db.light.reader import Reader, open_reader
@@ -67,11 +67,6 @@ def refused(path: Path, reason: str) -> None:
         assert "--db" in message
         assert "\n" not in message
     assert path.read_bytes() == before
-
-
-def check_of(record: Record) -> Check:
-    assert record.verdict is not None
-    return Check(digest="a" * 32, target=TARGET, versions=record.versions, verdict=record.verdict)
 
 
 def repeat_rows(path: Path, name: str) -> None:

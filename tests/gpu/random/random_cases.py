@@ -42,7 +42,7 @@ def random_case(chance: random.Random, problem: Problem, config: Config) -> Case
             batch=batch,
             seqlen_q=longest_q,
             seqlen_kv=longest_kv,
-            packed=drawn.packed if problem.packed else 0,
+            packed=drawn.total_q if problem.packed else 0,
         ),
         probe=_probe(chance, problem),
         block=block,

@@ -103,7 +103,7 @@ def random_gradients(chance: random.Random, problem: Problem, config: Config) ->
             batch=batch,
             seqlen_q=queries,
             seqlen_kv=keys + spare,
-            packed=drawn.packed if problem.packed else 0,
+            packed=drawn.total_q if problem.packed else 0,
         ),
         probe=chance.choice((*PROBES, *more)),
         block=tiles.least,
