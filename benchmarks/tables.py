@@ -69,7 +69,10 @@ def by_grid(benches: Iterable[Bench]) -> Results:
         if bench.row(OURS) is not None:
             found.setdefault(bench.target, {})[bench.problem] = bench
     by_gpu = {
-        name: [[of_gpu[one] for one in grid_problems(name) if one in of_gpu] for of_gpu in found.values()]
+        name: [
+            [of_gpu[problem] for problem in grid_problems(name) if problem in of_gpu]
+            for of_gpu in found.values()
+        ]
         for name in GRIDS
     }
     return {name: max(each, key=len, default=[]) for name, each in by_gpu.items()}

@@ -28,7 +28,6 @@ from flashtune.templates.registry import families, find_family
 from flashtune.tuner.candidates import Candidate
 
 if TYPE_CHECKING:
-
     from flashtune.core.target import Target
 
 HEAD_DIMS = (64, 128, 256)

@@ -92,7 +92,9 @@ def compare(first: BenchRun, other: BenchRun) -> tuple[Comparison, ...]:
     """Speeds of the second run's kernels over those of the first, grid by grid."""
     return tuple(
         Comparison(
-            name, triton_of(other), {case_of(one): _ratio(one, first, other) for one in grid_problems(grid)}
+            name,
+            triton_of(other),
+            {case_of(problem): _ratio(problem, first, other) for problem in grid_problems(grid)},
         )
         for name, grid in GRIDS.items()
     )
@@ -117,7 +119,7 @@ def _ratio(problem: Problem, first: BenchRun, other: BenchRun) -> float:
 
 def _times(problem: Problem, run: BenchRun) -> tuple[float, dict[str, float]]:
     """The time of our kernel, and those of the references, in ms."""
-    bench = next((one for one in run.benches if one.problem == problem), None)
+    bench = next((bench for bench in run.benches if bench.problem == problem), None)
     ours = bench.row(OURS) if bench else None
     if bench is None or ours is None:
         raise TableError(f"the run under Triton {triton_of(run)} has no time of {case_of(problem)}")
