@@ -75,10 +75,8 @@ def visible(problem: Problem, queries: int, keys: int, prefix: int = 0) -> Tenso
         seen &= key <= place + problem.window_right
     if problem.window_left is not None:
         near &= key >= place - problem.window_left
-    if problem.attention_chunk:
-        of_place, of_key = (
-            torch.div(one, problem.attention_chunk, rounding_mode="floor") for one in (place, key)
-        )
+    if problem.chunk:
+        of_place, of_key = (torch.div(one, problem.chunk, rounding_mode="floor") for one in (place, key))
         near &= of_key >= of_place if causal else of_key == of_place
     return seen & (near | (key < problem.sink_tokens)) | (key < prefix)
 

@@ -54,7 +54,7 @@ def _sequences(problem: Problem) -> Iterable[Problem]:
     """Returns problems of equal lengths that together are as much work as a problem."""
     if not is_ragged(problem):
         return (problem,)
-    padded = msgspec.structs.replace(problem, batch=1, total_q=0, seqlens_k=False, page_size=0)
+    padded = msgspec.structs.replace(problem, batch=1, packed=0, kv_lengths=False, page_size=0)
     return (
         msgspec.structs.replace(padded, seqlen_q=queries, seqlen_kv=keys)
         for queries, keys in zip(*usual_lengths(problem), strict=True)

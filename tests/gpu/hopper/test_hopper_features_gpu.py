@@ -88,5 +88,5 @@ def test_windows(pool: Any, number: int) -> None:
 @pytest.mark.parametrize("window", [{}, {"window_left": 200}], ids=["all", "window"])
 def test_packed_sequences(pool: Any, causal: Causal, window: dict[str, int]) -> None:
     number = list(Causal).index(causal) + len(window)
-    for problem in problems(number, causal, {"total_q": 1, "batch": 1, **window}):
+    for problem in problems(number, causal, {"packed": 1, "batch": 1, **window}):
         assert wrong(pool, hopper_feature_jobs.check_packed, problem, EQUAL, MIXED, SHORT) == []

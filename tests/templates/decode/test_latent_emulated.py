@@ -143,7 +143,7 @@ def test_lengths_on_the_device(config: dict[str, Any], page: int) -> None:
             heads=32,
             seqlen_kv=384,
             page_size=page,
-            seqlens_k=not page,
+            kv_lengths=not page,
         )
         kernel = kernel_of(problem, queries=2, **config)
         assert worst_error(kernel, problem, LENGTHS, config.get("num_splits", 1)) < 1e-12, queries
@@ -204,7 +204,7 @@ def test_emulator_detects_broken_kernels() -> None:
 @pytest.mark.parametrize("page", [0, 16, 64])
 def test_lengths_out_of_bounds_are_clamped(config: dict[str, Any], causal: Causal, page: int) -> None:
     problem = a_problem(
-        batch=4, heads=32, seqlen_kv=192, page_size=page, seqlens_k=not page, mla=True, causal=causal
+        batch=4, heads=32, seqlen_kv=192, page_size=page, kv_lengths=not page, mla=True, causal=causal
     )
     splits = config.get("num_splits", 1)
     error = worst_error(

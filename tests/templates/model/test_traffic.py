@@ -101,12 +101,12 @@ def test_windows_skip_whole_blocks(
 
 
 def test_varlen_counts_as_sequences_between_the_mean_and_the_longest_length() -> None:
-    problem = msgspec.structs.replace(a_problem(1000, 2000, batch=64), total_q=2500)
+    problem = msgspec.structs.replace(a_problem(1000, 2000, batch=64), packed=2500)
     assert mean_queries(problem) == 40
     assert unpacked(problem) == a_problem(200, 400, batch=13)
     in_pages = msgspec.structs.replace(problem, page_size=16)
     assert unpacked(in_pages).seqlen_kv == 2000
-    equal = msgspec.structs.replace(problem, total_q=64 * 1000)
+    equal = msgspec.structs.replace(problem, packed=64 * 1000)
     assert unpacked(equal) == a_problem(1000, 2000, batch=64)
     assert unpacked(a_problem(10, 10)) == a_problem(10, 10)
 

@@ -125,7 +125,7 @@ def worst_error(
     if problem.sinks:
         side = side._replace(sinks=torch.linspace(-1.0, 3.0, problem.heads, dtype=torch.float64))
     batch, rows = len(lengths), queries[0]
-    if problem.total_q:
+    if problem.packed:
         starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
         side = side._replace(cu_seqlens_q=starts)
         batch, rows = 1, sum(queries) + SPARE
@@ -160,7 +160,7 @@ def worst_error(
 
 def a_paged(page_size: int, *, packed: bool, causal: Causal = Causal.BOTTOM_RIGHT, **changes: Any) -> Problem:
     shape = {"heads": 4, "kv_heads": 2, "batch": 1, "seqlen_kv": -(-320 // page_size) * page_size, **changes}
-    return msgspec.structs.replace(a_small(causal), page_size=page_size, total_q=int(packed), **shape)
+    return msgspec.structs.replace(a_small(causal), page_size=page_size, packed=int(packed), **shape)
 
 
 def a_scaled(page_size: int, *, packed: bool, **changes: Any) -> Problem:
