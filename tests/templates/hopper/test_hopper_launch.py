@@ -74,7 +74,7 @@ def like(problem: Problem, layout: str = "bhsd") -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("problem", DESCRIBED, ids=lambda problem: problem.key)
 def test_argument_types_match_host_descriptors(problem: Problem) -> None:
     tensors = like(problem)
-    for config in (a_config(problem), *sampled_configs(problem, 5)):
+    for config in (a_config(problem), *sampled_configs(problem, 2)):
         kernel = kernel_of(problem, config)
         made = load_module(kernel).descriptors(*tensors)
         flat = [descriptor for parts in made for descriptor in parts]
