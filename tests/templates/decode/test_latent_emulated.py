@@ -21,7 +21,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.emulator.hardware import BarrierError
 from tests.emulator.program import emulate
-from tests.problems.plain_masks import plain_attention
+from tests.problems.plain_masks import largest_error, plain_attention
 
 FAMILY = find_family("decode_latent_hopper")
 UNTOUCHED = 777.0
@@ -108,11 +108,7 @@ def worst_error(
     if splits > 1:
         of_parts = combined(*(torch.from_numpy(part) for part in parts))
         got = of_parts[0].view(out.shape), of_parts[1].view(lse.shape)
-    worst = 0.0
-    for one, meant in zip(got, expected, strict=True):
-        error = torch.where(one == meant, 0.0, (one - meant).abs()).nan_to_num(nan=math.inf)
-        worst = max(worst, float(error.max()))
-    return worst
+    return largest_error(got, expected)
 
 
 def queries_of(kernel: Kernel) -> int:

@@ -22,7 +22,7 @@ from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
 from tests.problems.block_lists import visible_blocks, with_lists
 from tests.problems.hopper import FAMILY, a_config, a_problem
-from tests.problems.plain_masks import plain_attention
+from tests.problems.plain_masks import largest_error, plain_attention
 
 UNTOUCHED = 777.0
 # A number that has an exact spelling in float32.
@@ -109,13 +109,7 @@ def worst_error(
         assert config is not None
         workspaces = lists_of_blocks(problem, config, side)
     emulate(kernel, like, memory, extra_inputs, lse, scale, programs, workspaces, numbers)
-    worst = 0.0
-    for got, meant in ((out, expected[0]), (torch.from_numpy(lse).view(q.shape[:3]), expected[1])):
-        # Rows that no sequence has are as they were.
-        right = meant.nan_to_num(nan=UNTOUCHED, neginf=-math.inf)
-        error = torch.where(got == right, 0.0, (got - right).abs()).nan_to_num(nan=math.inf)
-        worst = max(worst, float(error.max()))
-    return worst
+    return largest_error((out, torch.from_numpy(lse).view(q.shape[:3])), expected, UNTOUCHED)
 
 
 def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> ExtraInputs:

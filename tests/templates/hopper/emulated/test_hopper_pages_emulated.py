@@ -19,7 +19,7 @@ from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.templates.forward_hopper.space import SMALLEST_COPY
 from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
-from tests.problems.plain_masks import plain_attention
+from tests.problems.plain_masks import largest_error, plain_attention
 from tests.templates.hopper.emulated.test_hopper_emulated import (
     ALONE,
     SMALL,
@@ -149,13 +149,7 @@ def worst_error(
     extra_inputs = tuple(one.numpy() for one in side.tensors)
     numbers = (1.5,) if problem.softcap else ()
     emulate(kernel, like, memory, extra_inputs, lse.reshape(-1), scale, programs, numbers=numbers)
-    worst = 0.0
-    for got, meant in ((out, expected[0]), (torch.from_numpy(lse), expected[1])):
-        # Rows that no sequence has are as they were.
-        right = meant.nan_to_num(nan=UNTOUCHED, neginf=-math.inf)
-        error = torch.where(got == right, 0.0, (got - right).abs()).nan_to_num(nan=math.inf)
-        worst = max(worst, float(error.max()))
-    return worst
+    return largest_error((out, torch.from_numpy(lse)), expected, UNTOUCHED)
 
 
 def a_paged(page_size: int, *, packed: bool, causal: Causal = Causal.BOTTOM_RIGHT, **changes: Any) -> Problem:
