@@ -12,7 +12,7 @@ from flashtune.core.errors import ProblemError, UsageError, quoted
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import Layout
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Direction, Problem
 from flashtune.request.call import Call, dense_call, paged_call, seeded, varlen_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
@@ -100,6 +100,11 @@ class Inputs(NamedTuple):
             keys = tuple(self.extra.cu_seqlens_kv.diff().tolist())
         return Lengths(queries, keys)
 
+    def backward(self, dout: Tensor) -> Inputs:
+        """Returns the inputs of the backward pass, with a gradient in the layout of the call's output."""
+        problem = msgspec.structs.replace(self.problem, direction=Direction.BACKWARD)
+        return self._replace(problem=problem, dout=self.layout.heads_first(dout))
+
 
 def tensors(
     problem: Problem,
@@ -147,16 +152,16 @@ def tensors(
     gradient = make_dlse(problem, generator) if dlse else None
     return inputs._replace(
         dout=packed(problem, lengths, dout),
-        dlse=None if gradient is None else packed(problem, lengths, gradient[..., None])[..., 0],
+        dlse=None if gradient is None else packed(problem, lengths, gradient).contiguous(),
     )
 
 
 def packed(problem: Problem, lengths: Lengths, padded: Tensor) -> Tensor:
-    """Returns rows of queries, [batch, heads, seqlen_q, width], as kernels take them."""
+    """Returns rows of queries, [batch, heads, seqlen_q] or [..., width], as kernels take them."""
     if not problem.total_q:
         return padded
     places = query_places(problem, lengths).to(padded.device)
-    return Layout.THD.heads_first(padded.transpose(1, 2)[places.sequence, places.row])
+    return padded.transpose(1, 2)[places.sequence, places.row].transpose(0, 1)[None]
 
 
 def attention_inputs(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Inputs:
