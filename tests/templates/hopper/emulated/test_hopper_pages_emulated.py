@@ -223,13 +223,8 @@ def test_lengths_out_of_bounds_are_clamped(causal: Causal, packed: bool, page_si
 @pytest.mark.parametrize("scale", list(KvScale))
 @pytest.mark.parametrize("stored", list(KvDtype))
 def test_eight_bit_caches(packed: bool, stored: KvDtype, scale: KvScale, window: dict[str, Any]) -> None:
-    for page_size, columns, config in (
-        (1, 64, SMALL),
-        (4, 128, ALONE),
-        (16, 64, {**SMALL, "block_n": 128}),
-        (64, 128, SMALL),
-        (256, 64, ALONE),
-    ):
+    small, large = ((1, 64, SMALL), (64, 128, SMALL)) if packed else ((4, 128, ALONE), (256, 64, ALONE))
+    for page_size, columns, config in (small, (16, 64, {**SMALL, "block_n": 128}), large):
         widths: dict[str, Any] = {
             "head_dim": columns,
             "value_head_dim": columns,
