@@ -87,7 +87,7 @@ TIMES := out/times
 # Runs lists of targets beside each other: static checks use one core for most of their time.
 STATIC := lint prose lines imports types
 define beside
-	@printf '%s\n' $(1) | xargs -P 2 -I{} bash -c '$(MAKE) --no-print-directory KERNELS="$(KERNELS)" {}'
+	+@printf '%s\n' $(1) | xargs -P 2 -I{} bash -c '$(MAKE) --no-print-directory KERNELS="$(KERNELS)" {}'
 endef
 
 check: $(DEVELOPS) ## Run the fast checks, while you work
