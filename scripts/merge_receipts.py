@@ -32,7 +32,7 @@ def parts_of(table: TunedTable, count: int) -> list[TunedTable]:
 def merged(
     base: TunedTable, table: TunedTable, parts: Sequence[TunedTable]
 ) -> tuple[TunedTable, list[Record]]:
-    """Returns a table with what verification changed in parts of `base`, and the records that were skipped.
+    """Returns a table with the changes of verified parts of `base`, and the records that were skipped.
 
     A record of a part replaces that of the table if both have the same config. A receipt that a part of
     `base` had and the verified part has not is of a kernel that failed. It is left out.
