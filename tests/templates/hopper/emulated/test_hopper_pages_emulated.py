@@ -265,6 +265,7 @@ def test_scales_of_pages(page_size: int, packed: bool) -> None:
         assert worst_error(kernel_of(problem, **config), problem, MIXED if packed else EQUAL, 5) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -320,6 +321,7 @@ def test_a_stage_keeps_its_scales_until_it_is_released() -> None:
         assert "k.release(k_state)" in lines[number + 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "right", "wrong"),
     [
