@@ -116,11 +116,19 @@ def queries_of(kernel: Kernel) -> int:
     return int(kernel.arguments[0].type.split("[")[1].split(", ")[2])
 
 
+SHAPES = ((64, 1, 1), (128, 1, 1), (16, 3, 4), (9, 4, 2))
+# Each shape with each config and each mask.
+DENSE = [
+    (config, list(Causal)[(row + column) % 3], shape)
+    for row, config in enumerate((EARLY, LATE, SPLIT))
+    for column, shape in enumerate(SHAPES)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [EARLY, LATE, SPLIT], ids=["early", "late", "split"])
-@pytest.mark.parametrize("causal", list(Causal))
-@pytest.mark.parametrize(("heads", "queries", "tile"), [(64, 1, 1), (128, 1, 1), (16, 3, 4), (9, 4, 2)])
-def test_dense(config: dict[str, Any], causal: Causal, heads: int, queries: int, tile: int) -> None:
+@pytest.mark.parametrize(("config", "causal", "shape"), DENSE)
+def test_dense(config: dict[str, Any], causal: Causal, shape: tuple[int, int, int]) -> None:
+    heads, queries, tile = shape
     problem = a_problem(causal=causal, heads=heads, seqlen_q=queries, batch=1)
     kernel = kernel_of(problem, queries=tile, **config)
     for keys in (200, 64, 2):
@@ -129,20 +137,14 @@ def test_dense(config: dict[str, Any], causal: Causal, heads: int, queries: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [EARLY, LATE, SPLIT], ids=["early", "late", "split"])
+@pytest.mark.parametrize(("config", "queries"), [(EARLY, 2), (LATE, 1), (SPLIT, 2)])
 @pytest.mark.parametrize("page", [0, 16, 32, 64, 128])
-def test_lengths_on_the_device(config: dict[str, Any], page: int) -> None:
-    for queries in (1, 2):
-        problem = a_problem(
-            batch=len(LENGTHS),
-            seqlen_q=queries,
-            heads=32,
-            seqlen_kv=384,
-            page_size=page,
-            kv_lengths=not page,
-        )
-        kernel = kernel_of(problem, queries=2, **config)
-        assert worst_error(kernel, problem, LENGTHS, config.get("num_splits", 1)) < 1e-12, queries
+def test_lengths_on_the_device(config: dict[str, Any], queries: int, page: int) -> None:
+    problem = a_problem(
+        batch=len(LENGTHS), seqlen_q=queries, heads=32, seqlen_kv=384, page_size=page, kv_lengths=not page
+    )
+    kernel = kernel_of(problem, queries=2, **config)
+    assert worst_error(kernel, problem, LENGTHS, config.get("num_splits", 1)) < 1e-12
 
 
 @pytest.mark.parametrize("page", [16, 32])

@@ -124,6 +124,7 @@ def test_source_does_not_depend_on_lengths_heads_and_batch() -> None:
         assert render(FAMILY, one, config, PLAIN) == render(FAMILY, other, config, PLAIN)
 
 
+@pytest.mark.slow
 def test_digest_covers_every_input_of_the_binary() -> None:
     problem = a_problem(256)
     variants: tuple[dict[str, Any], ...] = (

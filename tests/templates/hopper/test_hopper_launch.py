@@ -226,6 +226,7 @@ def plan(problem: Problem, **changes: Any) -> Any:
     return module.launch_plan(*on_gpu)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_h200")
 @pytest.mark.parametrize(
     ("changes", "lengths", "tiles"),

@@ -67,6 +67,7 @@ def test_serpentine_order_balances_tile_lengths() -> None:
     assert spread("lpt") > 0
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 6), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
 def test_tiles_of_chunks_are_in_order_of_their_length(

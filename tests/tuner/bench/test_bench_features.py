@@ -81,6 +81,7 @@ def test_flashtune_is_called_with_the_features_of_the_problem(name: str) -> None
     assert judge(call.heads_first(wrong)) == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN])
 def test_flex_attention_computes_features(name: str, eager: None) -> None:

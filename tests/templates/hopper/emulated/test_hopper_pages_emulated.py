@@ -217,13 +217,8 @@ def test_lengths_out_of_bounds_are_clamped(causal: Causal, packed: bool, page_si
 @pytest.mark.parametrize("scale", list(KvScale))
 @pytest.mark.parametrize("stored", list(KvDtype))
 def test_eight_bit_caches(packed: bool, stored: KvDtype, scale: KvScale, window: dict[str, Any]) -> None:
-    for page_size, columns, config in (
-        (1, 64, SMALL),
-        (4, 128, ALONE),
-        (16, 64, {**SMALL, "block_n": 128}),
-        (64, 128, SMALL),
-        (256, 64, ALONE),
-    ):
+    small, large = ((1, 64, SMALL), (64, 128, SMALL)) if packed else ((4, 128, ALONE), (256, 64, ALONE))
+    for page_size, columns, config in (small, (16, 64, {**SMALL, "block_n": 128}), large):
         widths: dict[str, Any] = {
             "head_dim": columns,
             "value_head_dim": columns,
@@ -264,6 +259,7 @@ def test_scales_of_pages(page_size: int, packed: bool) -> None:
         assert worst_error(kernel_of(problem, **config), problem, MIXED if packed else EQUAL, 5) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -319,6 +315,7 @@ def test_a_stage_keeps_its_scales_until_it_is_released() -> None:
         assert "k.release(k_state)" in lines[number + 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "right", "wrong"),
     [
