@@ -22,6 +22,7 @@ from flashtune.core.errors import UsageError
 from flashtune.core.problem import Direction
 from flashtune.core.target import TARGETS
 from flashtune.templates.registry import families
+from tests.mutants.catalogue import gpu_mutants
 
 MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
 OURS, CUDNN = "flashtune", "sdpa-cudnn"
@@ -44,16 +45,12 @@ WORDS = (
 
 @functools.cache
 def result(name: str) -> Any:
-    """The plain values of `benchmarks/results/nvidia-h200-NAME.json`."""
-    return document(RESULTS / f"nvidia-h200-{name}.json")
+    """The plain values of `benchmarks/results/nvidia-h200-NAME.json.gz`."""
+    return document(RESULTS / f"nvidia-h200-{name}.json.gz")
 
 
 def with_figures(page: str) -> str:
-    """The page with each figure's text worked out again.
-
-    Raises:
-        UsageError: The page names a figure that does not exist.
-    """
+    """The page with each figure's text worked out again."""
 
     def text(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -71,7 +68,7 @@ def in_words(number: int) -> str:
 
 def _versions(name: str) -> str:
     """Returns the versions of torch and Triton of a saved run, without their patch levels."""
-    source = sources()[f"benchmarks/results/nvidia-h200-{name}.json"]
+    source = sources()[f"benchmarks/results/nvidia-h200-{name}.json.gz"]
     torch, triton = (".".join(one.split(".")[:2]) for one in (source.torch, source.triton))
     return f"torch {torch}, Triton {triton}"
 
@@ -85,12 +82,12 @@ def _tokens() -> str:
 
 def _audit_points() -> str:
     """Returns the points of each family and GPU in the saved audit."""
-    (points,) = {row["points"] for row in document(RESULTS / "sram-audit.json")["rows"]}
+    (points,) = {row["points"] for row in document(RESULTS / "sram-audit.json.gz")["rows"]}
     return in_words(points)
 
 
 def _truth_families(family: str) -> str:
-    return in_words(sum(one.family == family for one in read_tables(ROOT / "tests/data/truth")))
+    return in_words(sum(table.family == family for table in read_tables(ROOT / "tests/data/truth")))
 
 
 def _rows(name: str, contestant: str) -> Iterator[dict[str, Any]]:
@@ -116,21 +113,20 @@ def _first_seconds() -> list[float]:
 
 def _judged(policy: str) -> list[float]:
     """A policy's median share of the true best on each truth table, with the judged share tried."""
-    found = [one for one in policies_report.summaries(policies_report.SAVED) if one.policy == policy]
+    found = [
+        summary for summary in policies_report.summaries(policies_report.SAVED) if summary.policy == policy
+    ]
     return [statistics.median(one.judged) for one in found]
 
 
 def _truth_rows() -> str:
-    return f"{sum(len(one.rows) for one in read_tables(ROOT / 'tests/data/truth')):,}"
+    return f"{sum(len(table.rows) for table in read_tables(ROOT / 'tests/data/truth')):,}"
 
 
 @functools.cache
 def _mutants() -> Counter[str]:
-    """The number of mutants of each family in the saved GPU runs."""
-    counts: Counter[str] = Counter()
-    for path in sorted((ROOT / "tests/data/mutants").glob("nvidia-h200-mutants*")):
-        counts.update(found["family"] for found in document(path)["found"])
-    return counts
+    """The number of mutants of each family."""
+    return Counter(mutant.subject.family for mutant in gpu_mutants())
 
 
 def _mutants_of(*families: str) -> str:
@@ -141,7 +137,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "backward-least": lambda: f"{min(_ratios('backward')):.2f}",
     "backward-most": lambda: f"{max(_ratios('backward')):.2f}",
     "bench-versions": lambda: _versions("bench"),
-    "bench-date": lambda: str(sources()["benchmarks/results/nvidia-h200-bench.json"].date),
+    "bench-date": lambda: str(sources()["benchmarks/results/nvidia-h200-bench.json.gz"].date),
     "bench-tokens": _tokens,
     "bench-length": lambda: str(tables.USUAL),
     "bench-shapes": lambda: str(len(_ratios("bench"))),
@@ -152,7 +148,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "truth-hopper": lambda: _truth_families("forward_hopper"),
     "truth-portable": lambda: _truth_families("forward_q_outer"),
     "audit-points": _audit_points,
-    "backward-families": lambda: in_words(sum(one.direction is Direction.BACKWARD for one in families())),
+    "backward-families": lambda: in_words(
+        sum(family.direction is Direction.BACKWARD for family in families())
+    ),
     "host-ours": lambda: f"{_host_us(OURS):.1f}",
     "host-cudnn": lambda: f"{_host_us(CUDNN):.1f}",
     "fp8-ceiling": lambda: f"{result('fp8')['run']['ceilings'][0]['tflops']:,.0f}",

@@ -38,11 +38,7 @@ def find_files(packages: frozenset[str]) -> Iterator[Path]:
 
 
 def count_lines(packages: frozenset[str]) -> Counter[str]:
-    """Returns the lines of each package.
-
-    Raises:
-        ValueError: A file belongs to none of them.
-    """
+    """Returns the lines of each package."""
     lines: Counter[str] = Counter()
     for file in find_files(packages):
         owners = [parent.as_posix() for parent in file.parents if parent.as_posix() in packages]

@@ -337,11 +337,7 @@ def warmed(call: RandomCall) -> str:
 
 
 def measured(options: argparse.Namespace) -> Report:
-    """Returns the times of the calls of the options.
-
-    Raises:
-        UsageError: There is no GPU.
-    """
+    """Returns the times of the calls of the options."""
     import torch
 
     if not torch.cuda.is_available():
@@ -368,7 +364,7 @@ def measured(options: argparse.Namespace) -> Report:
         torch.cuda.empty_cache()
     report = Report(tuple(rows), len(calls) - len(rows), warm_seconds, time.monotonic() - started)
     name = torch.cuda.get_device_name().split()[1].lower()
-    save(options.out or RESULTS / f"nvidia-{name}-random-calls.json", report)
+    save(options.out or RESULTS / f"nvidia-{name}-random-calls.json.gz", report)
     return report
 
 
@@ -391,7 +387,7 @@ def _attempted(call: RandomCall) -> Row:
         peer = capture_here(functools.partial(_results, call, inputs, sdpa_call))
     except RuntimeError as error:
         return Row(call.name, server=server, skipped=first_line(error))
-    if not all(bool(one.isfinite().all()) for one in theirs):
+    if not all(bool(tensor.isfinite().all()) for tensor in theirs):
         return Row(call.name, server=server, skipped="SDPA's results are not finite")
     difference = largest_difference(ours, theirs)
     ms, peers, ratio, again = judged(functools.partial(_timed, run, peer))

@@ -50,11 +50,7 @@ def append_rows(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -
 
 
 def check_slots(slots: Tensor, device: torch.device) -> None:
-    """Checks the type, shape and device of slots. Their values are not checked.
-
-    Raises:
-        ProblemError: A check fails.
-    """
+    """Checks the type, shape and device of slots. Their values are not checked."""
     require_dense("slots", slots)
     if slots.dtype is not torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
         raise ProblemError(
@@ -65,11 +61,7 @@ def check_slots(slots: Tensor, device: torch.device) -> None:
 
 
 def check_rows(name: str, rows: Tensor, pool: Pool, tokens: int) -> None:
-    """Checks that rows of keys or values match their pool.
-
-    Raises:
-        ProblemError: They do not match.
-    """
+    """Checks that rows of keys or values match their pool."""
     require_dense(name, rows)
     elements = pool.elements
     shape = (tokens, elements.shape[1], elements.shape[3])
@@ -113,12 +105,12 @@ def _grow(rows: Tensor, pool: Pool, slots: Tensor) -> None:
     """Sets the scales of pages that start here, and raises those of others if a row needs it."""
     assert pool.scale is not None
     size, largest = pool.elements.shape[2], pool.encoding.largest
-    pages, place = (slots // size).unique(return_inverse=True)
+    pages, number = (slots // size).unique(return_inverse=True)
     numbers = rows.float().abs()
     # [tokens, kv_heads]. Non-finite elements do not affect the scale.
     magnitudes = numbers.where(numbers.isfinite(), 0.0).amax(-1)
     amax = magnitudes.new_zeros(len(pages), rows.shape[1])
-    amax.scatter_reduce_(0, place[:, None].expand_as(magnitudes), magnitudes, "amax")
+    amax.scatter_reduce_(0, number[:, None].expand_as(magnitudes), magnitudes, "amax")
     begins = torch.isin(pages, slots[slots % size == 0] // size)[:, None]
     # Doubling cannot raise a scale of zero.
     before = torch.where(begins, amax / largest, pool.scale[pages]).clamp(min=MIN_SCALE)

@@ -85,11 +85,7 @@ class Extents(NamedTuple):
     layers: int
 
     def checked(self) -> Extents:
-        """Returns the sizes as integers after a check.
-
-        Raises:
-            ProblemError: A size is invalid.
-        """
+        """Returns the sizes as integers after a check."""
         if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
             raise ProblemError(
@@ -141,11 +137,7 @@ class LayeredPool(NamedTuple):
 
 
 def read_device(device: torch.device | str | None) -> torch.device:
-    """Returns the device of a cache, by default torch's default device.
-
-    Raises:
-        ProblemError: The device is invalid.
-    """
+    """Returns the device of a cache, by default torch's default device."""
     try:
         return torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -164,9 +156,6 @@ def make_pools(
     """Returns pools of zeros for keys and values.
 
     Kernels multiply unwritten rows by zero, so these rows must not have NaN.
-
-    Raises:
-        ProblemError: The type or the scales are not supported.
     """
     keys = _make_pool(extents, extents.head_dim, dtype, device, layout, k_scale, page_scales)
     if not extents.value_head_dim and v_scale is not None:
@@ -187,9 +176,9 @@ def _make_pool(
     page_scales: bool,
 ) -> LayeredPool:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        names = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
-        given = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
-        raise ProblemError(f"a cache of {given} is not supported: make it one of {names}")
+        names = ", ".join(str(supported).removeprefix("torch.") for supported in DTYPES)
+        named = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
+        raise ProblemError(f"a cache of {named} is not supported: make it one of {names}")
     page = (extents.page_size, extents.kv_heads)
     shape = (extents.layers, extents.pages, *(page if layout is PageLayout.NHD else page[::-1]), width)
     scales = kind = None
@@ -225,20 +214,20 @@ def _as_tensor(scale: Tensor | float, device: torch.device) -> Tensor:
 
 
 def _read_scales(
-    extents: Extents, device: torch.device, given: Tensor | float | None, page_scales: bool
+    extents: Extents, device: torch.device, requested: Tensor | float | None, page_scales: bool
 ) -> tuple[Tensor, KvScale]:
     """Returns scales as kernels take them, and their granularity."""
     shape = (extents.layers, extents.pages, extents.kv_heads)
     if read_flag("page_scales", page_scales):
-        if given is not None:
+        if requested is not None:
             raise ProblemError("scales of pages follow what is appended: leave k_scale and v_scale out")
         return torch.full(shape, MIN_SCALE, dtype=torch.float32, device=device), KvScale.PAGE
-    scale = _as_tensor(1.0 if given is None else given, device)
+    scale = _as_tensor(1.0 if requested is None else requested, device)
     if not scale.dim():
         scale = scale[None]
     allowed = [(1,), (extents.kv_heads,), (extents.layers, 1), (extents.layers, extents.kv_heads)]
     if tuple(scale.shape) not in allowed:
-        shapes = ", ".join(str(list(one)) for one in dict.fromkeys(allowed))
+        shapes = ", ".join(str(list(choice)) for choice in dict.fromkeys(allowed))
         raise ProblemError(f"a scale of shape {list(scale.shape)} does not fit: pass one of {shapes}")
     if not bool(((scale > 0) & scale.isfinite()).all()):
         raise ProblemError("a scale is not a positive number: quotients by it mean nothing")
@@ -251,21 +240,13 @@ Integers = NDArray[np.signedinteger[Any]]
 
 
 def listed(sequences: int | Sequence[int], tokens: int | Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns sequences and a count of tokens for each. Either argument may be one number.
-
-    Raises:
-        UsageError: They are neither numbers nor lists.
-    """
+    """Returns sequences and a count of tokens for each. Either argument may be one number."""
     numbers = [sequences] if isinstance(sequences, int) else numbers_of("sequences", sequences)
     return numbers, [tokens] * len(numbers) if isinstance(tokens, int) else numbers_of("tokens", tokens)
 
 
 def numbers_of(name: str, value: Sequence[int]) -> list[int]:
-    """Returns a list of numbers. Its elements are not checked.
-
-    Raises:
-        UsageError: The value is not a sequence.
-    """
+    """Returns a list of numbers. Its elements are not checked."""
     try:
         return list(value)
     except TypeError:
@@ -282,7 +263,7 @@ def slots_of(ledger: Ledger, sequences: Sequence[int], tokens: Sequence[int]) ->
 
 def table_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
     """Returns the pages of sequences, int32 [batch, pages of the longest, at least 1], padded with 0."""
-    pages = [ledger.holding(one).pages for one in numbers_of("sequences", sequences)]
+    pages = [ledger.holding(sequence).pages for sequence in numbers_of("sequences", sequences)]
     table = np.zeros((len(pages), max([1, *map(len, pages)])), dtype=np.int32)
     for row, held in zip(table, pages, strict=True):
         row[: len(held)] = held
@@ -291,16 +272,12 @@ def table_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
 
 def lengths_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
     """Returns the numbers of tokens of sequences, int32 [batch]."""
-    lengths = [ledger.holding(one).length for one in numbers_of("sequences", sequences)]
+    lengths = [ledger.holding(sequence).length for sequence in numbers_of("sequences", sequences)]
     return np.array(lengths, dtype=np.int32)
 
 
 def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Checks the type, device and shape of a tensor for a result.
-
-    Raises:
-        UsageError: The tensor is too small, or has another type, device or rank.
-    """
+    """Checks the type, device and shape of a tensor for a result."""
     if out is None:
         return
     require_dense("out", out)
@@ -314,11 +291,7 @@ def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, de
 
 
 def delivered(array: Integers, device: torch.device, out: Tensor | None, rest: int) -> Tensor:
-    """Returns an array on a device, in the first elements of `out` if given; its others become `rest`.
-
-    Raises:
-        UsageError: `out` does not match.
-    """
+    """Returns an array on a device, in the first elements of `out` if given; its others become `rest`."""
     host = torch.from_numpy(array)
     check_out(out, array.shape, host.dtype, device)
     # With pinned memory, which torch keeps until the copy ends, the host need not wait for the copy.

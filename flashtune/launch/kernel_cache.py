@@ -32,13 +32,9 @@ _rendered: dict[tuple[object, ...], Kernel] = {}
 
 
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
-    """Returns the kernel of a record's config for tensors of a specialization.
-
-    Raises:
-        KernelError: The template rejects the config.
-    """
-    known = known_kernel(record, specialization)
-    return known or _render(record, find_family(record.family), specialization)
+    """Returns the kernel of a record's config for tensors of a specialization."""
+    cached = known_kernel(record, specialization)
+    return cached or _render(record, find_family(record.family), specialization)
 
 
 def known_kernel(record: Record, specialization: Specialization) -> Kernel | None:
@@ -83,15 +79,11 @@ def _proven_copy(record: Record, family: Family, specialization: Specialization)
 
 
 def binary_of(kernel: Kernel, target: Target, device: torch.device) -> Binary:
-    """Returns a kernel's binary, loaded onto a device.
-
-    Raises:
-        KernelError: The kernel does not compile or load, or failed earlier.
-    """
-    found = _compiled(kernel, target, device)
-    if isinstance(found, KernelError):
-        raise found
-    return found
+    """Returns a kernel's binary, loaded onto a device."""
+    compiled = _compiled(kernel, target, device)
+    if isinstance(compiled, KernelError):
+        raise compiled
+    return compiled
 
 
 @functools.cache

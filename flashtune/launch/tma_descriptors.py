@@ -44,9 +44,6 @@ class DescriptorArguments:
             patterns: The descriptors of each tensor, on tensors of any address. They live as long as this
                 object, so pass tensors from `without_memory`.
             metadata: The compiler's metadata of each descriptor, in order.
-
-        Raises:
-            KernelError: This version of Triton creates descriptors in an unknown way.
         """
         _maker()  # fail now, not in the first call
         rest = iter(metadata)
@@ -64,15 +61,17 @@ class DescriptorArguments:
             device: The device of the tensors.
         """
         values: list[Any] = []
-        for address, known, patterns in zip(addresses, self._known, self._patterns, strict=True):
-            found = known.get(address)
-            if found is None:
+        for address, cached, patterns in zip(addresses, self._known, self._patterns, strict=True):
+            descriptors = cached.get(address)
+            if descriptors is None:
                 _make_context_current(device)
-                found = [value for pattern, notes in patterns for value in _made(pattern, notes, address)]
-                if len(known) >= MAX_ADDRESSES:
-                    known.clear()
-                known[address] = found
-            values += found
+                descriptors = [
+                    value for pattern, notes in patterns for value in _made(pattern, notes, address)
+                ]
+                if len(cached) >= MAX_ADDRESSES:
+                    cached.clear()
+                cached[address] = descriptors
+            values += descriptors
         if len(self._together) >= MAX_ADDRESSES:
             self._together.clear()
         self._together[addresses] = together = tuple(values)
@@ -98,10 +97,10 @@ def _make_context_current(device: torch.device) -> None:
 
     Threads of autograd start without a context. The first launch by torch in a thread sets it.
     """
-    known: set[torch.device] = _thread.__dict__.setdefault("devices", set())
-    if device not in known:
+    current: set[torch.device] = _thread.__dict__.setdefault("devices", set())
+    if device not in current:
         torch.zeros(1, device=device)
-        known.add(device)
+        current.add(device)
 
 
 def _made(pattern: TensorDescriptor, notes: dict[str, Any], address: int) -> list[Any]:
@@ -114,11 +113,7 @@ def _made(pattern: TensorDescriptor, notes: dict[str, Any], address: int) -> lis
 
 @functools.cache
 def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
-    """Returns Triton's function for descriptors, and its arguments after the descriptor and the metadata.
-
-    Raises:
-        KernelError: This version of Triton has no function of that name.
-    """
+    """Returns Triton's function for descriptors, and its arguments after the descriptor and the metadata."""
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
     except ImportError as error:
@@ -132,11 +127,7 @@ def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
 
 
 def without_making(run: Any) -> Callable[..., None]:
-    """Returns a binary's launcher that takes existing descriptors instead of creating them.
-
-    Raises:
-        KernelError: The launcher of this version of Triton has an unknown structure.
-    """
+    """Returns a binary's launcher that takes existing descriptors instead of creating them."""
     inner = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
     if inner is None:
         raise KernelError(

@@ -71,11 +71,7 @@ def merged(counts: Iterable[CallCount], most: int = MAX_LINES) -> tuple[CallCoun
 
 
 def read_counts(path: Path) -> tuple[CallCount, ...]:
-    """Returns the counts of a file, which may be untrusted.
-
-    Raises:
-        UsageError: The file cannot be read, or does not have recorded calls.
-    """
+    """Returns the counts of a file, which may be untrusted."""
     try:
         content = read_bounded(path, MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -103,11 +99,7 @@ def _decoded(path: Path, number: int, line: bytes) -> CallCount:
 
 
 def known_counts(path: Path) -> tuple[CallCount, ...]:
-    """Returns the counts of a file before a write, nothing if the file does not exist.
-
-    Raises:
-        UsageError: The file does not have recorded calls, or its folder does not exist.
-    """
+    """Returns the counts of a file before a write, nothing if the file does not exist."""
     try:
         if path.exists():
             return read_counts(path)
@@ -119,11 +111,7 @@ def known_counts(path: Path) -> tuple[CallCount, ...]:
 
 
 def add_counts(path: Path, counts: Iterable[CallCount]) -> None:
-    """Merges counts into a file. Creates a missing file.
-
-    Raises:
-        UsageError: The file does not have recorded calls, or cannot be written.
-    """
+    """Merges counts into a file. Creates a missing file."""
     known_counts(path)  # raises a helpful error if the folder of the lock is missing
     try:
         with alone_with(Path(f"{path}.lock"), LOCK_SECONDS):
@@ -168,11 +156,7 @@ class Recording:
             return self._tallies.setdefault(key, Tally())
 
     def write(self) -> None:
-        """Merges the counts into the file.
-
-        Raises:
-            UsageError: The file cannot be written.
-        """
+        """Merges the counts into the file."""
         if os.getpid() != self._process:
             return
         with _lock:
@@ -224,25 +208,25 @@ def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         UsageError: The file has other content, or cannot be written.
     """
-    found = _begin(Path(path))
+    recording = _begin(Path(path))
     try:
         yield
     finally:
         # An interrupted program's calls count too.
-        _end(found)
-        found.write()
+        _end(recording)
+        recording.write()
 
 
 def _begin(path: Path) -> Recording:
     known_counts(path)
-    found = Recording(path)
-    _recordings.append(found)
+    recording = Recording(path)
+    _recordings.append(recording)
     _forget_executors()
-    return found
+    return recording
 
 
-def _end(found: Recording) -> None:
-    _recordings.remove(found)
+def _end(recording: Recording) -> None:
+    _recordings.remove(recording)
     _forget_executors()
 
 
@@ -251,10 +235,10 @@ def _forget_executors() -> None:
         forget()
 
 
-def _write_at_exit(found: Recording) -> None:
+def _write_at_exit(recording: Recording) -> None:
     """Writes the counts at exit. A failure only emits a warning: no caller could handle an exception."""
     try:
-        found.write()
+        recording.write()
     except UsageError as error:
         warn_once("recording", f"{error}, so this process's calls are not recorded")
 
@@ -265,11 +249,11 @@ def _begin_for_process() -> None:
         name = variable(RECORD_VARIABLE)
         if not name:
             return
-        found = _begin(user_path(name, RECORD_VARIABLE))
+        recording = _begin(user_path(name, RECORD_VARIABLE))
     except UsageError as error:
         warn_once("recording", f"{error}, as {RECORD_VARIABLE} asks for: nothing is recorded")
         return
-    atexit.register(_write_at_exit, found)
+    atexit.register(_write_at_exit, recording)
 
 
 _begin_for_process()

@@ -84,13 +84,7 @@ class Overview(msgspec.Struct, frozen=True):
 def overviews(
     attention: ModelAttention, sizes: ModelSizes, target: Target, db: str | None
 ) -> tuple[Overview, ...]:
-    """Returns a model's attention, one overview for each batch size and type.
-
-    Raises:
-        UsageError: A size that no shape can have, or decoding of an encoder.
-        ProblemError: No family computes the problem on this target.
-        StoreError: The database cannot be read.
-    """
+    """Returns a model's attention, one overview for each batch size and type."""
     groups: dict[tuple[int, Dtype], list[Point]] = {}
     for calls in model_calls(attention, sizes):
         problem = calls[0].problem
@@ -193,8 +187,8 @@ def _way(problem: Problem, memory: int, traffic: int, least_traffic: int, layers
 
 def workspace_bytes(kernel: Kernel, problem: Problem) -> int:
     """Returns the bytes of a backward kernel's workspaces, for contiguous tensors of a problem."""
-    given = make_inputs(problem, torch.device("meta"))
-    q, k, v, out, side = given.q, given.k, given.v, given.out, given.side
+    inputs = make_inputs(problem, torch.device("meta"))
+    q, k, v, out, side = inputs.q, inputs.k, inputs.v, inputs.out, inputs.side
     extra = (getattr(side, name) for name in kernel.all_side if name not in NUMBERS)
     workspaces: tuple[tuple[int, ...], ...]
     _, workspaces, _ = load_module(kernel).launch_plan(q, k, v, out, out, q, k, v, *extra)

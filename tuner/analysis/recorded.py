@@ -29,11 +29,7 @@ class WeightedProblem(NamedTuple):
 
 
 def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[WeightedProblem, ...]:
-    """Returns recorded problems without duplicates, ranked by the time of their calls on a target.
-
-    Raises:
-        UsageError: A problem has more chunks than any real one.
-    """
+    """Returns recorded problems without duplicates, ranked by the time of their calls on a target."""
     calls: dict[Problem, int] = {}
     for count in counts:
         calls[count.problem] = calls.get(count.problem, 0) + count.calls
@@ -41,7 +37,7 @@ def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[WeightedProble
         WeightedProblem(problem, number, number * _least_ms(problem, target))
         for problem, number in calls.items()
     ]
-    return tuple(sorted(weighted, key=lambda found: -found.least_ms))
+    return tuple(sorted(weighted, key=lambda entry: -entry.least_ms))
 
 
 def _least_ms(problem: Problem, target: Target) -> float:
@@ -53,11 +49,7 @@ def _least_ms(problem: Problem, target: Target) -> float:
 
 
 def read_weighted(path: Path, target: Target) -> tuple[WeightedProblem, ...]:
-    """Returns the problems of a file that `flashtune.record_calls` wrote, ranked as by `weigh`.
-
-    Raises:
-        UsageError: The file is not such a file, or holds nothing.
-    """
+    """Returns the problems of a file that `flashtune.record_calls` wrote, ranked as by `weigh`."""
     weighted = weigh(read_counts(path), target)
     if not weighted:
         raise UsageError(
@@ -70,8 +62,8 @@ def read_weighted(path: Path, target: Target) -> tuple[WeightedProblem, ...]:
 def summary(weighted: tuple[WeightedProblem, ...], top: int) -> str:
     """Returns the fraction of the recorded time that the first problems cover, in one sentence."""
     taken = weighted[:top]
-    whole = sum(found.least_ms for found in weighted)
-    share = sum(found.least_ms for found in taken) / whole if whole else 1.0
+    whole = sum(entry.least_ms for entry in weighted)
+    share = sum(entry.least_ms for entry in taken) / whole if whole else 1.0
     return (
         f"{len(taken)} of {len(weighted)} recorded problems are searched, {share:.0%} of the time that all "
         "recorded calls take by peak rates"

@@ -72,20 +72,12 @@ def read_resources(kernel: Kernel, target: Target) -> Resources:
     """Compiles a kernel with prologue and epilogue for a target, and returns the resources of their launch.
 
     `read_parts` also reports whether the machine code is correct.
-
-    Raises:
-        MachineError: The machine cannot compile, for example with a full disk.
-        KernelError: The compiler refused the kernel, or one of its tools failed.
     """
     return combined(read_parts(kernel, target))
 
 
 def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
-    """Returns the resources of a kernel, then of its steps if it has them.
-
-    Raises:
-        KernelError: As `read_resources`.
-    """
+    """Returns the resources of a kernel, then of its steps if it has them."""
     with machine_errors():
         return tuple(_read(part, target) for part in kernel.parts)
 
@@ -95,15 +87,12 @@ def read_sizes(kernel: Kernel, target: Target) -> Resources:
 
     Both are in the compiler's metadata. Registers, spills and serialisation are left out: they need a run of
     a tool for each kernel.
-
-    Raises:
-        KernelError: As `read_resources`.
     """
     with machine_errors():
-        found = [compile_kernel(part, target).metadata for part in kernel.parts]
+        compiled = [compile_kernel(part, target).metadata for part in kernel.parts]
     return Resources(
-        sram_bytes=max(one.shared for one in found),
-        tensor_memory_columns=max(getattr(one, "tmem_size", None) or 0 for one in found),
+        sram_bytes=max(metadata.shared for metadata in compiled),
+        tensor_memory_columns=max(getattr(metadata, "tmem_size", None) or 0 for metadata in compiled),
     )
 
 
@@ -115,12 +104,12 @@ def combined(parts: tuple[Part, ...]) -> Resources:
     """
     taken = [part.resources for part in parts]
     return Resources(
-        sram_bytes=max(one.sram_bytes for one in taken),
-        tensor_memory_columns=max(one.tensor_memory_columns for one in taken),
+        sram_bytes=max(resources.sram_bytes for resources in taken),
+        tensor_memory_columns=max(resources.tensor_memory_columns for resources in taken),
         registers=taken[0].registers,
-        spill_bytes=max(one.spill_bytes for one in taken),
-        serialized_wgmma=any(one.serialized_wgmma for one in taken),
-        compile_seconds=sum(one.compile_seconds for one in taken),
+        spill_bytes=max(resources.spill_bytes for resources in taken),
+        serialized_wgmma=any(resources.serialized_wgmma for resources in taken),
+        compile_seconds=sum(resources.compile_seconds for resources in taken),
         warps=taken[0].warps,
     )
 

@@ -234,16 +234,13 @@ def gradient_run(forward: Run, tensors: Tensors) -> Run:
 
     Each run computes the gradients of q, k and v, and of an additive bias, from the saved tensors. `forward`
     returns the output, or a tuple that starts with it. `differentiable` gives its inputs.
-
-    Raises:
-        RuntimeError: `forward` does not support such inputs.
     """
     assert tensors.backward is not None
     with torch.enable_grad():
         result = forward()
     out = result[0] if isinstance(result, tuple) else result
     assert isinstance(out, Tensor)
-    given = (tensors.q, tensors.k, tensors.v, tensors.side.bias)
-    leaves = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
+    inputs = (tensors.q, tensors.k, tensors.v, tensors.side.bias)
+    leaves = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     dout = tensors.backward.dout
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

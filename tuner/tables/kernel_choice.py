@@ -50,11 +50,6 @@ def choose(
     """Returns the kernel for a problem: that of dispatch, unless the user names a family or a config.
 
     Predicted selections are included, unlike in dispatch. `config` has only the fields to change.
-
-    Raises:
-        ProblemError: No family, or not the named one, computes this problem on this target.
-        UsageError: The family does not exist, or the config is invalid.
-        StoreError: The database cannot be read.
     """
     chosen = (
         _of_family(problem, target, db, family_name) if family_name else _as_dispatch(problem, target, db)
@@ -79,9 +74,9 @@ def _of_family(problem: Problem, target: Target, db: str | None, family_name: st
     reason = unsupported_reason(family, problem, target, specialization)
     if reason:
         raise ProblemError(f"{family_name} does not compute {problem.key} on {target.name}: {reason}")
-    found = tables_of(target.name, db).find(problem.key, lambda record: record.family == family_name)
-    if found:
-        return _from_record(problem, target, found[1], found[0])
+    selection = tables_of(target.name, db).find(problem.key, lambda record: record.family == family_name)
+    if selection:
+        return _from_record(problem, target, selection[1], selection[0])
     rivals = (rival.record for rival in records_of(problem, target.name, db))
     best = best_generated(rival for rival in rivals if rival.family == family_name)
     if best:
@@ -109,11 +104,7 @@ def _from_record(problem: Problem, target: Target, record: Record, source: str) 
 
 
 def change_config(base: Config, text: str) -> Config:
-    """Returns the base config with the fields that a user named changed.
-
-    Raises:
-        UsageError: An unknown field, or a value that the field cannot have.
-    """
+    """Returns the base config with the fields that a user named changed."""
     changes: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, separator, value = (piece.strip() for piece in part.partition("="))

@@ -51,7 +51,7 @@ class Change(msgspec.Struct, frozen=True):
             return None
         if before == after:
             return 1.0
-        old, new = ({peer.name: peer.ms for peer in one.peers} for one in (before, after))
+        old, new = ({peer.name: peer.ms for peer in measurement.peers} for measurement in (before, after))
         machine = [new[name] / ms for name, ms in old.items() if name in new]
         return statistics.median(machine) * before.ms / after.ms if machine else None
 
@@ -83,16 +83,13 @@ def compare(old: TunedTable, new: TunedTable) -> tuple[Change, ...]:
     """Returns the changes between two tables, in the order of the old one. Equal records are left out.
 
     Selections and their fallbacks for other tensors are both compared.
-
-    Raises:
-        TableError: The tables are of different GPUs.
     """
     if old.target != new.target:
         raise TableError(f"the tables are of {old.target} and {new.target}: compare tables of one GPU")
     after = _serving(new)
     changes: list[Change] = []
-    for place, before in _serving(old).items():
-        change = Change(place[0], before, after.get(place))
+    for key, before in _serving(old).items():
+        change = Change(key[0], before, after.get(key))
         if change.new != before and change not in changes[-1:]:
             changes.append(change)
     return tuple(changes)
@@ -106,12 +103,7 @@ def losses(changes: Iterable[Change], limit: float = LIMIT) -> tuple[Change, ...
 def retime(
     change: Change, target: Target, device: torch.device
 ) -> tuple[Retimed, tuple[Measurement, Measurement]]:
-    """Times both kernels of a change interleaved, with their baselines.
-
-    Raises:
-        UsageError: One of them is a baseline, which has no kernel.
-        KernelError: A kernel does not compile or load.
-    """
+    """Times both kernels of a change interleaved, with their baselines."""
     from flashtune.tuner.execution.timed_runs import run_finals
 
     assert change.new is not None
@@ -130,20 +122,16 @@ def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Reti
     A problem that the table lost gets its old record. The new time of the faster kernel is stored in its
     record if that has the versions here, else among the table's times. It is not stored if the record's
     config renders another kernel here.
-
-    Raises:
-        UsageError: The GPU here is not the table's, or a loss is of a baseline.
-        KernelError: A kernel does not compile or load.
     """
     lost = tuple(lost)
     records = {_place(record): record for record in table.records}
     rows, times = [], []
-    place = _gpu(table) if any(change.new is not None for change in lost) else None
+    gpu = _gpu(table) if any(change.new is not None for change in lost) else None
     for change in lost:
-        if change.new is None or place is None:
+        if change.new is None or gpu is None:
             records[_place(change.old)] = change.old
             continue
-        row, (before, after) = retime(change, *place)
+        row, (before, after) = retime(change, *gpu)
         rows.append(row)
         if before.ms < after.ms:
             _put_back(change.old, change.new, records)

@@ -92,11 +92,7 @@ def shown(field: str) -> str:
 
 
 def parse_values(key: str, text: str) -> tuple[Value, ...]:
-    """Returns the values of one key: items joined by `|`, each a word, a number or a range.
-
-    Raises:
-        UsageError: Shapes have no such key or value.
-    """
+    """Returns the values of one key: items joined by `|`, each a word, a number or a range."""
     items = [item.strip() for item in text.split("|")]
     if key in WORDS:
         return tuple(_word(key, item, WORDS[key]) for item in items)
@@ -107,10 +103,10 @@ def parse_values(key: str, text: str) -> tuple[Value, ...]:
     return tuple(itertools.chain.from_iterable(_numbers(key, item) for item in items))
 
 
-def _word(key: str, item: str, known: Mapping[str, Value]) -> Value:
-    if item.lower() not in known:
-        raise UsageError(f"{shown(key)} cannot be {quoted(item)}: {nearest(item.lower(), known)}")
-    return known[item.lower()]
+def _word(key: str, item: str, words: Mapping[str, Value]) -> Value:
+    if item.lower() not in words:
+        raise UsageError(f"{shown(key)} cannot be {quoted(item)}: {nearest(item.lower(), words)}")
+    return words[item.lower()]
 
 
 def _window(item: str) -> Window:

@@ -8,7 +8,7 @@ are computed in slices of query rows, whose contributions to dk and dv are summe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -102,12 +102,6 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
     )
 
 
-def added_heads(one: OfHeads, other: OfHeads) -> OfHeads:
-    """Returns the sum of the partial sums of two slices of rows."""
-    sums = OfHeads(*map(torch.add, one, other))
-    return sums._replace(steps=larger(one.steps, other.steps))
-
-
 def head_gradient(problem: Problem, sums: OfHeads) -> Gradient:
     """Returns the gradients of slopes or sinks from sums over all rows. A head is a row of one element."""
     plain = (sums.plain - sums.exact).abs()
@@ -119,8 +113,8 @@ def sink_sums(problem: Problem, rows: SinkRows, steps: Tensor) -> OfHeads:
     """Returns the partial sums of the sinks' gradients. `steps` are those of the rows' errors."""
     group = problem.group_size
 
-    def of_heads(one: Tensor) -> Tensor:
-        total: Tensor = one.unflatten(1, (group, -1)).sum(-1)
+    def of_heads(of_rows: Tensor) -> Tensor:
+        total: Tensor = of_rows.unflatten(1, (group, -1)).sum(-1)
         return total
 
     return OfHeads(
@@ -174,10 +168,15 @@ def key_sums(work: Work) -> OfKeys:
     )
 
 
-def added(one: OfKeys, other: OfKeys) -> OfKeys:
-    """Returns the sum of the partial sums of two slices of rows."""
-    sums = OfKeys(*map(torch.add, one, other))
-    return sums._replace(steps=larger(one.steps, other.steps))
+Sums = TypeVar("Sums", OfKeys, OfHeads)
+
+
+def added(total: Sums | None, sums: Sums) -> Sums:
+    """Returns the partial sums of one more slice of rows, added to those of the earlier ones."""
+    if total is None:
+        return sums
+    both = type(sums)(*map(torch.add, total, sums))
+    return both._replace(steps=larger(total.steps, sums.steps))
 
 
 def key_gradients(problem: Problem, scale: float, sums: OfKeys) -> tuple[Gradient, Gradient]:
@@ -231,10 +230,10 @@ class OfRows(NamedTuple):
     dbias: Gradient | None
 
 
-def expect_gradients(problem: Problem, given: BackwardCase, chosen: Chosen) -> Expected:
+def expect_gradients(problem: Problem, inputs: BackwardCase, chosen: Chosen) -> Expected:
     """Returns the gradients of the chosen pairs and their tolerances."""
-    some = pieces(problem, chosen.pairs, given.q.device.type)
-    parts = [_of_pairs(problem, given, piece, chosen.rows) for piece in some]
+    some = pieces(problem, chosen.pairs, inputs.q.device.type)
+    parts = [_of_pairs(problem, inputs, piece, chosen.rows) for piece in some]
     gradients = {name: _joined([part.gradients[name] for part in parts], 0) for name in parts[0].gradients}
     return Expected(together([part.out for part in parts]), together([part.lse for part in parts]), gradients)
 
@@ -243,24 +242,21 @@ def _joined(parts: list[Gradient], axis: int) -> Gradient:
     return Gradient(*(together(tensors, axis) for tensors in zip(*parts, strict=True)))
 
 
-def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tensor) -> Expected:
+def _of_pairs(problem: Problem, inputs: BackwardCase, piece: Piece, chosen: Tensor) -> Expected:
     parts: list[OfRows] = []
     of_keys: OfKeys | None = None
     of_slopes: OfHeads | None = None
     of_sinks: OfHeads | None = None
     for rows in piece.rows:
-        work = work_on(problem, given, piece.pairs, rows)
-        parts.append(_of_rows(problem, given, work, chosen))
-        sums = key_sums(work)
-        of_keys = sums if of_keys is None else added(of_keys, sums)
+        work = work_on(problem, inputs, piece.pairs, rows)
+        parts.append(_of_rows(problem, inputs, work, chosen))
+        of_keys = added(of_keys, key_sums(work))
         if problem.alibi:
-            slopes = slope_sums(problem, work, piece.pairs, given.lengths)
-            of_slopes = slopes if of_slopes is None else added_heads(of_slopes, slopes)
+            of_slopes = added(of_slopes, slope_sums(problem, work, piece.pairs, inputs.lengths))
         if work.sinks is not None:
-            sinks = sink_sums(problem, work.sinks, work.errors.steps)
-            of_sinks = sinks if of_sinks is None else added_heads(of_sinks, sinks)
+            of_sinks = added(of_sinks, sink_sums(problem, work.sinks, work.errors.steps))
     assert of_keys is not None
-    dk, dv = key_gradients(problem, given.scale, of_keys)
+    dk, dv = key_gradients(problem, inputs.scale, of_keys)
     gradients = {"dq": _joined([part.dq for part in parts], 2), "dk": dk, "dv": dv}
     of_bias = [part.dbias for part in parts if part.dbias is not None]
     if of_bias:
@@ -274,13 +270,13 @@ def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tenso
     )
 
 
-def _of_rows(problem: Problem, given: BackwardCase, work: Work, chosen: Tensor) -> OfRows:
+def _of_rows(problem: Problem, inputs: BackwardCase, work: Work, chosen: Tensor) -> OfRows:
     """Returns the results of some query rows."""
-    exact = (work.exact.slopes @ work.wide.k).mul_(given.scale)
-    plain = once((work.plain.slopes @ work.wide.k).mul_(given.scale), problem)
+    exact = (work.exact.slopes @ work.wide.k).mul_(inputs.scale)
+    plain = once((work.plain.slopes @ work.wide.k).mul_(inputs.scale), problem)
     figures = RowFigures(
         plain=largest(plain - exact),
-        typical=given.scale * _typical(work),
+        typical=inputs.scale * _typical(work),
         largest=largest(exact),
         terms=work.keys,
         steps=work.errors.steps,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
 
-import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
 from flashtune.core.target import TARGETS, Target, find_target
@@ -42,20 +43,9 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=64,
-        value_head_dim=64,
-        heads=8,
-        kv_heads=2,
-        batch=2,
-        seqlen_q=512,
-        seqlen_kv=512,
-        causal=Causal.BOTTOM_RIGHT,
-        direction=Direction.BACKWARD,
-    )
-    return msgspec.structs.replace(problem, **changes)
+a_problem = functools.partial(
+    testing.problem, "heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2,backward"
+)
 
 
 def modelled(problem: Problem, config: SplitConfig, target: Target, assumed: Specialization = PLAIN) -> int:
@@ -83,7 +73,7 @@ def test_unsupported_problems() -> None:
     assert unsupported_reason(FAMILY, a_problem(direction=Direction.FORWARD), H100, PLAIN) is not None
     assert unsupported_reason(FAMILY, a_problem(page_size=16), H100, PLAIN) is not None
     assert FAMILY.supports(a_problem(total_q=512, bias=Bias.BOOLEAN), H100) is not None
-    assert FAMILY.supports(a_problem(head_dim=512), H100) is not None
+    assert FAMILY.supports(a_problem(head_dim=512, value_head_dim=64), H100) is not None
     assert unsupported_reason(FAMILY, a_problem(deterministic=True), H100, PLAIN) is None
 
 
@@ -153,7 +143,11 @@ def test_compiled_sram_on_hopper_matches_the_model(changes: dict[str, Any]) -> N
     ("target", "changes", "assumed"),
     [
         (A100, {}, PLAIN),
-        (A100, {"head_dim": 80, "window_left": 64}, Specialization(Alignment.ANY, 64, True)),
+        (
+            A100,
+            {"head_dim": 80, "value_head_dim": 64, "window_left": 64},
+            Specialization(Alignment.ANY, 64, True),
+        ),
         (find_target("b200"), {"softcap": True}, PLAIN),
     ],
     ids=["a100", "misaligned", "b200"],
