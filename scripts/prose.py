@@ -56,7 +56,7 @@ NOT_PROSE = tuple(
 COMMENTS = re.compile(r"\{#-?(.*?)-?#\}|((?:^[ \t]*#[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
 DIRECTIVE = re.compile(r"noqa|type:|fmt:|ruff:|pyright:|mypy:|pragma:")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-SPAN = re.compile(r"``[^`]+``|`[^`\n]+`")
+SPAN = re.compile(r"``[^`]+``|`[^`\n]+`|\{\{.*?\}\}")
 END = re.compile(r"(?<=[.!?:])\s+|\n\s*\n|\n(?=\s*(?:[-*] |\d+\. ))")
 WORD = re.compile(r"[A-Za-z0-9][\w'./%-]*")
 
