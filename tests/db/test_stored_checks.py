@@ -67,7 +67,7 @@ def test_new_database_is_complete_before_its_rename(path: Path, monkeypatch: pyt
     make_tables = bootstrap._make_tables
 
     def made(connection: sqlite3.Connection) -> None:
-        # What a log does not get into the file on a full disk is lost with the log.
+        # Tables that are only in a write-ahead log would be lost if the disk is full.
         steps.append(connection.execute("PRAGMA journal_mode").fetchone()[0])
         make_tables(connection)
 
