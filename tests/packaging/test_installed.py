@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.xdist_group("packaging"), pytest.mark.slow]
 
-# What a program that only calls attention must not pay for.
+# Packages that a program that only calls attention must not import.
 HEAVY = ("alembic", "click", "jinja2", "optuna", "rich", "sqlalchemy")
 # Processor time over torch and triton: several times what it takes, since machines differ.
 IMPORT_SECONDS = 0.25

@@ -144,7 +144,7 @@ def _keys(problem: Problem, stored: Tensor, index: int, side: ExtraInputs, scale
 
 
 def _scaled(problem: Problem, stored: Tensor, index: int, scale: Tensor | None) -> Tensor:
-    """What [kv_heads, keys, width] of a cache stand for; `index` is of the page, or of the sequence."""
+    """Returns [kv_heads, keys, width] of a cache times its scale, by index of the page or of the sequence."""
     values = stored.to(torch.float64)
     if scale is None:
         return values

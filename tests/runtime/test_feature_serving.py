@@ -35,7 +35,7 @@ HEADS = 4
 
 @dataclasses.dataclass
 class Bound:
-    """What was bound, in order, and how often a kernel was chosen."""
+    """The kernels that were bound, in order, and how often a kernel was chosen."""
 
     kernels: list[Kernel]
     choices: int = 0

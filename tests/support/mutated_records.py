@@ -15,7 +15,7 @@ from flashtune.db.table import shipped_table
 
 TARGET = "nvidia-h200"
 RAW = "raw-json:"
-# What no field of a record should be; text behind `RAW` is put into the file as it is.
+# Values that no field of a record should have; text behind `RAW` is put into the file as it is.
 HOSTILE: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 3, 48, 255, 1000, 2**31, 2**63, 2**64, -(2**63), 0.5, -0.0, 1e-300, 1e300,
     "", "\n", "\x00", "\x1b[2J", "../../etc/passwd", "x" * 5000, "ok", "nvidia-h200\n", "none", "NaN",

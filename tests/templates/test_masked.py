@@ -58,7 +58,7 @@ def rendered(problem: Problem, config: MaskedConfig = CONFIG, lse: bool = True) 
 
 
 def test_all_features_but_latent_and_deterministic_are_supported() -> None:
-    # What is deterministic is asked of gradients alone.
+    # Only gradients can be asked to be deterministic.
     assert not FAMILY.features & {Feature.MLA, Feature.DETERMINISTIC}
     asked = {feature for changes in ASKED.values() for feature in a_problem(**changes).features}
     assert asked == FAMILY.features

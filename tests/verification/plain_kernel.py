@@ -1,6 +1,6 @@
 """Attention with all features in plain torch, with the rounding and the tensors of a kernel.
 
-It reads lengths, tables and scales itself, sequence by sequence; mistakes are put into what it is told.
+It reads lengths, tables and scales itself, sequence by sequence; mistakes are put into its inputs.
 """
 
 from __future__ import annotations

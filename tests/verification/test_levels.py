@@ -25,7 +25,7 @@ from tests.problems.plain_masks import visible
 
 H200 = find_target("h200")
 PLAIN = testing.problem("heads=4,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16")
-# What may change the lengths of a check beside the mask's alignment.
+# Options that may change the lengths of a check, in addition to the mask's alignment.
 ASKED: tuple[dict[str, object], ...] = (
     {},
     {"window_left": 100},

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.gpu
 
 SAMPLES = int(os.environ.get("FLASHTUNE_SAMPLES", "120"))
 SEED = int(os.environ.get("FLASHTUNE_SEED", "1"))
-# What a self-check may take beyond compiling, with torch's own kernels loaded.
+# The most seconds that a self-check may take without compilation, with torch's own kernels loaded.
 QUICK_SECONDS = 0.3
 HEADS = "heads=8,kv_heads=2"
 D64, D128 = f"{HEADS},seqlen=2048,head_dim=64", f"{HEADS},seqlen=2048,head_dim=128"

@@ -2,8 +2,8 @@
 
     python -m tests.gpu.random.random_gradients 500 --seed 1
 
-draws so many problems, compiles their kernels on all cores, holds each gradient against the reference on the
-GPU and says what was wrong, with the largest share of an allowed error by family and by gradient.
+draws so many problems, compiles their kernels on all cores, and compares each gradient with the reference on
+the GPU. It prints the errors, and the largest share of an allowed error by family and by gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.gpu.random.random_problems import DRAWN, Subject, Trial, draw_subject
 
 # Kernels of each family at other widths, types and configs, without any feature.
 PLAIN_KERNELS = 24
-# What no family computes gradients of.
+# Features that no family computes gradients of.
 FORWARD_ALONE = {Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA}
 PROBES = (Probe.RANDOM, Probe.RANDOM, Probe.FAR_BELOW, Probe.NEEDLE, Probe.LAST, Probe.RISING)
 

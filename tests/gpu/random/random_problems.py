@@ -49,7 +49,7 @@ DTYPES = (Dtype.BF16,) * 6 + (Dtype.FP16,) * 3 + (Dtype.FP32,)
 DRAWS = 48
 # An 8-bit cache in pages. It counts as one feature in the pairs.
 STORED_PAGES = frozenset({Feature.PAGES, Feature.QUANTIZED_KV})
-# What the compiler may add to what the SRAM model counts.
+# Bytes that the compiler may use in addition to those that the SRAM model counts.
 SPARE_BYTES = 1024
 
 

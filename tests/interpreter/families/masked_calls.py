@@ -145,7 +145,7 @@ def make_bias(problem: Problem, batch: int, keys: int) -> Tensor | None:
         bias[torch.rand(shape) < 0.3] = -torch.inf
     else:
         bias = torch.rand(shape) < 0.6
-    # Rows and blocks that nobody sees, the first of a row among them.
+    # Rows that see nothing, and keys that no row sees, the first block among them.
     bias[:, 0, 3:9] = False if problem.bias is Bias.BOOLEAN else -torch.inf
     bias[..., :20] = False if problem.bias is Bias.BOOLEAN else -torch.inf
     return bias

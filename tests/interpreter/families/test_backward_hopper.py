@@ -90,7 +90,7 @@ def test_accumulators_are_initialised_with_softmax_terms(
     module.prepare[grid](*given, *integers)
     assert torch.equal(sums, torch.zeros_like(sums))
     rows = stats.reshape(2, 3, 2, -1)
-    # What is not there, like what sees nothing, has no weight, whatever its product is.
+    # Rows behind the last have no weight, like rows that see nothing, whatever their product is.
     expected = torch.full(rows.shape[:2] + rows.shape[3:], -math.inf)
     expected[..., :150] = -lse / SCALE if init else -lse * math.log2(math.e)
     expected[expected == math.inf] = -math.inf

@@ -1,6 +1,6 @@
 """Eight-bit caches that are read two columns at a time, on the CPU.
 
-What the interpreter cannot run is put in other words: instructions of the GPU, and products in 16 bits.
+The interpreter cannot run instructions of the GPU and products in 16 bits: the tests replace them.
 """
 
 from __future__ import annotations

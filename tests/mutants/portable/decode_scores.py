@@ -112,7 +112,7 @@ def sinks(size: Size) -> tuple[Mutant, ...]:
 
 
 def bytes_of(size: Size) -> tuple[Mutant, ...]:
-    """How stored bytes become numbers beside queries of 16 bits: a GPU's own instructions."""
+    """Mutants of converting stored bytes for queries of 16 bits, by a GPU's own instructions."""
     pages = {"page_size": SMALL_PAGE, "kv_scale": KvScale.PAGE, "kv_dtype": KvDtype.INT8}
     wide = {"head_dim": PAIRED, "value_head_dim": PAIRED}
     row_scale = "row_scale = tl.maximum(scale_log2 * q_factor, 1e-37)"

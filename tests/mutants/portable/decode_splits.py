@@ -48,7 +48,7 @@ def bounds(size: Size) -> tuple[Mutant, ...]:
 
 
 def combining(size: Size) -> tuple[Mutant, ...]:
-    """What becomes of the parts of a row."""
+    """Mutants of combining the parts of a row."""
     exists = "parts < splits"
     return mutants_of(size.decoding(kv_lengths=True, causal=Causal.NONE), (
         ("parts not weighted", COMBINED, "tl.sum(part_out, 0)"),

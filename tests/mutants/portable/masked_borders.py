@@ -24,7 +24,7 @@ def borders(size: Size) -> tuple[Mutant, ...]:
 
 
 def windows(size: Size) -> tuple[Mutant, ...]:
-    """A causal window that leaves the first tokens visible: what rows see."""
+    """Mutants of the keys that rows see through a causal window, with the first tokens visible."""
     subject = size.masked(window_left=size.near, sink_tokens=FIRST_TOKENS)
     return mutants_of(subject, (
         ("window one key too far", START, START.replace("positions", "positions - 1")),

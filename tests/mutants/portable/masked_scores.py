@@ -42,7 +42,7 @@ def caps(size: Size) -> tuple[Mutant, ...]:
 
 
 def slopes(size: Size) -> tuple[Mutant, ...]:
-    """What distance takes off, without a mask."""
+    """Mutants of the bias by distance (ALiBi), without a mask."""
     return mutants_of(size.masked(alibi=True, causal=Causal.NONE), (
         ("slope of another head", SLOPE, SLOPE.replace("+ head", "+ kv_head")),
         ("slope of the first sequence", SLOPE, SLOPE.replace("sequence * stride_slopes_b", "0")),

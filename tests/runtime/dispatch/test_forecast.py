@@ -33,7 +33,7 @@ PAPER_TOKENS = 16384
 
 @pytest.fixture(scope="module")
 def records() -> tuple[Record, ...]:
-    """What ships of the shapes that papers report: what lies between them stays untuned."""
+    """The shipped forward records of shapes that papers report; shapes between them stay untuned."""
     table = shipped_table(TARGET.name)
     assert table is not None
     forward = (one for one in table.records if not one.problem.is_backward)
@@ -41,8 +41,8 @@ def records() -> tuple[Record, ...]:
 
 
 def test_unsuitable_schedule_is_replaced(records: tuple[Record, ...]) -> None:
-    # Measured on an H200: 2 sequences of 8 heads that are done 4 at a time take 1.47 times as long as all at
-    # once, because some programs get two long tiles and others none.
+    # Measured on an H200: 2 sequences of 8 heads take 1.47 times as long 4 heads at a time as all at once.
+    # Some programs get two long tiles and others none.
     problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
     found = forecast(problem, records, TARGET, anyone)
     assert found is not None
@@ -130,7 +130,7 @@ def test_forecast_at_a_tuned_shape_usually_selects_its_winner(records: tuple[Rec
         found = forecast(record.problem, records, TARGET, anyone)
         assert found is not None
         assert found[1].nearest.problem == record.problem
-        # Near shapes have their say: 0.91 to 1.15 of what was measured.
+        # Other near shapes count too: forecasts were 0.91 to 1.15 of the measured times.
         assert found[1].nearest_ms == pytest.approx(found[1].nearest.ms, rel=0.2)
         won += found[0].config == found[1].nearest.config
     assert won > 0.7 * len(hopper)
@@ -184,7 +184,7 @@ def test_few_queries(records: tuple[Record, ...], seqlen_q: int) -> None:
 
 
 def test_forecast_packs_heads_where_queries_are_few(records: tuple[Record, ...]) -> None:
-    # Nobody tuned a shape of few queries: the families' defaults are considered too.
+    # No shape of few queries is tuned: the families' defaults are considered too.
     problem = shape(dtype=Dtype.FP16, heads=32, kv_heads=8, batch=120, seqlen_q=17, seqlen_kv=9000)
     selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
     assert isinstance(selection.record.config, HopperConfig)

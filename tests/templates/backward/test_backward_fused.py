@@ -60,7 +60,7 @@ def test_tma_reduction_is_used_on_gpus_with_tma_and_aligned_rows() -> None:
 
 @pytest.mark.parametrize("alignment", list(Alignment))
 def test_dq_tiles_are_transposed_where_queries_are_prefetched(alignment: Alignment) -> None:
-    # Else ptxas 12.8 makes descriptors of wide products from registers that nobody wrote.
+    # Else ptxas 12.8 makes descriptors of wide products from unwritten registers.
     def turned(problem: Problem) -> bool:
         source = render(FAMILY, problem, config, Specialization(alignment=alignment)).source
         assert ("tl.dot(ds_low.T, k_tile" in source) != ("tl.dot(k_tile.T, ds_low" in source)

@@ -118,7 +118,7 @@ def test_deterministic_sums_signal_after_all_additions(head_dim: int) -> None:
 
 def test_warpgroups_share_the_products_of_the_widest_tiles() -> None:
     ptx = str(compile_kernel(kernel_of(a_problem(256)), H200).asm["ptx"])
-    # 64 registers of each of two groups, in the loop and of what is late behind it.
+    # 64 registers of each of two groups, added four at a time, in the loop and for the late block behind it.
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 64
     # 4 products over 64 queries or keys: dv and dk, and both halves of dq in the loop and behind it.
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16") == 8

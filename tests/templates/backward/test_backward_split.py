@@ -114,7 +114,7 @@ def test_time_and_traffic_grow_with_visible_pairs() -> None:
     # The kernel that keeps keys has as little to do behind a window as the one that keeps queries.
     windowed = FAMILY.makespan_ms(a_problem(**long, window_left=128), config, H100)
     assert windowed < FAMILY.makespan_ms(causal, config, H100) / 4
-    # What a launch costs whatever it does is not multiplied by the heads that share keys.
+    # The fixed cost of a launch is not multiplied by the heads that share keys.
     small = {"batch": 1, "seqlen_q": 16, "seqlen_kv": 16, "kv_heads": 1}
     alone, shared = (FAMILY.makespan_ms(a_problem(**small, heads=heads), config, H100) for heads in (1, 8))
     assert alone < shared < 3 * alone

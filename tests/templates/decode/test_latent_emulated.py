@@ -31,7 +31,7 @@ LATE = {"overlap_pv": True}
 SPLIT = {"overlap_pv": True, "num_splits": 3}
 
 
-# Narrow keys: what is right for these is right for others.
+# The keys are narrow: a kernel that is right for these is right for wider ones.
 a_problem = functools.partial(
     testing.problem,
     "heads=64,kv_heads=1,seqlen_q=1,seqlen_kv=200,head_dim=144,value_head_dim=128,dtype=bf16,causal,batch=2,mla",
@@ -44,7 +44,7 @@ def kernel_of(problem: Problem, **changes: Any) -> Kernel:
 
 
 def combined(parts: torch.Tensor, logs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the epilogue makes of parts [splits, rows, columns] and of their log-sum-exps, in log2."""
+    """Combines parts [splits, rows, columns] by their log-sum-exps in log2, as the epilogue does."""
     lse = torch.logsumexp(logs * math.log(2), 0)
     weights = torch.exp(logs * math.log(2) - lse).nan_to_num()
     unseen = torch.isneginf(logs)[..., None]

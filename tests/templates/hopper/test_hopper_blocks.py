@@ -45,7 +45,7 @@ def test_blocks_have_a_visible_key(
     for group in range(groups):
         own = count(first + group * rows, rows, seqlen_q, seqlen_kv)
         assert own == seen(first + group * rows, rows)
-        # What a group passes by is what is left: all take as many tiles as the producer copies.
+        # The producer copies `whole` tiles for all groups; a group skips those that it does not need.
         assert 1 <= own <= whole
 
 

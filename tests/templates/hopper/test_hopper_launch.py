@@ -133,7 +133,7 @@ def test_varlen_rows_end_at_the_sequence_end(name: str, layout: str) -> None:
         assert descriptor.block_shape[:3] == [1, 1, 1]
         assert descriptor.shape[2] == tensor.shape[1]
         assert descriptor.shape[4] == tensor.shape[3]
-        # What the copy engine is told are numbers of 32 bits and strides of less than 2^40 bytes.
+        # The copy engine takes extents of 32 bits, and strides of less than 2^40 bytes.
         assert max(descriptor.shape) < 2**31
         assert all(0 < size * stride < 2**40 for stride in descriptor.strides)
         for start, rows, row, head, column in ((0, 1, 0, 0, 0), (700, 300, 299, 1, 3), (5, 9, 2, 0, 79)):

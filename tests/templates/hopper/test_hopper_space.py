@@ -80,7 +80,7 @@ def test_invalid_configs_are_not_in_the_space() -> None:
         # More registers than a thread has.
         (wide, {"block_n": 128, "rows_per_group": 128, "split_epilogue": False}),
         (narrow, {"num_consumer_groups": 3, "rows_per_group": 128}),
-        # Turns among one group, halves of what is narrow, heads that share nothing.
+        # Turns with one group, halves of a narrow output, packed heads that share no keys.
         (narrow, {"num_consumer_groups": 1, "ping_pong": True}),
         (narrow, {"split_epilogue": True}),
         (narrow, {"pack_gqa": 2}),

@@ -227,8 +227,8 @@ def problems_of(family: Family, target: Target) -> Iterator[Problem]:
         yield latent
 
 
-# By how much traffic may grow over a length, relatively. What one program of a head reads over and over by
-# itself comes back from HBM as a whole within a few percent of length, as many times as there are blocks.
+# By how much traffic may grow over a length, relatively. One program of a head may read the same data once
+# for each block. Within a few percent of length, all of these reads move from the L2 cache to HBM.
 STEEPEST = {"forward_kv_outer": 800.0}
 
 

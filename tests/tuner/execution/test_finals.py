@@ -79,7 +79,7 @@ def timed(
     throttled: bool = False,
     alone: bool = False,
 ) -> list[Measurement]:
-    """Finals of candidates that take so long each, beside a peer, and again those of them that run on.
+    """Returns the finals of candidates: `first` has their times next to a peer, `again` those of later runs.
 
     `throttled` is whether the clock was held down in the common run. Later runs are then sustained ones, and
     also if `alone`.
@@ -195,7 +195,7 @@ def test_eligible_kernels_and_sdpa_are_timed_with_shared_masks(monkeypatch: pyte
     made = SharedFinals(monkeypatch, [0.55, 0.5, 0.75, 0.5])
     monkeypatch.setattr(timed_runs, "MORE_MS", 0.0)
     found = made.run(MASKED)
-    # Times of the first and the third can be told from the fastest ones.
+    # Times of the first and the third differ from the fastest ones by more than noise.
     assert [bool(one.shared) for one in found] == [False, True, False, True]
     for one in (found[1], found[3]):
         assert one.ms == 0.5

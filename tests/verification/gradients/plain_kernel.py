@@ -1,6 +1,6 @@
 """A backward pass in plain torch, with the rounding and the tensors of a kernel.
 
-It reads lengths itself, sequence by sequence. Mistakes are put into what it is told, and where it says so.
+It reads lengths itself, sequence by sequence. Mistakes are put into its inputs, or made by its `Hooks`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _one(
 
 
 def _room(problem: Problem, tensors: BackwardTensors, side: ExtraInputs, sequence: int) -> int:
-    """Rows of keys that a sequence has, used or not: the gradient of what is not used is zero."""
+    """Returns how many rows of keys a sequence has, used or not; unused ones have gradients of zero."""
     if side.cu_seqlens_kv is None:
         return tensors.k.shape[2]
     return int(side.cu_seqlens_kv[sequence + 1] - side.cu_seqlens_kv[sequence])

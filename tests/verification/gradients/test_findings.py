@@ -72,7 +72,7 @@ def test_only_deterministic_kernels_must_be_bitwise_equal(monkeypatch: pytest.Mo
     def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
         if number == 2:
             row = getattr(tensors, name)[0, 1, 3]
-            # The number beside.
+            # The next larger magnitude.
             bits_of(row)[row.abs().argmax()] += 1
 
     assert found(monkeypatch, a_case(), spoil) == set()
@@ -82,7 +82,7 @@ def test_only_deterministic_kernels_must_be_bitwise_equal(monkeypatch: pytest.Mo
 
 def test_signed_zeros_differ_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
-        # A key behind the last query: nobody sees it.
+        # A key behind the last query: no query sees it.
         tensors.dk[0, 1, 15] = -0.0 if number == 2 else 0.0
 
     def a_causal_case(*, deterministic: bool) -> Case:
