@@ -84,7 +84,7 @@ UNDER_OTHERS := -m tritons
 TIMES := out/times
 
 .PHONY: check test test-all slowest
-# Runs lists of targets beside each other: static checks use one core for most of their time.
+# Runs lists of targets at the same time: static checks use one core for most of their time.
 STATIC := lint prose lines imports types
 define beside
 	+@printf '%s\n' $(1) | xargs -P 2 -I{} bash -c '$(MAKE) --no-print-directory KERNELS="$(KERNELS)" {}'
