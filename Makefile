@@ -86,18 +86,18 @@ TIMES := out/times
 .PHONY: check test test-all slowest
 # Runs lists of targets at the same time: static checks use one core for most of their time.
 STATIC := lint prose lines imports types
-define beside
+define at-once
 	+@printf '%s\n' $(1) | xargs -P 2 -I{} bash -c '$(MAKE) --no-print-directory KERNELS="$(KERNELS)" {}'
 endef
 
 check: $(DEVELOPS) ## Run the fast checks, while you work
-	$(call beside,'$(STATIC)' quick)
+	$(call at-once,'$(STATIC)' quick)
 
 test: no-times static-and-tables unit interpreter other-tritons slowest ## Run what a change must pass before it is merged; needs no GPU
 
 .PHONY: static-and-tables
 static-and-tables: $(DEVELOPS)
-	$(call beside,'$(STATIC)' tables)
+	$(call at-once,'$(STATIC)' tables)
 
 test-all: CASES := --timeout 3600
 test-all: KERNELS := --allow-unproven
