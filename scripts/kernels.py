@@ -84,9 +84,6 @@ def choose(name: str, kernels: Iterable[Sequence[Record]]) -> Sequence[Record]:
     Args:
         name: The example.
         kernels: The selections of each kernel.
-
-    Raises:
-        FlashtuneError: No selection matches the example.
     """
     family, pattern = name.partition("/")[0], EXAMPLES[name][0]
     ranks: list[tuple[tuple[int, int, str], Sequence[Record]]] = []

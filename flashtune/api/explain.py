@@ -7,14 +7,13 @@ from typing import Unpack
 import msgspec
 from torch import Tensor
 
-from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.notices import search_command
 from flashtune.core.problem import Problem
 from flashtune.core.record import PeerTime, Selection, VerificationStatus
-from flashtune.dispatch.decision import Backend, Decision, baseline, decide, required_specialization
+from flashtune.dispatch.bound_request import BoundRequest, KernelKey
+from flashtune.dispatch.decision import Backend, Decision, baseline, choose
 from flashtune.dispatch.lookup import nearest_selection, proven_by
-from flashtune.dispatch.pair_decision import backward_specialization, decide_pair
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.recording.callers import caller_of
 from flashtune.request.call import (
@@ -152,38 +151,24 @@ def explain_call(call: Call) -> Explanation:
     """Returns the explanation of a call."""
     # Check the call before its queries are negated.
     read_call(call)
-    call = unsigned(call)
-    request, given = read_call(call), (call.q, call.k, call.v, call.side)
-    if request.needs_grad:
-        return _of_both(request, *given)
-    decision = decide(request, *given)
-    if decision.backend is not Backend.GENERATED:
-        return _explanation(request.problem, decision)
-    return _of_kernel(request.problem, request, decision, required_specialization(request, *given))
-
-
-def _of_both(request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> Explanation:
-    """Returns the explanation of both passes. If the kernel of one fails, a baseline computes both."""
-    decisions = decide_pair(request, q, k, v, side)
-    forward = _explanation(request.problem, decisions[0])
-    backward = _explanation(request.backward, decisions[1])
-    if decisions[1].backend is Backend.GENERATED:
-        needed = required_specialization(request.forward, q, k, v, side)
-        first = _of_kernel(request.problem, request, decisions[0], needed)
-        needed = backward_specialization(request, q, k, v, side)
-        last = _of_kernel(request.backward, request, decisions[1], needed)
-        failed = next((one for one in (first, last) if one.backend is not Backend.GENERATED), None)
-        if failed is None:
-            forward, backward = first, last
+    bound = BoundRequest.of(unsigned(call))
+    request, decisions = bound.request, choose(bound)
+    problems = (request.problem, request.backward) if request.needs_grad else (request.problem,)
+    passes = [_explanation(*one) for one in zip(problems, decisions, strict=True)]
+    if decisions[0].backend is Backend.GENERATED:
+        found = [_of_kernel(*one, request) for one in zip(bound.passes, decisions, strict=True)]
+        # If the kernel of one pass fails, a baseline computes both.
+        failed = next((one for one in found if one.backend is not Backend.GENERATED), None)
+        if failed is None or len(found) == 1:
+            passes = found
         else:
             why = {"backend": failed.backend, "reason": failed.reason}
-            forward, backward = (msgspec.structs.replace(one, **why) for one in (forward, backward))
-    return msgspec.structs.replace(forward, backward=backward)
+            passes = [msgspec.structs.replace(one, **why) for one in passes]
+    return passes[0] if len(passes) == 1 else msgspec.structs.replace(passes[0], backward=passes[1])
 
 
-def _of_kernel(
-    problem: Problem, request: Request, decision: Decision, specialization: Specialization
-) -> Explanation:
+def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanation:
+    problem, specialization = key.problem, key.specialization
     assert decision.selection is not None
     assert decision.target is not None
     kernel = kernel_of(decision.selection.record, specialization)
@@ -193,7 +178,7 @@ def _of_kernel(
         near = tuned.record.problem.key
         reason = f"the nearest tuned shape is {near}, and what was expected to be faster failed here"
         instead = msgspec.structs.replace(decision, selection=tuned, reason=reason)
-        return _of_kernel(problem, request, instead, specialization)
+        return _of_kernel(key, instead, request)
     if known is False and request.prefer is Prefer.FASTEST:
         refused = Decision(
             baseline(request),

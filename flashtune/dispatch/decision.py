@@ -1,41 +1,46 @@
-"""Selection of the backend of a request, without compiling or launching anything."""
+"""Selection of the backend of each pass of a request, without compiling or launching anything.
+
+One decision for both passes of a differentiable request keeps them consistent: all passes have one backend.
+"""
 
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
-from torch import Tensor
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Specialization, specialization_of
-from flashtune.core.mask_sharing import MaskSharing
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.features.records import TENSORS
+from flashtune.core.features.table import TENSOR_INPUTS
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Causal
 from flashtune.core.record import Selection
-from flashtune.core.target import Target, device_target, find_target
+from flashtune.core.target import Target, find_target
 from flashtune.dispatch.faster_peers import (
     UNFUSED,
+    beats,
     faster_peer,
+    faster_peer_of_pair,
     is_slow_default,
     is_untrusted,
     shared_time,
     untimed_peer,
 )
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
-from flashtune.dispatch.masked_sdpa import known_refusal, sdpa_allowed, sharing_of
-from flashtune.dispatch.sdpa import copies_ms, copy_ms, default_backend
-from flashtune.dispatch.sdpa_times import related_peers
-from flashtune.dispatch.tables import tuned_records
+from flashtune.dispatch.masked_sdpa import is_masked, known_refusal, sdpa_allowed
+from flashtune.dispatch.sdpa import has_hidden_keys
+from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
+from flashtune.dispatch.tables import Tables, tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
-from flashtune.request.side_inputs import side_views
-from flashtune.templates.common.model.sram import power_of_two
-from flashtune.templates.common.model.tile_schedule import RESIDENT
-from flashtune.templates.common.model.traffic import unpacked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from flashtune.core.mask_sharing import MaskSharing
+    from flashtune.core.problem import Problem
+    from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 
 # The target for which the interpreter's default configs are made: small tiles and no TMA.
 INTERPRETED_TARGET = "nvidia-l4"
@@ -43,12 +48,13 @@ INTERPRETED_TARGET = "nvidia-l4"
 DOUBLE = "no kernel takes float64"
 # All families can address tensors with these properties.
 BEST_TENSORS = Specialization()
-# Additional time of a program with unaligned tensors for a block of 64 queries and 64 keys, per column of a
-# head, in ms. Measured at 20 shapes on an H200. It is a half or a quarter of this if strides are multiples of
-# two or four elements.
-UNALIGNED_TILE, UNALIGNED_MS = 64, 3e-5
-# Queries, keys and values.
-Tensors = tuple[Tensor, Tensor, Tensor]
+# Side inputs whose gradients are computed from the kernels' results, in addition to those of q, k and v.
+DIFFERENTIABLE_SIDE = tuple(name for name in TENSORS if TENSOR_INPUTS[name].has_gradient)
+# One block of so many keys is read faster than it is copied.
+FEW_KEYS = 64
+# With at most this many queries, default kernels of both passes took 1.2 to 3.8 times as long as SDPA, at
+# three shapes on an H200.
+FEW_ROWS = 32
 
 
 class Backend(enum.StrEnum):
@@ -82,47 +88,150 @@ class Decision(msgspec.Struct, frozen=True):
         return self.backend in (Backend.GENERATED, Backend.INTERPRETER)
 
 
-def decide(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
-) -> Decision:
-    """Returns the decision for a request without gradients and its tensors.
+def choose(bound: BoundRequest) -> tuple[Decision, ...]:
+    """Returns the decision for each pass of a request: forward and, if it needs gradients, backward.
 
     Raises:
         ProblemError: No backend supports the call: the tensors are on the CPU and there is no interpreter,
-            or no family computes the problem. The latter is an error only if `prefer` is "generated" or
-            families compute each of its features, but not their combination.
+            the inputs are 8-bit or paged and an input requires grad, or no family computes the problem. The
+            latter is an error only if `prefer` is "generated", or without gradients if families compute each
+            of its features, but not their combination.
     """
-    check_device(request)
+    request = bound.request
+    check_supported(request)
+    simple = _without_lookup(request)
+    if simple is not None:
+        return _for_all_passes(request, simple)
+    try:
+        return _of_kernels(bound)
+    except ProblemError as error:
+        is_served_unfused = request.needs_grad or not request.problem.features
+        if request.prefer is Prefer.GENERATED or not is_served_unfused:
+            raise
+        target = None if interpreting() else bound.target
+        return _for_all_passes(request, Decision(baseline(request), str(error), target))
+
+
+def choose_over(
+    usual: str | None,
+    passes: Sequence[KernelKey],
+    gradients: Sequence[str],
+    sharing: MaskSharing | None,
+    known: tuple[Target, Tables] | None,
+) -> tuple[Decision, ...] | None:
+    """Returns the decisions for kernels that replace another library's operator, or None if that is faster.
+
+    Args:
+        usual: Name of the replaced operator in records, or None if it has no measurements.
+        passes: The passes of the call.
+        gradients: Names of the side inputs that require grad.
+        sharing: How the call's mask is shared.
+        known: The GPU and its tuned records, or None under the interpreter.
+
+    Raises:
+        ProblemError: No kernel family computes a pass.
+    """
+    if _without_gradient(gradients):
+        return None
+    if known is None:
+        return _interpreted(passes)
+    target, tables = known
+    selections = _selected(passes, target, tables, generated=True)
+    if usual is not None and not beats(selections, usual, sharing):
+        return None
+    if any(is_untrusted(selection, passes[0].problem) for selection in selections):
+        return None
+    return tuple(
+        Decision(Backend.GENERATED, selection_source(selection), target, selection)
+        for selection in selections
+    )
+
+
+def _without_lookup(request: Request) -> Decision | None:
+    """Returns the decision for a request that no record can serve, else None."""
     valueless = without_values(request)
     if valueless is not None:
         return valueless
     if request.is_double:
         return Decision(Backend.UNFUSED, DOUBLE)
+    if request.needs_grad or request.prefer is Prefer.GENERATED:
+        return None
     unknown = without_kernels(request.problem)
-    if unknown and request.prefer is not Prefer.GENERATED:
-        return Decision(Backend.UNFUSED, f"no kernel family computes {' and '.join(unknown)}")
+    if not unknown:
+        return None
+    return Decision(Backend.UNFUSED, f"no kernel family computes {' and '.join(unknown)}")
+
+
+def _for_all_passes(request: Request, decision: Decision) -> tuple[Decision, ...]:
+    return (decision, decision) if request.needs_grad else (decision,)
+
+
+def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
+    """Returns the result of `choose` for a request that kernels may serve.
+
+    Raises:
+        ProblemError: No family computes a pass.
+    """
+    request = bound.request
+    blocked = _without_gradient(bound.gradients) if request.needs_grad else ()
+    if blocked:
+        raise ProblemError(
+            f"no kernel family computes the gradient of {' and '.join(blocked)}, which requires grad: "
+            "detach it, or pass prefer='fastest' to use the unfused computation"
+        )
     if interpreting():
-        target = find_target(INTERPRETED_TARGET)
-        needed = required_specialization(request, q, k, v, side)
-        selection = default_selection(request.problem, target, needed)
-        return Decision(Backend.INTERPRETER, "TRITON_INTERPRET=1 runs kernels on the CPU", target, selection)
-    target = request_target(request)
+        return _interpreted(bound.passes)
+    target = bound.target
     # A baseline may not be selected if the call returns a log-sum-exp or has features.
-    features = bool(request.problem.features)
-    generated = request.prefer is Prefer.GENERATED or request.return_lse or features
-    tables, needed = tuned_records(target.name), required_specialization(request, q, k, v, side)
-    try:
-        selection = select(request.problem, target, tables, needed, generated=generated)
-    except ProblemError as error:
-        if request.prefer is Prefer.GENERATED or features:
-            raise
-        return Decision(baseline(request), str(error), target)
-    passed_over = ""
-    if msgspec.structs.replace(needed, lse=BEST_TENSORS.lse) != BEST_TENSORS:
-        usual = select(request.problem, target, tables, BEST_TENSORS, generated=generated)
-        passed_over = _passed_over(usual, selection)
-    passed_over += copy_words(copied(request, q, k, v))
-    return _of_selection(request, selection, target, (q, k, v, side), passed_over)
+    generated = request.prefer is Prefer.GENERATED or request.return_lse or request.needs_grad
+    generated = generated or bool(request.problem.features)
+    selections = _selected(bound.passes, target, tuned_records(target.name), generated=generated)
+    instead = _of_peer(bound, selections)
+    if instead is not None:
+        backend, reason = instead
+        return tuple(Decision(backend, reason, target, selection) for selection in selections)
+    passed_over = "" if request.needs_grad else _passed_over(bound, selections[0], generated)
+    start = passed_over + copy_words(bound.copied)
+    return tuple(
+        Decision(Backend.GENERATED, start + selection_source(selection), target, selection)
+        for selection in selections
+    )
+
+
+def _selected(
+    passes: Iterable[KernelKey], target: Target, tables: Tables, *, generated: bool
+) -> tuple[Selection, ...]:
+    return tuple(
+        select(key.problem, target, tables, key.specialization, generated=generated) for key in passes
+    )
+
+
+def _interpreted(passes: Iterable[KernelKey]) -> tuple[Decision, ...]:
+    target, reason = find_target(INTERPRETED_TARGET), "TRITON_INTERPRET=1 runs kernels on the CPU"
+    selections = (default_selection(key.problem, target, key.specialization) for key in passes)
+    return tuple(Decision(Backend.INTERPRETER, reason, target, selection) for selection in selections)
+
+
+def _without_gradient(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the arguments of those of some side inputs whose gradients no family computes."""
+    return tuple(TENSOR_INPUTS[name].option for name in names if name not in DIFFERENTIABLE_SIDE)
+
+
+def _of_peer(bound: BoundRequest, selections: Sequence[Selection]) -> tuple[Backend, str] | None:
+    """Returns the baseline that replaces the kernels of all passes, and the reason, or None."""
+    request = bound.request
+    if request.prefer is Prefer.GENERATED or request.return_lse:
+        return None
+    if request.needs_grad:
+        peer = _faster_peer_of_pair(bound, *selections)
+        return None if peer is None else (peer_backend(peer), peer_reason(peer, *selections))
+    (selection,) = selections
+    peer = _faster_peer(bound, selection)
+    if peer is None:
+        return None
+    backend, sharing = peer_backend(peer), bound.sharing
+    is_timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
+    return backend, peer_reason(peer, selection, sharing=sharing if is_timed else None)
 
 
 def without_values(request: Request) -> Decision | None:
@@ -130,12 +239,6 @@ def without_values(request: Request) -> Decision | None:
     if request.is_empty:
         return Decision(Backend.NONE, "there is nothing to attend to")
     return Decision(Backend.NONE, "meta tensors have no values") if request.device.type == "meta" else None
-
-
-def request_target(request: Request) -> Target:
-    """Returns the GPU of a request."""
-    index = request.device.index
-    return device_target(torch.cuda.current_device() if index is None else index)
 
 
 def peer_backend(peer: str) -> Backend:
@@ -150,70 +253,6 @@ def baseline(request: Request) -> Backend:
     return Backend.SDPA if plain else Backend.UNFUSED
 
 
-def required_specialization(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
-) -> Specialization:
-    """Returns the properties that a kernel may assume of these tensors and of the output."""
-    tensors = *request.views(*as_read(request, q, k, v)), output_like(request)
-    bias = None
-    if side.bias is not None:
-        bias = side_views(request.problem, side, tensors[1].shape[0]).bias
-    return specialization_of(tensors, request.return_lse, bias)
-
-
-def as_read(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, device: torch.device | str = "meta"
-) -> Tensors:
-    """Returns the tensors that kernels read, with new tensors on a device for those that are copied first."""
-    flags = copied(request, q, k, v)
-    return _with_copies((q, k, v), flags, device) if any(flags) else (q, k, v)
-
-
-def copied(request: Request, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, bool, bool]:
-    """Returns which of q, k and v are copied before a pass, because kernels are faster with aligned tensors.
-
-    Only the flag for all three addresses is part of a call's key. So all three are copied if one of the
-    addresses is unaligned.
-    """
-    none = (False, False, False)
-    problem, views = request.problem, request.views(q, k, v)
-    found = [specialization_of((view,), False) for view in views]
-    of_q, of_k, of_v = (not one.takes_descriptors(problem.dtype) for one in found)
-    odd = of_q, of_k, of_v
-    if not any(odd) or interpreting() or problem.page_size or problem.mla:
-        return none
-    if problem.dtype.is_quantized or problem.kv_dtype is not None:
-        return none
-    if any(view.data_ptr() % POINTER_ALIGNMENT for view in views):
-        odd = (True, True, True)
-    read = _with_copies((q, k, v), odd, "meta")
-    aligned = specialization_of((*request.views(*read), output_like(request)), False)
-    if not aligned.takes_descriptors(problem.dtype):
-        return none
-    target = request_target(request)
-    ms = copy_ms([tensor for tensor in read if tensor.is_meta], target)
-    worst = min(one.alignment for one in found)
-    return odd if ms < _saved_ms(problem, target, worst) else none
-
-
-def _with_copies(tensors: Tensors, flags: tuple[bool, bool, bool], device: torch.device | str) -> Tensors:
-    q, k, v = (
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if flag else tensor
-        for tensor, flag in zip(tensors, flags, strict=True)
-    )
-    return q, k, v
-
-
-def _saved_ms(problem: Problem, target: Target, alignment: Alignment) -> float:
-    """Returns the time by which a pass with unaligned tensors is longer, roughly, in ms."""
-    problem = unpacked(problem)
-    tiles = problem.batch * problem.heads * math.ceil(problem.seqlen_q / UNALIGNED_TILE)
-    blocks = math.ceil(problem.visible_pairs() / max(1, problem.seqlen_q) / UNALIGNED_TILE)
-    width = power_of_two(max(problem.head_dim, problem.value_head_dim))
-    rounds = math.ceil(tiles / (RESIDENT * target.sm_count))
-    return rounds * blocks * width * UNALIGNED_MS / alignment
-
-
 def copy_words(flags: Iterable[bool]) -> str:
     """Returns the reason for copies of q, k and v as the start of a clause. Empty without copies."""
     names = [name for name, flag in zip("qkv", flags, strict=True) if flag]
@@ -222,38 +261,15 @@ def copy_words(flags: Iterable[bool]) -> str:
     return f"{', '.join(names)} are copied first to align strides and addresses to 16 bytes, and "
 
 
-def output_like(request: Request) -> Tensor:
-    """Returns a meta tensor with the output's strides, as [batch, heads, seqlen_q, value_head_dim]."""
-    out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
-    return request.layout.heads_first(out)
-
-
-def _passed_over(usual: Selection, selection: Selection) -> str:
+def _passed_over(bound: BoundRequest, selection: Selection, generated: bool) -> str:
     """Returns the reason for not using the selection for tensors that all families can address."""
-    if usual.record == selection.record:
+    if msgspec.structs.replace(bound.forward_properties, lse=BEST_TENSORS.lse) == BEST_TENSORS:
         return ""
-    return (
-        f"{usual.record.family} would serve but cannot address tensors with such strides or addresses, and "
-    )
-
-
-def _of_selection(
-    request: Request,
-    selection: Selection,
-    target: Target,
-    given: tuple[Tensor, Tensor, Tensor, ExtraInputs],
-    passed_over: str,
-) -> Decision:
-    if request.prefer is Prefer.FASTEST and not request.return_lse:
-        bias = given[-1].bias
-        sharing = None if bias is None else sharing_of(request.problem, bias)
-        peer = _faster_peer(request, selection, target, sharing, *given)
-        if peer is not None:
-            backend = peer_backend(peer)
-            timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
-            reason = peer_reason(peer, selection, sharing=sharing if timed else None)
-            return Decision(backend, reason, target, selection)
-    return Decision(Backend.GENERATED, passed_over + selection_source(selection), target, selection)
+    tables = tuned_records(bound.target.name)
+    best = select(bound.request.problem, bound.target, tables, BEST_TENSORS, generated=generated)
+    if best.record == selection.record:
+        return ""
+    return f"{best.record.family} would serve but cannot address tensors with such strides or addresses, and "
 
 
 def selection_source(selection: Selection) -> str:
@@ -280,52 +296,66 @@ def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = Non
     return f"{peer} is expected to be faster{condition}"
 
 
-def _faster_peer(
-    request: Request,
-    selection: Selection,
-    target: Target,
-    sharing: MaskSharing | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    side: ExtraInputs,
-) -> str | None:
+def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
     """Returns the baseline that is faster than the generated kernel and may replace it, or None."""
-    problem = request.problem
+    request, problem, target = bound.request, bound.request.problem, bound.target
     if problem.total_q or problem.page_size or problem.seqlens_k:
         # The unfused computation would read lengths from the device, which synchronizes.
         return None
-    usual, views = None, request.views(q, k, v)
+    backend = None
     if not problem.features:
         if has_hidden_keys(problem):
             # SDPA does not get them.
             problem = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
-            of_q, of_k, of_v = views
-            views = of_q, of_k[:, :, : problem.seqlen_q], of_v[:, :, : problem.seqlen_q]
             selection = select(problem, target, tuned_records(target.name), BEST_TENSORS, generated=True)
-        usual = default_backend(*views, problem)
-    elif sdpa_allowed(request) and side.bias is not None:
-        usual = default_backend(*views, problem, side.bias)
-        if known_refusal(request, usual, *views, side.bias) is not None:
-            usual = None
-    if is_untrusted(selection, problem) and (usual is not None or not problem.features):
-        return untimed_peer((selection,), problem, usual, target)
-    more_ms = copies_ms(views, target) if usual is not None else 0.0
-    if more_ms and problem.seqlen_kv <= UNALIGNED_TILE:
-        # One block of keys is read faster than it is copied.
-        usual = None
-    if usual is not None and selection.measured.measurement is None and problem.features:
+        backend = bound.sdpa_backend
+    elif sdpa_allowed(request) and bound.side.bias is not None:
+        backend = bound.sdpa_backend
+        if known_refusal(request, backend, *bound.views, bound.side.bias) is not None:
+            backend = None
+    if is_untrusted(selection, problem) and (backend is not None or not problem.features):
+        return untimed_peer((selection,), problem, backend, target)
+    more_ms = bound.sdpa_copies_ms if backend is not None else 0.0
+    if more_ms and problem.seqlen_kv <= FEW_KEYS:
+        backend = None
+    if backend is not None and selection.measured.measurement is None and problem.features:
         expected = related_peers(problem, tuned_records(target.name).effective(), target)
-        if is_slow_default(
-            selection, problem, {one.name: one.ms + more_ms for one in expected}, usual, target
-        ):
-            return usual
-    return faster_peer(selection, problem, usual, sharing, more_ms)
+        times = {peer.name: peer.ms + more_ms for peer in expected}
+        if is_slow_default(selection, problem, times, backend, target):
+            return backend
+    return faster_peer(selection, problem, backend, bound.sharing, more_ms)
 
 
-def has_hidden_keys(problem: Problem) -> bool:
-    """Whether no query of a problem without features sees the last keys."""
-    return problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv
+def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Selection) -> str | None:
+    """Returns the baseline that is faster over both passes and may replace both kernels, or None."""
+    problem, target = bound.request.problem, bound.target
+    if bound.request.deterministic or problem.total_q or problem.seqlens_k:
+        return None
+    passes = forward, backward
+    is_untimed = any(selection.measured.measurement is None for selection in passes)
+    if has_hidden_keys(problem) and not problem.features:
+        # SDPA does not get these keys. Times are those of problems without them.
+        tables, length = tuned_records(target.name), problem.seqlen_q
+        seen = [msgspec.structs.replace(one, seqlen_kv=length) for one in (problem, bound.request.backward)]
+        forward, backward = (select(one, target, tables, BEST_TENSORS, generated=True) for one in seen)
+        passes = forward, backward
+    if any(is_untrusted(selection, problem) for selection in passes):
+        backend = bound.sdpa_backend if is_masked(problem) or not problem.features else None
+        if backend in (EFFICIENT, MATH) or not problem.features:
+            return untimed_peer(passes, problem, backend, target)
+    # With a mask, gradients of SDPA's cuDNN backend may be NaN.
+    backend = None if problem.features else bound.sdpa_backend
+    more_ms = 0.0 if backend is None else bound.sdpa_copies_ms
+    has_few_rows = is_untimed and problem.seqlen_q <= FEW_ROWS
+    if has_few_rows and not more_ms and not problem.features and _is_maskless(problem):
+        return untimed_peer(passes, problem, backend, target)
+    return faster_peer_of_pair(*passes, problem, backend, more_ms)
+
+
+def _is_maskless(problem: Problem) -> bool:
+    """Whether SDPA needs no mask for a problem without features, because it can leave out later keys."""
+    is_square = problem.seqlen_q == problem.seqlen_kv
+    return problem.causal is Causal.NONE or is_square or has_hidden_keys(problem)
 
 
 def _forecast_in_words(selection: Selection) -> str:
@@ -341,12 +371,31 @@ def _forecast_in_words(selection: Selection) -> str:
     )
 
 
-def check_device(request: Request) -> None:
-    """Checks that some backend supports the device of the tensors.
+def check_supported(request: Request) -> None:
+    """Checks that some backend supports the device of the tensors and, if needed, their gradients.
 
     Raises:
-        ProblemError: They are on the CPU, and there is no interpreter or it does not support their type.
+        ProblemError: The tensors are on the CPU, and there is no interpreter or it does not support their
+            type. Or the call needs gradients and its inputs are 8-bit or paged.
     """
+    check_device(request)
+    if not request.needs_grad:
+        return
+    problem = request.problem
+    if problem.dtype.is_quantized:
+        raise ProblemError(
+            f"attention of {problem.dtype} inputs has no backward pass and an input or a scale "
+            "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
+        )
+    if problem.page_size:
+        raise ProblemError(
+            "attention of sequences in pages has no backward pass and an input requires grad: call under "
+            "torch.no_grad(), or pass dense tensors to flashtune.attention"
+        )
+
+
+def check_device(request: Request) -> None:
+    """Checks that some backend supports the device of the tensors, and raises ProblemError if not."""
     if request.device.type in ("cuda", "meta") or request.is_double:
         return
     if request.problem.dtype.is_quantized:

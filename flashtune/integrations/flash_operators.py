@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.request.request import Result
-    from flashtune.runtime.backward_executors import Gradients
+    from flashtune.runtime.gradients import Gradients
 
 # The backend's name in records, which have no times of packed and paged sequences.
 USUAL = "sdpa-flash"

@@ -21,6 +21,7 @@ from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
 from flashtune.recording.recorder import on_change, recording
 from flashtune.runtime import deferred
+from flashtune.runtime.gradients import BackwardInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from flashtune.core.features.records import ExtraInputs
     from flashtune.request.call import Call, Options
     from flashtune.request.request import Executor, Result
-    from flashtune.runtime.backward_executors import Gradients
     from flashtune.runtime.deferred import Passes
+    from flashtune.runtime.gradients import Gradients
 
 # Caches are cleared at this size.
 LIMIT = 4096
@@ -221,7 +222,7 @@ def backward_override(operator: BackwardOperator, original: Kernel) -> Kernel:
         reading = known[0]
         call = reading.call
         out, lse, dout = operator.saved(args, reading)
-        gradients = backward(call.q, call.k, call.v, out, lse, dout, None, call.scale, call.side)
+        gradients = backward(BackwardInputs(*call[:3], out, lse, dout, None, call.scale, call.side))
         return operator.results(gradients, reading)
 
     return override

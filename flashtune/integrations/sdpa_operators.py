@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.request.request import Result
-    from flashtune.runtime.backward_executors import Gradients
+    from flashtune.runtime.gradients import Gradients
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"

@@ -24,6 +24,7 @@ from torch.nn import Module
 from flashtune.core.errors import UsageError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.dispatch.masked_sdpa import chosen_backend
+from flashtune.dispatch.sdpa_times import MATH
 from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.host_library import host_attribute, host_library
 from flashtune.integrations.transformers_masks import Structure
@@ -422,8 +423,11 @@ def _starts(
 
 def _usual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
     """Returns the name of the backend that SDPA selects, or None for its unfused path and in compilers."""
+    if is_compiling():
+        return None
     # With a mask, transformers repeats keys and values for all heads.
-    return None if is_compiling() else chosen_backend(q[:, : k.shape[1]], k, v, mask, causal)
+    backend = chosen_backend(q[:, : k.shape[1]], k, v, mask, causal)
+    return None if backend == MATH else backend
 
 
 def _moved(tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

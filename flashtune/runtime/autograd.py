@@ -15,6 +15,7 @@ from torch import Tensor
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT
+from flashtune.runtime.gradients import BackwardInputs
 from flashtune.runtime.torch_modes import refuse_batches
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from flashtune.core.layouts import Layout
     from flashtune.request.request import Executor, Result
-    from flashtune.runtime.backward_executors import BackwardExecutor, Gradients
+    from flashtune.runtime.gradients import BackwardExecutor, Gradients
 else:
     # The base of `torch.autograd.Function` without the check that rejects torch.func's transforms. An
     # operator's autograd kernel handles one level of transforms at a time.
@@ -35,9 +36,9 @@ TWICE = (
 )
 
 
-# As `flashtune.runtime.backward_executors.BackwardExecutor`, with the gradients of extra inputs. Without such
-# inputs, only the first three are used.
-ServeAll = Callable[..., tuple[Tensor | None, ...]]
+# As `BackwardExecutor`, with the gradients of extra inputs. Without such inputs, only the first three are
+# used.
+ServeAll = Callable[[BackwardInputs], tuple[Tensor | None, ...]]
 # Bound once, because each call uses them. torch has no public function for the hooks of saved tensors.
 is_grad_enabled = torch.is_grad_enabled
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -74,9 +75,7 @@ def differentiable(pair: Pair) -> Executor:
     return run
 
 
-def with_side(
-    backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...]
-) -> Callable[..., Gradients]:
+def with_side(backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...]) -> BackwardExecutor:
     """Returns a backward pass with all gradients. Those of side inputs have the shapes of these inputs.
 
     Args:
@@ -85,23 +84,13 @@ def with_side(
         wanted: Names of the side inputs that require grad.
     """
 
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-        side: ExtraInputs = NO_EXTRA_INPUTS,
-    ) -> Gradients:
-        found = backward(q, k, v, out, lse, dout, dlse, scale, side)
+    def run(inputs: BackwardInputs) -> Gradients:
+        found, side = backward(inputs), inputs.side
         if side is NO_EXTRA_INPUTS:
             return found
         has_trained_bias = "bias" in wanted and side.bias is not None and side.bias.is_floating_point()
         # Without queries or keys, nothing writes it.
-        assert not has_trained_bias or found.dbias is not None or not (q.numel() and k.numel())
+        assert not has_trained_bias or found.dbias is not None or not (inputs.q.numel() and inputs.k.numel())
         changes: dict[str, Any] = {
             f"d{name}": one.sum_to_size(getattr(side, name).shape) if name in wanted else None
             for name, one in (("bias", found.dbias), ("slopes", found.dslopes))
@@ -109,7 +98,7 @@ def with_side(
         }
         if side.sinks is not None and "sinks" in wanted:
             if found.dsinks is None:
-                changes["dsinks"] = sink_gradient(layout, side.sinks, out, lse, dout, dlse, side.cu_seqlens_q)
+                changes["dsinks"] = sink_gradient(layout, side.sinks, inputs)
             else:
                 changes["dsinks"] = found.dsinks.sum(0)
         elif found.dsinks is not None:
@@ -164,7 +153,9 @@ class Attend(Function):
             if is_grad_enabled() and not pair.is_traced:
                 found = only_once(_gradients, *ctx.call, results[0], dlse, *saved)
             elif numbers is None:
-                found = pair.backward(*saved, results[0], dlse, scale)
+                found = pair.backward(
+                    BackwardInputs._make((*saved, results[0], dlse, scale, NO_EXTRA_INPUTS))
+                )
             else:
                 found = _gradients(*ctx.call, results[0], dlse, *saved)
         except RuntimeError:
@@ -252,34 +243,24 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients, as a function of tensors and numbers alone."""
     if numbers is None:
-        return pair.backward(*saved, dout, dlse, scale)
+        return pair.backward(BackwardInputs._make((*saved, dout, dlse, scale, NO_EXTRA_INPUTS)))
     side = ExtraInputs(*saved[5:], *numbers)
-    return pair.backward(*saved[:5], dout, dlse, scale, side)
+    return pair.backward(BackwardInputs._make((*saved[:5], dout, dlse, scale, side)))
 
 
-def sink_gradient(
-    layout: Layout,
-    sinks: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    starts: Tensor | None = None,
-) -> Tensor:
+def sink_gradient(layout: Layout, sinks: Tensor, inputs: BackwardInputs) -> Tensor:
     """Returns the gradient of the sinks, float32 [heads]. A sink reduces all weights and has no value.
 
     Args:
-        layout: The order of the dimensions of out and dout.
+        layout: The order of the dimensions of the output.
         sinks: Float32 [heads].
-        out: The output.
-        lse: The log-sum-exp, float32 [batch, heads, seqlen_q].
-        dout: The gradient of the output.
-        dlse: The gradient of the log-sum-exp. None means zeros.
-        starts: Offsets of the packed sequences' queries and the end of the last one: int32 [batch + 1].
+        inputs: The inputs of the backward pass. Its log-sum-exp is float32.
     """
-    delta = (layout.heads_first(dout).float() * layout.heads_first(out).float()).sum(-1).reshape(lse.shape)
-    if dlse is not None:
-        delta = delta - dlse
+    lse, starts = inputs.lse, inputs.side.cu_seqlens_q
+    dout, out = layout.heads_first(inputs.dout).float(), layout.heads_first(inputs.out).float()
+    delta = (dout * out).sum(-1).reshape(lse.shape)
+    if inputs.dlse is not None:
+        delta = delta - inputs.dlse
     # In a row without visible keys, sink and log-sum-exp may both be -inf: the gradient is 0.
     taken = torch.exp(sinks.view(-1, 1) - lse).masked_fill(lse == -torch.inf, 0.0) * delta
     if starts is not None:

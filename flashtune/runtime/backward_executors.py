@@ -7,7 +7,7 @@ pass.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -16,16 +16,14 @@ from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT, Kernel, Specialization
 from flashtune.core.problem import Dtype
-from flashtune.dispatch.decision import copied
+from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.lookup import default_selection
-from flashtune.dispatch.pair_decision import backward_tensors, specialization_of_pass
 from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.launcher import current_device
-from flashtune.launch.tensors import BackwardTensors
 from flashtune.launch.workspaces import allocator
-from flashtune.request.side_inputs import side_views
 from flashtune.runtime.executors import copies_of
+from flashtune.runtime.gradients import BackwardInputs, Gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,45 +37,6 @@ if TYPE_CHECKING:
 
 # Maximum number of cached launches. A program may pass gradients with ever new strides.
 MAX_LAUNCHES = 64
-
-
-class Gradients(NamedTuple):
-    """Gradients of all inputs that may have one. Portable kernels do not write that of the sinks.
-
-    Attributes:
-        dq: Gradient of q, in the call's layout and q's type.
-        dk: Gradient of k, likewise.
-        dv: Gradient of v, likewise.
-        dsinks: Gradient of the sinks, float32 [heads], or None. Kernels write [batch, heads].
-        dbias: Gradient of an additive bias in its type, [batch, heads, seqlen_q, seqlen_kv], or None.
-        dslopes: Gradient of the ALiBi slopes, float32 [batch, heads], or None.
-    """
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsinks: Tensor | None = None
-    dbias: Tensor | None = None
-    dslopes: Tensor | None = None
-
-
-class BackwardExecutor(Protocol):
-    """Backward executor of one kind of call. Tensors are in its layout, and the scale is not negative."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-        side: ExtraInputs = ...,
-    ) -> Gradients:
-        """Returns the gradients for those of the output and, if the call returns it, of the log-sum-exp."""
-        ...
 
 
 class Bound(NamedTuple):
@@ -106,23 +65,13 @@ class BoundBackward:
         # the output's gradient must be copied first.
         self._launches: dict[tuple[object, ...], Bound | None] = {}
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-        side: ExtraInputs = NO_EXTRA_INPUTS,
-    ) -> Gradients:
-        """Returns the gradients as `BackwardExecutor`.
+    def __call__(self, inputs: BackwardInputs) -> Gradients:
+        """Returns the gradients.
 
         Raises:
             KernelError: Copies of the tensors have strides that the kernel cannot address.
         """
+        q, k, v, out, lse, dout, dlse, scale, side = inputs
         if dout.data_ptr() % POINTER_ALIGNMENT:
             dout = dout.clone()
         if dlse is not None:
@@ -134,10 +83,10 @@ class BoundBackward:
             if key not in self._launches:
                 if len(self._launches) >= MAX_LAUNCHES:
                     self._launches.clear()
-                self._launches[key] = self._bind(q, k, v, out, dout, side)
+                self._launches[key] = self._bind(BoundRequest(self._request, q, k, v, side), out, dout)
             else:
                 q, k, v, out, dout = self._addressable(q, k, v, out, dout)
-            return self(q, k, v, out, lse, dout, dlse, scale, side)
+            return self(BackwardInputs(q, k, v, out, lse, dout, dlse, scale, side))
         scale = self._default_scale if scale is None else scale
         gradients = _allocated(self._request, q, k, v, self._writes)
         if bound.copies is not None:
@@ -146,52 +95,39 @@ class BoundBackward:
         bound.launch(tensors, scale, side)
         return gradients
 
-    def plainly(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-    ) -> tuple[Tensor | None, ...]:
+    def plainly(self, inputs: BackwardInputs) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k and v with less overhead, without side inputs and `dlse`."""
+        q, k, v, out, lse, dout, _, scale, _ = inputs
         bound = self._launches.get((q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()))
         elsewhere = self._index is not None and current_device() != self._index
         unaligned = dout.data_ptr() % POINTER_ALIGNMENT or not lse.is_contiguous()
         if bound is None or elsewhere or unaligned or bound.copies is not None:
-            return self(q, k, v, out, lse, dout, dlse, scale)
+            return self(inputs)
         launch, new_dq, new_dk, new_dv, _ = bound
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         tensors = q, k, v, out, lse, dout, dq, dk, dv, None, None, None
         launch(tensors, self._default_scale if scale is None else scale)
         return dq, dk, dv
 
-    def bind_usual(self, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs) -> None:
+    def bind_usual(self, bound: BoundRequest) -> None:
         """Binds the kernel to a gradient with the strides of the output.
 
         Raises:
             KernelError: The kernel does not load.
         """
         out = torch.empty(self._request.out_shape, dtype=self._request.out_dtype, device="meta")
-        self._launches[_strides(q, k, v, out, out, side)] = self._bind(q, k, v, out, out, side)
+        self._launches[_strides(*bound.tensors, out, out, bound.side)] = self._bind(bound, out, out)
 
-    def _bind(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, side: ExtraInputs
-    ) -> Bound | None:
-        tensors = backward_tensors(self._request, q, k, v, out, out, dout, q.device)
+    def _bind(self, bound: BoundRequest, out: Tensor, dout: Tensor) -> Bound | None:
+        tensors = bound.backward_tensors(out, out, dout, bound.tensors[0].device)
         kernel, target, binary = self._choice
-        needed = specialization_of_pass(self._request, tensors, side)
-        if all(map(_has_rows, (q, k, v, out, dout))) and _covers(kernel.specialization, needed):
-            extra = _extra_views(self._request, side, tensors)
-            launch = bind(kernel, target, tensors, extra, compiled=binary)
+        has_rows = all(map(_has_rows, (*bound.tensors, out, dout)))
+        if has_rows and _covers(kernel.specialization, bound.properties_of(tensors)):
+            launch = bind(kernel, target, tensors, bound.extra, compiled=binary)
             new_dq, new_dk, new_dv = (
-                allocator(torch.empty_like(one, device="meta"), one.device) for one in (q, k, v)
+                allocator(torch.empty_like(one, device="meta"), one.device) for one in bound.tensors
             )
-            copies = copied(self._request, q, k, v)
-            return Bound(launch, new_dq, new_dk, new_dv, copies if any(copies) else None)
+            return Bound(launch, new_dq, new_dk, new_dv, bound.copied if any(bound.copied) else None)
         return None
 
     def _addressable(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
@@ -263,26 +199,9 @@ def _has_rows(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
-def _extra_views(request: Request, side: ExtraInputs, tensors: BackwardTensors) -> ExtraInputs:
-    if side is NO_EXTRA_INPUTS:
-        return side
-    return side_views(request.problem, side, tensors.k.shape[0])
-
-
-def interpreted_backward(
-    decision: Decision,
-    request: Request,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    scale: float | None,
-    side: ExtraInputs = NO_EXTRA_INPUTS,
-) -> Gradients:
+def interpreted_backward(decision: Decision, request: Request, inputs: BackwardInputs) -> Gradients:
     """Runs kernels under Triton's interpreter in float32, as `flashtune.runtime.executors.interpreted`."""
+    q, k, v, out, lse, dout, dlse, scale, side = inputs
     assert decision.target is not None
     wide = (tensor.float() for tensor in (q, k, v, out))
     q_wide, k_wide, v_wide, out_wide = map(with_rows, wide)
@@ -290,8 +209,9 @@ def interpreted_backward(
     dout_wide = dout.float().contiguous()
     if side.bias is not None and side.bias.dtype is not torch.bool:
         side = side._replace(bias=side.bias.float())
-    given = backward_tensors(request, q_wide, k_wide, v_wide, out_wide, lse, dout_wide)
-    needed = specialization_of_pass(request, given, side)
+    bound = BoundRequest(request, q_wide, k_wide, v_wide, side)
+    given = bound.backward_tensors(out_wide, lse, dout_wide)
+    needed = bound.properties_of(given)
     problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
     kernel = kernel_of(default_selection(problem, decision.target, needed).record, needed)
     made = _allocated(request, q_wide, k_wide, v_wide, _written(kernel))
@@ -305,8 +225,7 @@ def interpreted_backward(
         dslopes=made.dslopes,
         dsinks=made.dsinks,
     )
-    extra = _extra_views(request, side, tensors)
-    launch = bind(kernel, decision.target, tensors, extra)
-    launch(tensors, request.default_scale if scale is None else scale, extra)
+    launch = bind(kernel, decision.target, tensors, bound.extra)
+    launch(tensors, request.default_scale if scale is None else scale, bound.extra)
     narrow = {"dq": made.dq.to(q.dtype), "dk": made.dk.to(k.dtype), "dv": made.dv.to(v.dtype)}
     return made._replace(**narrow, dbias=made.dbias if made.dbias is None else made.dbias.to(q.dtype))

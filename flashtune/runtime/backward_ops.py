@@ -20,20 +20,16 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
-from flashtune.dispatch.pair_decision import (
-    DIFFERENTIABLE_SIDE,
-    Assumptions,
-    backward_specialization,
-    decide_assumed,
-    side_gradients,
-)
-from flashtune.dispatch.sdpa import copies_ms, default_backend
+from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch.decision import DIFFERENTIABLE_SIDE, choose
+from flashtune.dispatch.sdpa import default_backend
 from flashtune.recording.recorder import counted
 from flashtune.request.call import Call
 from flashtune.request.request import Request, Result
 from flashtune.runtime.autograd import Pair, differentiable, only_once, with_side
-from flashtune.runtime.backward_executors import Gradients, with_rows
+from flashtune.runtime.backward_executors import with_rows
 from flashtune.runtime.call_cache import call_key, remembered, unsigned
+from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
 from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
 from flashtune.runtime.torch_modes import transforms
@@ -60,7 +56,7 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
     Raises:
         ProblemError: No backend supports the call.
     """
-    _, decision = decide_assumed(_hinted(request), _assumed(request, call))
+    _, decision = choose(TracedRequest(_hinted(request), call.q, call.k, call.v, call.side))
     if not decision.generated:
         return baseline_of_pair(decision, request)(call.q, call.k, call.v, call.scale, call.side)
     options = call.options._replace(return_lse=request.return_lse, deterministic=request.deterministic)
@@ -75,23 +71,26 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
         return differentiable(pair)(call.q, call.k, call.v, call.scale, call.side)
 
 
-def _assumed(request: Request, call: Call) -> Assumptions:
-    """Returns the best properties for tensors, which may have no memory yet."""
+class TracedRequest(BoundRequest):
+    """A request with tensors that may have no memory yet. Kernels may assume the most of them."""
 
-    def usual() -> str | None:
-        symbolic = any(isinstance(size, torch.SymInt) for tensor in (call.q, call.k) for size in tensor.shape)
+    forward_properties = Specialization(lse=True)
+    copied = (False, False, False)
+
+    @property
+    def backward_properties(self) -> Specialization:
+        """The best properties."""
+        return Specialization(lse=self.request.return_lse)
+
+    @property
+    def sdpa_backend(self) -> str | None:
+        """The backend that SDPA selects, or None if a compiler does not know it yet."""
+        sizes = (size for tensor in self.tensors[:2] for size in tensor.shape)
+        is_symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
         # Whether SDPA computes a mask correctly is tried in eager calls alone.
-        if request.problem.features or symbolic or transforms() is not None:
+        if self.request.problem.features or is_symbolic or transforms() is not None:
             return None
-        return default_backend(*request.views(call.q, call.k, call.v), request.problem)
-
-    return Assumptions(
-        Specialization(lse=True),
-        Specialization(lse=request.return_lse),
-        side_gradients(call.side),
-        usual,
-        sdpa_copies_ms=lambda target: copies_ms(request.views(call.q, call.k, call.v), target),
-    )
+        return default_backend(*self.views, self.request.problem)
 
 
 def _hinted(request: Request) -> Request:
@@ -135,18 +134,8 @@ def _forward_below(
     return out, lse
 
 
-def _backward_operator(
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    scale: float | None,
-    side: ExtraInputs = NO_EXTRA_INPUTS,
-) -> Gradients:
+def _backward_operator(call: Call, inputs: BackwardInputs) -> Gradients:
+    q, k, v, out, lse, dout, dlse, scale, side = inputs
     call = call._replace(q=q, k=k, v=v, scale=scale, side=side)
     gradients = torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call))
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
@@ -160,18 +149,18 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
     call = call._replace(q=with_rows(call.q), k=with_rows(call.k), v=with_rows(call.v))
     out, lse = with_rows(out), lse.contiguous()
 
-    def make(request: Request) -> Callable[..., Gradients]:
+    def make(bound: BoundRequest) -> BackwardExecutor:
         # The tensors of an operator do not show whether the bias requires grad.
-        request = msgspec.structs.replace(request, constant_bias=False)
-        served = prepare_alone(request, call.q, call.k, call.v, call.side)
+        request = msgspec.structs.replace(bound.request, constant_bias=False)
+        bound = BoundRequest(request, *bound.tensors, bound.side)
+        served = prepare_alone(bound)
         if not (request.is_empty or request.is_double):
-            needed = backward_specialization(request, call.q, call.k, call.v, call.side)
-            served = counted(served, request.backward, needed)
+            served = counted(served, request.backward, bound.backward_properties)
         return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
 
     executor = remembered((NAME, call.options.deterministic, *call_key(call)), call, make, needs_grad=True)
     served = unsigned(call)
-    gradients: Gradients = executor(*served[:3], out, lse, dout, dlse, served.scale, served.side)
+    gradients = executor(BackwardInputs(*served[:3], out, lse, dout, dlse, served.scale, served.side))
     if served.q is not call.q:
         gradients = gradients._replace(dq=-gradients.dq)
     return tuple(lse.new_empty(0) if one is None else one for one in gradients)

@@ -18,14 +18,13 @@ from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.canonical import rounded_up
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS
-from flashtune.dispatch.decision import required_specialization, without_values
-from flashtune.dispatch.pair_decision import backward_specialization, side_gradients
+from flashtune.dispatch.bound_request import BoundRequest, side_gradients
+from flashtune.dispatch.decision import without_values
 from flashtune.recording.callers import note_caller
 from flashtune.recording.recorder import counted, on_change, recording
 from flashtune.request.autocast import any_autocast, autocast_dtype
 from flashtune.request.call import requires_grad
 from flashtune.request.quantization import with_positive_scale
-from flashtune.request.read_call import read_call
 from flashtune.request.tensor_checks import allows_tf32
 from flashtune.runtime.executors import write_output
 from flashtune.runtime.kernel_fallback import forget_choices
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.request.call import Call
-    from flashtune.request.request import Executor, Request, Result
+    from flashtune.request.request import Executor, Result
 
 # The cache is cleared at this size. Kernels stay loaded.
 MEMO_LIMIT = 4096
@@ -230,17 +229,14 @@ def executor_of(key: tuple[object, ...], call: Call) -> Executor:
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
 
-    def make(request: Request) -> Executor:
-        given = call.q, call.k, call.v, call.side
-        executor = (prepare_pair if request.needs_grad else prepare)(request, *given)
-        executor = with_checks(executor, request)
+    def make(bound: BoundRequest) -> Executor:
+        request = bound.request
+        executor = with_checks((prepare_pair if request.needs_grad else prepare)(bound), request)
         if not recording() or request.is_double or without_values(request) is not None:
             return executor
-        if request.needs_grad:
-            # Such a call also has a backward pass.
-            executor = counted(executor, request.backward, backward_specialization(request, *given))
-            request = request.forward
-        return counted(executor, request.problem, required_specialization(request, *given))
+        for one in bound.passes:
+            executor = counted(executor, one.problem, one.specialization)
+        return executor
 
     return remembered(key, call, make)
 
@@ -248,10 +244,10 @@ def executor_of(key: tuple[object, ...], call: Call) -> Executor:
 def remembered(
     key: tuple[object, ...],
     call: Call,
-    make: Callable[[Request], AnyExecutor],
+    make: Callable[[BoundRequest], AnyExecutor],
     needs_grad: bool | None = None,
 ) -> AnyExecutor:
-    """Returns the cached entry of a key, or a new one: `make` of the call's request.
+    """Returns the cached entry of a key, or a new one: `make` of the call's bound request.
 
     Raises:
         KernelError: A CUDA graph is being captured. Errors of `read_call` and `make` are passed on.
@@ -262,7 +258,7 @@ def remembered(
     with _preparing:
         executor = _executors.get(key)
         if executor is None:
-            request = read_call(call, needs_grad)
+            bound = BoundRequest.of(call, needs_grad)
             try:
                 _refuse_capture(call.q)
             except KernelError:
@@ -270,8 +266,8 @@ def remembered(
                 if executor is None:
                     raise
                 return executor
-            executor = make(request)
-            note_caller(request.problem)
+            executor = make(bound)
+            note_caller(bound.request.problem)
             if len(_executors) >= MEMO_LIMIT:
                 _executors.clear()
             _executors[key] = executor

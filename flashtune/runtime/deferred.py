@@ -21,36 +21,25 @@ from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.canonical import rounded_extents
 from flashtune.core.errors import FlashtuneError, KernelError, ProblemError, VerificationError
 from flashtune.core.notices import warn_once
-from flashtune.core.target import device_target, find_target
+from flashtune.core.target import device_target
+from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import (
     BEST_TENSORS,
     INTERPRETED_TARGET,
-    Backend,
     Decision,
-    check_device,
-    required_specialization,
-    selection_source,
+    check_supported,
+    choose_over,
 )
-from flashtune.dispatch.faster_peers import beats, is_untrusted
-from flashtune.dispatch.lookup import default_selection, select
-from flashtune.dispatch.masked_sdpa import sharing_of
 from flashtune.dispatch.nearest import same_computation
-from flashtune.dispatch.pair_decision import (
-    DIFFERENTIABLE_SIDE,
-    backward_specialization,
-    check_differentiable,
-    side_gradients,
-)
 from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.recording.callers import forget_callers, note_caller
 from flashtune.recording.recorder import counted, on_change, recording
-from flashtune.request.read_call import read_call
 from flashtune.runtime.background import Worker, beside_captures
 from flashtune.runtime.call_cache import call_key, is_negated
-from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, warn_of_failure
+from flashtune.runtime.kernel_fallback import LoadedKernel, Pass, prepared, warn_of_failure
 from flashtune.runtime.prepare import clearer_of, forward_pass
 from flashtune.runtime.prepare_training import backward_pass, paired
 from flashtune.runtime.value_checks import is_capturing, with_checks
@@ -61,12 +50,11 @@ if TYPE_CHECKING:
     from flashtune.core.kernel import Specialization
     from flashtune.core.mask_sharing import MaskSharing
     from flashtune.core.problem import Problem
-    from flashtune.core.record import Selection
     from flashtune.core.target import Target
     from flashtune.dispatch.tables import Tables
     from flashtune.request.call import Call
     from flashtune.request.request import Executor, Request
-    from flashtune.runtime.backward_executors import BackwardExecutor
+    from flashtune.runtime.gradients import BackwardExecutor
 
 # The cache is cleared at this size. Kernels stay loaded.
 MEMO_LIMIT = 4096
@@ -97,19 +85,26 @@ class BucketKey(NamedTuple):
 
     Attributes:
         request: The request with rounded extents.
-        forward: Properties that the forward kernel may assume.
-        backward: Properties that the backward kernel may assume. None if the call needs no gradients.
+        properties: Properties that the kernel of each pass may assume.
         gradients: Names of the side inputs that require grad.
         sharing: How the call's mask is shared.
         usual: Name of the replaced operator in records, or None if it has no measurements.
     """
 
     request: Request
-    forward: Specialization
-    backward: Specialization | None
+    properties: tuple[Specialization, ...]
     gradients: tuple[str, ...]
     sharing: MaskSharing | None
     usual: str | None
+
+    @property
+    def passes(self) -> tuple[KernelKey, ...]:
+        """The passes of the request."""
+        problems = self.request.problem, self.request.backward
+        return tuple(
+            KernelKey(problem, needed, self.request.prefer, self.request.device)
+            for problem, needed in zip(problems, self.properties, strict=False)
+        )
 
 
 class Known(NamedTuple):
@@ -267,7 +262,8 @@ def passes_of(kind: Kind, call: Call) -> Passes | None:
         kind.is_refused = True
     elif not kind.is_refused and not is_capturing(call.q):
         try:
-            kind.passes = _bound(request, call, kind.properties, bucket.choices)
+            bound = BoundRequest(request, call.q, call.k, call.v, call.side)
+            kind.passes = _bound(bound, kind.properties, bucket.choices)
         except (FlashtuneError, RuntimeError) as failure:
             _warn(failure)
         kind.is_refused = kind.passes is None
@@ -323,9 +319,9 @@ def _added(key: tuple[object, ...], call: Call, usual: str | None, needs_grad: b
     with _adding:
         kind: Kind | None = REFUSED
         try:
-            request = read_call(call, needs_grad)
-            if not (request.is_empty or request.is_double):
-                kind = _kind(request, call, usual)
+            bound = BoundRequest.of(call, needs_grad)
+            if not (bound.request.is_empty or bound.request.is_double):
+                kind = _kind(bound, usual)
         except ProblemError:
             pass  # the replaced operator serves, or reports the error
         except (FlashtuneError, RuntimeError) as failure:
@@ -337,17 +333,11 @@ def _added(key: tuple[object, ...], call: Call, usual: str | None, needs_grad: b
     return kind
 
 
-def _kind(request: Request, call: Call, usual: str | None) -> Kind | None:
-    q, k, v, side = call.q, call.k, call.v, call.side
-    backward = None
-    if request.needs_grad:
-        check_differentiable(request)
-        backward = backward_specialization(request, q, k, v, side)
-    else:
-        check_device(request)
-    forward = required_specialization(request.forward if request.needs_grad else request, q, k, v, side)
-    sharing = None if side.bias is None else sharing_of(request.problem, side.bias)
-    key = BucketKey(request, forward, backward, side_gradients(side), sharing, usual)
+def _kind(bound: BoundRequest, usual: str | None) -> Kind | None:
+    request = bound.request
+    check_supported(request)
+    properties = tuple(one.specialization for one in bound.passes)
+    key = BucketKey(request, properties, bound.gradients, bound.sharing, usual)
     known = _tables.get(request.device)
     if known is None and not interpreting():
         if request.device in _tables:
@@ -366,8 +356,7 @@ def _kind(request: Request, call: Call, usual: str | None) -> Kind | None:
         if not _worker.put(functools.partial(_settle, key, bucket, known), QUEUE_LIMIT):
             return None
         _keep(key, bucket)
-    properties = (forward,) if backward is None else (forward, backward)
-    return Kind(request, bucket, properties, _counter(request, forward, backward))
+    return Kind(request, bucket, properties, _counter(bound))
 
 
 def _keep(key: BucketKey, bucket: Bucket) -> None:
@@ -438,50 +427,34 @@ def _chosen(key: BucketKey, known: Known | None) -> tuple[Choice, ...] | None:
         VerificationError: The kernels are wrong on this GPU.
     """
     request = key.request
-    if any(name not in DIFFERENTIABLE_SIDE for name in key.gradients):
-        return None
-    passes = [(request.problem, key.forward)]
-    if key.backward is not None:
-        passes.append((request.backward, key.backward))
-    if known is None:
-        target = find_target(INTERPRETED_TARGET)
-        found = [default_selection(problem, target, needed) for problem, needed in passes]
-        return tuple(Decision(Backend.INTERPRETER, "", target, one) for one in found)
-    target = known.target
-    found = [select(problem, target, known.records, needed, generated=True) for problem, needed in passes]
-    if key.usual is not None and not beats(found, key.usual, key.sharing):
-        return None
-    if any(is_untrusted(selection, request.problem) for selection in found):
-        return None
+    given = None if known is None else (known.target, known.records)
+    decisions = choose_over(key.usual, key.passes, key.gradients, key.sharing, given)
+    if decisions is None or known is None:
+        return decisions
     if request.problem.total_q:
         # Calls that bind another clearer need no compilation then.
-        clearer_of(request, request.problem.batch, target)
-    return tuple(
-        _loaded(selection, target, KernelKey(problem, needed, request.prefer, request.device))
-        for selection, (problem, needed) in zip(found, passes, strict=True)
-    )
+        clearer_of(request, request.problem.batch, known.target)
+    return tuple(_loaded(*one) for one in zip(decisions, key.passes, strict=True))
 
 
-def _loaded(selection: Selection, target: Target, key: KernelKey) -> Choice:
-    _compiler.prepare(selection.record, key.specialization, target)
-    decision = Decision(Backend.GENERATED, selection_source(selection), target, selection)
+def _loaded(decision: Decision, key: KernelKey) -> Choice:
+    assert decision.selection is not None
+    assert decision.target is not None
+    _compiler.prepare(decision.selection.record, key.specialization, decision.target)
     one: Pass[Choice] = Pass(lambda: key, lambda choice: choice, lambda decision: decision)
     return prepared(decision, one)
 
 
 def _bound(
-    request: Request, call: Call, properties: tuple[Specialization, ...], choices: tuple[Choice, ...]
+    bound: BoundRequest, properties: tuple[Specialization, ...], choices: tuple[Choice, ...]
 ) -> Passes | None:
     """Returns the executors of loaded kernels for a call's strides, or None if one cannot compute it."""
-    given = call.q, call.k, call.v, call.side
-    if not request.needs_grad:
-        first = _executor(forward_pass(request, *given), request.problem, properties[0], choices[0])
+    request = bound.request
+    first = _executor(forward_pass(bound), request.problem, properties[0], choices[0])
+    if first is None or not request.needs_grad:
         return None if first is None else Passes(first, None, with_checks(first, request))
-    first = _executor(forward_pass(request.forward, *given), request.problem, properties[0], choices[0])
-    last = _executor(backward_pass(request, *given), request.backward, properties[1], choices[1])
-    if first is None or last is None:
-        return None
-    return Passes(first, last, with_checks(paired(first, last, request, call.side), request))
+    last = _executor(backward_pass(bound), request.backward, properties[1], choices[1])
+    return None if last is None else Passes(first, last, with_checks(paired(first, last, bound), request))
 
 
 def _executor(
@@ -495,14 +468,14 @@ def _executor(
     return one.bind(choice)
 
 
-def _counter(
-    request: Request, forward: Specialization, backward: Specialization | None
-) -> Callable[[], None] | None:
+def _counter(bound: BoundRequest) -> Callable[[], None] | None:
     """Returns a function that counts a call for all recordings, or None without one."""
     if not recording():
         return None
-    count = counted(_nothing, request.problem, forward)
-    return count if backward is None else counted(count, request.backward, backward)
+    count = _nothing
+    for one in bound.passes:
+        count = counted(count, one.problem, one.specialization)
+    return count
 
 
 def _nothing() -> None:

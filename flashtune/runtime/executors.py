@@ -19,7 +19,8 @@ from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT
 from flashtune.core.layouts import Layout
 from flashtune.core.problem import Dtype
-from flashtune.dispatch.decision import Backend, Decision, required_specialization
+from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.masked_sdpa import masked_attention
 from flashtune.dispatch.sdpa import default_backend, sdpa_attention
@@ -178,7 +179,7 @@ def interpreted(
     out = wide[0].new_empty(request.out_shape)
     lse = out.new_empty(request.lse_shape) if request.return_lse else None
     problem = msgspec.structs.replace(request.problem, dtype=Dtype.FP32)
-    needed = required_specialization(request, *wide, side)
+    needed = BoundRequest(request, *wide, side).forward_properties
     record = default_selection(problem, decision.target, needed).record
     out_view = request.layout.heads_first(out)
     tensors = ForwardTensors(*request.views(*wide), out_view, lse)

@@ -17,12 +17,11 @@ from flashtune.request.request import Prefer
 from flashtune.runtime.self_check import passes_self_check, preloading
 
 if TYPE_CHECKING:
-    import torch
-
-    from flashtune.core.kernel import Kernel, Specialization
+    from flashtune.core.kernel import Kernel
     from flashtune.core.problem import Problem
     from flashtune.core.record import Selection
     from flashtune.core.target import Target
+    from flashtune.dispatch.bound_request import KernelKey
     from flashtune.dispatch.decision import Decision
     from flashtune.launch.binding import Binary
     from flashtune.request.request import Request
@@ -41,15 +40,6 @@ class LoadedKernel(NamedTuple):
     kernel: Kernel
     target: Target
     binary: Binary
-
-
-class KernelKey(NamedTuple):
-    """Cache key of a loaded kernel."""
-
-    problem: Problem
-    specialization: Specialization
-    prefer: Prefer
-    device: torch.device
 
 
 def known_choice(key: KernelKey) -> LoadedKernel | None:

@@ -14,29 +14,22 @@ import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import score_tensors
 from flashtune.core.layouts import Layout
 from flashtune.core.notices import warn_once
-from flashtune.dispatch.decision import Backend, Decision, baseline, copied
-from flashtune.dispatch.pair_decision import backward_specialization, decide_pair, side_gradients
+from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch.decision import Backend, Decision, baseline, choose
 from flashtune.request.request import Executor, Prefer, Request, Result
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.autograd import Pair, ServeAll, differentiable, with_side
-from flashtune.runtime.backward_executors import (
-    BackwardExecutor,
-    BoundBackward,
-    Gradients,
-    interpreted_backward,
-)
+from flashtune.runtime.backward_executors import BoundBackward, interpreted_backward
 from flashtune.runtime.executors import baseline_executor, copies_of, in_words, nothing, with_copies
-from flashtune.runtime.kernel_fallback import KernelKey, LoadedKernel, Pass, prepared, prepared_or
+from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
+from flashtune.runtime.kernel_fallback import LoadedKernel, Pass, prepared, prepared_or
 from flashtune.runtime.prepare import forward_pass, masked_sdpa_executor
 
 
-def prepare_pair(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
-) -> Executor:
+def prepare_pair(bound: BoundRequest) -> Executor:
     """Returns the executor of a request with gradients.
 
     Raises:
@@ -44,48 +37,43 @@ def prepare_pair(
         KernelError: `prefer` is "generated" and no kernel compiles or loads.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    flags = copied(request, q, k, v)
+    request, flags = bound.request, bound.copied
     if any(flags):
         # Autograd saves the copies. Most programs do not save the tensors that q, k and v are slices of.
-        return with_copies(prepare_pair(request, *copies_of((q, k, v), flags), side), flags)
-    forward, backward = forward_pass(request.forward, q, k, v, side), backward_pass(request, q, k, v, side)
+        copies = BoundRequest(request, *copies_of(bound.tensors, flags), bound.side)
+        return with_copies(prepare_pair(copies), flags)
+    forward, backward = forward_pass(bound), backward_pass(bound)
     if request.problem.features and not request.is_empty:
         first, last = forward.known(), backward.known()
         if first is not None and last is not None:
-            return paired(first, last, request, side)
-    decisions = decide_pair(request, q, k, v, side)
+            return paired(first, last, bound)
+    decisions = choose(bound)
     if decisions[1].backend is Backend.SDPA and request.problem.features:
-        with torch.no_grad():
-            executor = masked_sdpa_executor(request, q, k, v, side)
+        executor = masked_sdpa_executor(bound)
         if executor is not None:
             return executor
-        decisions = (
-            msgspec.structs.replace(decisions[0], backend=Backend.GENERATED),
-            msgspec.structs.replace(decisions[1], backend=Backend.GENERATED),
-        )
+        decisions = tuple(msgspec.structs.replace(one, backend=Backend.GENERATED) for one in decisions)
     if not decisions[1].generated:
         return baseline_of_pair(decisions[1], request)
 
     def make() -> Executor:
-        first, last = prepared(decisions[0], forward), prepared(decisions[1], backward)
-        return paired(first, last, request, side)
+        return paired(prepared(decisions[0], forward), prepared(decisions[1], backward), bound)
 
     instead = baseline(request)
     name = f"{in_words(instead)} (in both passes)"
     return prepared_or(make, request, request.backward, name, lambda: baseline_executor(instead, request))
 
 
-def paired(forward: Executor, backward: BackwardExecutor, request: Request, side: ExtraInputs) -> Executor:
+def paired(forward: Executor, backward: BackwardExecutor, bound: BoundRequest) -> Executor:
     """Returns the differentiable executor of two passes."""
-    served: ServeAll = with_side(backward, request.layout, side_gradients(side))
+    request = bound.request
+    served: ServeAll = with_side(backward, request.layout, bound.gradients)
     if isinstance(backward, BoundBackward) and not request.problem.features and not request.return_lse:
         served = backward.plainly
     return differentiable(Pair(forward, served, request.return_lse))
 
 
-def prepare_alone(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
-) -> BackwardExecutor:
+def prepare_alone(bound: BoundRequest) -> BackwardExecutor:
     """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve.
 
     Raises:
@@ -93,11 +81,12 @@ def prepare_alone(
         KernelError: `prefer` is "generated" and no kernel compiles or loads.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    one = backward_pass(request, q, k, v, side)
+    request, one = bound.request, backward_pass(bound)
     known = None if request.is_empty else one.known()
     if known is not None:
         return known
-    _, decision = decide_pair(msgspec.structs.replace(request, prefer=Prefer.GENERATED), q, k, v, side)
+    generated = msgspec.structs.replace(request, prefer=Prefer.GENERATED)
+    _, decision = choose(BoundRequest(generated, *bound.tensors, bound.side))
     if not decision.generated:
         return recomputed(request)
     return prepared_or(
@@ -117,29 +106,20 @@ def recomputed(request: Request) -> BackwardExecutor:
     standard = baseline_executor(Backend.UNFUSED, request.forward)
     names = score_tensors(request.problem)
 
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        scale: float | None,
-        side: ExtraInputs = NO_EXTRA_INPUTS,
-    ) -> Gradients:
+    def run(inputs: BackwardInputs) -> Gradients:
+        q, k, v, scale, side = *inputs[:3], inputs.scale, inputs.side
         if request.is_empty:
             return Gradients(*map(torch.zeros_like, (q, k, v)))
         views = side_views(request.problem, side, request.views(q, k, v)[1].shape[0])
         with _autograd_inside_operator():
-            inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
             given = {name: getattr(views, name).detach() for name in names}
             # A boolean mask has no gradient.
             floats = {name: tensor for name, tensor in given.items() if tensor.is_floating_point()}
             extra = {name: tensor.clone().requires_grad_() for name, tensor in floats.items()}
-            result = standard(*inputs, scale, side._replace(**extra))
-            wanted = _of_given_softmax(request, result, out, lse, dout, dlse)
-            found = torch.autograd.grad(result, (*inputs, *extra.values()), wanted)
+            result = standard(*leaves, scale, side._replace(**extra))
+            wanted = _of_given_softmax(request, result, inputs)
+            found = torch.autograd.grad(result, (*leaves, *extra.values()), wanted)
         # Return the strides that the fake implementation declares to compilers.
         gradients = Gradients(*map(_with_layout_of, (q, k, v), found))
         return gradients._replace(**{f"d{name}": one for name, one in zip(extra, found[3:], strict=True)})
@@ -147,13 +127,12 @@ def recomputed(request: Request) -> BackwardExecutor:
     return run
 
 
-def _of_given_softmax(
-    request: Request, result: Result, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _of_given_softmax(request: Request, result: Result, inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """Returns the gradients of a call's own output and log-sum-exp, from those of a softmax over more keys.
 
     The weights of that softmax are a share of the own ones in each row.
     """
+    out, lse, dout, dlse = inputs.out, inputs.lse, inputs.dout, inputs.dlse
     own_out, own_lse = (tensor.detach() for tensor in result)
     share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0.0)
     by_row = share if request.layout in (Layout.BHSD, Layout.BHD) else share.transpose(-1, -2)
@@ -186,18 +165,17 @@ def baseline_of_pair(decision: Decision, request: Request) -> Executor:
     return baseline_executor(decision.backend, request)
 
 
-def backward_pass(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
-) -> Pass[BackwardExecutor]:
+def backward_pass(bound: BoundRequest) -> Pass[BackwardExecutor]:
     """Returns the backward pass of a request, whose kernels take a gradient with the output's strides."""
+    request = bound.request
 
-    def key() -> KernelKey:
-        needed = backward_specialization(request, q, k, v, side)
-        return KernelKey(request.backward, needed, request.prefer, request.device)
-
-    def bound(choice: LoadedKernel) -> BackwardExecutor:
+    def bound_kernel(choice: LoadedKernel) -> BackwardExecutor:
         executor = BoundBackward(choice, request)
-        executor.bind_usual(q, k, v, side)
+        executor.bind_usual(bound)
         return executor
 
-    return Pass(key, bound, lambda decision: functools.partial(interpreted_backward, decision, request))
+    return Pass(
+        lambda: bound.passes[1],
+        bound_kernel,
+        lambda decision: functools.partial(interpreted_backward, decision, request),
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.kernel import Alignment
-from flashtune.dispatch import decision
+from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.request.call import CausalOption
 from tests.gpu.calls import TOLERANCE, close, generated, reference, request_of, tensors
 from tests.gpu.marks import SERVED
@@ -90,7 +90,7 @@ def test_alignments(spare: int, offset: int, alignment: Alignment) -> None:
         (q, padded(k, spare, offset), v),
         (q, k, padded(v, spare, offset)),
     ):
-        assert decision.required_specialization(request_of(*views), *views).alignment is alignment
+        assert BoundRequest(request_of(*views), *views).forward_properties.alignment is alignment
         close(generated(*views), expected)
 
 
@@ -111,7 +111,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     out = generated(q, k, v, False)
     for rows in (slice(0, 300), slice(length // 2, length // 2 + 300), slice(length - 300, length)):
         close(out[:, :, rows], reference(q[:, :, rows], k, v)[0])
-    assert decision.required_specialization(request_of(q, k, v), q, k, v).index_bits == 64
+    assert BoundRequest(request_of(q, k, v), q, k, v).forward_properties.index_bits == 64
 
 
 def test_strides_beyond_two_to_the_31_elements() -> None:

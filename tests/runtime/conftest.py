@@ -15,7 +15,8 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
 from flashtune.core.target import find_target
-from flashtune.dispatch import decision, masked_sdpa, pair_decision, sdpa
+from flashtune.dispatch import decision, masked_sdpa, sdpa
+from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch import launch, workspaces
@@ -132,13 +133,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     fake = Machine()
+    monkeypatch.setattr(BoundRequest, "target", TARGET)
+    monkeypatch.setattr(deferred, "device_target", lambda index: TARGET)
     for module in (decision, deferred):
-        monkeypatch.setattr(module, "device_target", lambda index: TARGET)
-    for module in (decision, pair_decision, deferred):
-        monkeypatch.setattr(module, "check_device", lambda request: None)
         monkeypatch.setattr(module, "tuned_records", lambda name: fake.tables)
-        # Tests use float32, and SDPA would serve without timed kernels.
-        monkeypatch.setattr(module, "is_untrusted", lambda *_: False)
+    monkeypatch.setattr(decision, "check_device", lambda request: None)
+    # Tests use float32, and SDPA would serve without timed kernels.
+    monkeypatch.setattr(decision, "is_untrusted", lambda *_: False)
     for module in (sdpa, masked_sdpa):
         monkeypatch.setattr(module, "chosen_backend", lambda *_: fake.usual)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

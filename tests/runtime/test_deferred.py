@@ -23,6 +23,7 @@ from flashtune.recording.recorder import read_counts, record_calls
 from flashtune.request.call import Call, dense_call, varlen_call
 from flashtune.runtime import background, deferred
 from flashtune.runtime.background import Worker
+from flashtune.runtime.gradients import BackwardInputs
 from flashtune.templates.registry import find_family
 from tests.runtime.conftest import TARGET
 from tests.support.machine import Machine, expected, inputs, tuned
@@ -375,7 +376,7 @@ def test_passes_serve_without_autograd(machine: Machine, problem: Problem, make_
     want, want_lse = unfused(*call[:3], scale=0.125, causal=Causal.BOTTOM_RIGHT, return_lse=True)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
-    found = passes.backward(*call[:3], out, lse, torch.ones_like(out), None, None)
+    found = passes.backward(BackwardInputs(*call[:3], out, lse, torch.ones_like(out), None, None))
     assert found.dq.shape == call.q.shape
 
 

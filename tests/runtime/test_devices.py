@@ -16,6 +16,7 @@ from flashtune.request.read_call import read_call
 from flashtune.request.request import Request
 from flashtune.runtime import backward_executors, executors
 from flashtune.runtime.backward_executors import Bound, BoundBackward
+from flashtune.runtime.gradients import BackwardInputs
 
 GPU = torch.device("cuda", 3)
 
@@ -71,5 +72,5 @@ def test_gradients_are_on_the_devices_of_their_inputs(
     backward = BoundBackward(choice, request_on_gpu)  # type: ignore[arg-type]
     bound = Bound(lambda *_: None, *(lambda: on_current_device,) * 3)
     backward._launches[(q.stride(),) * 5] = bound
-    found = backward.plainly(q, q, q, out, torch.zeros(1, 2, 16), out, None, None)
+    found = backward.plainly(BackwardInputs(q, q, q, out, torch.zeros(1, 2, 16), out, None, None))
     assert [gradient is on_current_device for gradient in found[:3]] == [current == 3] * 3

@@ -18,6 +18,8 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Feature
 from flashtune.dispatch import decision, lookup
+from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch.decision import Decision
 from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_alike
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import dense_call, varlen_call
@@ -43,7 +45,7 @@ class Bound:
 def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
     """Launches write ones."""
     found = Bound([])
-    real = decision.decide
+    real = decision.choose
 
     def bind(kernel: Kernel, target: object, tensors: object, side: object, **_: object) -> Any:
         if not machine.compiles:
@@ -56,12 +58,12 @@ def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
 
         return launch
 
-    def decide(*given: Any) -> Any:
+    def choose(bound: BoundRequest) -> tuple[Decision, ...]:
         found.choices += 1
-        return real(*given)
+        return real(bound)
 
     monkeypatch.setattr(prepare, "bind", bind)
-    monkeypatch.setattr(prepare, "decide", decide)
+    monkeypatch.setattr(prepare, "choose", choose)
     return found
 
 

@@ -17,10 +17,10 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
-from flashtune.dispatch import decision, sdpa
+from flashtune.dispatch import sdpa
+from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.launch import workspaces
 from flashtune.request.call import dense_call
-from flashtune.request.read_call import read_call
 from flashtune.runtime import call_cache, executors
 from flashtune.runtime.call_cache import forget_executors, run_call, write_call
 from tests.support.machine import Machine, expected, inputs, tuned
@@ -116,9 +116,8 @@ def test_executors_are_cached_by_alignment(
 def test_large_strides_need_64_bit_indices() -> None:
     q = torch.empty_strided((2, 8, 512, 64), (2**31, 2**15, 64, 1), device="meta", dtype=torch.bfloat16)
     k = q[:, :2]
-    request = read_call(dense_call(q, k, k, causal=True))
-    needed = decision.required_specialization(request, q, k, k)
-    assert needed == Specialization(Alignment.SIXTEEN, 64, False)
+    bound = BoundRequest.of(dense_call(q, k, k, causal=True))
+    assert bound.forward_properties == Specialization(Alignment.SIXTEEN, 64, False)
 
 
 def test_fastest_backend_serves_unless_generated_is_preferred(

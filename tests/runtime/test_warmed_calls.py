@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from flashtune.core.kernel import Kernel
 from flashtune.core.record import Outcome, Resources
+from flashtune.dispatch import decision
 from flashtune.dispatch.tables import tuned_records
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as torch_integration
@@ -110,9 +111,7 @@ def start(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Startin
     machine.tables = tuned_records(TARGET.name)
     for module in (prepare, backward_executors):
         monkeypatch.setattr(module, "bind", lambda *_, **__: lambda *_, **__: None)
-    monkeypatch.setattr(deferred, "beats", lambda *_: True)
-    # Its compiler takes a minute on a busy machine.
-    monkeypatch.setattr(deferred._compiler, "prepare", lambda *_: None)
+    monkeypatch.setattr(decision, "beats", lambda *_: True)
     with ExitStack() as exits:
         yield Starting(monkeypatch, exits)
         deferred.wait()

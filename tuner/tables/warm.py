@@ -191,8 +191,9 @@ def _why_not_loaded(need: Need, target: Target, device: int) -> str:
     """Loads a kernel as its first call would, and returns why that fails; empty on success."""
     import torch
 
+    from flashtune.dispatch.bound_request import KernelKey
     from flashtune.request.request import Prefer
-    from flashtune.runtime.kernel_fallback import KernelKey, chosen
+    from flashtune.runtime.kernel_fallback import chosen
 
     place = torch.device("cuda", device)
     key = KernelKey(need.problem, need.kernel.specialization, Prefer.GENERATED, place)

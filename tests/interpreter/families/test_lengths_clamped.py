@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.request.call import Call, dense_call, paged_call
-from flashtune.request.read_call import read_call
 from flashtune.request.request import Result
 from flashtune.runtime.prepare import prepare
 from flashtune.runtime.prepare_training import prepare_pair
@@ -27,8 +27,7 @@ INT = torch.int32
 
 
 def unchecked(call: Call, needs_grad: bool = False) -> Result:
-    request = read_call(call, needs_grad)
-    server = (prepare_pair if needs_grad else prepare)(request, call.q, call.k, call.v, call.side)
+    server = (prepare_pair if needs_grad else prepare)(BoundRequest.of(call, needs_grad))
     return server(call.q, call.k, call.v, call.scale, call.side)
 
 

@@ -14,14 +14,14 @@ from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Outcome, Provenance, Record, Selection, Verdict, VerificationStatus
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
-from flashtune.dispatch.decision import Backend, decide
+from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch.decision import Backend, choose
 from flashtune.dispatch.faster_peers import faster_peer
 from flashtune.dispatch.lookup import default_selection, proven_by
 from flashtune.dispatch.lookup import select as select_for
 from flashtune.dispatch.nearest import distance, is_far, nearest_record, same_computation
 from flashtune.dispatch.tables import Tables, _may_serve, table_hash, tuned_records
 from flashtune.request.call import dense_call
-from flashtune.request.read_call import read_call
 from flashtune.templates.registry import find_family
 
 TARGET = find_target("h200")
@@ -227,7 +227,7 @@ def test_features_that_no_family_computes_are_unfused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("flashtune.dispatch.lookup.families", lambda: (find_family("forward_q_outer"),))
     monkeypatch.setattr("flashtune.dispatch.decision.interpreting", lambda: True)
     q = torch.randn(1, 2, 8, 16)
-    decision = decide(read_call(dense_call(q, q, q, softcap=2.0)), q, q, q)
+    (decision,) = choose(BoundRequest.of(dense_call(q, q, q, softcap=2.0)))
     assert (decision.backend, decision.reason) == (Backend.UNFUSED, "no kernel family computes softcap")
     with pytest.raises(ProblemError, match="leave out softcap"):
-        decide(read_call(dense_call(q, q, q, softcap=2.0, prefer="generated")), q, q, q)
+        choose(BoundRequest.of(dense_call(q, q, q, softcap=2.0, prefer="generated")))

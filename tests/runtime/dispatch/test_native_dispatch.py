@@ -17,13 +17,12 @@ from flashtune.core.record import Record, Selection, VerificationStatus
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch import decision, sdpa
-from flashtune.dispatch.decision import Backend, Decision, decide
+from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch.decision import Backend, Decision, choose
 from flashtune.dispatch.lookup import default_selection, default_selections, select
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
 from flashtune.request.call import dense_call
-from flashtune.request.read_call import read_call
-from flashtune.request.request import Request
 from flashtune.runtime import kernel_fallback, prepare
 from flashtune.runtime.kernel_fallback import prepared
 from flashtune.runtime.prepare import forward_pass
@@ -141,14 +140,14 @@ def tensors(length: int, misaligned: bool) -> tuple[torch.Tensor, torch.Tensor, 
     return q[..., :64], k[..., :64], v[..., :64]
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, tuned: Tables, misaligned: bool) -> tuple[Request, Decision]:
-    q, k, v = tensors(512, misaligned)
-    monkeypatch.setattr(decision, "device_target", lambda index: H200)
+def decided(
+    monkeypatch: pytest.MonkeyPatch, tuned: Tables, misaligned: bool
+) -> tuple[BoundRequest, Decision]:
+    monkeypatch.setattr(BoundRequest, "target", H200)
     monkeypatch.setattr(decision, "tuned_records", lambda name: tuned)
     monkeypatch.setattr(decision, "check_device", lambda request: None)
-    request = read_call(dense_call(q, k, v, causal=True, prefer="generated"))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return request, decide(request, q, k, v)
+    bound = BoundRequest.of(dense_call(*tensors(512, misaligned), causal=True, prefer="generated"))
+    return bound, choose(bound)[0]
 
 
 def test_explain_names_the_rejected_family(
@@ -181,9 +180,9 @@ def test_failed_kernel_is_replaced_by_another_family(
     monkeypatch.setattr(prepare, "bind", lambda *_, **__: None)
     monkeypatch.setattr(prepare, "launcher", lambda *_: "served")
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
-    request, decided_for = decided(monkeypatch, tuned, misaligned=False)
+    bound, decided_for = decided(monkeypatch, tuned, misaligned=False)
     assert decided_for.backend is Backend.GENERATED
     with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
-        served: object = prepared(decided_for, forward_pass(request, *tensors(512, False)))
+        served: object = prepared(decided_for, forward_pass(bound))
     assert served == "served"
     assert tried == ["forward_native shipped", "forward_native default", "forward_q_outer default"]

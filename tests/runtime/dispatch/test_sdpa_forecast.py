@@ -18,6 +18,7 @@ from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.record import Provenance, Record, Selection, VerificationStatus
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
+from flashtune.dispatch.bound_request import KernelKey
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.faster_peers import faster_peer, is_untrusted, untimed_peer
 from flashtune.dispatch.lookup import nearest_selection, select
@@ -26,7 +27,7 @@ from flashtune.dispatch.sdpa_times import expected_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
-from flashtune.runtime.kernel_fallback import KernelKey, first_usable
+from flashtune.runtime.kernel_fallback import first_usable
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
 from tests.runtime.training.training_calls import backward_record

@@ -13,13 +13,14 @@ import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.problem import Dtype
+from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.launch.launch import MIN_SCALE, launch_of
 from flashtune.launch.tensors import ForwardTensors
 from flashtune.launch.workspaces import Workspaces, allocate_workspace
 from flashtune.request.call import dense_call
 from flashtune.request.quantization import negated, quantize
 from flashtune.request.read_call import read_call
-from flashtune.request.request import Prefer
+from flashtune.request.request import Executor, Prefer
 from flashtune.runtime import call_cache, executors
 from flashtune.runtime.call_cache import call_key
 from tests.emulator.tensor_maps import Noted, queued
@@ -152,9 +153,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
         given.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": side})
         out.zero_()
 
-    monkeypatch.setattr(
-        call_cache, "prepare", lambda request, q, k, v, side: executors.launcher(launch, request, q)
-    )
+    def prepare(bound: BoundRequest) -> Executor:
+        return executors.launcher(launch, bound.request, bound.tensors[0])
+
+    monkeypatch.setattr(call_cache, "prepare", prepare)
     return given
 
 

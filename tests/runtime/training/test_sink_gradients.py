@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from flashtune.core.layouts import Layout
 from flashtune.core.problem import Direction, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.runtime.autograd import with_side
-from flashtune.runtime.backward_executors import Gradients
+from flashtune.runtime.gradients import BackwardInputs, Gradients
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 
@@ -27,11 +25,13 @@ def test_gradients_of_sinks_are_summed_over_sequences(wanted: tuple[str, ...], f
     lse, sinks = torch.randn(2, 3, 5), torch.randn(3)
     by_sequence = -(torch.exp(sinks[:, None] - lse) * (out * dout).sum(-1)).sum(-1)
 
-    def backward(*_: Any) -> Gradients:
+    def backward(_: BackwardInputs) -> Gradients:
         return Gradients(q, k, v, by_sequence if from_kernel else None)
 
-    run = with_side(backward, Layout.BHSD, wanted)  # type: ignore[arg-type]
-    found = run(q, k, v, out, lse, dout, None, None, NO_EXTRA_INPUTS._replace(sinks=sinks)).dsinks
+    run = with_side(backward, Layout.BHSD, wanted)
+    found = run(
+        BackwardInputs(q, k, v, out, lse, dout, None, None, NO_EXTRA_INPUTS._replace(sinks=sinks))
+    ).dsinks
     if not wanted:
         assert found is None
         return

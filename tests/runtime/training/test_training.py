@@ -12,7 +12,7 @@ import flashtune
 from flashtune.core.errors import KernelError, ProblemError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
-from flashtune.dispatch import pair_decision
+from flashtune.dispatch import decision
 from flashtune.runtime import call_cache, prepare_training
 from tests.runtime.training.training_calls import (
     Make,
@@ -119,7 +119,7 @@ def test_compile_traces_operators_of_the_backend_of_both_passes(
 def test_kernels_compute_masks_that_sdpa_refuses_or_compilers_trace(
     machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
 ) -> None:
-    monkeypatch.setattr(pair_decision, "is_untrusted", lambda *_: True)
+    monkeypatch.setattr(decision, "is_untrusted", lambda *_: True)
     monkeypatch.setattr(prepare_training, "masked_sdpa_executor", lambda *_: None)
     machine.usual = "sdpa-efficient"
     mask = torch.ones(problem.batch, 1, problem.seqlen_q, problem.seqlen_kv, dtype=torch.bool)
