@@ -17,7 +17,8 @@ from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
-from flashtune.templates.common.args.feature_context import FARTHEST, feature_context
+from flashtune.templates.common.args.feature_context import feature_context
+from flashtune.templates.common.args.problem_context import FARTHEST
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
