@@ -41,6 +41,7 @@ import torch
 
 from benchmarks.saved import save
 from flashtune.core.errors import KernelError, UsageError
+from flashtune.dispatch import decision
 from flashtune.integrations import torch as integration
 from flashtune.runtime import deferred
 
@@ -263,7 +264,7 @@ def serving(served: Served, measured: bool) -> Iterator[None]:
             made = served.counting(way, getattr(integration, f"{way}_override"))
             stack.enter_context(mock.patch.object(integration, f"{way}_override", made))
         if not measured:
-            stack.enter_context(mock.patch.object(deferred, "beats", return_value=True))
+            stack.enter_context(mock.patch.object(decision, "beats", return_value=True))
         yield
 
 

@@ -23,16 +23,17 @@ from torch.nn import Module
 
 from flashtune.core.errors import UsageError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.session import SESSION, keep
 from flashtune.dispatch.masked_sdpa import chosen_backend
 from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.host_library import host_attribute, host_library
 from flashtune.integrations.transformers_masks import Structure
-from flashtune.recording.recorder import on_change
 from flashtune.request.autocast import autocast, autocast_dtype
 from flashtune.request.call import Call, Options
 from flashtune.request.dropout import draw_seed
 from flashtune.request.request import Executor
 from flashtune.runtime import deferred
+from flashtune.runtime.deferred import State
 from flashtune.runtime.torch_modes import is_compiling, is_tracing, runs_eagerly
 from flashtune.runtime.torch_ops import call_operator
 
@@ -49,17 +50,14 @@ MIN_MOVED = 256
 TAKEN = ("eager", "sdpa", "flex_attention")
 # Looks at a new kind of call: before its preparation, and after it.
 STEPS = 2
-# The refused jobs are cleared at this number.
-REFUSED_LIMIT = 4096
 
 # Transformers' attention functions, set by `register`.
 _sdpa_attention: Callable[..., tuple[Tensor, None]] | None = None
 _bias_mask: Callable[..., Tensor] | None = None
 # Jobs that flashtune does not serve, so that their tensors are not made again.
-_refused: set[tuple[object, ...]] = set()
+_refused: dict[tuple[object, ...], bool] = SESSION.cache("refused by transformers")
 # torch has no public function for this.
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-on_change(_refused.clear)
 
 
 class Job(NamedTuple):
@@ -234,17 +232,14 @@ def prepared(job: Job) -> Executor | None:
     A layer that is computed again must have the same attention.
     """
     for _ in range(STEPS):
-        kind = deferred.kind_of(job.call, job.usual, caller="transformers")
-        passes = None if kind is None else deferred.passes_of(kind, job.call)
-        is_settled = passes is not None or (kind is not None and kind.is_refused)
+        entry = deferred.entry_of(job.call, job.usual, caller="transformers")
+        is_settled = entry is not None and entry.state is not State.PENDING
         if is_settled or (job.call.side.seed is None and saving_hooks(True) is None):
             break
         deferred.wait()
-    if job.short is not None and kind is not None and kind.is_refused and kind.count is None:
-        if len(_refused) >= REFUSED_LIMIT:
-            _refused.clear()
-        _refused.add(job.short)
-    return None if passes is None else passes.executor
+    if job.short is not None and entry is not None and entry.may_be_skipped:
+        keep(_refused, job.short, True)
+    return None if entry is None or entry.passes is None else entry.passes.executor
 
 
 def _job(

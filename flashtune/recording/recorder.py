@@ -28,6 +28,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.machine import RECORD_VARIABLE, user_path, variable
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
+from flashtune.core.session import SESSION
 
 # The limits of a file. Problems with the fewest calls are omitted.
 MAX_LINES = 4096
@@ -41,7 +42,6 @@ Result = TypeVar("Result")
 
 _lock = threading.Lock()
 _recordings: list[Recording] = []
-_forget: list[Callable[[], None]] = []
 
 
 class CallCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -205,11 +205,6 @@ def counted(
     return counted_call
 
 
-def on_change(forget: Callable[[], None]) -> None:
-    """Registers a function that clears a call cache when a recording starts or ends."""
-    _forget.append(forget)
-
-
 @contextlib.contextmanager
 def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
     """Counts this process's calls of attention in the context, and merges the counts into a file.
@@ -237,18 +232,13 @@ def _begin(path: Path) -> Recording:
     known_counts(path)
     found = Recording(path)
     _recordings.append(found)
-    _forget_executors()
+    SESSION.forget()
     return found
 
 
 def _end(found: Recording) -> None:
     _recordings.remove(found)
-    _forget_executors()
-
-
-def _forget_executors() -> None:
-    for forget in _forget:
-        forget()
+    SESSION.forget()
 
 
 def _write_at_exit(found: Recording) -> None:

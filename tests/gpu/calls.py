@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.dispatch.tables import tuned_records
+from flashtune.core.session import SESSION
 from flashtune.request.call import CausalOption, dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime.call_cache import forget_executors
-from tests.support.process_state import forget_verdicts, forget_warnings
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -20,10 +18,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 def forget() -> None:
     """Clears all caches of the process: executors, warnings and the database."""
-    forget_executors()
-    forget_warnings()
-    forget_verdicts()
-    tuned_records.cache_clear()
+    SESSION.reset()
 
 
 def tensors(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from flashtune.core.session import SESSION
 from flashtune.integrations import transformers as integration
 from flashtune.integrations.transformers import Job
 from flashtune.request.dropout import draw_seed, kept_weights
@@ -39,7 +40,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         found.append(executor is not None)
         return executor
 
-    deferred.forget()
+    SESSION.forget()
     monkeypatch.setattr(integration, "DEVICES", {"cpu"})
     monkeypatch.setattr(integration, "HALF", (torch.float32,))
     monkeypatch.setattr(integration, "MIN_MOVED", 2)
@@ -47,7 +48,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     integration.register()
     yield found
     deferred.wait()
-    deferred.forget()
+    SESSION.forget()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -96,7 +97,7 @@ def test_refused_causal_mask_is_merged_with_the_bias() -> None:
     assert apart.short is not None
     assert apart.call.options.causal == "bottom_right"
     assert apart.call.side.bias is bias
-    integration._refused.add(apart.short)
+    integration._refused[apart.short] = True
     merged = made()
     assert merged is not None
     assert merged.short is not None
@@ -104,7 +105,7 @@ def test_refused_causal_mask_is_merged_with_the_bias() -> None:
     assert merged.call.side.bias is not None
     assert (merged.call.side.bias[0, 0].tril() == bias[0, 0].tril()).all()
     assert (merged.call.side.bias[0, 0, 0, 1:] == torch.finfo(q.dtype).min).all()
-    integration._refused.add(merged.short)
+    integration._refused[merged.short] = True
     assert made() is None
     integration._refused.clear()
 

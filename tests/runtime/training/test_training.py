@@ -12,6 +12,7 @@ import flashtune
 from flashtune.core.errors import KernelError, ProblemError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
+from flashtune.core.session import SESSION
 from flashtune.dispatch import decision
 from flashtune.runtime import call_cache, prepare_training
 from tests.runtime.training.training_calls import (
@@ -76,7 +77,7 @@ def test_backend_with_the_faster_sum_serves_both_passes(
     q, k, v = leaves(problem, torch.bfloat16)
 
     def backends(forward: float, backward: float) -> tuple[str, str]:
-        call_cache.forget_executors()
+        SESSION.forget()
         tuned(
             machine,
             make_record(problem, ms=1.0, peers={"sdpa-cudnn": forward}),
