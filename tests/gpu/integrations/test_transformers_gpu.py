@@ -12,7 +12,7 @@ from torch import Tensor
 import flashtune.integrations
 from flashtune.core.session import SESSION
 from flashtune.integrations import transformers as integration
-from flashtune.integrations.transformers import Job
+from flashtune.integrations.transformers_jobs import Job
 from flashtune.runtime import deferred
 from tests.gpu.calls import forget
 from tests.support.models.transformers_models import (

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flashtune.core.session import SESSION
 from flashtune.integrations import transformers as integration
-from flashtune.integrations.transformers import Job
+from flashtune.integrations import transformers_jobs
+from flashtune.integrations.transformers_jobs import Job, Layer, job_of, refused_jobs
 from flashtune.request.dropout import draw_seed, kept_weights
 from flashtune.runtime import deferred
 from tests.support.models.transformers_models import (
@@ -42,8 +43,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
     SESSION.forget()
     monkeypatch.setattr(integration, "DEVICES", {"cpu"})
-    monkeypatch.setattr(integration, "HALF", (torch.float32,))
-    monkeypatch.setattr(integration, "MIN_MOVED", 2)
+    monkeypatch.setattr(transformers_jobs, "HALF", (torch.float32,))
+    monkeypatch.setattr(transformers_jobs, "MIN_MOVED", 2)
     monkeypatch.setattr(integration, "prepared", prepared)
     integration.register()
     yield found
@@ -90,14 +91,14 @@ def test_refused_causal_mask_is_merged_with_the_bias() -> None:
     bias = torch.randn(1, 2, 12, 12)
 
     def made() -> Job | None:
-        return integration._job(q, k, v, None, 1.0, None, True, None, bias, {})
+        return job_of(Layer((q, k, v), None, bias, True, 1.0, {}))
 
     apart = made()
     assert apart is not None
     assert apart.short is not None
     assert apart.call.options.causal == "bottom_right"
     assert apart.call.side.bias is bias
-    integration._refused[apart.short] = True
+    refused_jobs[apart.short] = True
     merged = made()
     assert merged is not None
     assert merged.short is not None
@@ -105,9 +106,9 @@ def test_refused_causal_mask_is_merged_with_the_bias() -> None:
     assert merged.call.side.bias is not None
     assert (merged.call.side.bias[0, 0].tril() == bias[0, 0].tril()).all()
     assert (merged.call.side.bias[0, 0, 0, 1:] == torch.finfo(q.dtype).min).all()
-    integration._refused[merged.short] = True
+    refused_jobs[merged.short] = True
     assert made() is None
-    integration._refused.clear()
+    refused_jobs.clear()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
