@@ -84,15 +84,15 @@ UNDER_OTHERS := -m tritons
 TIMES := out/times
 
 .PHONY: check test test-all slowest
-check: lint prose imports types quick ## Run the fast checks, while you work
+check: lint prose lines imports types quick ## Run the fast checks, while you work
 
-test: no-times lint prose types imports unit interpreter tables other-tritons slowest ## Run what a change must pass before it is merged; needs no GPU
+test: no-times lint prose lines types imports unit interpreter tables other-tritons slowest ## Run what a change must pass before it is merged; needs no GPU
 
 test-all: CASES := --timeout 3600
 test-all: KERNELS := --allow-unproven
 test-all: UNDER_OTHERS :=
 test-all: export FLASHTUNE_FUZZ := large
-test-all: no-times lint prose types pyright imports contracts unit interpreter tables other-tritons slowest ## Run every check that needs no GPU, in full
+test-all: no-times lint prose lines types pyright imports contracts unit interpreter tables other-tritons slowest ## Run every check that needs no GPU, in full
 
 .PHONY: no-times
 no-times:
@@ -101,7 +101,7 @@ no-times:
 slowest: $(DEVELOPS) ## Print the slowest tests of the last `make test`, by CPU time
 	@PYTHONPATH=$(CURDIR) $(PY) -m tests.support.times $(TIMES)/*.tsv
 
-.PHONY: lint format prose types pyright imports
+.PHONY: lint format prose lines types pyright imports
 lint: $(DEVELOPS) ## Check style and formatting
 	$(PY) -m ruff check --quiet
 	$(PY) -m ruff format --check --quiet
@@ -112,6 +112,9 @@ format: $(DEVELOPS) ## Apply style and formatting
 
 prose: $(DEVELOPS) ## Check sentences of docs and docstrings
 	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.prose
+
+lines: $(DEVELOPS) ## Compare the lines of each package with its budget
+	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.lines
 
 types: $(DEVELOPS) ## Check types, with mypy
 	$(PY) -m mypy
@@ -151,7 +154,7 @@ test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
 	OMP_NUM_THREADS=$(shell nproc) $(PYTEST) -m 'gpu and alone' tests
 
 .PHONY: kernels render-diff reference clean
-kernels: $(DEVELOPS) ## Write kernels_generated/ from the shipped tables
+kernels: $(DEVELOPS) ## Write kernels_generated/, examples of selected kernels
 	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.kernels
 
 BASE ?= main

@@ -18,7 +18,6 @@ FOLDERS = {
     "flashtune": "flashtune",
     "flashtune.tuner": "tuner",
     "flashtune.templates": "templates",
-    "flashtune.kernels_generated": "kernels_generated",
     "flashtune.db": "db",
 }
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import saved, tables
+from benchmarks import saved, search_report, tables
 from benchmarks.dispatch_regret import regret
 from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
@@ -33,7 +33,6 @@ from benchmarks.kernels import (
 )
 from benchmarks.numbers import pages
 from benchmarks.saved import RESULTS, ROOT
-from benchmarks.search import report as search_report
 from benchmarks.search_replay import policies_report
 from benchmarks.training import report as training_report
 from flashtune.core.errors import FlashtuneError, UsageError
@@ -86,11 +85,7 @@ def main() -> None:
 
 
 def generated() -> dict[Path, str]:
-    """Every page and picture as the saved results give it.
-
-    Raises:
-        UsageError: A page names a table, a script or a figure that does not exist.
-    """
+    """Every page and picture as the saved results give it."""
     texts: dict[str, Mapping[str, str]] = {}
     found = {}
     for name in pages():
@@ -113,11 +108,7 @@ def generated() -> dict[Path, str]:
 
 
 def filled(page: str, begin: str, end: str, text: str) -> str:
-    """Returns a page with the lines between two markers replaced by a text.
-
-    Raises:
-        UsageError: The page lacks the markers.
-    """
+    """Returns a page with the lines between two markers replaced by a text."""
     before, begun, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
     if not (begun and ended):
@@ -126,11 +117,7 @@ def filled(page: str, begin: str, end: str, text: str) -> str:
 
 
 def with_tables(page: str, texts: Mapping[str, str], script: str) -> str:
-    """Returns the page with each text between the comments with its name and script, if it has them.
-
-    Raises:
-        UsageError: A table begins and does not end.
-    """
+    """Returns the page with each text between the comments with its name and script, if it has them."""
     for name, text in texts.items():
         begin = f"<!-- table {name}: written by {script} -->"
         if begin in page:

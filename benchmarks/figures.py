@@ -22,6 +22,7 @@ from flashtune.core.errors import UsageError
 from flashtune.core.problem import Direction
 from flashtune.core.target import TARGETS
 from flashtune.templates.registry import families
+from tests.mutants.catalogue import gpu_mutants
 
 MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
 OURS, CUDNN = "flashtune", "sdpa-cudnn"
@@ -44,16 +45,12 @@ WORDS = (
 
 @functools.cache
 def result(name: str) -> Any:
-    """The plain values of `benchmarks/results/nvidia-h200-NAME.json`."""
-    return document(RESULTS / f"nvidia-h200-{name}.json")
+    """The plain values of `benchmarks/results/nvidia-h200-NAME.json.gz`."""
+    return document(RESULTS / f"nvidia-h200-{name}.json.gz")
 
 
 def with_figures(page: str) -> str:
-    """The page with each figure's text worked out again.
-
-    Raises:
-        UsageError: The page names a figure that does not exist.
-    """
+    """The page with each figure's text worked out again."""
 
     def text(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -71,7 +68,7 @@ def in_words(number: int) -> str:
 
 def _versions(name: str) -> str:
     """Returns the versions of torch and Triton of a saved run, without their patch levels."""
-    source = sources()[f"benchmarks/results/nvidia-h200-{name}.json"]
+    source = sources()[f"benchmarks/results/nvidia-h200-{name}.json.gz"]
     torch, triton = (".".join(one.split(".")[:2]) for one in (source.torch, source.triton))
     return f"torch {torch}, Triton {triton}"
 
@@ -85,7 +82,7 @@ def _tokens() -> str:
 
 def _audit_points() -> str:
     """Returns the points of each family and GPU in the saved audit."""
-    (points,) = {row["points"] for row in document(RESULTS / "sram-audit.json")["rows"]}
+    (points,) = {row["points"] for row in document(RESULTS / "sram-audit.json.gz")["rows"]}
     return in_words(points)
 
 
@@ -126,11 +123,8 @@ def _truth_rows() -> str:
 
 @functools.cache
 def _mutants() -> Counter[str]:
-    """The number of mutants of each family in the saved GPU runs."""
-    counts: Counter[str] = Counter()
-    for path in sorted((ROOT / "tests/data/mutants").glob("nvidia-h200-mutants*")):
-        counts.update(found["family"] for found in document(path)["found"])
-    return counts
+    """The number of mutants of each family."""
+    return Counter(mutant.subject.family for mutant in gpu_mutants())
 
 
 def _mutants_of(*families: str) -> str:
@@ -141,7 +135,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "backward-least": lambda: f"{min(_ratios('backward')):.2f}",
     "backward-most": lambda: f"{max(_ratios('backward')):.2f}",
     "bench-versions": lambda: _versions("bench"),
-    "bench-date": lambda: str(sources()["benchmarks/results/nvidia-h200-bench.json"].date),
+    "bench-date": lambda: str(sources()["benchmarks/results/nvidia-h200-bench.json.gz"].date),
     "bench-tokens": _tokens,
     "bench-length": lambda: str(tables.USUAL),
     "bench-shapes": lambda: str(len(_ratios("bench"))),

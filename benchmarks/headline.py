@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.saved import KERNELS, RESULTS
+from benchmarks.saved import KERNELS, RESULTS, content
 from flashtune.core.errors import FlashtuneError, TableError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
@@ -28,7 +28,7 @@ from flashtune.tuner.bench.grids import case_of
 from flashtune.tuner.bench.results import OURS, Bench
 
 # What the table and the sentences of README.md are made of.
-MEASURED = ("nvidia-h200-bench.json", "nvidia-h200-backward.json")
+MEASURED = ("nvidia-h200-bench.json.gz", "nvidia-h200-backward.json.gz")
 # Lengths, heads and batch do not change what is rendered.
 STATIC = {"heads": 1, "kv_heads": 1, "batch": 1, "seqlen_q": 1024, "seqlen_kv": 1024}
 
@@ -51,11 +51,7 @@ def main() -> None:
 
 
 def changed(path: Path = KERNELS) -> list[str]:
-    """The cases whose kernel renders differently than when it was measured.
-
-    Raises:
-        TableError: The digests cannot be read.
-    """
+    """The cases whose kernel renders differently than when it was measured."""
     try:
         known = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except (OSError, msgspec.DecodeError) as error:
@@ -88,7 +84,7 @@ def not_shipped() -> list[str]:
 
 
 def _benches(name: str) -> tuple[Bench, ...]:
-    return tuple(read_report((RESULTS / name).read_bytes(), name).benches)
+    return tuple(read_report(content(RESULTS / name), name).benches)
 
 
 def _static(bench: Bench) -> Problem:
@@ -96,11 +92,7 @@ def _static(bench: Bench) -> Problem:
 
 
 def kernel_of(bench: Bench) -> Kernel:
-    """The kernel of a row of ours, from its config in words.
-
-    Raises:
-        TableError: The words are no config of the family.
-    """
+    """The kernel of a row of ours, from its config in words."""
     row = bench.row(OURS)
     assert row is not None
     family_name, *words = row.detail.split()

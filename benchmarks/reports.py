@@ -27,11 +27,7 @@ def write_report(report: msgspec.Struct, path: Path) -> None:
 
 
 def read_report(path: Path, kind: type[Report]) -> Report:
-    """The report of a file.
-
-    Raises:
-        TableError: The file cannot be read, or is no report of that kind.
-    """
+    """The report of a file."""
     try:
         with gzip.open(path) as file:
             return msgspec.json.decode(file.read(MAX_FILE_BYTES), type=kind)

@@ -1,8 +1,8 @@
 """Saved results, each with its command, date, GPU and versions.
 
 A script that measures writes its rows with `save`. benchmarks/results/sources.json lists results of older
-scripts and of commands with other formats. On the machine of the run, this command adds such a file, with the
-present date, GPU and versions:
+scripts and of commands with other formats. On the machine of the run, this command compresses such a file and
+adds it, with the present date, GPU and versions:
 
     python -m benchmarks.saved FILE "COMMAND"
 """
@@ -14,6 +14,7 @@ import datetime
 import gzip
 import shlex
 import sys
+import zlib
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -30,7 +31,7 @@ SOURCES = RESULTS / "sources.json"
 KERNELS = RESULTS / "kernels.json"
 # Further data of runs with numbers on the pages, outside of benchmarks/results.
 ELSEWHERE = ("tests/data/mutants", "tests/data/truth")
-SUFFIXES = (".json", ".json.gz", ".json.xz")
+SUFFIXES = (".json.gz", ".json.xz")
 
 Kind = TypeVar("Kind")
 
@@ -63,33 +64,52 @@ class Saved(msgspec.Struct, Generic[Kind], frozen=True, forbid_unknown_fields=Tr
 
 
 def main() -> None:
-    """Adds a file that does not name its source itself."""
+    """Compresses and adds a file that does not name its source itself."""
     parser = argparse.ArgumentParser(description="Names what gave a file of results.")
     parser.add_argument("file", type=Path)
     parser.add_argument("command", help="the command line that wrote it")
     options = parser.parse_args()
-    name = options.file.resolve().relative_to(ROOT).as_posix()
+    path: Path = options.file.resolve()
+    if path.suffix != ".gz":
+        packed = path.with_name(f"{path.name}.gz")
+        packed.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+        path.unlink()
+        path = packed
+    name = path.relative_to(ROOT).as_posix()
     found = msgspec.json.decode(SOURCES.read_bytes(), type=dict[str, Source])
     found[name] = msgspec.structs.replace(this_run(), command=options.command)
     SOURCES.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def save(path: Path, rows: object) -> None:
-    """Writes rows with the command line, the date, the GPU and the versions of this process."""
-    document = msgspec.json.format(msgspec.json.encode(Saved(this_run(), rows)), indent=1)
-    path.write_bytes(document + b"\n")
+    """Writes rows with the command line, the date, the GPU and the versions of this process.
+
+    A file that ends in `.gz` is compressed.
+    """
+    data = msgspec.json.format(msgspec.json.encode(Saved(this_run(), rows)), indent=1) + b"\n"
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def content(path: Path) -> bytes:
+    """Returns the bytes of a file, unpacked if its name ends in `.gz`."""
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise TableError(f"{path} cannot be read: {error}") from error
+
+
+def decoded(path: Path, kind: type[Kind]) -> Kind:
+    """Returns the contents of a JSON file of results."""
+    try:
+        return msgspec.json.decode(content(path), type=kind)
+    except msgspec.DecodeError as error:
+        raise TableError(f"{path} holds no such results: {error}") from error
 
 
 def load(path: Path, kind: type[Kind]) -> Saved[Kind]:
-    """Reads a file of `save`.
-
-    Raises:
-        TableError: The file is missing, or has rows of another kind.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Saved[kind])  # type: ignore[valid-type]
-    except (OSError, msgspec.DecodeError) as error:
-        raise TableError(f"{path} holds no saved rows of this kind: {error}") from error
+    """Reads a file of `save`."""
+    return decoded(path, Saved[kind])  # type: ignore[valid-type]
 
 
 def this_run() -> Source:
@@ -113,16 +133,8 @@ def this_run() -> Source:
 
 
 def document(path: Path) -> Any:
-    """The plain values of a JSON file of results, unpacked where its name ends in `.gz`.
-
-    Raises:
-        TableError: The file is missing, or is no JSON.
-    """
-    try:
-        data = path.read_bytes()
-        return msgspec.json.decode(gzip.decompress(data) if path.suffix == ".gz" else data)
-    except (OSError, EOFError, msgspec.DecodeError) as error:
-        raise TableError(f"{path} holds no result: {error}") from error
+    """Returns the plain values of a JSON file of results."""
+    return decoded(path, object)
 
 
 def result_files() -> tuple[str, ...]:
@@ -137,11 +149,7 @@ def result_files() -> tuple[str, ...]:
 
 
 def sources() -> dict[str, Source]:
-    """The source of each file of results, by its path.
-
-    Raises:
-        TableError: A file has no source, or a source has no file.
-    """
+    """The source of each file of results, by its path."""
     found = msgspec.json.decode(SOURCES.read_bytes(), type=dict[str, Source])
     files = result_files()
     for name in files:
@@ -176,8 +184,8 @@ def _below(name: str) -> str:
 def _own_source(path: Path) -> Source | None:
     if path.suffix == ".xz":
         return None
-    content = document(path)
-    own = content.get("source") if isinstance(content, dict) else None
+    values = document(path)
+    own = values.get("source") if isinstance(values, dict) else None
     return msgspec.convert(own, Source) if isinstance(own, dict) else None
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.saved import content
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Causal, Problem
 from flashtune.tuner.bench.driver import read_report
@@ -29,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/tables.py"
 PARTS = ("bench", "gqa-fp8", "fp8", "backward")
 RESULTS = (
-    *(ROOT / f"benchmarks/results/nvidia-h200-{part}.json" for part in PARTS),
-    ROOT / "benchmarks/results/nvidia-h100-features.json",
+    *(ROOT / f"benchmarks/results/nvidia-h200-{part}.json.gz" for part in PARTS),
+    ROOT / "benchmarks/results/nvidia-h100-features.json.gz",
 )
 PEERS = {"paper": "nvidia-h200.json", "fp8": "nvidia-h200-fp8.json"}
 FLASH = "sdpa-flash"
@@ -53,12 +54,8 @@ def main() -> None:
 
 
 def texts(paths: Iterable[Path]) -> dict[str, str]:
-    """The tables of saved reports, by name; one for which nothing was measured is left out.
-
-    Raises:
-        TableError: A file is no report.
-    """
-    results = by_grid(bench for path in paths for bench in read_report(path.read_bytes(), path.name).benches)
+    """The tables of saved reports, by name; one for which nothing was measured is left out."""
+    results = by_grid(bench for path in paths for bench in read_report(content(path), path.name).benches)
     return {name: text for name, lines in TABLES.items() if (text := "\n".join(lines(results)))}
 
 

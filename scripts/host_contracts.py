@@ -9,6 +9,9 @@ frozen parts are `tests/data/contracts/LIBRARY.json`: signatures without annotat
 of constants and of enum members, and annotations of fields. For functions with closures that flashtune reads,
 they are the source. For callers, they are the keywords of attention and mask functions, or the operators of
 torch. Of torch, they are also the arguments of all operators of attention.
+
+The files are also the list of the parts. To rely on another one, add its name with the value `null` to the
+file (a class or a function with parts: `{"part": null}`), and freeze the version again.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ TO_MASK = "keywords of mask_interface"
 CALLED = {"attention_interface": TO_ATTENTION, "mask_interface": TO_MASK}
 # The operators that a function calls.
 OPERATORS = "operators of aten"
+# The key of the schemas of torch's operators, among the modules.
+OPERATOR_SCHEMAS = "aten"
 # The file of torch's wheels with the schemas of operators, and those of attention.
 SCHEMAS = "torchgen/packaged/ATen/native/native_functions.yaml"
 SCHEMA = re.compile(r"^- func: (_\w*_attention_\w+|_scaled_dot_product_\w+)\((.*?)\) -> ", re.MULTILINE)
@@ -67,213 +72,31 @@ IGNORED = {"sdpa_attention_forward": "cache", "sdpa_mask": "allow_torch_fix"}
 
 Contract = dict[str, Any]
 
-# The names of each module, and the parts of classes and of some functions. Others have their signature.
-RELIED: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
-    "vllm": {
-        "vllm.plugins": {"DEFAULT_PLUGINS_GROUP": ()},
-        "vllm.v1.attention.backend": {
-            "AttentionType": ("DECODER", "ENCODER", "ENCODER_ONLY", "ENCODER_DECODER"),
-            "AttentionBackend": (
-                "supported_dtypes",
-                "supported_kv_cache_dtypes",
-                "forward_includes_kv_cache_update",
-                "supports_kv_cache_update_bypass",
-                "get_name",
-                "get_impl_cls",
-                "get_builder_cls",
-                "get_supported_kernel_block_sizes",
-                "supports_head_size",
-                "supports_sink",
-                "supports_alibi_sqrt",
-                "supports_mm_prefix",
-                "supports_sliding_window",
-                "supports_per_head_quant_scales",
-                "supports_rswa",
-                "supports_non_causal",
-                "supports_batch_invariance",
-                "supports_attn_type",
-                "supports_compute_capability",
-                "supports_combination",
-                "supported_kv_cache_layouts",
-                "validate_configuration",
-            ),
-            "AttentionMetadata": (),
-            "CommonAttentionMetadata": (
-                "query_start_loc",
-                "query_start_loc_cpu",
-                "seq_lens",
-                "num_reqs",
-                "num_actual_tokens",
-                "max_query_len",
-                "max_seq_len",
-                "block_table_tensor",
-                "slot_mapping",
-                "causal",
-                "seq_lens_cpu_upper_bound",
-                "is_prefilling",
-            ),
-            "AttentionCGSupport": ("ALWAYS",),
-            "AttentionMetadataBuilder": (
-                "_cudagraph_support",
-                "reorder_batch_threshold",
-                "supports_update_block_table",
-                "supports_draft_decode_metadata_update",
-                "__init__",
-                "build",
-                "build_for_cudagraph_capture",
-                "build_for_drafting",
-                "update_block_table",
-                "update_draft_decode_metadata",
-            ),
-            "AttentionLayer": ("_k_scale", "_v_scale"),
-            "AttentionImplBase": ("process_weights_after_loading", "supports_quant_query_input"),
-            "AttentionImpl": ("__init__", "forward", "fused_output_quant_supported"),
-        },
-        "vllm.v1.attention.backends.registry": {"register_backend": (), "AttentionBackendEnum": ()},
-        # Methods and arguments that the base classes do not declare.
-        "vllm.v1.attention.backends.flash_attn": {"FlashAttentionImpl": ("__init__", "do_kv_cache_update")},
-        "vllm.config.compilation": {"CompilationConfig": ("static_forward_context",)},
-        "vllm.config.scheduler": {"SchedulerConfig": ("max_num_batched_tokens",)},
-        "vllm.model_executor.layers.attention.attention": {"Attention": ("dtype", "impl", "kv_cache")},
-        "vllm.v1.kv_cache_layout": {"KVCacheLayout": ("LBHNC", "LBNHC")},
-    },
-    "sglang": {
-        "sglang.srt.plugins": {"GENERAL_PLUGINS_GROUP": ()},
-        "sglang.srt.arg_groups.choices": {"add_attention_backend_choices": ()},
-        "sglang.srt.layers.attention.attention_registry": {"register_attention_backend": ()},
-        "sglang.srt.layers.attention.base_attn_backend": {
-            "AttentionBackend": (
-                "needs_cpu_seq_lens",
-                "forward_metadata",
-                "init_forward_metadata",
-                "init_forward_metadata_out_graph",
-                "init_forward_metadata_in_graph",
-                "init_cuda_graph_state",
-                "get_cuda_graph_seq_len_fill_value",
-                "forward",
-                "forward_extend",
-                "forward_decode",
-            )
-        },
-        "sglang.srt.layers.radix_attention": {
-            "AttentionType": ("DECODER", "DECODER_BIDIRECTIONAL", "ENCODER_ONLY"),
-            "RadixAttention": (
-                "__init__",
-                "tp_q_head_num",
-                "qk_head_dim",
-                "v_head_dim",
-                "scaling",
-                "layer_id",
-                "logit_cap",
-                "logit_capping_method",
-                "sliding_window_size",
-                "is_cross_attention",
-                "use_irope",
-                "k_scale",
-                "v_scale",
-                "attn_type",
-                "xai_temperature_len",
-            ),
-        },
-        "sglang.srt.mem_cache.base_swa_memory_pool": {"BaseSWAKVPool": ("translate_loc_from_full_to_swa",)},
-        "sglang.srt.mem_cache.memory_pool": {
-            "KVWriteLoc": ("for_layer",),
-            "MHATokenToKVPool": ("set_kv_buffer", "get_kv_buffer"),
-        },
-        "sglang.srt.model_executor.forward_batch_info": {
-            "ForwardMode": ("is_idle", "is_decode", "is_decode_or_idle", "is_extend_without_speculative"),
-            "ForwardBatch": (
-                "forward_mode",
-                "req_pool_indices",
-                "seq_lens",
-                "out_cache_loc",
-                "seq_lens_cpu",
-                "extend_seq_lens",
-                "extend_seq_lens_cpu",
-                "extend_prefix_lens_cpu",
-            ),
-        },
-        "sglang.srt.model_executor.model_runner": {
-            "ModelRunner": (
-                "attention_chunk_size",
-                "dtype",
-                "kv_cache_dtype",
-                "model_config",
-                "page_size",
-                "req_to_token_pool",
-                "spec_algorithm",
-                "token_to_kv_pool",
-                "use_mla_backend",
-            )
-        },
-    },
-    "transformers": {
-        "transformers.modeling_utils": {"AttentionInterface": (BASES,)},
-        "transformers.integrations.sdpa_attention": {
-            "sdpa_attention_forward": (),
-            "create_position_bias_mask": (),
-        },
-        "transformers.utils.generic": {
-            "GeneralInterface": ("register",),
-            "TransformersKwargs": (
-                "cu_seq_lens_q",
-                "cu_seq_lens_k",
-                "max_length_q",
-                "max_length_k",
-                "output_attentions",
-            ),
-        },
-        "transformers.masking_utils": {
-            "AttentionMaskInterface": (BASES,),
-            "sdpa_mask": (),
-            # `transformers_masks.structure_of` reads these functions.
-            "causal_mask_function": (SOURCE,),
-            "bidirectional_mask_function": (SOURCE,),
-            "and_masks": (SOURCE,),
-            "sliding_window_overlay": (SOURCE,),
-            "sliding_window_bidirectional_overlay": (SOURCE,),
-            "packed_sequence_mask_function": (SOURCE,),
-            "remap_positions_for_packed_sequence": (SOURCE,),
-            # These call `transformers_masks.attention_mask`.
-            "create_causal_mask": (TO_MASK,),
-            "create_bidirectional_mask": (TO_MASK,),
-            "create_sliding_window_causal_mask": (TO_MASK,),
-            "create_bidirectional_sliding_window_mask": (TO_MASK,),
-            "create_chunked_causal_mask": (TO_MASK,),
-        },
-        # One model for each argument of attention, and for each setting that masks depend on.
-        "transformers.models.gemma2.modeling_gemma2": {
-            "Gemma2Attention": (TO_ATTENTION,),
-            "eager_attention_forward": (),
-        },
-        "transformers.models.gpt_oss.modeling_gpt_oss": {
-            "GptOssAttention": (TO_ATTENTION,),
-            "eager_attention_forward": (),
-        },
-        "transformers.models.t5.modeling_t5": {"T5Attention": (TO_ATTENTION,)},
-        "transformers.models.deepseek_v32.modeling_deepseek_v32": {"DeepseekV32Attention": (TO_ATTENTION,)},
-        "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl": {"MiniMaxM3VLAttention": (TO_ATTENTION,)},
-        "transformers.models.deepseek_v32.configuration_deepseek_v32": {"DeepseekV32Config": ("index_topk",)},
-        "transformers.models.gemma4.configuration_gemma4": {"Gemma4TextConfig": ("num_kv_shared_layers",)},
-    },
-    "torch": {
-        # `flashtune.integrations.torch` overrides these operators.
-        "torch.nn.attention.varlen": {
-            "_varlen_attn": (OPERATORS,),
-            "_varlen_attn_out": (OPERATORS,),
-            "_varlen_attn_backward": (OPERATORS,),
-        },
-        "torch.nn.attention": {"register_flash_attention_impl": (), "current_flash_attention_impl": ()},
-        "torch.nn.attention.flex_attention": {"_Backend": ()},
-    },
-}
+LIBRARIES = tuple(sorted(path.stem for path in FROZEN.glob("*.json")))
+# The names of a module, and the parts of classes and of some functions. Others have their signature.
+Names = dict[str, tuple[str, ...]]
+
+
+def frozen_contract(library: str) -> Contract:
+    """Returns the frozen contract of a library."""
+    frozen: Contract = json.loads((FROZEN / f"{library}.json").read_text(encoding="utf-8"))
+    return frozen
+
+
+def relied_names(library: str) -> dict[str, Names]:
+    """Returns the names in each module that a library's frozen contract has, without the operators."""
+    return {
+        module: {name: tuple(part) if isinstance(part, dict) else () for name, part in names.items()}
+        for module, names in frozen_contract(library)["modules"].items()
+        if module != OPERATOR_SCHEMAS
+    }
 
 
 def contract_of(library: str, path: Path) -> Contract:
     """Returns the relied parts of a wheel, or of a folder that contains the package, without absent ones."""
     root = zipfile.Path(path) if path.is_file() else path
     modules = {}
-    for module, names in RELIED[library].items():
+    for module, names in relied_names(library).items():
         file = root / f"{module.replace('.', '/')}.py"
         if not file.is_file():
             file = root / f"{module.replace('.', '/')}/__init__.py"
@@ -286,7 +109,7 @@ def contract_of(library: str, path: Path) -> Contract:
     if library == "torch" and schemas.is_file():
         found = dict(SCHEMA.findall(schemas.read_text(encoding="utf-8")))
         arguments = {name: text.split(", ") for name, text in found.items() if OF_GPUS.match(name)}
-        modules["aten"] = {"names": sorted(found), **arguments}
+        modules[OPERATOR_SCHEMAS] = {"names": sorted(found), **arguments}
     infos = [each.name for each in root.iterdir() if each.name.endswith(".dist-info")]
     versions = [info.split("-")[1] for info in infos if info.split("-")[0] == library]
     return {"version": versions[0].removesuffix(".dist"), "modules": modules}
@@ -321,14 +144,18 @@ def _differences(name: str, frozen: Any, found: Any) -> Iterator[str]:
 def _chosen(name: str, part: Any, members: tuple[str, ...]) -> Any:
     if not isinstance(part, dict):
         return part
-    kept = {member: part[member] for member in sorted(members) if member in part and member != BASES}
+    kept = {
+        member: part[member]
+        for member in sorted(members)
+        if member in part and member not in (BASES, ABSTRACT)
+    }
     if BASES not in part:
         return kept
     abstract = {ABSTRACT: part[ABSTRACT]} if name in EXTENDED else {}
     return {BASES: [base for base in part[BASES] if base in KNOWN_BASES], **abstract, **kept}
 
 
-def _parts(module: ast.Module, names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
+def _parts(module: ast.Module, names: Names) -> Iterator[tuple[str, Any]]:
     """Yields functions and constants as text. Classes, and functions with listed parts, are dicts."""
     for node in module.body:
         match node:
@@ -431,7 +258,7 @@ def newest_wheel(library: str, folder: Path) -> Path:
 
 def compare(library: str, path: Path) -> int:
     """Prints the differences of a version from the frozen one, and returns their number."""
-    frozen = json.loads((FROZEN / f"{library}.json").read_text(encoding="utf-8"))
+    frozen = frozen_contract(library)
     found = contract_of(library, path)
     lines = differences(frozen, found)
     print(f"{library} {found['version']}: {len(lines)} differences from {frozen['version']}")
@@ -443,14 +270,14 @@ def compare(library: str, path: Path) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Compares or freezes, and returns 1 if there is a difference."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("library", nargs="?", choices=sorted(RELIED))
+    parser.add_argument("library", nargs="?", choices=LIBRARIES)
     parser.add_argument("path", nargs="?", type=Path)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--newest", action="store_true")
     given = parser.parse_args(arguments)
     if given.newest:
         count = 0
-        for library in [given.library] if given.library else sorted(RELIED):
+        for library in [given.library] if given.library else LIBRARIES:
             with tempfile.TemporaryDirectory() as folder:
                 count += compare(library, newest_wheel(library, Path(folder)))
         return int(count > 0)

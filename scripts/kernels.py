@@ -1,45 +1,64 @@
-"""Writes kernels_generated/: a kernel for each class of problems of the shipped tables, and an index.
+"""Writes kernels_generated/: rendered kernels that show how each family computes, and an index.
 
     python -m scripts.kernels
 
-A class is a family, the width of an element type, the head dims and the causal mask, on one GPU. Its file is
-the kernel of the selection with the most work. Ties go to the fewest features, then to the last key.
-`flashtune export --format python` writes the kernels of all selections.
+`EXAMPLES` lists the files. Of the kernels that the shipped tables select for matching problems, a file has
+the one that most GPUs select. Ties go to the problem with the most work, then to the last key.
 """
 
 from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.errors import FlashtuneError
 from flashtune.core.record import Record
-from flashtune.tuner.bench.peer_runs import CUDNN
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.tables.lookup import shipped_tables
-from flashtune.tuner.tables.table_files import kernel_files, write_file
+from flashtune.tuner.tables.table_files import write_file
 
 FOLDER = Path(__file__).resolve().parent.parent / "kernels_generated"
 INDEX = "README.md"
-MASKS = {Causal.NONE: "full", Causal.BOTTOM_RIGHT: "causal", Causal.TOP_LEFT: "causal_top_left"}
-HEADS = ("kernel", "selected for", "config", "ms", "speed over")
+# Family and name of a file: the pattern of the problems' keys, and the features that the kernel shows.
+EXAMPLES = {
+    "backward_fused/bf16_d128_causal": ("*_bf16_d128_*_bottom_right", "gradients in one pass"),
+    "backward_hopper/bf16_d128_causal": (
+        "*_bf16_d128_*_bottom_right",
+        "gradients with asynchronous products",
+    ),
+    "backward_split/bf16_d128_causal": ("*_bf16_d128_*_bottom_right", "gradients in two passes"),
+    "decode_latent_hopper/bf16_pages": (
+        "*_bf16_*_page64_latent",
+        "multi-head latent attention, keys in pages",
+    ),
+    "decode_split_kv/bf16_d128_full": ("*_bf16_d128_*_none", "few queries, keys in parts"),
+    "decode_split_kv/bf16_d128_pages": ("*_bf16_d128_*_bottom_right_page16", "few queries, keys in pages"),
+    "forward_hopper/bf16_d128_causal": ("*_bf16_d128_*_bottom_right", "asynchronous products, a causal mask"),
+    "forward_hopper/bf16_d128_full": ("*_bf16_d128_*_none", "asynchronous products without a mask"),
+    "forward_hopper/bf16_d256_causal": ("*_bf16_d256_*_bottom_right", "a large head dim"),
+    "forward_hopper/bf16_d64_full": ("*_bf16_d64_*_none", "three consumer groups"),
+    "forward_hopper/e4m3_d128_full": ("*_e4m3_d128_*_none", "8-bit products"),
+    "forward_masked/bf16_d128_bias": ("*_bf16_d128_*_none_bias-boolean", "a mask as a tensor"),
+    "forward_masked/bf16_d128_window": ("*_bf16_d128_*_bottom_right_window*[0-9]:", "a sliding window"),
+    "forward_q_outer/bf16_d128_causal": ("*_bf16_d128_*_bottom_right", "a causal mask"),
+    "forward_q_outer/bf16_d128_full": ("*_bf16_d128_*_none", "the shortest kernel"),
+    "forward_q_outer/fp32_d64_causal": ("*_fp32_d64_*_bottom_right", "products in float32"),
+}
 TITLE = """\
 # Rendered kernels
 
-Selected kernels as the templates render them, one for each class of problems on each GPU.
-A class is a family, the width of an element type, the head dims and the causal mask.
-bf16 and fp16 have the same width and share a class.
-A class holds many selected shapes. The file is the kernel of the shape with the most work.
+Some of the selected kernels, as the templates render them. Each file is a program of its own: it needs torch
+and triton alone. Nothing imports this folder, and packages do not contain it.
 
-Each file is a program of its own: it needs torch and triton alone.
-`flashtune export --format python --out FOLDER` writes the kernels of all selected shapes.
-
-Times are those of the shipped table. Speeds are over cuDNN through SDPA where it was timed in the same run,
-else over the fastest other backend of SDPA.
-
-`make kernels` writes this folder.
+The numbers count the problems for which a GPU's shipped table selects the kernel. `make kernels` writes this
+folder; `scripts/kernels.py` lists its files.
+`flashtune export --format python --shipped --out FOLDER` writes the kernels of all selections.
 """
 
 
@@ -48,74 +67,73 @@ def shipped_records() -> tuple[Record, ...]:
     return tuple(record for table in shipped_tables() for record in table.records)
 
 
-def winners(records: Iterable[Record]) -> dict[str, Record]:
-    """Returns the record of each class by the path of its file, in order."""
-    classes: dict[tuple[object, ...], list[Record]] = {}
+def files(records: Iterable[Record]) -> dict[str, str]:
+    """Returns the text of every file of the folder by its path."""
+    kernels: dict[str, list[Record]] = {}
     for record in records:
         if record.config is not None:
-            classes.setdefault((record.target, record.family, *_widths(record.problem)), []).append(record)
-    chosen = (max(members, key=_rank) for members in classes.values())
-    return dict(sorted((_path(record), record) for record in chosen))
+            kernels.setdefault(record.kernel, []).append(record)
+    selections = {name: choose(name, kernels.values()) for name in EXAMPLES}
+    texts = {f"{name}.py": _text(selections[name]) for name in EXAMPLES}
+    return {INDEX: "\n".join(_index(selections)) + "\n", **texts}
 
 
-def files(records: Iterable[Record]) -> dict[str, str]:
-    """Returns the text of every file of the folder by its path, except `__init__.py`."""
-    chosen = winners(records)
-    texts = {path: file.text for path, record in chosen.items() for file in kernel_files((record,))}
-    return {INDEX: "\n".join(_index(chosen)) + "\n", **texts}
+def choose(name: str, kernels: Iterable[Sequence[Record]]) -> Sequence[Record]:
+    """Returns the selections of an example's kernel.
+
+    Args:
+        name: The example.
+        kernels: The selections of each kernel.
+    """
+    family, pattern = name.partition("/")[0], EXAMPLES[name][0]
+    ranks: list[tuple[tuple[int, int, str], Sequence[Record]]] = []
+    for selections in kernels:
+        problems = [record.problem for record in selections if record.family == family]
+        work = [
+            (problem.nominal_flops(), problem.key)
+            for problem in problems
+            if fnmatchcase(problem.key, pattern)
+        ]
+        if work:
+            ranks.append(((len(_gpus(selections)), *max(work)), selections))
+    if not ranks:
+        raise FlashtuneError(
+            f"the tables select no kernel of {family} for {pattern}: change EXAMPLES[{name!r}]"
+        )
+    return max(ranks, key=lambda ranked: ranked[0])[1]
 
 
-def _widths(problem: Problem) -> tuple[int, int, int, Causal]:
-    return problem.dtype.itemsize, problem.head_dim, problem.value_head_dim, problem.causal
+def _gpus(selections: Iterable[Record]) -> dict[str, int]:
+    """Returns the number of selections on each GPU."""
+    return dict(sorted(Counter(record.target for record in selections).items()))
 
 
-def _rank(record: Record) -> tuple[int, int, str]:
-    problem = record.problem
-    return problem.nominal_flops(), -len(problem.features), problem.key
-
-
-def _path(record: Record) -> str:
-    return f"{record.target}/{record.family}/{_name(record.problem)}.py"
-
-
-def _name(problem: Problem) -> str:
-    values = "" if problem.value_head_dim == problem.head_dim else f"v{problem.value_head_dim}"
-    return f"{problem.dtype}_d{problem.head_dim}{values}_{MASKS[problem.causal]}"
-
-
-def _index(chosen: dict[str, Record]) -> Iterator[str]:
-    yield TITLE.rstrip()
-    for target, of_target in itertools.groupby(chosen.items(), key=lambda item: item[1].target):
-        yield f"\n## {target}"
-        for family, members in itertools.groupby(of_target, key=lambda item: item[1].family):
-            yield f"\n### {family}\n"
-            yield from table(HEADS, (_row(path, record) for path, record in members))
-
-
-def _row(path: str, record: Record) -> tuple[str, ...]:
+def _text(selections: Sequence[Record]) -> str:
+    record = selections[0]
     assert record.config is not None
-    ms = "" if record.ms is None else f"{record.ms:.4f}"
-    link = f"[{_name(record.problem)}]({path})"
-    return link, f"`{record.problem.key}`", f"`{record.config.label()}`", ms, _speed(record)
+    source = render(find_family(record.family), record.problem, record.config, record.specialization).source
+    entry = "attention_backward" if record.problem.is_backward else "attention"
+    header = (
+        "# A stand-alone kernel by flashtune; it needs torch and triton alone.\n"
+        f"# `{entry}` runs it. Selected on {' and '.join(_gpus(selections))}.\n\n"
+    )
+    return header + source
 
 
-def _speed(record: Record) -> str:
-    """Returns the speed relative to the fastest peer, and the peer."""
-    if record.measurement is None:
-        return ""
-    peers = {peer.name: peer.ms for peer in record.measurement.peers if peer.name.startswith("sdpa-")}
-    if not peers:
-        return ""
-    peer = CUDNN if CUDNN in peers else min(peers, key=lambda name: (peers[name], name))
-    return f"{peers[peer] / record.measurement.ms:.2f} ({peer})"
+def _index(selections: Mapping[str, Sequence[Record]]) -> Iterator[str]:
+    yield TITLE
+    gpus = [*_gpus(itertools.chain(*selections.values()))]
+    rows = []
+    for name, records in selections.items():
+        counts = _gpus(records)
+        rows.append((f"[{name}]({name}.py)", EXAMPLES[name][1], *(str(counts.get(gpu, "")) for gpu in gpus)))
+    yield from table(("kernel", "shows", *gpus), rows)
 
 
 def main() -> None:
-    """Writes every file and deletes the others of each GPU's folder."""
+    """Writes every file and deletes all others."""
     texts = files(shipped_records())
-    for folder in FOLDER.iterdir():
-        if folder.is_dir():
-            shutil.rmtree(folder)
+    shutil.rmtree(FOLDER)
     for path, text in texts.items():
         write_file(FOLDER / path, text.encode())
 

@@ -4,56 +4,39 @@
     python -m scripts.sanitize --tool synccheck --samples 20
     python -m scripts.sanitize --load FILE                           # prints a saved report; needs no GPU
 
-Kernels are compiled and run on all cores, many per process, alternating between families. If a report does
-not name a kernel, each kernel of its process runs again alone. An interrupted run has written its results,
-and the same command continues it. docs/sanitizer.md describes the limits of each tool for asynchronous
-copies.
+An interrupted run has written its results, and the same command continues it. docs/sanitizer.md describes the
+limits of each tool for asynchronous copies.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
+import re
 import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.reports import read_report, write_report
-from benchmarks.sanitizer.points import cases_of, subjects
-from benchmarks.sanitizer.report import SanitizerReport, report_lines
-from benchmarks.sanitizer.sanitizing import (
-    MEMCHECK,
-    RACECHECK,
-    TOOLS,
-    Subject,
-    find_sanitizer,
-)
+from benchmarks.sanitizer.points import subjects
+from benchmarks.sanitizer.report import Listed, SanitizerReport, report_lines
+from benchmarks.sanitizer.runner import MEMCHECK, RACECHECK, TOOLS, Examination, examine, find_sanitizer
+from benchmarks.saved import RESULTS
 from flashtune.core.errors import FlashtuneError, UsageError
-from flashtune.core.target import Target, device_target
+from flashtune.core.target import device_target
+from flashtune.templates.registry import find_family
 from flashtune.tuner.execution.cpus import available_cpus
 
-RESULTS = Path("benchmarks/results")
+VERSION = re.compile(r"Version (\d+)\.(\d+).*")
+# Earlier versions do not support barriers of some warps of a block, by the release notes.
+PARTIAL_BARRIERS = (2026, 1)
 
 
 def main() -> None:
-    """Runs or loads, and prints."""
-    options = _options()
-    try:
-        if options.work is not None:
-            sys.exit(_work(options))
-        report = read_report(options.load, SanitizerReport) if options.load else _examined(options)
-    except FlashtuneError as error:
-        sys.exit(f"error: {error}")
-    print(*report_lines(report), sep="\n")
-    if any(finding.errors or finding.failed for finding in report.findings):
-        sys.exit(1)
-
-
-def _options() -> argparse.Namespace:
+    """Runs the tools or loads a report, and prints the report."""
     parser = argparse.ArgumentParser(description="Kernels under compute-sanitizer.")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="memcheck and racecheck if left out")
     parser.add_argument("--samples", type=int, default=50, help="random configs of each family")
@@ -61,92 +44,74 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=500.0, help="limit of the run, compiling included")
     parser.add_argument("--jobs", type=int, default=available_cpus(), help="processes at a time")
     parser.add_argument("--out", type=Path, help="where to write; a name in benchmarks/results if left out")
-    parser.add_argument("--load", type=Path, metavar="FILE", help="print what was found before")
-    parser.add_argument("--work", nargs=3, metavar=("NAME", "UNTIL", "FOLDER"), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--load", type=Path, metavar="FILE", help="print a saved report")
+    options = parser.parse_args()
+    try:
+        report = read_report(options.load, SanitizerReport) if options.load else _examine(options)
+    except FlashtuneError as error:
+        sys.exit(f"error: {error}")
+    print(*report_lines(report), sep="\n")
+    if any(finding.errors or finding.failed for finding in report.findings):
+        sys.exit(1)
 
 
-def _work(options: argparse.Namespace) -> int:
-    """Runs under the tool: each kernel of a folder, once."""
-    import torch
+def why_left_out(tool: str, family: str, version: str) -> str:
+    """Returns the reason to skip a family's kernels with a tool, or an empty text.
 
-    from benchmarks.sanitizer.tensors import launch_once
-    from benchmarks.sanitizer.work import WorkQueue, work
-
-    name, until, folder = options.work
-    target = device_target(0)
-
-    def launch(subject: Subject) -> None:
-        kernel = subject.kernel
-        for case in cases_of(subject, target, busy=options.tool == [MEMCHECK]):
-            launch_once(kernel, case, target, torch.device("cuda", 0))
-
-    return work(WorkQueue(Path(folder)), name, float(until), launch)
+    Args:
+        tool: The tool.
+        family: The family's name.
+        version: Output of the sanitizer, such as `Version 2025.3.1.0 (build ...)`.
+    """
+    match = VERSION.search(version)
+    supported = match is not None and (int(match[1]), int(match[2])) >= PARTIAL_BARRIERS
+    # The interpreter runs all families but those with specialised warps.
+    if tool != RACECHECK or supported or find_family(family).interpreted:
+        return ""
+    return "its warps are specialised, and racecheck supports their barriers since 2026.1"
 
 
-def _examined(options: argparse.Namespace) -> SanitizerReport:
-    """Runs both tools, each with its share of the time."""
+def _examine(options: argparse.Namespace) -> SanitizerReport:
+    """Runs each tool with its share of the time, and writes the report after each finding."""
     import triton
 
     until = time.time() + options.seconds
-    stopped = threading.Event()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, lambda *_: stopped.set())
-    sanitizer = find_sanitizer()
-    target = device_target(0)
+    sanitizer, target = find_sanitizer(), device_target(0)
+    output = subprocess.run([str(sanitizer), "--version"], capture_output=True, text=True, check=False).stdout
+    match = VERSION.search(output)
+    report = SanitizerReport(target.name, match[0] if match else "unknown", triton.__version__)
     path = options.out or RESULTS / f"{target.name}-sanitizer.json.gz"
-    report = SanitizerReport(target.name, _version(sanitizer), triton.__version__, ())
     if path.exists():
-        before = read_report(path, SanitizerReport)
-        if msgspec.structs.replace(before, findings=(), asked=()) != report or not before.asked:
-            raise UsageError(
-                f"{path} is of another GPU, sanitizer, Triton or script than this one: name another by --out"
-            )
-        report = before
+        earlier = read_report(path, SanitizerReport)
+        if msgspec.structs.replace(earlier, findings=(), listed=()) != report:
+            raise UsageError(f"{path} is of another GPU, sanitizer or Triton: choose another file with --out")
+        report = earlier
+    kernels = {subject.digest: subject for subject in subjects(target, options.samples, options.seed)}
+    count = Counter(subject.candidate.family for subject in kernels.values())
+    shipped = Counter(subject.candidate.family for subject in kernels.values() if subject.shipped)
     tools = options.tool or [MEMCHECK, RACECHECK]
-    for number, tool in enumerate(tools):
-        share = (until - time.time()) / (len(tools) - number)
-        how = (options, target, sanitizer, tool, time.time() + share, stopped)
-        report = _by_tool(report, path, *how)
-    return report
-
-
-def _by_tool(
-    report: SanitizerReport,
-    path: Path,
-    options: argparse.Namespace,
-    target: Target,
-    sanitizer: Path,
-    tool: str,
-    until: float,
-    stopped: threading.Event,
-) -> SanitizerReport:
-    """Returns the report of one tool within its time. Writes it after each kernel."""
-    from benchmarks.sanitizer.runner import Examination, examine
-
-    listed = subjects(target, options.samples, options.seed)
-    report, left = report.asking(tool, listed)
-    print(f"{tool}: {len(left)} of {len(listed)} kernels to go", flush=True)
-    write_report(report, path)
-
-    def program(name: str, stop: float, folder: Path) -> list[str]:
-        given = ["--tool", tool, "--work", name, str(stop), str(folder)]
-        return [sys.executable, str(Path(__file__).resolve()), *given]
-
-    cores = available_cpus()
-    how = Examination(sanitizer, tool, program, until, options.jobs, cores, target, stopped.is_set)
-    for findings in examine(how, left):
-        report = msgspec.structs.replace(report, findings=(*report.findings, *findings))
+    for index, tool in enumerate(tools):
+        listed = tuple(
+            Listed(tool, name, count[name], shipped[name], why_left_out(tool, name, report.sanitizer))
+            for name in sorted(count)
+        )
+        findings = tuple(row for row in report.findings if row.tool != tool or row.digest in kernels)
+        others = tuple(row for row in report.listed if row.tool != tool)
+        report = msgspec.structs.replace(report, findings=findings, listed=(*others, *listed))
+        skipped = {row.family for row in listed if row.left_out}
+        done = {row.digest for row in findings if row.tool == tool}
+        left = [
+            subject
+            for digest, subject in kernels.items()
+            if digest not in done and subject.candidate.family not in skipped
+        ]
+        print(f"{tool}: {len(left)} of {len(kernels)} kernels to run", flush=True)
         write_report(report, path)
-        done = sum(finding.tool == tool for finding in report.findings)
-        print(f"{tool}: {done} kernels done, {until - time.time():.0f} s left", flush=True)
+        limit = time.time() + (until - time.time()) / (len(tools) - index)
+        for finding in examine(Examination(sanitizer, tool, target, options.jobs, limit), left):
+            report = msgspec.structs.replace(report, findings=(*report.findings, finding))
+            write_report(report, path)
     return report
-
-
-def _version(sanitizer: Path) -> str:
-    """Returns the last line of the tool's version output, such as `Version 2025.4.0.0 (build ...)`."""
-    said = subprocess.run([str(sanitizer), "--version"], capture_output=True, text=True, check=False)
-    return next((line for line in said.stdout.splitlines() if line.startswith("Version")), "unknown")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""Tests of the sizes, docstrings and import cycles of packages."""
+"""Tests of the docstrings and import cycles of packages."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
-from collections import Counter
 from pathlib import Path
 
 import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_MODULES = 16
 PRODUCT = ("flashtune", "tuner", "db", "templates", "benchmarks")
 # Revisions of the database accumulate.
 DATA = ("tests/data", "db/migrations/versions")
@@ -24,12 +22,6 @@ def modules(*folders: str) -> list[Path]:
     return sorted(
         name for name in names if name.name != "__init__.py" and not name.as_posix().startswith(DATA)
     )
-
-
-def test_folders_have_at_most_16_modules() -> None:
-    counts = Counter(module.parent.as_posix() for module in modules(*PRODUCT, "tests"))
-    assert len(counts) > len(PRODUCT)
-    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
 def test_packages_have_docstrings() -> None:

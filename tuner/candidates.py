@@ -104,10 +104,6 @@ def open_spaces(
 
     These are the spaces in `forced`, else those of the named families, else those of all families that
     compute the problem.
-
-    Raises:
-        UsageError: A named family does not exist.
-        ProblemError: No family computes this problem on this target.
     """
     if forced:
         return tuple(FamilySpace(find_family(name), space) for name, space in forced)

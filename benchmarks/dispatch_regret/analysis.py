@@ -81,11 +81,7 @@ class RegretReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_regret(path: Path) -> RegretReport:
-    """Returns the report of a file, with present names of configs' fields.
-
-    Raises:
-        TableError: As `read_report`.
-    """
+    """Returns the report of a file, with present names of configs' fields."""
     report = read_report(path, RegretReport)
     replace = msgspec.structs.replace
     points = tuple(

@@ -7,7 +7,7 @@ Shapes are drawn at random (batch, heads, lengths, head dims, masks), and none i
 several configs are timed in one interleaved run: the winners of all the table's shapes of that head dim, and
 the families' defaults. The run also has the neighbours of these. The selected config is compared with the
 fastest. An interrupted run has saved its results, and the same command continues it. `python -m
-benchmarks.documents --write` puts the tables of the saved runs into docs/dispatch.md.
+benchmarks.documents --write` puts the tables of the saved runs into the pages.
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ def main() -> None:
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """The text of each place in the page, by name, of the runs that a folder keeps.
-
-    Raises:
-        TableError: A run is missing, or is none.
-    """
+    """The text of each place in the page, by name, of the runs that a folder keeps."""
     kept = {seed: read_regret(folder / f"nvidia-h200-regret-{seed}.json.gz") for seed in JUDGED_SEEDS}
     records = _records(find_target(kept[HELD_OUT].target))
     return {

@@ -66,10 +66,6 @@ def measure_regret(
         until: When to stop, by `time.monotonic`.
         path: Where to write.
         tell: Receives progress messages.
-
-    Raises:
-        TargetError: There is no such GPU.
-        DeviceLostError: A launch broke the GPU's context; finished points are written.
     """
     target = device_target(device)
     known = {point.problem for point in report.points}

@@ -1,10 +1,8 @@
 """Tables of the effect of each axis of a family, from the tabular benchmarks in tests/data/truth.
 
-    python -m benchmarks.exhaustive.axes  # prints them, in Markdown
-
 No GPU is needed. A cell is the time of the fastest config with that value over the time of the fastest
 config. Both are from the tabular benchmark. `python -m benchmarks.documents --write` puts the tables into
-docs/axes.md and benchmarks/results/hopper.md.
+benchmarks/results/axes.md and benchmarks/results/hopper.md.
 """
 
 from __future__ import annotations
@@ -21,18 +19,8 @@ SCRIPT = "benchmarks/exhaustive/axes.py"
 Value = int | bool | str
 
 
-def main() -> None:
-    """Prints the tables."""
-    for name, text in texts().items():
-        print(f"## {name}\n\n{text}\n")
-
-
 def texts() -> dict[str, str]:
-    """The text of each place in the pages, by name: `axes-FAMILY`.
-
-    Raises:
-        TableError: A file is no truth table.
-    """
+    """The text of each place in the pages, by name: `axes-FAMILY`."""
     families: dict[str, list[TruthTable]] = {}
     for truth in read_tables(TABLES):
         families.setdefault(truth.family, []).append(truth)
@@ -81,7 +69,3 @@ def _order(value: Value) -> tuple[int, str]:
 
 def _text(value: Value) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
-if __name__ == "__main__":
-    main()

@@ -31,11 +31,7 @@ class Loop(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_loop(cubin: bytes) -> Loop | None:
-    """Returns the inner loop of a binary, None if no loop contains matrix products.
-
-    Raises:
-        KernelError: The disassembler failed.
-    """
+    """Returns the inner loop of a binary, None if no loop contains matrix products."""
     return find_loop(dump(cubin, "--dump-sass"))
 
 

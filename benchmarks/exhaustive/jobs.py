@@ -46,11 +46,7 @@ class Batch(msgspec.Struct, frozen=True):
 def describe_candidate(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
 ) -> Described:
-    """Compiles a candidate as a search does, and reads its inner loop.
-
-    Raises:
-        FlashtuneError: The machine cannot compile at all, as with a full disk.
-    """
+    """Compiles a candidate as a search does, and reads its inner loop."""
     compiled = compile_candidate(problem, candidate, specialization, target)
     if compiled.resources is None or not target.is_nvidia:
         return Described(compiled)
@@ -71,10 +67,6 @@ def measure_batch(
 
     The anchor is timed with them, so that batches can be compared. The process exits if the GPU's context is
     broken; the caller then retries the candidates one by one.
-
-    Raises:
-        DeviceLostError: The GPU cannot be used.
-        KernelError: The anchor itself does not work.
     """
     prepare(index)
     device = torch.device("cuda", index)

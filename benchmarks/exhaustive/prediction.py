@@ -69,11 +69,7 @@ def main() -> None:
 
 
 def texts() -> dict[str, str]:
-    """The text of each place in the page, by name.
-
-    Raises:
-        TableError: A file is no truth table.
-    """
+    """The text of each place in the page, by name."""
     tables = read_tables(TABLES)
     return {"judged": "\n".join(_lines([judge(table, tables) for table in tables]))}
 

@@ -193,11 +193,7 @@ class Drawing(msgspec.Struct, frozen=True):
 def make_table(
     workers: Workers, problem: Problem, family: str, target: Target, drawing: Drawing, path: Path
 ) -> TruthTable:
-    """Makes one table and writes it, at intervals and at the end, also after an error.
-
-    Raises:
-        FlashtuneError: The family does not compute the problem, or the machine cannot compile or run.
-    """
+    """Makes one table and writes it, at intervals and at the end, also after an error."""
     started = time.monotonic()
     spaces = open_spaces(problem, target, (family,))
     scope = SearchTask(problem, target, contiguous_specialization(problem), spaces)

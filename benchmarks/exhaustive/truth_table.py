@@ -110,11 +110,7 @@ class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return len(self.rows) == self.fitting
 
     def candidate(self, row: Row) -> Candidate:
-        """Returns the candidate of a row.
-
-        Raises:
-            TableError: Its values are not a config of the family.
-        """
+        """Returns the candidate of a row."""
         if self.family not in family_names():
             raise TableError(f"a truth table is of an unknown family {self.family[:40]!r}")
         values = dict(zip(self.fields, row.values, strict=False))
@@ -192,11 +188,7 @@ def write_table(table: TruthTable, path: Path) -> None:
 
 
 def read_table(path: Path) -> TruthTable:
-    """Returns the table of a file.
-
-    Raises:
-        TableError: The file cannot be read, or is not a table.
-    """
+    """Returns the table of a file."""
     try:
         unpacker = lzma.LZMADecompressor()
         raw = unpacker.decompress(path.read_bytes(), MAX_BYTES)
@@ -217,11 +209,7 @@ def read_table(path: Path) -> TruthTable:
 
 
 def read_tables(folder: Path) -> tuple[TruthTable, ...]:
-    """Returns all tables of a folder, in the order of their names.
-
-    Raises:
-        TableError: One of them cannot be read.
-    """
+    """Returns all tables of a folder, in the order of their names."""
     return tuple(read_table(path) for path in sorted(folder.glob(f"*{SUFFIX}")))
 
 
@@ -231,11 +219,7 @@ def file_name(target: str, family: str, problem: Problem) -> str:
 
 
 def fastest(table: TruthTable) -> float:
-    """Returns the best time of a table, in ms.
-
-    Raises:
-        TableError: No config of the table works.
-    """
+    """Returns the best time of a table, in ms."""
     times = [ms for ms in table.times() if ms is not None]
     if not times:
         raise TableError(f"nothing works in the truth table of {table.problem.key}")

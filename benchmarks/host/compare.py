@@ -92,11 +92,7 @@ def _start(checkout: Path) -> subprocess.Popen[str]:
 
 
 def _answer(process: subprocess.Popen[str]) -> Times:
-    """Returns the next figures of a process.
-
-    Raises:
-        SystemExit: The process ended. Its error is on the terminal.
-    """
+    """Returns the next figures of a process."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(MARK):

@@ -1,6 +1,6 @@
 """Time of the self-check of an unverified kernel at its first use, without compilation and loading.
 
-    python -m benchmarks.host.first_use --save benchmarks/results/nvidia-h200-first-use.json
+    python -m benchmarks.host.first_use --save benchmarks/results/nvidia-h200-first-use.json.gz
 
 Kernels are compiled on all cores first. Each is then loaded and checked with an empty database, in this
 process (`at work`). Some are also checked in new processes, which load torch's kernels and the check's
@@ -43,7 +43,7 @@ LIMIT_MS = 300.0
 # Processes of a kernel's own, each with an empty database.
 FRESH_TRIES = 2
 SCRIPT = "benchmarks/host/first_use.py"
-SAVED = RESULTS / "nvidia-h200-first-use.json"
+SAVED = RESULTS / "nvidia-h200-first-use.json.gz"
 
 
 class Way(enum.StrEnum):
@@ -226,11 +226,7 @@ def _in_a_process(number: int, way: Way, folder: Path) -> tuple[float, ...]:
 
 
 def texts() -> dict[str, str]:
-    """The tables of the saved run, by name.
-
-    Raises:
-        TableError: There is no saved run.
-    """
+    """The tables of the saved run, by name."""
     found = load(SAVED, list[Row])
     return {"first-use": "\n".join(_lines(found.source, found.rows))}
 

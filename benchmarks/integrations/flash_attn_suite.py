@@ -214,11 +214,7 @@ def text(value: object) -> str:
 
 
 def install(folder: Path, version: int) -> None:
-    """Installs flashtune as flash_attn, and modules of the test files.
-
-    Raises:
-        UsageError: A file is missing.
-    """
+    """Installs flashtune as flash_attn, and modules of the test files."""
     missing = [name for name in FILES[version] if not (folder / name).exists()]
     if missing:
         raise UsageError(f"{folder} has no {missing[0]}: fetch it from Dao-AILab/flash-attention")
@@ -235,11 +231,7 @@ def install(folder: Path, version: int) -> None:
 
 
 def loaded(name: str, path: Path) -> ModuleType:
-    """Returns the module of a file.
-
-    Raises:
-        UsageError: The file is missing.
-    """
+    """Returns the module of a file."""
     if not path.exists():
         raise UsageError(f"{path} is missing: fetch it from Dao-AILab/flash-attention")
     spec = importlib.util.spec_from_file_location(name, path)

@@ -17,10 +17,10 @@ from flashtune.tuner.cli.output import table
 SCRIPT = "benchmarks/integrations/report.py"
 NOT_MEASURED = "Not measured."
 # Files in benchmarks/results.
-MODELS = "nvidia-h200-models.json"
-TRANSFORMERS = tuple(f"nvidia-{gpu}-transformers-models.json" for gpu in ("h200", "h100"))
-SDPA = "nvidia-h200-torch-sdpa-suite.json"
-FLASH_ATTN = {version: f"nvidia-h200-flash-attn-{version}-suite.json" for version in (2, 3, 4)}
+MODELS = "nvidia-h200-models.json.gz"
+TRANSFORMERS = tuple(f"nvidia-{gpu}-transformers-models.json.gz" for gpu in ("h200", "h100"))
+SDPA = "nvidia-h200-torch-sdpa-suite.json.gz"
+FLASH_ATTN = {version: f"nvidia-h200-flash-attn-{version}-suite.json.gz" for version in (2, 3, 4)}
 
 Rows = TypeVar("Rows")
 
@@ -42,11 +42,7 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 def texts(folder: Path = RESULTS) -> dict[str, str]:
-    """Returns the tables by name.
-
-    Raises:
-        TableError: A file has other rows.
-    """
+    """Returns the tables by name."""
     made = {
         "models": _models(folder),
         "transformers-models": _transformers(folder),

@@ -331,11 +331,7 @@ def read(lines: Path) -> list[Outcome]:
 
 
 def shared(options: argparse.Namespace) -> list[Outcome]:
-    """Returns the outcomes of all processes.
-
-    Raises:
-        KernelError: A process ended before its first case.
-    """
+    """Returns the outcomes of all processes."""
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{part}.jsonl" for part in range(options.workers)]

@@ -43,7 +43,7 @@ from flashtune.launch.compilation import first_line
 from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/kernels/fastest.py"
-SAVED = RESULTS / "nvidia-h200-fastest.json"
+SAVED = RESULTS / "nvidia-h200-fastest.json.gz"
 # Below this a pair is timed again, and fails if it stays there.
 LEAST = 0.98
 AGAIN = 3
@@ -188,7 +188,7 @@ def _measured(options: argparse.Namespace) -> Report:
         case for case in cases(records, options.untuned, options.seed) if options.only in case.problem.key
     ]
     listed = listed[: options.limit]
-    path = options.out or RESULTS / f"{target.name}-fastest.json"
+    path = options.out or RESULTS / f"{target.name}-fastest.json.gz"
     _compile(listed, target, records)
     rows: list[Row] = []
     for number, case in enumerate(listed, start=1):
@@ -404,11 +404,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def texts() -> dict[str, str]:
-    """The table of the saved run, by name: a row for each group.
-
-    Raises:
-        TableError: No run is saved.
-    """
+    """The table of the saved run, by name: a row for each group."""
     found = load(SAVED, Report)
     heading = f"On an {found.source.gpu} (torch {found.source.torch}, Triton {found.source.triton}):"
     return {"fastest": "\n".join([heading, "", *summary(found.rows)])}

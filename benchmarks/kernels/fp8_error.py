@@ -1,7 +1,7 @@
 """Errors of attention in 8 bits and in 16, as root mean squares against float64.
 
     python -m benchmarks.kernels.fp8_error  # prints the table, in Markdown
-    python -m benchmarks.kernels.fp8_error --save benchmarks/results/nvidia-h200-fp8-error.json
+    python -m benchmarks.kernels.fp8_error --save benchmarks/results/nvidia-h200-fp8-error.json.gz
 
 Inputs are FlashAttention-3's (Shah et al., 2024): normal numbers, of which one in a thousand is ten times as
 large. They are rounded to bfloat16 before use. So the error of the 16-bit kernel is that of its arithmetic
@@ -35,7 +35,7 @@ QUERY_HEADS, KV_HEADS = 16, 4
 SHAPES = ((64, 4096), (128, 1024), (128, 4096), (128, 16384), (256, 4096))
 COLUMNS = ("bf16 kernel", "fp8 kernel", "plain fp8", "plain fp8, a scale for each tensor")
 SCRIPT = "benchmarks/kernels/fp8_error.py"
-SAVED = RESULTS / "nvidia-h200-fp8-error.json"
+SAVED = RESULTS / "nvidia-h200-fp8-error.json.gz"
 
 Attend = Callable[[int], Tensor]
 
@@ -155,11 +155,7 @@ def rms(tensor: Tensor) -> float:
 
 
 def texts() -> dict[str, str]:
-    """The tables of the saved run, by name.
-
-    Raises:
-        TableError: There is no saved run.
-    """
+    """The tables of the saved run, by name."""
     found = load(SAVED, list[Row])
     return {"errors": "\n".join(_lines(found.source, found.rows))}
 

@@ -1,7 +1,7 @@
 """Shares of the GPU's peak rates that the selected kernels reach, counted by Nsight Compute.
 
     python -m benchmarks.kernels.limits  # prints the table, in Markdown
-    python -m benchmarks.kernels.limits --save benchmarks/results/nvidia-h200-limits.json
+    python -m benchmarks.kernels.limits --save benchmarks/results/nvidia-h200-limits.json.gz
 
 Saving runs `ncu`, which must be on PATH and be allowed to read the counters. Each shape runs once after a
 warm-up. If a call launches several kernels, the row is of the one with most cycles of the matrix units. The
@@ -35,7 +35,7 @@ from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.workloads.shapes import parse_shape
 
 SCRIPT = "benchmarks/kernels/limits.py"
-SAVED = RESULTS / "nvidia-h200-limits.json"
+SAVED = RESULTS / "nvidia-h200-limits.json.gz"
 LONG = "dtype=bf16,tokens=16384,seqlen=16384"
 DENSE = "dtype=bf16,heads=16,head_dim=128,tokens=16384,seqlen=4096"
 GPT_OSS = "dtype=bf16,heads=64,kv_heads=8,head_dim=64,seqlen=16384,causal,sinks"
@@ -114,11 +114,7 @@ def main() -> None:
 
 
 def texts(path: Path = SAVED) -> dict[str, str]:
-    """Returns the table by its name.
-
-    Raises:
-        TableError: The file has other rows.
-    """
+    """Returns the table by its name."""
     if not path.exists():
         return {"limits": "Not measured."}
     found = load(path, list[Row])
@@ -127,12 +123,7 @@ def texts(path: Path = SAVED) -> dict[str, str]:
 
 
 def counted() -> list[Row]:
-    """Returns the counters of all shapes.
-
-    Raises:
-        UsageError: There is no `ncu`.
-        KernelError: `ncu` failed.
-    """
+    """Returns the counters of all shapes."""
     if shutil.which("ncu") is None:
         raise UsageError("ncu is not on PATH: install Nsight Compute")
     with tempfile.TemporaryDirectory() as folder:
@@ -165,11 +156,7 @@ def run_shapes() -> None:
 
 
 def rows_of(lines: Sequence[str], shapes: Sequence[str]) -> list[Row]:
-    """Returns the row of each shape, from the lines that `ncu` writes.
-
-    Raises:
-        KernelError: The lines lack the kernels of a shape, or a counter.
-    """
+    """Returns the row of each shape, from the lines that `ncu` writes."""
     found = list(csv.reader(line for line in lines if line.startswith('"')))
     groups: list[list[dict[str, str]]] = [[]]
     for one in found[2:]:  # after names and units

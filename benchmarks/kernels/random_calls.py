@@ -337,11 +337,7 @@ def warmed(call: RandomCall) -> str:
 
 
 def measured(options: argparse.Namespace) -> Report:
-    """Returns the times of the calls of the options.
-
-    Raises:
-        UsageError: There is no GPU.
-    """
+    """Returns the times of the calls of the options."""
     import torch
 
     if not torch.cuda.is_available():
@@ -368,7 +364,7 @@ def measured(options: argparse.Namespace) -> Report:
         torch.cuda.empty_cache()
     report = Report(tuple(rows), len(calls) - len(rows), warm_seconds, time.monotonic() - started)
     name = torch.cuda.get_device_name().split()[1].lower()
-    save(options.out or RESULTS / f"nvidia-{name}-random-calls.json", report)
+    save(options.out or RESULTS / f"nvidia-{name}-random-calls.json.gz", report)
     return report
 
 

@@ -20,12 +20,8 @@ KEPT = ("random-problems", "random-gradients")
 
 
 def texts() -> dict[str, str]:
-    """Returns the tables of the saved runs, by name.
-
-    Raises:
-        TableError: A file has other contents.
-    """
-    paths = {name: sorted(RESULTS.glob(f"*-{name}.json")) for name in KEPT}
+    """Returns the tables of the saved runs, by name."""
+    paths = {name: sorted(RESULTS.glob(f"*-{name}.json.gz")) for name in KEPT}
     return {
         name: "\n\n".join("\n".join(_lines(load(path, Summary))) for path in found)
         for name, found in paths.items()

@@ -1,7 +1,7 @@
 """Times of attention with pages, 8-bit caches, latent keys and windows, and without them.
 
     python -m benchmarks.kernels.serving  # prints the table
-    python -m benchmarks.kernels.serving --save benchmarks/results/nvidia-h200-serving.json
+    python -m benchmarks.kernels.serving --save benchmarks/results/nvidia-h200-serving.json.gz
 
 Each group of shapes is timed in one interleaved run, with a cold L2. Kernels are those that dispatch selects
 from the shipped table for contiguous tensors. Sequences have the same lengths as in a search. The first shape
@@ -33,7 +33,7 @@ from flashtune.tuner.execution.timing import measure_interleaved
 from flashtune.tuner.workloads.shapes import parse_shape
 
 SCRIPT = "benchmarks/kernels/serving.py"
-SAVED = RESULTS / "nvidia-h200-serving.json"
+SAVED = RESULTS / "nvidia-h200-serving.json.gz"
 ROUNDS = 61
 DECODE = "dtype=bf16,heads=32,kv_heads=8,head_dim=128,seqlen_q=1"
 MLA = "dtype=bf16,heads=128,kv_heads=1,head_dim=576,value_head_dim=512,mla"
@@ -92,11 +92,7 @@ def main() -> None:
 def measure(
     problems: Sequence[Problem], records: tuple[Record, ...], target: Target, device: torch.device
 ) -> Iterator[Row]:
-    """A row for each problem, all timed in turn.
-
-    Raises:
-        KernelError: A kernel does not compile or load.
-    """
+    """A row for each problem, all timed in turn."""
     chosen = [dispatched(target, problem, records) for problem in problems]
     runs = [
         kernel_run(problem, one, contiguous_specialization(problem), target, make_tensors(problem, device))
@@ -108,11 +104,7 @@ def measure(
 
 
 def texts() -> dict[str, str]:
-    """The tables of the saved run, by name.
-
-    Raises:
-        TableError: There is no saved run.
-    """
+    """The tables of the saved run, by name."""
     found = load(SAVED, list[Row])
     return {"serving": "\n".join(_lines(found.source, found.rows))}
 

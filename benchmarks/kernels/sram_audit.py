@@ -1,39 +1,24 @@
 """Tables of a saved audit of the SRAM models.
 
-    python -m benchmarks.kernels.sram_audit  # prints them, in Markdown
-
-No GPU is needed. benchmarks/results/sram-audit.json holds the output of `flashtune sram-audit --json`, and
-h100-sram-audit.json that of a run with more points and `--target h100`.
-`python -m benchmarks.documents --write` puts the sums into docs/sram-audit.md and the rows into
-benchmarks/results/sram-audit.md.
+No GPU is needed. benchmarks/results/sram-audit.json.gz holds the output of `flashtune sram-audit --json`, and
+h100-sram-audit.json.gz that of a run with more points and `--target h100`.
+`python -m benchmarks.documents --write` puts the tables into benchmarks/results/sram-audit.md.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
-from benchmarks.saved import RESULTS
-from flashtune.core.errors import TableError
+from benchmarks.saved import RESULTS, decoded
 from flashtune.tuner.cli.commands.sram_audit import markdown_parts
 from flashtune.tuner.sram_audit.audit import Audit
 
 SCRIPT = "benchmarks/kernels/sram_audit.py"
-SAVED, HOPPER = RESULTS / "sram-audit.json", RESULTS / "h100-sram-audit.json"
-
-
-def main() -> None:
-    """Prints the tables."""
-    print("\n\n".join(texts().values()))
+SAVED, HOPPER = RESULTS / "sram-audit.json.gz", RESULTS / "h100-sram-audit.json.gz"
 
 
 def texts(path: Path = SAVED, hopper: Path = HOPPER) -> dict[str, str]:
-    """Returns the tables by name: the sums and each GPU that misses the bar, and the rows.
-
-    Raises:
-        TableError: A file is missing or holds no audit.
-    """
+    """Returns the tables by name: the sums and each GPU that misses the bar, and the rows."""
     audit = _audit(path)
     missed = [f"- {failure}" for failure in (*audit.failures(), *audit.unjudged())] or ["- none"]
     *sums, rows = markdown_parts(audit)
@@ -46,11 +31,4 @@ def texts(path: Path = SAVED, hopper: Path = HOPPER) -> dict[str, str]:
 
 
 def _audit(path: Path) -> Audit:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Audit)
-    except (OSError, msgspec.DecodeError) as error:
-        raise TableError(f"{path} holds no audit of the SRAM models: {error}") from error
-
-
-if __name__ == "__main__":
-    main()
+    return decoded(path, Audit)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.saved import RESULTS, ROOT, sources
+from benchmarks.saved import RESULTS, ROOT, content, sources
 from flashtune.core.errors import FlashtuneError, TableError
 from flashtune.core.problem import Problem
 from flashtune.tuner.bench.driver import read_report
@@ -27,7 +27,7 @@ from flashtune.tuner.bench.results import OURS, BenchRun
 from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/kernels/tritons.py"
-SAVED = tuple(RESULTS / f"nvidia-h200-triton-{version}.json" for version in ("3.6.0", "3.7.1", "3.9.0"))
+SAVED = tuple(RESULTS / f"nvidia-h200-triton-{version}.json.gz" for version in ("3.6.0", "3.7.1", "3.9.0"))
 COPY = "copy"
 # In the order of preference.
 REFERENCES = (CUDNN, COPY)
@@ -61,26 +61,18 @@ def main() -> None:
 
 
 def texts() -> dict[str, str]:
-    """The table of the saved runs, by name.
-
-    Raises:
-        TableError: A run is of another format, or misses a point.
-    """
+    """The table of the saved runs, by name."""
     source = sources()[str(SAVED[0].relative_to(ROOT))]
     return {"tritons": f"On an {source.gpu} (torch {source.torch}):\n\n{_text(SAVED)}"}
 
 
 def _text(paths: Sequence[Path]) -> str:
-    first, *others = [read_report(path.read_bytes(), path.name) for path in paths]
+    first, *others = [read_report(content(path), path.name) for path in paths]
     return "\n".join(lines(first, others))
 
 
 def lines(first: BenchRun, others: Sequence[BenchRun]) -> Iterator[str]:
-    """The lines of the table: a row for each grid and version.
-
-    Raises:
-        TableError: A run misses a point of a grid, or has nothing to compare it with.
-    """
+    """The lines of the table: a row for each grid and version."""
     rows = [
         (
             one.grid,
@@ -97,11 +89,7 @@ def lines(first: BenchRun, others: Sequence[BenchRun]) -> Iterator[str]:
 
 
 def compare(first: BenchRun, other: BenchRun) -> tuple[Comparison, ...]:
-    """Speeds of the second run's kernels over those of the first, grid by grid.
-
-    Raises:
-        TableError: As `lines`.
-    """
+    """Speeds of the second run's kernels over those of the first, grid by grid."""
     return tuple(
         Comparison(
             name, triton_of(other), {case_of(one): _ratio(one, first, other) for one in grid_problems(grid)}
@@ -111,11 +99,7 @@ def compare(first: BenchRun, other: BenchRun) -> tuple[Comparison, ...]:
 
 
 def triton_of(run: BenchRun) -> str:
-    """The Triton version that made the kernels of a run.
-
-    Raises:
-        TableError: There are several, or none.
-    """
+    """The Triton version that made the kernels of a run."""
     versions = {bench.versions.triton for bench in run.benches}
     if len(versions) != 1:
         raise TableError(f"a run has kernels of one Triton version, and this one of {sorted(versions)}")

@@ -7,14 +7,16 @@ without keys.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks.sanitizer.sanitizing import Subject
+import msgspec
+
 from flashtune.core.errors import ProblemError
-from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import (
     PAGE_SIZES,
     Bias,
@@ -31,6 +33,7 @@ from flashtune.core.target import Target
 from flashtune.db.table import shipped_table
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
+from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask, demand
 from flashtune.tuner.sram_audit.points import MAX_UNROLLED, Point, unrolled
 from flashtune.verification import cases as forward_cases
@@ -92,8 +95,47 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
 }
 
 
+@functools.lru_cache(maxsize=1024)
+def _rendered(computation: Problem, candidate: Candidate, specialization: Specialization) -> Kernel:
+    return render(find_family(candidate.family), computation, candidate.config, specialization)
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """One kernel to run.
+
+    Attributes:
+        problem: The problem, of any size.
+        candidate: The config.
+        specialization: The kernel's assumptions about its tensors.
+        shipped: Whether it is a kernel of a shipped table.
+    """
+
+    problem: Problem
+    candidate: Candidate
+    specialization: Specialization
+    shipped: bool
+
+    @property
+    def kernel(self) -> Kernel:
+        """The rendered kernel."""
+        return _rendered(self.problem.computation, self.candidate, self.specialization)
+
+    @property
+    def digest(self) -> str:
+        """The kernel's digest."""
+        return self.kernel.digest
+
+    @property
+    def label(self) -> str:
+        """A description of the kernel."""
+        assumed = self.specialization
+        lse = ", lse" if assumed.lse else ""
+        strides = f"strides of {int(assumed.alignment)}, {assumed.index_bits} bits{lse}"
+        return f"{self.problem.key} {self.candidate.family} {self.candidate.config.label()} ({strides})"
+
+
 def subjects(target: Target, samples: int, seed: int) -> tuple[Subject, ...]:
-    """Shipped kernels and drawn ones, none twice, families in turn: whoever is cut short has seen of all.
+    """Returns shipped kernels and drawn ones, each once, with families in turn.
 
     Args:
         target: The GPU.

@@ -1,31 +1,24 @@
 """Tables and charts of results of `benchmarks/search_replay/policies.py --save`.
 
-    python -m benchmarks.search_replay.policies_report  # prints the tables, in Markdown
-    python -m benchmarks.search_replay.policies_report policies.json
-
 `python -m benchmarks.documents --write` puts the tables and the charts of benchmarks/results into docs/.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Style
-from benchmarks.saved import RESULTS
+from benchmarks.saved import RESULTS, decoded
 from benchmarks.search_replay.policies import COLD
 from benchmarks.search_replay.replays import JUDGED_SHARE, NEAR, Summary
 from flashtune.core.errors import TableError
 
 SCRIPT = "benchmarks/search_replay/policies_report.py"
-SAVED = tuple(RESULTS / f"nvidia-h200-policies{part}.json" for part in ("", "-samplers"))
+SAVED = tuple(RESULTS / f"nvidia-h200-policies{part}.json.gz" for part in ("", "-samplers"))
 # The styles also differ without colours; the default is emphasised.
 COLORS = {
     "default": "#d55e00",
@@ -43,29 +36,8 @@ SECONDS = 10
 Curve = Callable[[Summary], Sequence[tuple[float, float]]]
 
 
-def main() -> None:
-    """Reads and prints."""
-    parser = argparse.ArgumentParser(description="Tables of compared policies.")
-    parser.add_argument(
-        "saved",
-        nargs="*",
-        type=Path,
-        default=SAVED,
-        help="what benchmarks/search_replay/policies.py --save has written",
-    )
-    options = parser.parse_args()
-    try:
-        print(texts(options.saved)["policies"])
-    except TableError as error:
-        sys.exit(f"error: {error}")
-
-
 def texts(paths: Iterable[Path]) -> dict[str, str]:
-    """The text of each place in the page, by name.
-
-    Raises:
-        TableError: A file holds no compared policies.
-    """
+    """The text of each place in the page, by name."""
     return {"policies": "\n".join(_lines(summaries(paths)))}
 
 
@@ -76,18 +48,8 @@ def pictures(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def summaries(paths: Iterable[Path]) -> list[Summary]:
-    """The compared policies of some files.
-
-    Raises:
-        TableError: A file holds something else.
-    """
-    found = []
-    for path in paths:
-        try:
-            found += msgspec.json.decode(path.read_bytes(), type=list[Summary])
-        except (OSError, msgspec.DecodeError) as error:
-            raise TableError(f"{path} holds no compared policies: {error}") from error
-    return found
+    """The compared policies of some files."""
+    return [summary for path in paths for summary in decoded(path, list[Summary])]
 
 
 def whole(found: Iterable[Summary]) -> list[Summary]:
@@ -107,11 +69,7 @@ def problems_of(found: Sequence[Summary]) -> list[tuple[str, str]]:
 
 
 def summary_of(found: Sequence[Summary], policy: str, problem: tuple[str, str]) -> Summary:
-    """One policy on one table.
-
-    Raises:
-        TableError: It was not replayed.
-    """
+    """One policy on one table."""
     for summary in found:
         if (summary.policy, summary.family, summary.problem) == (policy, *problem):
             return summary
@@ -256,7 +214,3 @@ def _panel(found: Sequence[Summary], problem: tuple[str, str], curve: Curve) -> 
 
 def _style(policy: str) -> Style:
     return Style(policy, COLORS[policy], 2.4 if policy == "default" else 1.4)
-
-
-if __name__ == "__main__":
-    main()

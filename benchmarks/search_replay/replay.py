@@ -68,11 +68,7 @@ class SimulatedClock:
             self._step()
 
     def _step(self) -> None:
-        """Advances to the next event.
-
-        Raises:
-            IndexError: There is no event.
-        """
+        """Advances to the next event."""
         moment, _, happen = heapq.heappop(self._due)
         self._now = max(self._now, moment)
         happen()
@@ -198,11 +194,7 @@ def _digest(candidate: Candidate) -> str:
 
 
 def replay_space(table: TruthTable) -> Space:
-    """The family's space for the table's problem, restricted to the configs of the table.
-
-    Raises:
-        TableError: Configs of the table are no longer in the family's space.
-    """
+    """The family's space for the table's problem, restricted to the configs of the table."""
     family, target = find_family(table.family), target_of(table)
     known: frozenset[Config] = frozenset(table.candidate(row).config for row in table.rows)
     space = family.space(table.problem, target)

@@ -1,15 +1,11 @@
 """Tables and charts of measurements of training, from benchmarks/results.
 
-    python -m benchmarks.training.report  # prints the tables, in Markdown
-
 `python -m benchmarks.documents --write` puts them into docs/. The input files are those that
 `benchmarks.training.memory`, `examples.training` and `benchmarks.kernels.dropout` write with `--save`.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -17,13 +13,11 @@ from typing import TypeVar
 import msgspec
 
 from benchmarks.kernels import dropout
-from benchmarks.saved import RESULTS
+from benchmarks.saved import decoded
 from benchmarks.training import memory as training_memory
 from benchmarks.training.charts import losses_picture, memory_picture
 from benchmarks.training.memory import GIB, OURS, Peak
 from examples.training import report as example
-from flashtune.core.earlier_names import BASELINES
-from flashtune.core.errors import TableError
 from flashtune.core.problem import Causal
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.workloads.shapes import parse_shape
@@ -61,47 +55,14 @@ class Measured(msgspec.Struct, frozen=True):
     steps: Steps
 
 
-def main() -> None:
-    """Reads and prints."""
-    argparse.ArgumentParser(description="Tables of what training takes.").parse_args()
-    try:
-        texts = tables(measured(RESULTS))
-    except TableError as error:
-        sys.exit(f"error: {error}")
-    for name, text in texts.items():
-        print(f"## {name}\n\n{text}\n")
-
-
 def measured(folder: Path) -> Measured:
-    """Reads the results of a folder.
-
-    Raises:
-        TableError: A file is missing, or has other contents.
-    """
+    """Reads the results of a folder."""
     return Measured(
-        _memory_document(folder / "nvidia-h200-training-memory.json"),
-        _read(folder / "nvidia-h200-training.json", example.Document),
-        _read(folder / "nvidia-h200-dropout.json", tuple[dropout.Row, ...]),
-        _read(folder / "nvidia-h200-training-step.json", Steps),
+        decoded(folder / "nvidia-h200-training-memory.json.gz", training_memory.Document),
+        decoded(folder / "nvidia-h200-training.json.gz", example.Document),
+        decoded(folder / "nvidia-h200-dropout.json.gz", tuple[dropout.Row, ...]),
+        decoded(folder / "nvidia-h200-training-step.json.gz", Steps),
     )
-
-
-def _memory_document(path: Path) -> training_memory.Document:
-    """Returns the memory of each way, with present names of baselines."""
-    found = _read(path, training_memory.Document)
-    replace = msgspec.structs.replace
-    rows = tuple(
-        replace(row, peaks=tuple(replace(one, name=BASELINES.get(one.name, one.name)) for one in row.peaks))
-        for row in found.rows
-    )
-    return replace(found, rows=rows)
-
-
-def _read(path: Path, kind: type[Read]) -> Read:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
-        raise TableError(f"{path} holds no such measurement: {error}") from error
 
 
 def tables(found: Measured) -> dict[str, str]:
@@ -227,7 +188,3 @@ def _title(shape: str) -> str:
     problem = parse_shape(shape)[0]
     mask = "full" if problem.causal is Causal.NONE else "causal"
     return f"D{problem.head_dim} {mask}, S={problem.seqlen_kv}"
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@
 
 Tensors are so small that launches only queue and the host never waits for the GPU. Every figure is a median
 of interleaved rounds. `benchmarks.kernels.dropout` measures GPU time with dropout, and
-`benchmarks.host.host_time` the forward pass of calls without gradients. Needs a GPU.
+`benchmarks/host/compare.py` calls without gradients. Needs a GPU.
 """
 
 from __future__ import annotations

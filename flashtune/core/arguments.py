@@ -20,11 +20,7 @@ Answer = TypeVar("Answer")
 
 
 def checked(compute: Callable[..., Answer], check: Callable[..., object], *arguments: Any) -> Answer:
-    """Returns `compute(*arguments)`. If that fails, calls `check(*arguments)` for an error with a reason.
-
-    Raises:
-        ProblemError: `check` rejects the arguments.
-    """
+    """Returns `compute(*arguments)`. If that fails, calls `check(*arguments)` for an error with a reason."""
     try:
         return compute(*arguments)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
@@ -55,9 +51,6 @@ def read_count(name: str, value: object, what: str, least: int = 0, most: int = 
     """Returns an argument that is a count.
 
     The name, and `what`, a description of valid values, are for the error.
-
-    Raises:
-        ProblemError: The argument is not an integer, or is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise ProblemError(f"{name} cannot be {shown(value)}: pass {what}")
@@ -69,22 +62,14 @@ def read_count(name: str, value: object, what: str, least: int = 0, most: int = 
 
 
 def read_flag(name: str, value: object) -> bool:
-    """Returns a boolean argument.
-
-    Raises:
-        ProblemError: The argument is not a bool.
-    """
+    """Returns a boolean argument."""
     if isinstance(value, bool):
         return value
     raise ProblemError(f"{name} cannot be {shown(value)}: pass True or False")
 
 
 def read_scale(scale: object) -> float | None:
-    """Returns the factor of the scores, or None for the default.
-
-    Raises:
-        ProblemError: The factor is not a finite number in float32.
-    """
+    """Returns the factor of the scores, or None for the default."""
     if scale is None:
         return None
     if isinstance(scale, (torch.SymFloat, torch.SymInt)):

@@ -206,11 +206,7 @@ def _ends(documents: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _four_dimensions(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a tensor with leading dimensions of 1, so that it has four.
-
-    Raises:
-        ProblemError: It has fewer than two dimensions or more than four, or another type.
-    """
+    """Returns a tensor with leading dimensions of 1, so that it has four."""
     if not isinstance(tensor, Tensor) or not 2 <= tensor.dim() <= 4 or dtype not in (None, tensor.dtype):
         kind = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         wanted = "a tensor" if dtype is None else "a bool tensor"

@@ -31,10 +31,6 @@ def alone_with(path: Path, seconds: float) -> Iterator[None]:
     """Holds an exclusive lock on a file during a block. Creates the file if it is missing.
 
     Waits up to `seconds` for another holder.
-
-    Raises:
-        TimeoutError: Another holder did not release it in time.
-        OSError: The file cannot be opened or locked, or is a symbolic link.
     """
     file = _held(path, time.monotonic() + seconds)
     try:
@@ -107,11 +103,7 @@ def _fault(file: int) -> str | None:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """Returns the first `most` bytes of a regular file.
-
-    Raises:
-        OSError: The file cannot be read, or is a pipe, socket or device, which may never end.
-    """
+    """Returns the first `most` bytes of a regular file."""
     return _read(path, most, 0)[0]
 
 
@@ -119,9 +111,6 @@ def read_own(path: Path, most: int) -> bytes:
     """Returns the first `most` bytes of a regular file that only this user and root can have written.
 
     The folder does not matter: another user can move such a file, but not write its content.
-
-    Raises:
-        OSError: The file cannot be read, is a link or no regular file, or another user can have written it.
     """
     content, status = _read(path, most, os.O_NOFOLLOW)
     if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -148,9 +137,6 @@ def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
         path: The file. Its folder exists.
         content: The new content.
         mode: The file's mode, less that of the umask. By default, all may read and write a new file.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     # No other process can have made a file or link of this random name.
     fresh = path.with_name(f".flashtune-{secrets.token_hex(8)}")

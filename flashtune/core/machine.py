@@ -68,11 +68,7 @@ def machine_fault(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def machine_errors() -> Iterator[None]:
-    """Converts errors that the machine caused into `MachineError`. Other errors are unchanged.
-
-    Raises:
-        MachineError: The block failed because of the machine.
-    """
+    """Converts errors that the machine caused into `MachineError`. Other errors are unchanged."""
     try:
         yield
     except MachineError:
@@ -103,11 +99,7 @@ def signal_fault(number: int, process: str) -> str | None:
 
 
 def variable(name: str) -> str:
-    """Returns the value of an environment variable, empty without one.
-
-    Raises:
-        UsageError: The value has control codes.
-    """
+    """Returns the value of an environment variable, empty without one."""
     value = os.environ.get(name, "")
     if CONTROL_CODES.search(value):
         raise UsageError(f"{name} has control codes: set it to printable text, or unset it")
@@ -120,9 +112,6 @@ def user_path(text: str, source: str) -> Path:
     Args:
         text: The path.
         source: The option or variable that has it, for errors.
-
-    Raises:
-        UsageError: No file can have this path.
     """
     if CONTROL_CODES.search(text):
         raise UsageError(f"{source} has control codes: write a path of printable text")
@@ -141,11 +130,7 @@ def user_path(text: str, source: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns flashtune's cache folder: `FLASHTUNE_CACHE_DIR`, or one in the user's cache folder.
-
-    Raises:
-        MachineError: The variable names no folder, or the user has no home folder.
-    """
+    """Returns flashtune's cache folder: `FLASHTUNE_CACHE_DIR`, or one in the user's cache folder."""
     try:
         named = variable(CACHE_VARIABLE)
         if named:
@@ -166,11 +151,7 @@ def cache_folder() -> Path:
 
 
 def triton_folder() -> Path:
-    """Returns the folder of Triton's compiled kernels.
-
-    Raises:
-        MachineError: The user has no home folder.
-    """
+    """Returns the folder of Triton's compiled kernels."""
     from triton import knobs
 
     folder = Path(str(knobs.cache.dir))
@@ -368,11 +349,7 @@ def _files(package: str, pattern: str) -> Iterator[Path]:
 
 
 def installed_version(package: str) -> str:
-    """Returns the version of a package, by its metadata if it has some, and else by its module.
-
-    Raises:
-        ImportError: The package is not installed, or its module has no version.
-    """
+    """Returns the version of a package, by its metadata if it has some, and else by its module."""
     # Slow to import, and commands without a GPU need it late or not at all.
     from importlib import metadata
 
@@ -390,9 +367,6 @@ def torch_version() -> str:
     """Returns `torch.__version__`, if possible without importing torch, which takes 1.5 s of CPU time.
 
     The version in the package's metadata may lack the part after `+`, such as `cu130`.
-
-    Raises:
-        ImportError: torch is not installed.
     """
     found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     if found is not None and found.origin is not None:
@@ -404,11 +378,7 @@ def torch_version() -> str:
 
 
 def triton_version() -> str:
-    """Returns `triton.__version__`, without importing Triton if the version is in its source.
-
-    Raises:
-        ImportError: Triton is not installed.
-    """
+    """Returns `triton.__version__`, without importing Triton if the version is in its source."""
     found = None if "triton" in sys.modules else importlib.util.find_spec("triton")
     if found is not None and found.origin is not None and Path(found.origin).is_file():
         stated = TRITON_VERSION.search(Path(found.origin).read_text(encoding="utf-8"))

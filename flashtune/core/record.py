@@ -91,9 +91,6 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         failed: Name of the first check that failed, empty if none failed.
         device: The GPU's name, or `interpreter`.
         probes: The probes that passed, and `delays` if schedule fuzzing passed too. Unset if one failed.
-
-    Raises:
-        TableError: The verdict is `passed`, and another field contradicts that.
     """
 
     passed: bool
@@ -141,9 +138,6 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         peers: Other implementations timed in the same run.
         shared: Times with a shared mask, for a problem that SDPA computes with a mask. The other times have a
             separate mask for each sequence, head and row.
-
-    Raises:
-        TableError: The median is not between the percentiles, or one way of sharing occurs twice.
     """
 
     ms: Milliseconds

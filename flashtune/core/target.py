@@ -161,11 +161,7 @@ TARGETS: tuple[Target, ...] = (
 
 
 def find_target(name: str) -> Target:
-    """Returns the table's entry for a name. The vendor prefix is optional (`h100`).
-
-    Raises:
-        TargetError: The table does not have this GPU.
-    """
+    """Returns the table's entry for a name. The vendor prefix is optional (`h100`)."""
     wanted = name.strip().lower().replace(" ", "-").replace("_", "-")
     for target in TARGETS:
         if wanted in (target.name, target.name.split("-", 1)[1], target.name.replace("-rtx-", "-")):
@@ -180,9 +176,6 @@ def device_target(index: int = 0) -> Target:
 
     The rates of an unlisted GPU are scaled from the nearest architecture by the number of SMs. A search then
     has an approximate roofline model.
-
-    Raises:
-        TargetError: The GPU does not exist, or the table has no entry to scale from.
     """
     import torch
 

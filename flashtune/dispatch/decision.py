@@ -29,8 +29,8 @@ from flashtune.dispatch.faster_peers import (
 )
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import is_masked, known_refusal, sdpa_allowed
-from flashtune.dispatch.sdpa import default_backend
-from flashtune.dispatch.sdpa_times import EFFICIENT, related_peers
+from flashtune.dispatch.sdpa import has_hidden_keys
+from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
 from flashtune.dispatch.tables import Tables, tuned_records
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
@@ -308,10 +308,7 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
             # SDPA does not get them.
             problem = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
             selection = select(problem, target, tuned_records(target.name), BEST_TENSORS, generated=True)
-            q, k, v = bound.views
-            backend = default_backend(q, k[:, :, : problem.seqlen_q], v[:, :, : problem.seqlen_q], problem)
-        else:
-            backend = bound.sdpa_backend
+        backend = bound.sdpa_backend
     elif sdpa_allowed(request) and bound.side.bias is not None:
         backend = bound.sdpa_backend
         if known_refusal(request, backend, *bound.views, bound.side.bias) is not None:
@@ -335,14 +332,20 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
     if bound.request.deterministic or problem.total_q or problem.seqlens_k:
         return None
     passes = forward, backward
+    is_untimed = any(selection.measured.measurement is None for selection in passes)
+    if has_hidden_keys(problem) and not problem.features:
+        # SDPA does not get these keys. Times are those of problems without them.
+        tables, length = tuned_records(target.name), problem.seqlen_q
+        seen = [msgspec.structs.replace(one, seqlen_kv=length) for one in (problem, bound.request.backward)]
+        forward, backward = (select(one, target, tables, BEST_TENSORS, generated=True) for one in seen)
+        passes = forward, backward
     if any(is_untrusted(selection, problem) for selection in passes):
         backend = bound.sdpa_backend if is_masked(problem) or not problem.features else None
-        if backend == EFFICIENT or not problem.features:
+        if backend in (EFFICIENT, MATH) or not problem.features:
             return untimed_peer(passes, problem, backend, target)
     # With a mask, gradients of SDPA's cuDNN backend may be NaN.
     backend = None if problem.features else bound.sdpa_backend
     more_ms = 0.0 if backend is None else bound.sdpa_copies_ms
-    is_untimed = all(selection.measured.measurement is None for selection in passes)
     has_few_rows = is_untimed and problem.seqlen_q <= FEW_ROWS
     if has_few_rows and not more_ms and not problem.features and _is_maskless(problem):
         return untimed_peer(passes, problem, backend, target)
@@ -353,11 +356,6 @@ def _is_maskless(problem: Problem) -> bool:
     """Whether SDPA needs no mask for a problem without features, because it can leave out later keys."""
     is_square = problem.seqlen_q == problem.seqlen_kv
     return problem.causal is Causal.NONE or is_square or has_hidden_keys(problem)
-
-
-def has_hidden_keys(problem: Problem) -> bool:
-    """Whether no query of a problem without features sees the last keys."""
-    return problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv
 
 
 def _forecast_in_words(selection: Selection) -> str:

@@ -11,7 +11,7 @@ from flashtune.core.problem import Bias, Problem, score_bytes
 from flashtune.core.record import Record, Selection, SharedTime
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, WHOLE_FAMILY, is_far
-from flashtune.dispatch.sdpa_times import float32_ms
+from flashtune.dispatch.sdpa_times import MATH, float32_ms, is_padded
 from flashtune.templates.registry import find_family
 
 # The fraction by which two measurements of one kernel may differ. SDPA is used unless the kernel is faster by
@@ -19,9 +19,14 @@ from flashtune.templates.registry import find_family
 # It is used only if it is faster than the kernel by more than this.
 NOISE = 0.01
 # With an estimated time, SDPA must be faster by more than this fraction. Estimates of short times are less
-# precise than differences of launches: below this time in ms, SDPA may also be slower by another fraction.
+# precise than differences of launches: below this time in ms of one or two passes, SDPA may also be slower by
+# another fraction.
 FORECAST_NOISE = 0.05
-SHORT_MS, SHORT_NOISE = 0.015, 0.15
+SHORT_MS, SHORT_NOISE = (0.015, 0.06), 0.15
+# SDPA also serves if its estimate is up to these fractions above that of kernels: gradients whose heads are
+# padded to more columns than SDPA's, and an additive bias with more than one block of keys. The latter took
+# 1.4 to 2.3 times the estimate, relative to SDPA, at five shapes of an H200 and an H100.
+PADDED_NOISE, BIAS_NOISE, BLOCK = 0.1, 0.7, 64
 UNFUSED = "unfused"
 # Largest time of the launches of a pass of the unfused computation, in ms.
 UNFUSED_LAUNCHES_MS = 0.15
@@ -29,7 +34,7 @@ UNFUSED_LAUNCHES_MS = 0.15
 ANY_SDPA = "SDPA"
 # Maximum bytes of scores that SDPA's unfused path may store.
 MAX_SCORES = 2**33
-# A decoding kernel in float32 may take this multiple of the modelled time.
+# A decoding kernel in float32 of up to FEW_QUERIES queries may take this multiple of the modelled time.
 SLOW_PRODUCTS = 4.0
 # In float32, SDPA must be expected to take this multiple of a kernel's estimated time, and of one from a far
 # shape. Below this time in ms, such estimates are not used.
@@ -110,11 +115,16 @@ def is_slow_default(
     if config is None or problem.seqlen_q <= FEW_QUERIES:
         return False
     factors = {
-        DECODING_FAMILY: SLOW_NARROW_SPLITS if problem.head_dim < NARROW else SLOW_SPLITS,
+        DECODING_FAMILY: _slow_splits(problem),
         WHOLE_FAMILY: SLOW_WIDE if problem.head_dim > WIDE else 0.0,
     }
     ms = factors.get(family.name, 0.0) * family.makespan_ms(problem, config, target)
     return ms >= UNCERTAIN_MS and peers.get(usual_sdpa, math.inf) < ms
+
+
+def _slow_splits(problem: Problem) -> float:
+    """Returns the multiple of the modelled time that a kernel may take if it splits keys of many queries."""
+    return SLOW_NARROW_SPLITS if problem.head_dim < NARROW else SLOW_SPLITS
 
 
 def untimed_peer(
@@ -125,12 +135,13 @@ def untimed_peer(
     SDPA does, unless keys are split and its backends would not split them. If it selects its unfused path,
     scores must not take too much memory. The other arguments are those of `faster_peer`.
     """
-    if usual_sdpa is None and score_bytes(problem) > MAX_SCORES:
+    if usual_sdpa in (None, MATH) and score_bytes(problem) > MAX_SCORES:
         return None
     record = passes[0].record
     if len(passes) == 1 and record.family == DECODING_FAMILY:
         ms = find_family(record.family).makespan_ms(problem, record.config, target)
-        if SLOW_PRODUCTS * ms < float32_ms(problem, target):
+        slow = SLOW_PRODUCTS if problem.seqlen_q <= FEW_QUERIES else _slow_splits(problem)
+        if slow * ms < float32_ms(problem, target):
             return None
     return usual_sdpa or ANY_SDPA
 
@@ -200,6 +211,18 @@ def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times |
     return _Times(ms, True, expected, scores, standard.get(UNFUSED, math.inf))
 
 
+def _forecast_margin(passes: Sequence[_Times | None], problem: Problem, ms: float) -> float:
+    """Returns the fraction by which SDPA's estimate may be above that of the kernels, negative if below."""
+    margins = [-FORECAST_NOISE]
+    if ms < SHORT_MS[len(passes) - 1]:
+        margins.append(SHORT_NOISE)
+    if len(passes) > 1 and is_padded(problem):
+        margins.append(PADDED_NOISE)
+    if problem.bias is Bias.ADDITIVE and problem.seqlen_kv > BLOCK:
+        margins.append(BIAS_NOISE)
+    return max(margins)
+
+
 def _fastest_baseline(
     passes: Sequence[_Times | None], problem: Problem, usual_sdpa: str | None, more_ms: float = 0.0
 ) -> str | None:
@@ -208,7 +231,7 @@ def _fastest_baseline(
         return None
     ms = sum(times.ms for times in known)
     is_forecast = any(times.is_forecast for times in known)
-    margin = (SHORT_NOISE if ms < SHORT_MS else -FORECAST_NOISE) if is_forecast else NOISE
+    margin = _forecast_margin(passes, problem, ms) if is_forecast else NOISE
     limits = {usual_sdpa or "": ms * (1 + margin)}
     if score_bytes(problem) <= min(times.scores for times in known):
         limits[UNFUSED] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))

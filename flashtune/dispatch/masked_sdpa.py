@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, nearest_way
-from flashtune.core.problem import Causal, Feature, Problem
+from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
 from flashtune.core.session import SESSION, keep
+from flashtune.core.target import find_target
+from flashtune.dispatch.sdpa_times import MATH, unfused_leads
 from flashtune.launch.compilation import first_line
 from flashtune.launch.launch import MIN_SCALE
 from flashtune.request.request import Prefer, Request
@@ -28,16 +30,18 @@ scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 # and would compute all hidden blocks. Slopes would be rounded to 16 bits, and dropout draws other weights.
 FEATURES = frozenset({Feature.BIAS})
 # Names of SDPA's backends in records, by their numbers in `torch._fused_sdp_choice`.
-PEERS = {1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
+PEERS = {0: MATH, 1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
 # Extents of the trial problem, which no tile size divides, and the largest error that is accepted.
 PROBE_ROWS = 192
 PROBE_KEYS = 200
 PROBE_ERROR = 2.0**-5
 # Backends load this many bytes at once.
 ADDRESS_ALIGNMENT = 16
-# Largest numbers of float32 scores of calls with shared heads that SDPA's unfused path serves: with gradients
-# and without them for heads wider than WIDE. Measured at 24 shapes on an H200.
-FEW_GRADIENT_SCORES, FEW_WIDE_SCORES, WIDE = 2**24, 2**20, 128
+# Largest number of float32 scores of calls with shared heads and gradients that SDPA's unfused path serves.
+# Measured at 10 shapes on an H200.
+FEW_GRADIENT_SCORES = 2**24
+# The GPU for which times of SDPA's backends in float32 are compared.
+MEASURED_TARGET = "nvidia-h200"
 # Every refused call has its own entry.
 REFUSALS_LIMIT = 1024
 
@@ -84,37 +88,62 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
         scale: Factor of the scores, not negative.
         causal: The causal mask and its alignment.
     """
+    return _masked(q, k, v, bias, scale, causal, shares_heads(q, k, bias))
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal: Causal, shared: bool
+) -> Tensor:
     mask = additive_mask(q, k, bias, causal)
     return scaled_dot_product_attention(
-        *readable(q, k, v, mask),
+        *readable(q, k, v, shared),
         mask,
         # With a scale of 0, outputs are averages. 0 times the mask's -inf would be NaN.
         scale=scale or MIN_SCALE,
-        enable_gqa=shares_heads(q, k, mask),
+        enable_gqa=shared,
     )
 
 
 def shares_heads(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    """Whether SDPA gets fewer heads of keys than of queries.
+    """Whether SDPA gets fewer heads of keys than of queries. The mask is additive or boolean.
 
-    In float32 no fused backend takes them. With few scores and without a mask, the unfused path is still
-    faster than copies of heads and a fused backend: for gradients, and for wide heads.
+    In float32 no fused backend takes them. The unfused path may still be faster than copies of heads and a
+    fused backend.
     """
     if q.shape[1] == k.shape[1]:
         return False
     if q.dtype is not torch.float32:
         return True
-    if mask is not None or not torch.backends.cuda.math_sdp_enabled():
+    if not torch.backends.cuda.math_sdp_enabled():
         return False
-    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        return scores <= FEW_GRADIENT_SCORES
-    return scores <= FEW_WIDE_SCORES and q.shape[3] > WIDE
+        return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= FEW_GRADIENT_SCORES
+    problem = Problem(
+        dtype=Dtype.FP32,
+        head_dim=int(q.shape[3]),
+        value_head_dim=int(q.shape[3]),
+        heads=int(q.shape[1]),
+        kv_heads=int(k.shape[1]),
+        batch=int(q.shape[0]),
+        seqlen_q=int(q.shape[2]),
+        seqlen_kv=int(k.shape[2]),
+        causal=Causal.NONE,
+        bias=Bias.NONE if mask is None else Bias.ADDITIVE,
+    )
+    return unfused_leads(problem, 0 if mask is None else _padded_bytes(mask), find_target(MEASURED_TARGET))
 
 
-def readable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tensors that SDPA's backends can read: copies of shared heads and of unaligned tensors."""
-    if q.shape[1] != k.shape[1] and not shares_heads(q, k, mask):
+def _padded_bytes(mask: Tensor) -> int:
+    """Returns the bytes of an additive mask that SDPA's memory-efficient backend copies to align its rows."""
+    if mask.dtype is torch.bool or mask.shape[-1] * mask.element_size() % ADDRESS_ALIGNMENT == 0:
+        return 0
+    whole = unexpanded(mask)
+    return whole.numel() * whole.element_size()
+
+
+def readable(q: Tensor, k: Tensor, v: Tensor, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tensors that SDPA's backends can read: copies if unaligned, and of heads unless shared."""
+    if q.shape[1] != k.shape[1] and not shared:
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     q, k, v = (
         tensor.clone(memory_format=torch.contiguous_format) if is_unaligned(tensor) else tensor
@@ -188,9 +217,14 @@ def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         return zero, torch.full_like(zero, -torch.inf)
 
 
-def chosen_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
-    """Returns the name of the backend that SDPA selects for a call, or None for its unfused path."""
-    if q.shape[1] != k.shape[1] and not shares_heads(q, k, mask):
+def chosen_backend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, shared: bool | None = None
+) -> str | None:
+    """Returns the name of the backend that SDPA selects for a call, or None if it has none.
+
+    `shared` is the result of `shares_heads`, by default for this call.
+    """
+    if q.shape[1] != k.shape[1] and not (shares_heads(q, k, mask) if shared is None else shared):
         k, v = (tensor[:, :1].expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
     # torch has no public function for this.
     choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
@@ -217,12 +251,13 @@ def refusal(
     For each type, head dims and backend, a small problem is computed once and compared with a reference. Then
     the call itself is computed. Tensors are [batch, heads, seqlen, head_dim].
     """
-    kind = _kind(request, backend)
+    kind, shared = _kind(request, backend), shares_heads(q, k, bias)
     try:
-        if kind not in _meanings:
-            keep(_meanings, kind, _misunderstanding(backend, q, k, v))
-        if _meanings[kind] is None:
-            masked_attention(q, k, v, bias, request.default_scale, request.problem.causal)
+        with torch.no_grad():
+            if kind not in _meanings:
+                keep(_meanings, kind, _misunderstanding(backend, q, k, v, shared))
+            if _meanings[kind] is None:
+                _masked(q, k, v, bias, request.default_scale, request.problem.causal, shared)
     except torch.OutOfMemoryError as failure:
         # Memory may suffice for a later call, so the failure is not cached.
         return f"has no memory for its mask ({first_line(failure)})"
@@ -244,8 +279,11 @@ def _call(request: Request, backend: str | None, *tensors: Tensor) -> tuple[obje
     return (request.device, request.problem, backend, *((one.shape, one.stride()) for one in tensors))
 
 
-def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Returns the defect of SDPA's result at a small problem of the same type and head dims, or None."""
+def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor, shared: bool) -> str | None:
+    """Returns the defect of SDPA's result at a small problem of the same type and head dims, or None.
+
+    `shared` means that SDPA gets fewer heads of keys than of queries.
+    """
     generator = torch.Generator().manual_seed(0)
     batch, rows = (1, PROBE_ROWS) if q.shape[2] > 1 else (PROBE_ROWS, 1)
     heads = 2
@@ -265,10 +303,10 @@ def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor) -> s
     device = q.device
     given = queries.to(device), keys.to(device), values.to(device), mask.to(device)
     try:
-        tried = chosen_backend(*given, False)
+        tried = chosen_backend(*given, False, shared)
         if tried != backend:
-            return f"picks {tried or 'its unfused path'} for the trial of a mask in place of {backend}"
-        out = masked_attention(*given, scale, Causal.NONE)
+            return f"picks {tried or 'no backend'} for the trial of a mask in place of {backend}"
+        out = _masked(*given, scale, Causal.NONE, shared)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as failure:

@@ -9,6 +9,7 @@ import msgspec
 
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record
+from flashtune.templates.common.model.traffic import unpacked
 
 # Length scale of the corrections of launch times, in steps of a factor of two.
 LENGTH_SCALE = 1.5
@@ -118,11 +119,9 @@ def _unmasked(problem: Problem) -> Problem:
 def _extents(problem: Problem) -> tuple[float, float, float, float]:
     """Returns logarithms of the extents that affect the best config: both lengths, batch · heads, group size.
 
-    The batch of a varlen problem is its number of query tokens over the longest length, rounded up.
+    Those of a varlen problem are the extents of a similar dense batch.
     """
-    sequences = problem.batch
-    if problem.total_q:
-        sequences = -(-problem.total_q // max(1, problem.seqlen_q))
-    numbers = (problem.seqlen_q, problem.seqlen_kv, sequences * problem.heads, problem.group_size)
+    problem = unpacked(problem)
+    numbers = (problem.seqlen_q, problem.seqlen_kv, problem.batch * problem.heads, problem.group_size)
     queries, keys, programs, group = (math.log2(max(1, number)) for number in numbers)
     return queries, keys, programs, group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -55,7 +56,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
         mask = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril(diagonal)
     is_causal = causal is not Causal.NONE and square
     gqa = shares_heads(seeing, k, mask)
-    read = readable(seeing, k, v, mask)
+    read = readable(seeing, k, v, gqa)
     out = scaled_dot_product_attention(*read, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
     if not blind:
         return out
@@ -74,15 +75,25 @@ def copy_ms(tensors: Sequence[Tensor], target: Target) -> float:
     return len(tensors) * COPY_MS + moved / (target.hbm_bandwidth * 1e6)
 
 
+def has_hidden_keys(problem: Problem) -> bool:
+    """Whether no query of a problem without features sees the last keys."""
+    return problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv
+
+
 def default_backend(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None = None
 ) -> str | None:
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
-    It was not measured for SDPA's unfused path and for causal masks with different lengths. SDPA gets copies
+    It was not measured for causal masks with different lengths. SDPA gets copies
     of tensors whose addresses or strides are not multiples of 16 bytes. Their time is added by `copies_ms`.
     Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
     """
+    if bias is None and has_hidden_keys(problem):
+        # `sdpa_attention` leaves them out.
+        seqlen = problem.seqlen_q
+        problem = msgspec.structs.replace(problem, seqlen_kv=seqlen)
+        k, v = k[:, :, :seqlen], v[:, :, :seqlen]
     causal = problem.causal is not Causal.NONE and bias is None
     if causal and problem.seqlen_q != problem.seqlen_kv:
         return None

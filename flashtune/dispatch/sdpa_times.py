@@ -11,26 +11,34 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.problem import Direction, Dtype, Problem
+from flashtune.core.problem import Bias, Direction, Dtype, Problem, score_bytes
 from flashtune.core.record import PeerTime, Record
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import distance, regression, tuned_alike
-from flashtune.templates.common.model.cost import combining_us
-from flashtune.templates.common.model.makespan import portable_span
+from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
+from flashtune.templates.common.model.makespan import PACE, portable_span
+from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import unpacked
 
 # Prefix of the names of SDPA's backends in records.
 SDPA = "sdpa-"
-FLASH, EFFICIENT = "sdpa-flash", "sdpa-efficient"
+FLASH, EFFICIENT, MATH = "sdpa-flash", "sdpa-efficient", "sdpa-math"
 # Queries and keys of a tile of SDPA's fused kernels.
 TILE = 128
 # The flash backend splits keys if tiles of this many queries fill less of the slots for programs, of which an
 # SM has two. It takes the fewest splits with this fraction of the best use of the slots.
 SPLIT_ROWS, SPLIT_BELOW, SLOTS, SPLIT_USE, MAX_SPLITS = 64, 0.8, 2, 0.85, 128
 
-# Measured time of the memory-efficient backend over the schedule time, in float32: 2 x 16 heads of 4,096
-# queries and keys, head dim 128, on an H200.
-FLOAT32 = 1.35
+# In float32: measured time of the memory-efficient backend over the schedule time, and the columns whose time
+# narrower heads take as well. Of 54 calls on an H200, half are within 20% of the estimate and all but short
+# ones within 50%.
+FLOAT32, FLOAT32_COLUMNS = 1.35, 96
+# Time of SDPA's unfused path in float32: its launches in ms; each score and each column of a score. Bytes
+# that it reads and writes for the mask of a score. Of 34 calls on an H200, 33 are within 30%.
+UNFUSED_MS, SCORE_MS, COLUMN_MS, MASK_BYTES = 0.03, 1.2e-8, 1e-10, 12
+# The unfused path replaces the memory-efficient backend below this fraction of its time. Calls of one head of
+# keys for several of queries take 0.7 to 2 times as long there.
+UNFUSED_LEAD = 0.65
 # Columns of heads that SDPA's backends compute together, and the time of a launch in ms.
 COLUMNS, LAUNCH_MS = 64, 0.006
 # A rate may be this much better than the best one that was measured.
@@ -97,26 +105,69 @@ def narrowed_peers(peers: Iterable[PeerTime], wide: Problem, problem: Problem) -
 
     SDPA's backends compute whole groups of columns. Generated kernels compute powers of two.
     """
-
-    def columns(problem: Problem) -> int:
-        widths = problem.head_dim, problem.value_head_dim
-        return sum(math.ceil(width / COLUMNS) * COLUMNS for width in widths)
-
-    share = columns(problem) / columns(wide)
+    share = _columns(problem) / _columns(wide)
     return tuple(
         PeerTime(peer.name, min(peer.ms, LAUNCH_MS + share * (peer.ms - LAUNCH_MS))) for peer in peers
     )
 
 
+def _columns(problem: Problem) -> int:
+    """Returns the columns of queries and values that SDPA's backends compute."""
+    return sum(math.ceil(width / COLUMNS) * COLUMNS for width in (problem.head_dim, problem.value_head_dim))
+
+
+def is_padded(problem: Problem) -> bool:
+    """Whether kernels compute more columns than SDPA: the next power of two."""
+    kernel = sum(power_of_two(width) for width in (problem.head_dim, problem.value_head_dim))
+    return kernel > _columns(problem)
+
+
 def least_ms(problem: Problem, timed: Iterable[tuple[Problem, float]]) -> float:
     """Returns the time of a problem at the best rate of products that was measured at other shapes, in ms."""
-    rate = max((other.flops() / ms for other, ms in timed), default=math.inf)
-    return problem.flops() / (HEADROOM * rate) if rate else 0.0
+    rate = max((unpacked(other).flops() / ms for other, ms in timed), default=math.inf)
+    return unpacked(problem).flops() / (HEADROOM * rate) if rate else 0.0
 
 
 def float32_ms(problem: Problem, target: Target) -> float:
     """Returns the estimated time of a forward pass in float32 by the memory-efficient backend, in ms."""
-    return FLOAT32 * portable_span(problem, SPLIT_ROWS, SPLIT_ROWS, target)
+    wide = msgspec.structs.replace(
+        problem,
+        head_dim=max(problem.head_dim, FLOAT32_COLUMNS),
+        value_head_dim=max(problem.value_head_dim, FLOAT32_COLUMNS),
+    )
+    span = portable_span(wide, SPLIT_ROWS, SPLIT_ROWS, target) - PACE.launch / 1e3
+    return LAUNCH_MS + FLOAT32 * span
+
+
+@functools.lru_cache(maxsize=8192)
+def unfused_leads(problem: Problem, padded_bytes: int, target: Target) -> bool:
+    """Whether SDPA's unfused path is clearly faster than its memory-efficient backend, in float32.
+
+    The problem is a forward pass with fewer heads of keys than of queries. Heads are repeated for that
+    backend. One of its programs computes all keys of a tile of queries, so few tiles leave most of the GPU
+    idle. The unfused path repeats heads too, and stores scores.
+
+    Args:
+        problem: The problem.
+        padded_bytes: Bytes of a bias that this backend copies, because its rows are not aligned.
+        target: The GPU.
+    """
+    bandwidth = target.hbm_bandwidth * 1e6 * BANDWIDTH_SHARE
+    row = problem.batch * problem.dtype.itemsize * problem.head_dim
+    queries, keys, shared = (
+        row * problem.heads * problem.seqlen_q,
+        row * problem.heads * problem.seqlen_kv,
+        row * problem.kv_heads * problem.seqlen_kv,
+    )
+    repeating = 2 * (keys + shared)
+    fused = 2 * LAUNCH_MS + float32_ms(problem, target) + (repeating + 2 * padded_bytes) / bandwidth
+    scores = score_bytes(problem) // problem.dtype.itemsize
+    # Queries and keys are scaled first.
+    moved = repeating + 4 * queries + 2 * (keys + shared)
+    if problem.is_causal or problem.bias is not Bias.NONE:
+        moved += MASK_BYTES * scores
+    unfused = UNFUSED_MS + scores * (SCORE_MS + COLUMN_MS * problem.head_dim) + moved / bandwidth
+    return unfused < UNFUSED_LEAD * fused
 
 
 def _is_masked(record: Record) -> bool:

@@ -23,9 +23,6 @@ def host_library(
         least: The oldest version that works, such as `5.17`.
         below: The first version that does not work any more. None if there is none.
         distribution: Name of the package, if it is not that of the module.
-
-    Raises:
-        UsageError: The library is missing, too old or too new, or lacks the module.
     """
     package = distribution or module.partition(".")[0]
     needed = f"{package} >= {least}" + ("" if below is None else f", < {below}")
@@ -55,9 +52,6 @@ def host_attribute(module: str, name: str, least: str, below: str | None = None)
         name: Name in the module.
         least: The oldest version that works.
         below: The first version that does not work any more. None if there is none.
-
-    Raises:
-        UsageError: The library is missing, too old or too new, or lacks the name.
     """
     found = host_library(module, least, below)
     try:

@@ -66,12 +66,7 @@ def packed_call(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, o
 
 
 def prepare(call: Call) -> None:
-    """Selects, compiles and loads the kernels of a call and checks them, without its result.
-
-    Raises:
-        ProblemError: No backend supports the call.
-        KernelError: A CUDA graph is being captured.
-    """
+    """Selects, compiles and loads the kernels of a call and checks them, without its result."""
     call = unsigned(call)
     executor_of(call_key(call), call)
 

@@ -45,11 +45,7 @@ def backend_class() -> Any:
 
 
 def make_backend(runner: ModelRunner) -> Any:
-    """Returns the backend of a model runner.
-
-    Raises:
-        UsageError: The server's configuration is not supported.
-    """
+    """Returns the backend of a model runner."""
     return backend_class()(runner)
 
 
@@ -71,11 +67,7 @@ class ServingBackend:
     """Attention by flashtune: extend and decode, over pools of keys and values in pages."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        """Reads the runner's configuration and pools.
-
-        Raises:
-            UsageError: The configuration is not supported.
-        """
+        """Reads the runner's configuration and pools."""
         super().__init__()
         reason = unsupported_reason(runner)
         if reason is not None:
@@ -95,11 +87,7 @@ class ServingBackend:
         self.forward_metadata: Metadata | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Prepares a batch outside of CUDA graphs.
-
-        Raises:
-            NotImplementedError: The batch belongs to speculative decoding.
-        """
+        """Prepares a batch outside of CUDA graphs."""
         mode = forward_batch.forward_mode
         if mode.is_idle():
             self.forward_metadata = None
@@ -126,11 +114,7 @@ class ServingBackend:
         """Does nothing: graphs compute their tables themselves."""
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Computes the tables of a decoding batch as part of its CUDA graph, for sequences of any length.
-
-        Raises:
-            NotImplementedError: The batch is not a decoding batch.
-        """
+        """Computes the tables of a decoding batch as part of its CUDA graph, for sequences of any length."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise NotImplementedError("flashtune's attention backend has CUDA graphs of decoding alone")
         self.forward_metadata = self._metadata(forward_batch, len(self._starts))
@@ -216,11 +200,7 @@ class ServingBackend:
         return result.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _options(self, layer: RadixAttention, sinks: Tensor | None) -> dict[str, Any]:
-        """Returns the options of a layer, whose window does not count the query's own key.
-
-        Raises:
-            NotImplementedError: The layer changes scores in another way.
-        """
+        """Returns the options of a layer, whose window does not count the query's own key."""
         if layer.is_cross_attention or layer.xai_temperature_len > 0 or layer.logit_capping_method != "tanh":
             raise NotImplementedError(
                 "flashtune's attention backend has neither cross-attention nor temperatures by position, "

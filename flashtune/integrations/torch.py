@@ -85,11 +85,7 @@ class Overrides:
     def __init__(
         self, forward: Sequence[ForwardOperator], backward: Sequence[BackwardOperator], key: str = KEY
     ) -> None:
-        """Registers overrides. Operators that this version of torch does not have are left out.
-
-        Raises:
-            UsageError: torch has no kernels of an operator for GPUs.
-        """
+        """Registers overrides. Operators that this version of torch does not have are left out."""
         self._key = key
         # One library for each operator, so that one override can be renewed.
         self._libraries: dict[str, Library] = {}
@@ -188,11 +184,7 @@ class RegisteredNames:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Registers flashtune under the names.
-
-        Raises:
-            UsageError: This version of torch has another registry, or a name is not known.
-        """
+        """Registers flashtune under the names."""
         # The registry has no public way to read an implementation.
         registered = vars(torch_attention._registry).get("_FLASH_ATTENTION_IMPLS")
         if registered is None:
@@ -362,11 +354,7 @@ def disable_for(module: Module) -> DisabledModule:
 
 
 def _original(name: str, key: str) -> Kernel | None:
-    """Returns the kernel that an operator has now. None if this version of torch has no such operator.
-
-    Raises:
-        UsageError: torch has the operator and no kernel.
-    """
+    """Returns the kernel that an operator has now. None if this version of torch has no such operator."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or not has_known_results(name):
         return None

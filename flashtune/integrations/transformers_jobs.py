@@ -14,6 +14,7 @@ from torch import Tensor
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.session import SESSION
 from flashtune.dispatch.masked_sdpa import chosen_backend
+from flashtune.dispatch.sdpa_times import MATH
 from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.transformers_masks import Structure
 from flashtune.request.autocast import autocast, autocast_dtype
@@ -294,7 +295,10 @@ def _dense(
 def _usual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
     """Returns the name of the backend that SDPA selects, or None for its unfused path and in compilers."""
     # With a mask, transformers repeats keys and values for all heads.
-    return None if is_compiling() else chosen_backend(q[:, : k.shape[1]], k, v, mask, causal)
+    if is_compiling():
+        return None
+    backend = chosen_backend(q[:, : k.shape[1]], k, v, mask, causal)
+    return None if backend == MATH else backend
 
 
 def moved(tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -222,11 +222,7 @@ class BatchBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonMetadata, fast_build: bool = False
     ) -> Metadata:
-        """Returns the metadata of a batch, with parts if it has prompts. Batches of graphs have none.
-
-        Raises:
-            ProblemError: Each sequence has its own causal flag.
-        """
+        """Returns the metadata of a batch, with parts if it has prompts. Batches of graphs have none."""
         metadata = self._build(common_attn_metadata)
         if _has_prompts(common_attn_metadata):
             metadata.parts = tuple(_split(common_attn_metadata, metadata.parts[0].batch))
@@ -236,9 +232,6 @@ class BatchBuilder:
         """Returns the metadata of a batch whose graph is replayed with other lengths.
 
         Before the first capture, the kernels of prompts are prepared.
-
-        Raises:
-            ProblemError: Each sequence has its own causal flag, or no kernel computes a layer's prompts.
         """
         layers = self._config.compilation_config.static_forward_context
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
@@ -366,9 +359,6 @@ class LayerAttention:
             output: [tokens, heads, head_size of values].
             output_scale: None.
             output_block_scale: None.
-
-        Raises:
-            NotImplementedError: The output has a scale.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("flashtune's backend computes no quantized output")

@@ -50,11 +50,7 @@ def append_rows(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor) -
 
 
 def check_slots(slots: Tensor, device: torch.device) -> None:
-    """Checks the type, shape and device of slots. Their values are not checked.
-
-    Raises:
-        ProblemError: A check fails.
-    """
+    """Checks the type, shape and device of slots. Their values are not checked."""
     require_dense("slots", slots)
     if slots.dtype is not torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
         raise ProblemError(
@@ -65,11 +61,7 @@ def check_slots(slots: Tensor, device: torch.device) -> None:
 
 
 def check_rows(name: str, rows: Tensor, pool: Pool, tokens: int) -> None:
-    """Checks that rows of keys or values match their pool.
-
-    Raises:
-        ProblemError: They do not match.
-    """
+    """Checks that rows of keys or values match their pool."""
     require_dense(name, rows)
     elements = pool.elements
     shape = (tokens, elements.shape[1], elements.shape[3])

@@ -62,11 +62,7 @@ class Ledger:
     """The free pages, and the pages of each sequence."""
 
     def __init__(self, pages: int, page_size: int) -> None:
-        """Creates a ledger in which all pages are free.
-
-        Raises:
-            UsageError: There are no pages, or more than a block table can number.
-        """
+        """Creates a ledger in which all pages are free."""
         self.pages = pages = read_count("pages", pages, f"a number of pages from 1 to {MOST}", 1, MOST)
         self.page_size = page_size
         # The last freed page is used first. A new ledger uses pages in order.
@@ -102,11 +98,7 @@ class Ledger:
         return self._references[page]
 
     def holding(self, sequence: int) -> Holding:
-        """Returns the tokens and pages of a live sequence.
-
-        Raises:
-            UsageError: The sequence does not exist.
-        """
+        """Returns the tokens and pages of a live sequence."""
         try:
             return self._holdings[sequence]
         except (KeyError, TypeError):
@@ -131,11 +123,7 @@ class Ledger:
         del self._holdings[sequence]
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Removes all tokens of a sequence after the first `length`.
-
-        Raises:
-            UsageError: The sequence is shorter, or does not exist.
-        """
+        """Removes all tokens of a sequence after the first `length`."""
         held = self.holding(sequence)
         what = f"how many of the {held.length} tokens of sequence {sequence} to keep"
         length = read_count("length", length, what, 0, held.length)
@@ -147,10 +135,6 @@ class Ledger:
         """Returns the growths that make room for more tokens. Changes nothing yet.
 
         Sequences are live and without duplicates.
-
-        Raises:
-            CacheFullError: There are too few free pages for all of them.
-            UsageError: The arguments are invalid.
         """
         check_counts(sequences, tokens)
         left: Counter[int] = Counter()
@@ -189,11 +173,7 @@ class Ledger:
         del self._free[len(self._free) - taken :]
 
     def runs(self, sequence: int, tokens: int) -> list[Run]:
-        """Returns the rows of the last tokens of a sequence, in order, one run per page.
-
-        Raises:
-            UsageError: The sequence has fewer tokens, or does not exist.
-        """
+        """Returns the rows of the last tokens of a sequence, in order, one run per page."""
         length, pages = self.holding(sequence)
         if not 0 <= tokens <= length:
             raise UsageError(f"sequence {sequence} has {length} tokens and not {tokens}: extend it first")
@@ -221,11 +201,7 @@ class Ledger:
 
 
 def check_counts(sequences: Sequence[int], tokens: Sequence[int]) -> None:
-    """Checks that there is one count of tokens for each sequence.
-
-    Raises:
-        UsageError: The numbers differ, a count is negative, or a sequence occurs twice.
-    """
+    """Checks that there is one count of tokens for each sequence."""
     for number in tokens:
         if type(number) is not int or not 0 <= number <= MOST:
             read_count("a count of tokens", number, "0 or more, and truncate to take some away")

@@ -265,11 +265,7 @@ class PagedKVCache:
         return len(self.sequences) * length * self.token_bytes
 
     def _number_of(self, layer: int) -> int:
-        """Returns the number of a layer after a check.
-
-        Raises:
-            ProblemError: The cache does not have this layer.
-        """
+        """Returns the number of a layer after a check."""
         if not isinstance(layer, int) or not 0 <= layer < len(self._pools):
             raise ProblemError(f"there is no layer {shown(layer)}: the cache has {len(self._pools)}")
         return layer

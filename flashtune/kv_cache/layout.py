@@ -85,11 +85,7 @@ class Extents(NamedTuple):
     layers: int
 
     def checked(self) -> Extents:
-        """Returns the sizes as integers after a check.
-
-        Raises:
-            ProblemError: A size is invalid.
-        """
+        """Returns the sizes as integers after a check."""
         if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
             raise ProblemError(
@@ -141,11 +137,7 @@ class LayeredPool(NamedTuple):
 
 
 def read_device(device: torch.device | str | None) -> torch.device:
-    """Returns the device of a cache, by default torch's default device.
-
-    Raises:
-        ProblemError: The device is invalid.
-    """
+    """Returns the device of a cache, by default torch's default device."""
     try:
         return torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -164,9 +156,6 @@ def make_pools(
     """Returns pools of zeros for keys and values.
 
     Kernels multiply unwritten rows by zero, so these rows must not have NaN.
-
-    Raises:
-        ProblemError: The type or the scales are not supported.
     """
     keys = _make_pool(extents, extents.head_dim, dtype, device, layout, k_scale, page_scales)
     if not extents.value_head_dim and v_scale is not None:
@@ -251,21 +240,13 @@ Integers = NDArray[np.signedinteger[Any]]
 
 
 def listed(sequences: int | Sequence[int], tokens: int | Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns sequences and a count of tokens for each. Either argument may be one number.
-
-    Raises:
-        UsageError: They are neither numbers nor lists.
-    """
+    """Returns sequences and a count of tokens for each. Either argument may be one number."""
     numbers = [sequences] if isinstance(sequences, int) else numbers_of("sequences", sequences)
     return numbers, [tokens] * len(numbers) if isinstance(tokens, int) else numbers_of("tokens", tokens)
 
 
 def numbers_of(name: str, value: Sequence[int]) -> list[int]:
-    """Returns a list of numbers. Its elements are not checked.
-
-    Raises:
-        UsageError: The value is not a sequence.
-    """
+    """Returns a list of numbers. Its elements are not checked."""
     try:
         return list(value)
     except TypeError:
@@ -296,11 +277,7 @@ def lengths_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
 
 
 def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Checks the type, device and shape of a tensor for a result.
-
-    Raises:
-        UsageError: The tensor is too small, or has another type, device or rank.
-    """
+    """Checks the type, device and shape of a tensor for a result."""
     if out is None:
         return
     require_dense("out", out)
@@ -314,11 +291,7 @@ def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, de
 
 
 def delivered(array: Integers, device: torch.device, out: Tensor | None, rest: int) -> Tensor:
-    """Returns an array on a device, in the first elements of `out` if given; its others become `rest`.
-
-    Raises:
-        UsageError: `out` does not match.
-    """
+    """Returns an array on a device, in the first elements of `out` if given; its others become `rest`."""
     host = torch.from_numpy(array)
     check_out(out, array.shape, host.dtype, device)
     # With pinned memory, which torch keeps until the copy ends, the host need not wait for the copy.

@@ -38,11 +38,7 @@ Binary = dict[str, "CompiledKernel"]
 
 
 def compile_binary(kernel: Kernel, target: Target) -> Binary:
-    """Returns all binaries for a launch of a kernel on a target.
-
-    Raises:
-        KernelError: The compiler failed.
-    """
+    """Returns all binaries for a launch of a kernel on a target."""
     return {part.entry: compile_kernel(part, target) for part in kernel.parts}
 
 
@@ -59,9 +55,6 @@ def bind(
 
     Tensors and extra inputs have the strides and lengths of later calls. With `compiled`, many shapes share
     one binary. Verification allocates poisoned workspaces.
-
-    Raises:
-        KernelError: The kernel does not compile, or cannot be loaded on this GPU.
     """
     module = load_module(kernel)
     quantized = tensors.q.dtype is E4M3

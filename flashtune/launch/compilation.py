@@ -45,20 +45,12 @@ _launching = threading.Lock()
 
 
 def kernel_folder() -> Path:
-    """Returns the folder of rendered kernels, in flashtune's cache folder.
-
-    Raises:
-        MachineError: The user has no home folder.
-    """
+    """Returns the folder of rendered kernels, in flashtune's cache folder."""
     return cache_folder() / KERNELS
 
 
 def load_module(kernel: Kernel) -> ModuleType:
-    """Returns the rendered source as a module, and leaves a copy of the source in the kernel cache.
-
-    Raises:
-        MachineError: The cache folder cannot be written.
-    """
+    """Returns the rendered source as a module, and leaves a copy of the source in the kernel cache."""
     name = f"flashtune_kernel_{kernel.digest}"
     with _LOADING:
         if name in sys.modules:
@@ -118,12 +110,7 @@ def _write_once(path: Path, source: str) -> None:
 
 
 def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
-    """Returns the binary of a kernel for a target, from Triton's cache if possible. Needs no GPU.
-
-    Raises:
-        MachineError: The machine cannot compile, for example with a full disk.
-        KernelError: The compiler failed; the message is the first line of its error.
-    """
+    """Returns the binary of a kernel for a target, from Triton's cache if possible. Needs no GPU."""
     import triton
 
     function = getattr(load_module(kernel), kernel.entry)

@@ -58,9 +58,6 @@ class CompilerProcess:
         """Renders and compiles the kernel of a record, unless caches have it.
 
         Does nothing if there can be no process. This process then compiles the kernel, or reports the error.
-
-        Raises:
-            KernelError: A signal ended the process. The compiler could end this process too.
         """
         kernel = known_kernel(record, specialization)
         if kernel is not None and all(is_compiled(one, target) for one in kernel.parts):
@@ -105,11 +102,7 @@ class CompilerProcess:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    """Starts the process.
-
-    Raises:
-        OSError: It does not start, or this process has no interpreter of its own.
-    """
+    """Starts the process."""
     if not sys.executable or getattr(sys, "frozen", False):
         raise FileNotFoundError("there is no Python interpreter")
     # Without the present folder, whose modules may have the names of others. flashtune's own folder is last.

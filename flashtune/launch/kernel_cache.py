@@ -33,11 +33,7 @@ _rendered: dict[tuple[object, ...], Kernel] = SESSION.process_cache("rendered ke
 
 
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
-    """Returns the kernel of a record's config for tensors of a specialization.
-
-    Raises:
-        KernelError: The template rejects the config.
-    """
+    """Returns the kernel of a record's config for tensors of a specialization."""
     known = known_kernel(record, specialization)
     return known or _render(record, find_family(record.family), specialization)
 
@@ -84,11 +80,7 @@ def _proven_copy(record: Record, family: Family, specialization: Specialization)
 
 
 def binary_of(kernel: Kernel, target: Target, device: torch.device) -> Binary:
-    """Returns a kernel's binary, loaded onto a device.
-
-    Raises:
-        KernelError: The kernel does not compile or load, or failed earlier.
-    """
+    """Returns a kernel's binary, loaded onto a device."""
     found = _compiled(kernel, target, device)
     if isinstance(found, KernelError):
         raise found

@@ -68,14 +68,10 @@ def launch_of(
         ones: Replaces missing scales of quantised inputs: at least one number for each head.
     """
     taken = {*described, *(name for stage in stages for name in stage.names)}
-    tensor_names = [name for name in fields if name in taken]
-    side_names = [name for name in ExtraInputs._fields if name in taken and name not in NUMBERS]
+    takes_numbers = not taken.isdisjoint(NUMBERS)
+    tensor_names, side_names = _among(fields, taken), _among(ExtraInputs._fields, taken - {*NUMBERS})
     order = [*tensor_names, "scale", *side_names, *(workspaces.names if workspaces else ()), *NUMBERS]
-    tensors_of = taking(fields, tensor_names)
-    side_of = taking(ExtraInputs._fields, side_names) if side_names else None
-    if side_of is not None and ones is not None:
-        side_of = _with_ones(side_of, ones)
-    takes_numbers = any(name in taken for name in NUMBERS)
+    tensors_of, side_of = taking(fields, tensor_names), _side_taking(side_names, ones)
     described_of = taking(order, described)
     bound = [(*stage.queue, taking(order, stage.names), stage.described) for stage in stages]
     known_descriptors = None if arguments is None else arguments.at
@@ -124,11 +120,20 @@ def taking(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[An
     return lambda values: tuple(values[place] for place in places)
 
 
-def _with_ones(
-    take: Callable[[Sequence[Any]], tuple[Any, ...]], ones: Tensor
-) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that replaces absent values by ones."""
-    return lambda side: tuple(ones if one is None else one for one in take(side))
+def _among(names: Sequence[str], taken: set[str]) -> list[str]:
+    return [name for name in names if name in taken]
+
+
+def _side_taking(
+    names: Sequence[str], ones: Tensor | None
+) -> Callable[[Sequence[Any]], tuple[Any, ...]] | None:
+    """Returns a function that selects extra inputs, with `ones` for absent ones; None without names."""
+    if not names:
+        return None
+    take = taking(ExtraInputs._fields, names)
+    if ones is None:
+        return take
+    return lambda side: tuple(ones if value is None else value for value in take(side))
 
 
 def interpreted_launch_of(

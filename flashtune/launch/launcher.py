@@ -50,10 +50,6 @@ def load(compiled: Any, device: torch.device) -> Callable[..., None]:
     """Returns a binary's launcher. A binary that is already loaded stays on its device.
 
     Triton 3.6 and older compile a C launcher for each new signature, which takes a third of a second.
-
-    Raises:
-        MachineError: The machine cannot load it, for example without a C compiler.
-        KernelError: The binary cannot be loaded on the device.
     """
     with torch.cuda.device(device), machine_errors():
         try:
@@ -68,11 +64,7 @@ def load(compiled: Any, device: torch.device) -> Callable[..., None]:
 
 
 def queue_of(compiled: Any, grid: tuple[int, ...], integers: tuple[int, ...], device: torch.device) -> Queue:
-    """Returns the queue of a binary on a device, and loads the binary there.
-
-    Raises:
-        KernelError: The binary cannot be loaded on the device.
-    """
+    """Returns the queue of a binary on a device, and loads the binary there."""
     run = load(compiled, device)
     if getattr(compiled.metadata, "tensordesc_meta", None):
         run = without_making(run)

@@ -52,11 +52,7 @@ def clear_tail(out, lse, starts, sequences, tokens, heads, width, has_lse):
 
 
 def tail_clearer(out: Tensor, has_lse: bool, sequences: int, target: Target, device: torch.device) -> Clear:
-    """Returns the function for contiguous outputs like `out`, and loads its kernel.
-
-    Raises:
-        KernelError: The kernel cannot be compiled, or not loaded on the device.
-    """
+    """Returns the function for contiguous outputs like `out`, and loads its kernel."""
     tokens, heads, width = out.shape
     grid = (min(PROGRAMS, max(1, tokens * heads)),)
     integers = (sequences, tokens, heads, width, int(has_lse))

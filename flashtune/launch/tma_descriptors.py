@@ -44,9 +44,6 @@ class DescriptorArguments:
             patterns: The descriptors of each tensor, on tensors of any address. They live as long as this
                 object, so pass tensors from `without_memory`.
             metadata: The compiler's metadata of each descriptor, in order.
-
-        Raises:
-            KernelError: This version of Triton creates descriptors in an unknown way.
         """
         _maker()  # fail now, not in the first call
         rest = iter(metadata)
@@ -114,11 +111,7 @@ def _made(pattern: TensorDescriptor, notes: dict[str, Any], address: int) -> lis
 
 @functools.cache
 def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
-    """Returns Triton's function for descriptors, and its arguments after the descriptor and the metadata.
-
-    Raises:
-        KernelError: This version of Triton has no function of that name.
-    """
+    """Returns Triton's function for descriptors, and its arguments after the descriptor and the metadata."""
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
     except ImportError as error:
@@ -132,11 +125,7 @@ def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
 
 
 def without_making(run: Any) -> Callable[..., None]:
-    """Returns a binary's launcher that takes existing descriptors instead of creating them.
-
-    Raises:
-        KernelError: The launcher of this version of Triton has an unknown structure.
-    """
+    """Returns a binary's launcher that takes existing descriptors instead of creating them."""
     inner = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
     if inner is None:
         raise KernelError(

@@ -71,11 +71,7 @@ def merged(counts: Iterable[CallCount], most: int = MAX_LINES) -> tuple[CallCoun
 
 
 def read_counts(path: Path) -> tuple[CallCount, ...]:
-    """Returns the counts of a file, which may be untrusted.
-
-    Raises:
-        UsageError: The file cannot be read, or does not have recorded calls.
-    """
+    """Returns the counts of a file, which may be untrusted."""
     try:
         content = read_bounded(path, MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -103,11 +99,7 @@ def _decoded(path: Path, number: int, line: bytes) -> CallCount:
 
 
 def known_counts(path: Path) -> tuple[CallCount, ...]:
-    """Returns the counts of a file before a write, nothing if the file does not exist.
-
-    Raises:
-        UsageError: The file does not have recorded calls, or its folder does not exist.
-    """
+    """Returns the counts of a file before a write, nothing if the file does not exist."""
     try:
         if path.exists():
             return read_counts(path)
@@ -119,11 +111,7 @@ def known_counts(path: Path) -> tuple[CallCount, ...]:
 
 
 def add_counts(path: Path, counts: Iterable[CallCount]) -> None:
-    """Merges counts into a file. Creates a missing file.
-
-    Raises:
-        UsageError: The file does not have recorded calls, or cannot be written.
-    """
+    """Merges counts into a file. Creates a missing file."""
     known_counts(path)  # raises a helpful error if the folder of the lock is missing
     try:
         with alone_with(Path(f"{path}.lock"), LOCK_SECONDS):
@@ -168,11 +156,7 @@ class Recording:
             return self._tallies.setdefault(key, Tally())
 
     def write(self) -> None:
-        """Merges the counts into the file.
-
-        Raises:
-            UsageError: The file cannot be written.
-        """
+        """Merges the counts into the file."""
         if os.getpid() != self._process:
             return
         with _lock:

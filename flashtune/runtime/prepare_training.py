@@ -49,8 +49,7 @@ def prepare_pair(bound: BoundRequest) -> Executor:
             return paired(first, last, bound)
     decisions = choose(bound)
     if decisions[1].backend is Backend.SDPA and request.problem.features:
-        with torch.no_grad():
-            executor = masked_sdpa_executor(bound)
+        executor = masked_sdpa_executor(bound)
         if executor is not None:
             return executor
         decisions = tuple(msgspec.structs.replace(one, backend=Backend.GENERATED) for one in decisions)

@@ -69,9 +69,6 @@ def check_kernel(
     gradient) and the other causal alignment. In a backward pass it checks those with and without the gradient
     of an additive bias. It checks each of these with delayed warps too. The full level also checks the
     problem's own shape. Without a seed, inputs are new in each check.
-
-    Raises:
-        KernelError: The kernel does not compile, load or launch.
     """
     # Imported here because callers with a rendered kernel do not need the template engine.
     from flashtune.templates.rendering import render
@@ -99,11 +96,7 @@ def check_rendered(
     seed: int | None = None,
     compiled: Binary | None = None,
 ) -> Verdict:
-    """Verifies a rendered kernel as `check_kernel` does; `compiled` is its binary if there is one already.
-
-    Raises:
-        KernelError: The kernel does not compile, load or launch.
-    """
+    """Verifies a rendered kernel as `check_kernel` does; `compiled` is its binary if there is one already."""
     seed = next_seed() if seed is None else seed
     binary = None if interpreting() else compiled or compile_binary(kernel, target)
     findings: list[Finding] = []
@@ -141,9 +134,6 @@ def check_delayed(
     """Verifies a kernel at the full level with random delays of its warps, to find missing waits.
 
     Returns None for a kernel whose compiler inserts all waits.
-
-    Raises:
-        KernelError: The kernel does not compile, load or launch.
     """
     # Imported here because the self-check of a first call does not need it.
     from flashtune.verification.schedule_fuzzing import DELAYS, delayed
@@ -218,11 +208,7 @@ def _planned(
 def _supported(
     kernel: Kernel, target: Target, planned: tuple[tuple[Case, int], ...]
 ) -> tuple[tuple[Case, int], ...]:
-    """Returns the cases that the kernel's family supports. Families may limit, for example, the queries.
-
-    Raises:
-        KernelError: The family supports none of the cases.
-    """
+    """Returns the cases that the kernel's family supports. Families may limit, for example, the queries."""
     family, tensors = find_family(kernel.family), kernel.specialization
     cases = tuple(
         one for one in planned if unsupported_reason(family, one[0].problem, target, tensors) is None

@@ -1,8 +1,11 @@
-"""Launches a forward kernel on one case and compares its results with the reference."""
+"""Launches a kernel on one case and compares its results with the reference.
+
+The backward pass has its comparisons in `gradients/comparison.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
 
     from flashtune.core.kernel import Kernel
     from flashtune.core.target import Target
+    from flashtune.launch.tensors import BackwardTensors
     from flashtune.verification.cases import Case
+    from flashtune.verification.gradients.inputs import Prepared as PreparedGradients
     from flashtune.verification.inputs.prepared import Prepared
 
 
@@ -49,11 +54,30 @@ class Finding(NamedTuple):
         return self.figure.item() <= self.limit
 
 
-def findings_of(
+class Pass(NamedTuple):
+    """A launch of a kernel on a case, and the comparison of its results.
+
+    Attributes:
+        prepared: The case's tensors and reference.
+        tensors: The tensors to which the launch is bound.
+        arguments: The tensors of a launch.
+        compare: Yields the findings of a launch, given its number, and returns the results that must agree
+            between launches.
+        unlike: Yields the differences of a launch's results from the first one's.
+    """
+
+    prepared: Prepared | PreparedGradients
+    tensors: ForwardTensors | BackwardTensors
+    arguments: tuple[Tensor | None, ...]
+    compare: Callable[[int], Generator[Finding, None, dict[str, Tensor]]]
+    unlike: Callable[[dict[str, Tensor], dict[str, Tensor]], Iterator[Finding]]
+
+
+def launch_findings(
     kernel: Kernel,
     compiled: Binary | None,
     case: Case,
-    prepared: Prepared,
+    pass_: Pass,
     target: Target,
     cold: int,
     *,
@@ -65,9 +89,8 @@ def findings_of(
     are flushed. Copies then arrive later, which exposes missing waits. Without `launched` there is no launch,
     and the findings report that nothing was written.
     """
-    q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
-    lse = prepared.lse.given if kernel.specialization.lse else None
     workspaces: list[Guarded] = []
+    prepared, tensors = pass_.prepared, pass_.tensors
 
     def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:
         workspaces.append(guarded_flat(shape, on, Role.WORKSPACE))
@@ -75,34 +98,49 @@ def findings_of(
 
     launch: Callable[..., None] = no_launch
     if launched:
-        tensors = ForwardTensors(q, k, v, out)
         launch = bind(kernel, target, tensors, prepared.side, compiled=compiled, allocate=allocate)
-    # Rows after those of the sequences are checked like the memory around a tensor.
-    written = (prepared.out.view,) if lse is None else (prepared.out.view, prepared.lse.view)
-    first: tuple[Tensor, ...] = ()
+    first: dict[str, Tensor] = {}
     for repeat in range(case.repeats):
-        poison(prepared.out)
-        poison(prepared.lse)
+        for tensor in prepared.written.values():
+            poison(tensor)
         if repeat and cold:
-            torch.empty(2 * cold, dtype=torch.uint8, device=q.device).zero_()
-        launch((q, k, v, out, lse), case.scale, prepared.side)
-        if not repeat:
-            yield from _compare(case, prepared, lse=lse is not None)
-            first = tuple(bits_of(tensor).clone() for tensor in written) if case.repeats > 1 else ()
-            continue
-        for one, other in zip(first, written, strict=True):
-            unlike = nonzero(one - bits_of(other))
-            yield Finding(f"{case.label}: elements unlike an earlier launch's", unlike, 0.0)
-    for name, tensor in (("out", prepared.out), ("lse", prepared.lse)):
+            torch.empty(2 * cold, dtype=torch.uint8, device=tensors.q.device).zero_()
+        launch(pass_.arguments, case.scale, prepared.side)
+        results = yield from pass_.compare(repeat)
+        if repeat:
+            yield from pass_.unlike(first, results)
+        elif case.repeats > 1:
+            first = {name: result.clone() for name, result in results.items()}
+    for name, tensor in prepared.written.items():
         yield Finding(f"{case.label}: writes around {name}", stray_writes(tensor), 0.0)
     for workspace in workspaces:
         yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
-    changed = nonzero(checksum(prepared.inputs) - prepared.checksum)
+    changed = nonzero(checksum(prepared.read) - prepared.checksum)
     yield Finding(f"{case.label}: inputs overwritten", changed, 0.0)
 
 
 def no_launch(*_: object) -> None:
     """Does nothing, in place of a launch."""
+
+
+def forward_pass(kernel: Kernel, case: Case, prepared: Prepared) -> Pass:
+    """Returns the launch of a forward kernel. Later launches must have the same bits as the first."""
+    q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
+    lse = prepared.lse.given if kernel.specialization.lse else None
+    # Rows after those of the sequences are checked like the memory around a tensor.
+    outputs = {"out": prepared.out.view} | ({} if lse is None else {"lse": prepared.lse.view})
+
+    def compare(repeat: int) -> Generator[Finding, None, dict[str, Tensor]]:
+        if not repeat:
+            yield from _compare(case, prepared, lse=lse is not None)
+        return {name: bits_of(tensor) for name, tensor in outputs.items()}
+
+    def unlike(first: dict[str, Tensor], later: dict[str, Tensor]) -> Iterator[Finding]:
+        for name, earlier in first.items():
+            different = nonzero(earlier - later[name])
+            yield Finding(f"{case.label}: elements unlike an earlier launch's", different, 0.0)
+
+    return Pass(prepared, ForwardTensors(q, k, v, out), (q, k, v, out, lse), compare, unlike)
 
 
 def _compare(case: Case, prepared: Prepared, *, lse: bool) -> Iterator[Finding]:

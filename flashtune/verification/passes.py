@@ -15,7 +15,7 @@ import msgspec
 from flashtune.launch.compilation import interpreting
 from flashtune.verification import cases
 from flashtune.verification.cases import Case, Level
-from flashtune.verification.comparison import Finding, findings_of
+from flashtune.verification.comparison import Finding, forward_pass, launch_findings
 from flashtune.verification.inputs import prepared
 from flashtune.verification.inputs.prepared import STEPS_PER_SEED
 
@@ -86,13 +86,15 @@ def case_findings(
     cold = target.l2_bytes if keep else 0
     if case.problem.is_backward:
         from flashtune.verification.gradients import inputs as prepared_gradients
-        from flashtune.verification.gradients.comparison import gradient_findings
+        from flashtune.verification.gradients.comparison import backward_pass
 
         make = prepared_gradients.prepare_and_keep if keep else prepared_gradients.prepare
         gradients = make(case, alignment, device, seed, kernel.specialization.lse)
-        return gradient_findings(kernel, binary, case, gradients, target, cold, launched=launched)
-    ready = (prepared.prepare_and_keep if keep else prepared.prepare)(case, alignment, device, seed)
-    return findings_of(kernel, binary, case, ready, target, cold, launched=launched)
+        pass_ = backward_pass(kernel, case, gradients)
+    else:
+        ready = (prepared.prepare_and_keep if keep else prepared.prepare)(case, alignment, device, seed)
+        pass_ = forward_pass(kernel, case, ready)
+    return launch_findings(kernel, binary, case, pass_, target, cold, launched=launched)
 
 
 def forget() -> None:

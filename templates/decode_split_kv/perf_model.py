@@ -14,7 +14,7 @@ from flashtune.core.target import KIB, Target
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
 from flashtune.templates.common.model.sram import Engine, columns, engine_of, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream
-from flashtune.templates.common.model.traffic import split_keys_items
+from flashtune.templates.common.model.traffic import split_keys_items, unpacked
 from flashtune.templates.common.precision import at_rate, fixed_precision
 from flashtune.templates.decode_split_kv.space import (
     WARPGROUP_ROWS,
@@ -89,6 +89,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
 
     def makespan_ms(self, problem: Problem, config: DecodeConfig, target: Target) -> float:
         """Returns the time of a launch by its schedule, in ms."""
+        problem = unpacked(problem)
         keys = distinct_keys(problem.sight)
         tiles = math.ceil(group_rows(problem) / config.block_m)
         programs = tiles * problem.batch * problem.kv_heads * config.num_splits
@@ -132,6 +133,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
     def hbm_items(
         self, problem: Problem, config: DecodeConfig, target: Target | None = None
     ) -> tuple[BytesItem, ...]:
+        problem = unpacked(problem)
         tiles = math.ceil(group_rows(problem) / config.block_m)
         return split_keys_items(problem, tiles, config.num_splits, target)
 

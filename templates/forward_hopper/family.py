@@ -22,6 +22,7 @@ from flashtune.core.problem import (
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
+from flashtune.templates.common.model.traffic import mean_queries
 from flashtune.templates.family import Context, FamilyOf
 from flashtune.templates.forward_hopper.arguments import (
     classifying_arguments,
@@ -371,7 +372,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         then uses all SMs.
         """
         usual = usual_config(problem)
-        is_short = problem.seqlen_q <= GROUP_ROWS or problem.total_q <= GROUP_ROWS * problem.batch
+        is_short = mean_queries(problem) <= GROUP_ROWS
         if problem.total_q and is_short and usual.num_consumer_groups > 1:
             # Other groups have no rows of short sequences.
             usual = msgspec.structs.replace(usual, num_consumer_groups=1, ping_pong=False, q_stages=2)

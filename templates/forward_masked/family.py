@@ -22,6 +22,7 @@ from flashtune.templates.common.args.feature_context import (
 )
 from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
 from flashtune.templates.common.model.sram import head_chunks, power_of_two
+from flashtune.templates.common.model.traffic import mean_queries
 from flashtune.templates.common.precision import float32_width, input_precisions
 from flashtune.templates.family import Context, FamilyOf
 from flashtune.templates.forward_masked.perf_model import MaskedModel
@@ -92,7 +93,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
             )
         small = target.sram_per_block < SMALL_SRAM
         wide = problem.dtype.is_float32
-        short = problem.seqlen_q <= SHORT or problem.block_mask == SHORT
+        short = mean_queries(problem) <= SHORT or problem.block_mask == SHORT
         rows = 64 if wide or width > 256 or short else 128
         hopper = target.capability == HOPPER and not wide
         # A bias is a tile of its own, in registers in addition to the scores.

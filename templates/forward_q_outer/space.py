@@ -62,7 +62,7 @@ SPARE_FOR_WGMMA = 24
 
 
 def q_outer_space(problem: Problem, target: Target) -> Space:
-    """Returns the search space. Values that no measurement ever selected are left out: see docs/axes.md."""
+    """Returns the search space without values that no measurement selected: benchmarks/results/axes.md."""
     causal = problem.causal is not Causal.NONE
     odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     widest = power_of_two(max(problem.head_dim, problem.value_head_dim))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
@@ -23,9 +20,9 @@ from benchmarks.kernels.fastest import (
     judged,
     lines,
 )
-from benchmarks.saved import ROOT, save
+from benchmarks.saved import ROOT
 from flashtune.core.mask_sharing import MaskSharing
-from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.lookup import default_selection
@@ -93,12 +90,6 @@ def test_masks_come_first_with_every_distinct_sharing() -> None:
     assert [case.mask for case in cases((alone,), 0, 0)] == ["own", "heads", "heads and rows"]
 
 
-def test_saved_rows_contain_the_sharing(tmp_path: Path) -> None:
-    path = tmp_path / "fastest.json"
-    save(path, Report((a_row(group=MASKS, mask=MaskSharing.HEADS_AND_ROWS),), 0, 9.0, ""))
-    assert '"mask": "heads and rows"' in path.read_text()
-
-
 def test_random_shapes_are_reproducible_and_untuned() -> None:
     one, other = list(drawn(30, 1, ())), list(drawn(30, 1, ()))
     assert one == other
@@ -133,12 +124,6 @@ def test_faults_depend_on_tuned_shapes_with_all_masks(row: dict[str, object], co
     assert len(faults(Report((a_row(), a_row(**row)), 0, 1.0, "9.19.0"))) == count
 
 
-def test_skipped_shapes_are_a_reported_fault() -> None:
-    report = Report((a_row(),), 3, 440.0, "9.19.0")
-    assert len(faults(report)) == 1
-    assert "3 shapes were not reached in 440 s" in "\n".join(lines(report))
-
-
 def test_summary_has_a_line_for_each_group_and_the_worst_shapes() -> None:
     rows = (
         a_row(ratio=1.21),
@@ -170,43 +155,6 @@ def test_sdpa_receives_the_unchanged_mask(way: MaskSharing, kind: Bias) -> None:
     causal = fastest._sdpa(a_problem(bias=kind, causal=Causal.TOP_LEFT), tensors)
     assert causal is not None
     assert causal().shape == tensors.out.shape
-
-
-@pytest.fixture
-def argv(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    given = ["fastest"]
-    monkeypatch.setattr(sys, "argv", given)
-    return given
-
-
-def test_saved_report_is_printed(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "fastest.json"
-    save(path, Report((a_row(ratio=0.9),), 0, 9.0, ""))
-    argv += ["--load", str(path)]
-    with pytest.raises(SystemExit) as ended:
-        fastest.main()
-    assert ended.value.code == 1
-    assert "| tuned | 1 |" in capsys.readouterr().out
-
-
-def test_missing_gpu_is_reported(argv: list[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(SystemExit, match="no GPU is visible here"):
-        fastest.main()
-
-
-def test_shapes_file_contains_many_kinds_of_masks() -> None:
-    problems = read_shapes_file(ROOT / "benchmarks/kernels/masked_shapes.txt")
-    assert len(problems) >= 12
-    assert all(problem.features == {Feature.BIAS} for problem in problems)
-    for kind in (Bias.ADDITIVE, Bias.BOOLEAN):
-        own = [problem for problem in problems if problem.bias is kind]
-        assert len(own) >= 6
-        assert {problem.head_dim for problem in own} >= {64, 128}
-        assert any(problem.group_size > 1 for problem in own)
-        assert any(problem.is_causal for problem in own)
-    assert {problem.seqlen_q for problem in problems} >= {512, 1024, 2048, 4096, 8192}
 
 
 def test_models_with_features_are_served_by_kernels_for_hopper() -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks.integrations import flash_attn_suite as suite
 from benchmarks.saved import ROOT
-from flashtune import UsageError
 
 FILE = """
 import pytest
@@ -88,8 +87,3 @@ def test_cases_are_numbered_as_the_product_of_all_parameters() -> None:
     axes: list[tuple[list[str], list[Any]]] = [(["a", "b"], [(1, 2), (3, 4)]), (["c"], [5, 6, (7, 8)])]
     found = [suite.case(axes, number) for number in range(6)]
     assert found == [(1, 2, 5), (3, 4, 5), (1, 2, 6), (3, 4, 6), (1, 2, (7, 8)), (3, 4, (7, 8))]
-
-
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no hopper/test_flash_attn\.py"):
-        suite.install(tmp_path, 3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,21 +40,3 @@ def test_checkouts_measure_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = compare._rounds({"old": old, "new": new})
     rounds = range(compare.ROUNDS)
     assert found == {"old": [{str(old): n} for n in rounds], "new": [{str(new): n} for n in rounds]}
-
-
-def test_process_that_ends_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "serve.py"
-    program.write_text("raise SystemExit(1)\n")
-    monkeypatch.setattr(compare, "__file__", str(program))
-    with pytest.raises(SystemExit, match="ended before it answered"):
-        compare._rounds({"old": tmp_path})
-
-
-def test_run_without_another_checkout_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["compare.py"])
-    with pytest.raises(SystemExit):
-        compare.main()
-    assert "pass --old" in capsys.readouterr().err
-    assert json.loads(json.dumps(compare.RATIOS))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from benchmarks.integrations import models, report, transformers_models
 from benchmarks.integrations.torch_sdpa_suite import Report
 from benchmarks.saved import save
-from flashtune.core.errors import TableError
 
 
 def test_missing_results_are_named(tmp_path: Path) -> None:
@@ -31,9 +28,3 @@ def test_tables_have_the_saved_results(tmp_path: Path) -> None:
     assert "| FlashAttention 3 | 970 | 30 | 0 |" in found["flash-attn-suite"]
     assert "| pass with torch's operators | 48 |" in found["torch-sdpa-suite"]
     assert "| of these, pass with flashtune | 47 |" in found["torch-sdpa-suite"]
-
-
-def test_other_rows_are_an_error(tmp_path: Path) -> None:
-    save(tmp_path / report.SDPA, [1])
-    with pytest.raises(TableError, match="holds no saved rows of this kind"):
-        report.texts(tmp_path)

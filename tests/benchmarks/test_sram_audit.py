@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from benchmarks.kernels import sram_audit
-from flashtune.core.errors import TableError
+from benchmarks.saved import decoded
 from flashtune.templates.registry import families
 from flashtune.tuner.sram_audit.audit import Audit, Row
 
 
 def test_saved_run_contains_every_family() -> None:
-    audit = msgspec.json.decode(sram_audit.SAVED.read_bytes(), type=Audit)
+    audit = decoded(sram_audit.SAVED, Audit)
     assert {row.family for row in audit.rows} == {family.name for family in families()}
 
 
@@ -26,10 +25,3 @@ def test_gpu_outside_the_error_bounds_is_named(tmp_path: Path) -> None:
     passing = msgspec.structs.replace(row, caught=36)
     path.write_bytes(msgspec.json.encode(Audit("3.7.1", 0, (passing,))))
     assert sram_audit.texts(path)["sram-audit"].endswith("or cannot be judged:\n\n- none")
-
-
-def test_a_file_without_an_audit_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "audit.json"
-    path.write_bytes(b"{}")
-    with pytest.raises(TableError, match="holds no audit"):
-        sram_audit.texts(path)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from msgspec.structs import replace
 
 from benchmarks.saved import RESULTS
 from benchmarks.training import report as training_report
 from benchmarks.training.charts import memory_picture
 from benchmarks.training.memory import UNFUSED
-from flashtune.core.errors import TableError
 
 
 def test_backend_that_never_fits_has_no_line() -> None:
@@ -27,8 +23,3 @@ def test_backend_that_never_fits_has_no_line() -> None:
     assert "out of memory" in usual
     assert "out of memory" not in drawn
     assert drawn.count("<polyline") == usual.count("<polyline") - 1
-
-
-def test_folder_without_results_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TableError, match="holds no such measurement"):
-        training_report.measured(tmp_path)

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from flashtune import testing
 from flashtune.core.config import Axis, Config, Space
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Dtype
 from flashtune.core.target import TARGETS, Target
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.templates.registry import families
@@ -61,16 +62,8 @@ def test_space_does_not_contain_invalid_configs(changes: dict[str, Any]) -> None
 def test_spaces_are_not_empty_and_defaults_have_the_family_type(
     target: Target, dtype: Dtype, head_dim: int
 ) -> None:
-    problem = Problem(
-        dtype=dtype,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=4,
-        kv_heads=2,
-        batch=1,
-        seqlen_q=64,
-        seqlen_kv=4096,
-        causal=Causal.BOTTOM_RIGHT,
+    problem = testing.problem(
+        "heads=4,kv_heads=2,seqlen_q=64,seqlen_kv=4096,head_dim=64,causal", dtype=dtype, head_dim=head_dim
     )
     for family in families():
         reason = family.supports(problem, target)

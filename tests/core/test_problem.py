@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashtune import testing
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.mask_geometry import MaskInfo, distinct_keys, visible_pairs
 from flashtune.core.problem import Causal, Dtype, Problem
@@ -85,31 +86,13 @@ def test_only_equal_problems_have_equal_keys(one: Problem, other: Problem) -> No
 
 
 def test_nominal_flops_halve_when_causal() -> None:
-    full = Problem(
-        dtype=Dtype.BF16,
-        head_dim=128,
-        value_head_dim=128,
-        heads=16,
-        kv_heads=16,
-        batch=2,
-        seqlen_q=8192,
-        seqlen_kv=8192,
-    )
+    full = testing.problem("heads=16,seqlen=8192,head_dim=128,dtype=bf16,batch=2")
     assert full.nominal_flops() == 4 * 2 * 16 * 8192**2 * 128
     assert msgspec.structs.replace(full, causal=Causal.TOP_LEFT).nominal_flops() * 2 == full.nominal_flops()
 
 
 def test_nominal_flops_count_visible_pairs_only() -> None:
-    full = Problem(
-        dtype=Dtype.BF16,
-        head_dim=128,
-        value_head_dim=128,
-        heads=16,
-        kv_heads=16,
-        batch=4,
-        seqlen_q=1024,
-        seqlen_kv=1024,
-    )
+    full = testing.problem("heads=16,seqlen=1024,head_dim=128,dtype=bf16,batch=4")
     # Half of the tokens that four sequences of the longest length would have.
     packed = msgspec.structs.replace(full, total_q=2048)
     assert packed.nominal_flops() * 2 == packed.flops() * 2 == full.nominal_flops()
@@ -119,15 +102,8 @@ def test_nominal_flops_count_visible_pairs_only() -> None:
 
 
 def test_minimal_bytes_count_wider_outputs_of_quantized_inputs() -> None:
-    wide = Problem(
-        dtype=Dtype.BF16,
-        head_dim=64,
-        value_head_dim=32,
-        heads=4,
-        kv_heads=2,
-        batch=1,
-        seqlen_q=10,
-        seqlen_kv=20,
+    wide = testing.problem(
+        "heads=4,kv_heads=2,seqlen_q=10,seqlen_kv=20,head_dim=64,value_head_dim=32,dtype=bf16"
     )
     narrow = msgspec.structs.replace(wide, dtype=Dtype.E4M3)
     assert (narrow.out_dtype, wide.out_dtype) == (Dtype.BF16, Dtype.BF16)
@@ -138,16 +114,8 @@ def test_minimal_bytes_count_wider_outputs_of_quantized_inputs() -> None:
 
 @pytest.mark.parametrize("ragged", [{"page_size": 16}, {"seqlens_k": True}], ids=["pages", "lengths"])
 def test_minimal_bytes_of_ragged_sequences_use_mean_length(ragged: dict[str, Any]) -> None:
-    equal = Problem(
-        dtype=Dtype.BF16,
-        head_dim=128,
-        value_head_dim=128,
-        heads=32,
-        kv_heads=8,
-        batch=5,
-        seqlen_q=1,
-        seqlen_kv=8192,
-        causal=Causal.BOTTOM_RIGHT,
+    equal = testing.problem(
+        "heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,dtype=bf16,causal,batch=5"
     )
     queries = 2 * 2 * 5 * 32 * 128
     of_key = 2 * 2 * 8 * 128

@@ -205,6 +205,8 @@ def test_the_functions_of_the_extension_write_to_given_tensors_and_take_no_gener
     assert close(lse, results[1])
     with pytest.raises(RuntimeError, match="generator` argument is no longer supported"):
         low_level.Extension.fwd(q, k, v, None, None, 0.0, SCALE, True, -1, -1, 0.0, False, torch.Generator())
+    with pytest.raises(TypeError, match="11 arguments were passed: pass q, k, v, out"):
+        low_level.Extension.fwd(q, k, v, None, None, 0.0, SCALE, True, -1, -1, 0.0)
 
 
 def test_blocks_of_keys_are_those_of_flash_attn() -> None:

@@ -124,7 +124,7 @@ def interpret(seed: int, out: Path | None) -> None:
 @main.command()
 @click.argument("runs", nargs=-1, type=click.Path(exists=True, path_type=Path))
 def table(runs: tuple[Path, ...]) -> None:
-    """Prints the tables of docs/proof.md and benchmarks/results/mutants.md."""
+    """Prints the tables of docs/proof.md."""
     for text in texts(pages_runs(runs)).values():
         click.echo(f"{text}\n")
 

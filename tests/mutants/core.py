@@ -59,11 +59,10 @@ class Subject(NamedTuple):
 
 
 class Mutant(NamedTuple):
-    """A subject and what is broken in it.
+    """A subject and the error in it.
 
     Attributes:
-        name: What is wrong, in a few words; no other mutant of the family has it.
-        breaks: What that does, in a sentence.
+        name: The error, in a few words; no other mutant of the family has it.
         subject: The kernel under which it changes results.
         patches: The change, as replacements one after the other.
         racy: Whether it changes results by a race alone, and so not in every run.
@@ -71,7 +70,6 @@ class Mutant(NamedTuple):
     """
 
     name: str
-    breaks: str
     subject: Subject
     patches: tuple[Patch, ...]
     racy: bool = False
@@ -83,13 +81,24 @@ class Mutant(NamedTuple):
         return f"{self.subject.family}: {self.name}"
 
 
-# A name, what it breaks, the kernel, and the patches: see `Mutant`.
-Change = tuple[str, str, Subject, tuple[Patch, ...]]
+# A mutant's name, and the fields of its patch or several patches.
+Row = (
+    tuple[str, str, str]
+    | tuple[str, str, str, Part]
+    | tuple[str, str, str, Part | None, int]
+    | tuple[str, tuple[Patch, ...]]
+)
 
 
-def mutants_of(changes: Iterable[Change], *, racy: bool = False, hangs: bool = False) -> tuple[Mutant, ...]:
-    """Mutants of one kind."""
-    return tuple(Mutant(*change, racy=racy, hangs=hangs) for change in changes)
+def mutants_of(
+    subject: Subject, rows: Iterable[Row], *, racy: bool = False, hangs: bool = False, prefix: str = ""
+) -> tuple[Mutant, ...]:
+    """The mutants of one kernel; their names begin with `prefix`."""
+    mutants = []
+    for name, *fields in rows:
+        patches = (Patch(*fields),) if isinstance(fields[0], str) else fields[0]
+        mutants.append(Mutant(prefix + name, subject, patches, racy, hangs))
+    return tuple(mutants)
 
 
 @functools.cache

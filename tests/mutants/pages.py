@@ -1,96 +1,116 @@
-"""The tables of docs/proof.md and benchmarks/results/mutants.md, from saved runs."""
+"""The tables of docs/proof.md about mutants and correct kernels, from saved runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flashtune.verification.check import INTERPRETER
 from tests.mutants.catalogue import gpu_mutants, interpreted_mutants
-from tests.mutants.core import broken
-from tests.mutants.results import CAUGHT, Fate, Found, Run, counts, load
+from tests.mutants.core import Mutant, broken
+from tests.mutants.emulated import emulated_mutants
+from tests.mutants.results import CAUGHT, Fate, Found, Run, load
 
 SAVED = Path(__file__).parents[1] / "data" / "mutants"
 SCRIPT = "python -m tests.mutants table"
+# Fates of mutants that were run and not detected, at least without delays.
+NOT_DETECTED = {
+    Fate.SURVIVED: "survived",
+    Fate.EQUIVALENT: "equivalent",
+    Fate.DELAYED: "detected with delays only",
+}
 
 
 def pages_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs at these paths; those that are kept where none is given."""
+    """The runs at these paths, by default the saved ones."""
     return [load(path) for path in paths or sorted(SAVED.glob("*.json*"))]
 
 
 def texts(runs: Sequence[Run]) -> dict[str, str]:
-    """The text of each table by name: two summaries for docs/proof.md, and `each` for mutants.md."""
-    lines = {"mutants": _mutants(runs), "right": _right(runs), "each": _each(runs)}
+    """The text of each table by name."""
+    lines = {"mutants": _mutants(runs), "right": _right(runs)}
     return {name: "\n".join(several) for name, several in lines.items()}
 
 
 def _mutants(runs: Sequence[Run]) -> Iterator[str]:
-    """The fates of the mutants by family and kind: a table for each machine and its versions."""
-    tables: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.found:
-            where = "Under Triton's interpreter" if run.device == INTERPRETER else f"On an {run.device}"
-            title = f"{where}, level `{run.level}` (torch {run.torch}, Triton {run.triton}):"
-            tables.setdefault(title, []).append(run)
-    for title, several in tables.items():
-        yield title
+    """The mutants of each family and how many each machine detects, and the others by name."""
+    devices = list(dict.fromkeys(run.device for run in runs if run.found))
+    found = {device: [one for run in runs if run.device == device for one in run.found] for device in devices}
+    mutants, emulated = _by_family(gpu_mutants()), _by_family(emulated_mutants())
+    yield _row("family", "mutants", *devices, "emulator")
+    yield f"|---|{'---:|' * (len(devices) + 2)}"
+    for family, number in mutants.items():
+        cells = (_detected(one for one in found[device] if one.family == family) for device in devices)
+        yield _row(f"`{family}`", number, *cells, emulated[family] or "")
+    detected = (_detected(found[device]) for device in devices)
+    yield _row("all", mutants.total(), *detected, emulated.total())
+    yield from _not_detected(found)
+    for device in devices:
         yield ""
-        yield from _fates([found for run in several for found in run.found])
-        yield ""
-        controls = [control for run in several for control in run.controls]
-        if controls:
-            accepted = sum(control.passed for control in controls)
-            number_of = "All" if accepted == len(controls) else f"{accepted} of"
-            yield f"{number_of} {len(controls)} unmodified kernels were accepted."
-            yield ""
-        yield from _still_rendered(several)
+        yield from _machine([run for run in runs if run.device == device])
 
 
-def _still_rendered(runs: Sequence[Run]) -> Iterator[str]:
-    """How many of a machine's mutants render to the same source as in the saved run."""
-    known = [one for run in runs for one in run.found if one.kernel]
-    if not known:
-        return
-    mutants = interpreted_mutants() if runs[0].device == INTERPRETER else gpu_mutants()
-    present = {broken(mutant).digest for mutant in mutants}
-    same = sum(one.kernel in present for one in known)
-    yield f"{same} of the {len(known)} mutants still render to the source that was run."
-    yield ""
-
-
-def _fates(found: Sequence[Found]) -> Iterator[str]:
-    """A table of families and kinds. Rare fates have a column where a mutant has them."""
-    late = {"with delays": Fate.DELAYED} if counts(found)[Fate.DELAYED] else {}
-    unfit = {"not compiled": Fate.NOT_COMPILED} if counts(found)[Fate.NOT_COMPILED] else {}
-    others = {
-        **late,
-        "equivalent": Fate.EQUIVALENT,
-        "**survived**": Fate.SURVIVED,
-        **unfit,
-        "not run": Fate.NOT_RUN,
+def _not_detected(found: Mapping[str, Sequence[Found]]) -> Iterator[str]:
+    """A table of the mutants that some machine ran and did not detect, with their fates."""
+    fates = {device: {(one.family, one.name): one for one in several} for device, several in found.items()}
+    missed = {
+        key: one.racy for device in found for key, one in fates[device].items() if one.fate in NOT_DETECTED
     }
-    rows: list[tuple[object, ...]] = []
-    kinds = (
-        (family, kind, [one for one in mutants if one.racy == racy])
-        for family, mutants in _by_family(found).items()
-        for racy, kind in ((False, "wrong result"), (True, "race"))
+    devices = [device for device in found if any(one.fate in NOT_DETECTED for one in found[device])]
+    if not missed:
+        return
+    yield ""
+    yield _row("family", "mutant", *devices)
+    yield f"|---|---|{'---|' * len(devices)}"
+    for key, racy in missed.items():
+        cells = (_outcome(fates[device].get(key)) for device in devices)
+        yield _row(f"`{key[0]}`", f"{key[1]} (race)" if racy else key[1], *cells)
+
+
+def _outcome(found: Found | None) -> str:
+    if found is None:
+        return ""
+    return (
+        "detected"
+        if found.fate in CAUGHT
+        else NOT_DETECTED.get(found.fate, found.fate.value.replace("_", " "))
     )
-    for family, kind, mutants in kinds:
-        if not mutants:
-            continue
-        number = counts(mutants)
-        ended = number[Fate.HUNG] + number[Fate.DIED]
-        rest = (number[fate] for fate in others.values())
-        rows.append((f"`{family}`", kind, number.total(), number[Fate.REFUSED], ended, *rest))
-    yield from _table(("family", "kind", "mutants", "refused", "hung or died", *others), rows)
 
 
-def _by_family(found: Iterable[Found]) -> dict[str, list[Found]]:
-    families: dict[str, list[Found]] = {}
-    for one in found:
-        families.setdefault(one.family, []).append(one)
-    return families
+def _by_family(mutants: Iterable[Mutant]) -> Counter[str]:
+    return Counter(mutant.subject.family for mutant in mutants)
+
+
+def _detected(found: Iterable[Found]) -> str:
+    """How many of the mutants that were run were detected."""
+    fates = [one.fate for one in found if one.fate not in {Fate.NOT_COMPILED, Fate.NOT_RUN}]
+    return f"{sum(fate in CAUGHT for fate in fates)} of {len(fates)}" if fates else ""
+
+
+def _machine(runs: Sequence[Run]) -> Iterator[str]:
+    """A machine's versions and counts."""
+    first = runs[0]
+    found = [one for run in runs for one in run.found]
+    fates = Counter(one.fate for one in found)
+    where = "Triton's interpreter" if first.device == INTERPRETER else first.device
+    yield f"{where}, level `{first.level}` (torch {first.torch}, Triton {first.triton}):"
+    yield ""
+    ended = fates[Fate.HUNG] + fates[Fate.DIED]
+    yield f"- Refused: {fates[Fate.REFUSED]}. Hung or died: {ended}."
+    if fates[Fate.NOT_COMPILED] + fates[Fate.NOT_RUN]:
+        yield f"- Not compiled: {fates[Fate.NOT_COMPILED]}. Not run: {fates[Fate.NOT_RUN]}."
+    controls = [control for run in runs if run.found for control in run.controls]
+    if controls:
+        accepted = sum(control.passed for control in controls)
+        yield f"- Unmodified kernels that were accepted: {accepted} of {len(controls)}."
+    present = {broken(mutant).digest for mutant in _catalogue(first.device)}
+    known = [one.kernel in present for one in found if one.kernel]
+    yield f"- Mutants that still render to the source that was run: {sum(known)} of {len(known)}."
+
+
+def _catalogue(device: str) -> tuple[Mutant, ...]:
+    return interpreted_mutants() if device == INTERPRETER else gpu_mutants()
 
 
 def _right(runs: Sequence[Run]) -> Iterator[str]:
@@ -112,35 +132,5 @@ def _right(runs: Sequence[Run]) -> Iterator[str]:
         yield "No run over sampled configs is saved yet."
 
 
-def _each(runs: Sequence[Run]) -> Iterator[str]:
-    """Every mutant and its first failed check, from the largest run of each family."""
-    largest: dict[str, list[Found]] = {}
-    for run in runs:
-        for family, mutants in _by_family(run.found).items():
-            if len(mutants) >= len(largest.get(family, ())):
-                largest[family] = mutants
-    for family, mutants in largest.items():
-        yield f"## `{family}`"
-        yield ""
-        rows = ((_name(one), one.breaks, _end(one)) for one in mutants)
-        yield from _table(("mutant", "effect", "first failed check"), rows)
-        yield ""
-
-
-def _name(one: Found) -> str:
-    return f"{one.name} (a race)" if one.racy else one.name
-
-
-def _end(one: Found) -> str:
-    if one.fate not in CAUGHT:
-        return f"**{one.fate.value.replace('_', ' ')}**"
-    # A probe and its lengths come before the colon.
-    case = one.caught_by.partition(" heads=")[0]
-    return case if one.fate is Fate.REFUSED else one.fate.value
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    yield f"| {' | '.join(heads)} |"
-    yield f"|{'---|' * len(heads)}"
-    for row in rows:
-        yield f"| {' | '.join(map(str, row))} |"
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"

@@ -46,7 +46,7 @@ class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """What became of one mutant.
 
     Attributes:
-        family, name, breaks: Of the mutant.
+        family, name: Of the mutant.
         fate: What became of it.
         caught_by: The first thing that was found wrong, or where it differed.
         seconds: What verifying it took.
@@ -56,7 +56,6 @@ class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     family: str
     name: str
-    breaks: str
     fate: Fate
     caught_by: str = ""
     seconds: float = 0.0
@@ -136,7 +135,7 @@ def found_of(mutant: Mutant, fate: Fate, caught_by: str = "", seconds: float = 0
     """What became of a mutant."""
     family = mutant.subject.family
     kernel = "" if fate in {Fate.NOT_COMPILED, Fate.NOT_RUN} else broken(mutant).digest
-    return Found(family, mutant.name, mutant.breaks, fate, caught_by, round(seconds, 2), mutant.racy, kernel)
+    return Found(family, mutant.name, fate, caught_by, round(seconds, 2), mutant.racy, kernel)
 
 
 def save(run: Run, path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from pebble import ProcessPool
 
+from benchmarks.sanitizer.points import Subject as Point
 from benchmarks.sanitizer.points import drawn
-from benchmarks.sanitizer.sanitizing import Subject as Point
 from flashtune.core.errors import ProblemError
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target

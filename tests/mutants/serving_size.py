@@ -1,8 +1,8 @@
-"""Kernels of the portable serving families for mutants, and mutants of one kernel."""
+"""Kernels of the portable serving families for mutants."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.registry import find_family
-from tests.mutants.core import Mutant, Patch, Subject
+from tests.mutants.core import Subject
 
 MASKED, DECODING = "forward_masked", "decode_split_kv"
 # Pages that hold a part of a block of keys; such kernels have blocks of so many keys.
@@ -70,21 +70,3 @@ class Size(NamedTuple):
 # Under the interpreter 16-bit products are garbage.
 INTERPRETED = Size(Dtype.FP32, 16, 16, 64)
 USUAL = Size(Dtype.BF16, 64, 32, 512)
-
-
-class Change(NamedTuple):
-    """What a mutant of some kernel is called, what it does, and how the kernel is changed."""
-
-    name: str
-    breaks: str
-    patches: tuple[Patch, ...]
-
-
-def change(name: str, breaks: str, old: str, new: str, times: int = 1) -> Change:
-    """A change in one text, wherever it occurs."""
-    return Change(name, breaks, (Patch(old, new, times=times),))
-
-
-def mutants_of(subject: Subject, changes: Iterable[Change]) -> tuple[Mutant, ...]:
-    """One kernel's mutants."""
-    return tuple(Mutant(one.name, one.breaks, subject, one.patches) for one in changes)

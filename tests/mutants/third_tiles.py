@@ -57,19 +57,19 @@ def of_kernel(
     subject: Subject, *places: tuple[Place, ...], before: tuple[Patch, ...] = ()
 ) -> tuple[Mutant, ...]:
     """The mutants of a kernel at each of its places, which may be several texts."""
-    found = []
+    mutants = []
     for texts in places:
         kind = texts[0].kind
-        halves = (
-            (f"{kind} halved from the third tile of queries on", "Later queries have half of their weights.",
-             tuple(text.halved(text.queries) for text in texts)),
-            (f"{kind} halved from the third tile of keys on", "Later keys have half of their weight.",
-             tuple(text.halved(text.keys) for text in texts)),
-            (f"{kind} halved where both tiles are third", "Later queries halve the weight of later keys.",
-             tuple(text.halved(f"({text.queries}) | ({text.keys})") for text in texts)),
+        third = (
+            (f"{kind} halved from the third tile of queries on", [text.queries for text in texts]),
+            (f"{kind} halved from the third tile of keys on", [text.keys for text in texts]),
+            (f"{kind} halved where both tiles are third",
+             [f"({text.queries}) | ({text.keys})" for text in texts]),
         )  # fmt: skip
-        found += [Mutant(name, breaks, subject, (*before, *patches)) for name, breaks, patches in halves]
-    return tuple(found)
+        for name, spared in third:
+            halves = (text.halved(condition) for text, condition in zip(texts, spared, strict=True))
+            mutants.append(Mutant(name, subject, (*before, *halves)))
+    return tuple(mutants)
 
 
 def plain(size: forward.Size) -> tuple[Mutant, ...]:

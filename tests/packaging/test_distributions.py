@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = [pytest.mark.xdist_group("packaging"), pytest.mark.slow]
 
-ROOMS = ("tuner", "templates", "kernels_generated", "db")
+ROOMS = ("tuner", "templates", "db")
 
 
 def _packaged_name(name: str) -> str | None:

@@ -44,7 +44,7 @@ def test_a_copy_without_metadata_serves_calls(tmp_path: Path, is_archive: bool) 
         if not path.name.startswith("flashtune"):
             (others / path.name).symlink_to(path)
     copy = tmp_path / "copy"
-    ignored = shutil.ignore_patterns("kernels_generated", "__pycache__")
+    ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(flashtune.__file__).parent, copy / "flashtune", ignore=ignored)
     if is_archive:
         copy = Path(shutil.make_archive(str(tmp_path / "archive"), "zip", copy))

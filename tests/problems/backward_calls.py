@@ -1,33 +1,30 @@
-"""Calls of a backward pass on the CPU, and float64 gradients by autograd."""
+"""Calls of a backward pass on the CPU, and their reference gradients."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import specialization_of
-from flashtune.core.problem import Bias, Direction, Dtype, Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
 from flashtune.launch.tensors import BackwardTensors
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.rendering import render
-from tests.problems.block_lists import visible_blocks, with_lists
-from tests.problems.plain_masks import plain_attention
+from flashtune.verification.lengths import Lengths, equal_lengths
 
 TARGET = find_target("h200")
 SCALE = 0.3
 # Queries and keys of packed sequences: empty ones, and on borders.
 LENGTHS = ((19, 40), (0, 12), (7, 0), (16, 33), (33, 17))
-# Hides keys that are seen otherwise, and has a gradient.
-LEAST = -40.0
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window_left": 11},
     "window_right": {"window_left": 21, "window_right": 6},
@@ -49,95 +46,54 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 class Call(NamedTuple):
-    """The arguments of a backward pass, and the gradients by autograd."""
+    """The arguments of a backward pass, and the exact gradients that portable kernels write, by name."""
 
     tensors: BackwardTensors
     side: ExtraInputs
     expected: dict[str, Tensor]
 
 
-def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.FP32,
-        head_dim=24,
-        value_head_dim=16,
-        heads=2,
-        kv_heads=1,
-        batch=2,
-        seqlen_q=35,
-        seqlen_kv=53,
-        direction=Direction.BACKWARD,
-    )
-    return msgspec.structs.replace(problem, **changes)
+a_problem = functools.partial(
+    testing.problem,
+    "heads=2,kv_heads=1,seqlen_q=35,seqlen_kv=53,head_dim=24,value_head_dim=16,dtype=fp32,batch=2,backward",
+)
 
 
 def make_call(problem: Problem, *, with_dlse: bool = False) -> Call:
     """Tensors of a problem; what is written is NaN before. Packed sequences are those of `LENGTHS`."""
-    torch.manual_seed(0)
-    batch, queries, keys = problem.batch, problem.seqlen_q, problem.seqlen_kv
-    side = ExtraInputs(softcap=1.5 if problem.softcap else None)
-    if problem.dropout:
-        side = side._replace(seed=torch.randint(2**63 - 1, (1,)), dropout=0.3)
-    sequences = batch
-    own_k: list[int] = []
+    return differentiate(make_inputs(problem, with_dlse=with_dlse))
+
+
+def make_inputs(problem: Problem, *, with_dlse: bool = False) -> testing.Inputs:
+    lengths = equal_lengths(problem)
     if problem.total_q:
-        batch, sequences = 1, len(LENGTHS)
-        own_q, own_k = ([one[axis] for one in LENGTHS] for axis in (0, 1))
-        queries, keys = sum(own_q), sum(own_k)
-        side = side._replace(cu_seqlens_q=starts(own_q), cu_seqlens_kv=starts(own_k))
-    if problem.seqlens_k:
-        counts = [own - 5 * (own > 5) for own in own_k] if problem.total_q else [keys - 7, 0, 16][:batch]
-        side = side._replace(seqlens_kv=torch.tensor(counts, dtype=torch.int32))
-    bias = torch.randn(batch, problem.heads, queries, keys) if problem.bias is not Bias.NONE else None
-    if bias is not None:
-        # Rows and blocks that nobody sees, the first of a row among them.
-        hidden = torch.rand(bias.shape) < 0.3
-        hidden[:, 0, 3:9] = True
-        hidden[..., :20] = True
-        bias = ~hidden if problem.bias is Bias.BOOLEAN else bias.masked_fill(hidden, LEAST)
-    prefix = torch.tensor([23, 0, 5, 9, 70][:sequences], dtype=torch.int32)
-    side = side._replace(
-        slopes=torch.rand(sequences, problem.heads) if problem.alibi else None,
-        bias=bias,
-        sinks=torch.randn(problem.heads) * 3 if problem.sinks else None,
-        prefix=prefix if problem.prefix else None,
-    )
-    if problem.block_mask:
-        side = with_lists(side, visible_blocks(problem))
-    q = torch.randn(batch, queries, problem.heads, problem.head_dim).transpose(1, 2)
-    k = torch.randn(batch, keys, problem.kv_heads, problem.head_dim).transpose(1, 2)
-    v = torch.randn(batch, keys, problem.kv_heads, problem.value_head_dim).transpose(1, 2)
-    return differentiate(problem, (q, k, v), side, with_dlse=with_dlse)
+        queries, keys = zip(*LENGTHS, strict=True)
+        problem = msgspec.structs.replace(problem, seqlen_q=max(queries), seqlen_kv=max(keys))
+        lengths = Lengths(queries, tuple(own - 5 * (own > 5) for own in keys) if problem.seqlens_k else keys)
+    elif problem.seqlens_k:
+        lengths = lengths._replace(keys=(problem.seqlen_kv - 7, 0, 16)[: problem.batch])
+    return testing.tensors(problem, scale=SCALE, layout="bshd", lengths=lengths, dlse=with_dlse)
 
 
-def starts(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-
-
-def differentiate(
-    problem: Problem, given: tuple[Tensor, Tensor, Tensor], side: ExtraInputs, *, with_dlse: bool
-) -> Call:
-    """Runs the forward pass and its gradient in float64."""
-    leaves = {name: one.detach().requires_grad_() for name, one in zip("qkv", given, strict=True)}
-    laid = {"slopes": side.slopes, "bias": side.bias if problem.bias is Bias.ADDITIVE else None}
-    leaves |= {name: one.detach().requires_grad_() for name, one in laid.items() if one is not None}
-    followed = side._replace(slopes=leaves.get("slopes"), bias=leaves.get("bias", side.bias))
-    out, lse = plain_attention(problem, leaves["q"], leaves["k"], leaves["v"], followed, SCALE)
-    dout = torch.randn(out.shape)
-    dlse = torch.randn(lse.shape) if with_dlse else None
-    seen = ~lse.isneginf()
-    loss = (out * dout).sum() + (0 if dlse is None else (lse[seen] * dlse[seen]).sum())
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    written = [f"d{name}" for name in leaves]
+def differentiate(inputs: testing.Inputs) -> Call:
+    """The call of inputs, with the results of the reference."""
+    reference = testing.reference(inputs)
+    expected = {
+        each.name: each.exact
+        for each in reference[2:]
+        # Portable kernels leave the gradient of sinks to torch.
+        if each is not None and each.name != "dsinks"
+    }
+    assert inputs.dout is not None
     tensors = BackwardTensors(
-        *given,
-        out.detach().float(),
-        lse.detach().float(),
-        dout,
-        **{name: torch.full_like(one, torch.nan) for name, one in zip(written, leaves.values(), strict=True)},
-        dlse=dlse,
+        *(inputs.q, inputs.k, inputs.v),
+        reference.out.exact.float(),
+        reference.lse.exact.float().contiguous(),
+        inputs.dout,
+        **{name: torch.full_like(exact, torch.nan, dtype=torch.float32) for name, exact in expected.items()},
+        dlse=inputs.dlse,
     )
-    return Call(tensors, side, dict(zip(written, gradients, strict=True)))
+    return Call(tensors, inputs.extra, expected)
 
 
 def check_gradients(

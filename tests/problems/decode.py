@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import msgspec
 import torch
 
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune import testing
 from flashtune.core.target import find_target
 from flashtune.templates.decode_split_kv.space import DecodeConfig
 from flashtune.templates.registry import find_family
@@ -15,21 +15,9 @@ from flashtune.templates.registry import find_family
 FAMILY = find_family("decode_split_kv")
 H200, A100 = find_target("h200"), find_target("a100")
 LATENT = {"head_dim": 576, "value_head_dim": 512, "kv_heads": 1, "mla": True}
-
-
-def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=128,
-        value_head_dim=128,
-        heads=32,
-        kv_heads=8,
-        batch=1,
-        seqlen_q=1,
-        seqlen_kv=8192,
-        causal=Causal.BOTTOM_RIGHT,
-    )
-    return msgspec.structs.replace(problem, **changes)
+a_problem = functools.partial(
+    testing.problem, "heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,dtype=bf16,causal"
+)
 
 
 def a_config(**changes: Any) -> DecodeConfig:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import find_target
@@ -27,18 +28,14 @@ def a_problem(
     **changes: Any,
 ) -> Problem:
     """8 heads of 1024 queries and keys, twice."""
-    problem = Problem(
+    return testing.problem(
+        "heads=8,seqlen=1024,head_dim=64,batch=2",
         dtype=dtype,
         head_dim=head_dim,
         value_head_dim=value_head_dim or head_dim,
-        heads=8,
-        kv_heads=8,
-        batch=2,
-        seqlen_q=1024,
-        seqlen_kv=1024,
         causal=causal,
+        **changes,
     )
-    return msgspec.structs.replace(problem, **changes)
 
 
 def a_config(problem: Problem, **changes: Any) -> HopperConfig:

@@ -8,9 +8,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.layouts import TORCH_DTYPES
-from flashtune.core.problem import Direction, Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.templates.backward_hopper.space import HopperBackwardConfig
 from flashtune.templates.registry import find_family
@@ -23,18 +24,12 @@ PLAIN = Specialization()
 
 def a_problem(head_dim: int = 128, value_head_dim: int = 0, **changes: Any) -> Problem:
     """8 heads over 2 of keys, 1000 queries and 1100 keys, twice."""
-    problem = Problem(
-        dtype=Dtype.BF16,
+    return testing.problem(
+        "heads=8,kv_heads=2,seqlen_q=1000,seqlen_kv=1100,head_dim=64,dtype=bf16,batch=2,backward",
         head_dim=head_dim,
         value_head_dim=value_head_dim or head_dim,
-        heads=8,
-        kv_heads=2,
-        batch=2,
-        seqlen_q=1000,
-        seqlen_kv=1100,
-        direction=Direction.BACKWARD,
+        **changes,
     )
-    return msgspec.structs.replace(problem, **changes)
 
 
 def config_of(problem: Problem, **changes: Any) -> HopperBackwardConfig:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import msgspec
-
+from flashtune import testing
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.templates.decode_latent_hopper.space import LatentConfig
 from flashtune.templates.registry import find_family
@@ -17,20 +17,10 @@ FAMILY = find_family("decode_latent_hopper")
 H200 = find_target("h200")
 
 
-def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=576,
-        value_head_dim=512,
-        heads=128,
-        kv_heads=1,
-        batch=64,
-        seqlen_q=1,
-        seqlen_kv=4096,
-        causal=Causal.BOTTOM_RIGHT,
-        mla=True,
-    )
-    return msgspec.structs.replace(problem, **changes)
+a_problem = functools.partial(
+    testing.problem,
+    "heads=128,kv_heads=1,seqlen_q=1,seqlen_kv=4096,head_dim=576,value_head_dim=512,dtype=bf16,causal,batch=64,mla",
+)
 
 
 def kernel_of(problem: Problem, lse: bool = False, **changes: Any) -> Kernel:

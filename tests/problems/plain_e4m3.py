@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flashtune import testing
 from flashtune.core.config import LaunchOptions
 from flashtune.core.kernel import Kernel, Specialization, Step
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Dtype
 from flashtune.templates.common.args.arguments import forward_arguments, transpose_arguments
 from flashtune.templates.forward_q_outer.space import QOuterConfig
 
@@ -14,16 +15,7 @@ SOURCE = Path(__file__).parents[1] / "data" / "kernels" / "plain_e4m3.py"
 WORKSPACE = "values"
 # Its tile, for the lengths of a check.
 CONFIG = QOuterConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
-PROBLEM = Problem(
-    dtype=Dtype.E4M3,
-    head_dim=64,
-    value_head_dim=64,
-    heads=8,
-    kv_heads=2,
-    batch=2,
-    seqlen_q=1024,
-    seqlen_kv=4096,
-)
+PROBLEM = testing.problem("heads=8,kv_heads=2,seqlen_q=1024,seqlen_kv=4096,head_dim=64,dtype=e4m3,batch=2")
 TAIL = 'tl.where((keys < seqlen_kv)[None, :], tl.dot(q_tile, k_tile.T) * scale_log2, float("-inf"))'
 # What the source says, and what it says instead where it is wrong.
 MISTAKES = (

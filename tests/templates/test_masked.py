@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.features.records import NUMBERS
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Feature, KvDtype, KvScale, Problem
@@ -46,21 +48,9 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 CONFIG = MaskedConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
 MAX_LINE = 120
-
-
-def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=64,
-        value_head_dim=64,
-        heads=4,
-        kv_heads=2,
-        batch=2,
-        seqlen_q=512,
-        seqlen_kv=512,
-        causal=Causal.BOTTOM_RIGHT,
-    )
-    return msgspec.structs.replace(problem, **changes)
+a_problem = functools.partial(
+    testing.problem, "heads=4,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2"
+)
 
 
 def rendered(problem: Problem, config: MaskedConfig = CONFIG, lse: bool = True) -> Kernel:
@@ -115,7 +105,7 @@ def test_rendered_pairs_of_features_are_readable(causal: Causal) -> None:
         changes = {**ASKED[one], **ASKED[other]}
         if changes.get("page_size") and changes.get("seqlens_k"):
             continue
-        problem = a_problem(**changes, causal=causal, head_dim=48 if index % 3 else 64)
+        problem = a_problem(**changes, causal=causal, head_dim=48 if index % 3 else 64, value_head_dim=64)
         if FAMILY.supports(problem, H100) is None:
             config = msgspec.structs.replace(
                 CONFIG,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Dtype
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.family import Family, unsupported_reason
@@ -14,16 +15,7 @@ from flashtune.templates.registry import families, family_names, find_family
 from flashtune.templates.rendering import render
 
 H200 = find_target("h200")
-PROBLEM = Problem(
-    dtype=Dtype.BF16,
-    head_dim=128,
-    value_head_dim=128,
-    heads=8,
-    kv_heads=8,
-    batch=1,
-    seqlen_q=512,
-    seqlen_kv=512,
-)
+PROBLEM = testing.problem("heads=8,seqlen=512,head_dim=128,dtype=bf16")
 
 
 def test_folder_registers_a_family(native: Family) -> None:

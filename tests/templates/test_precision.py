@@ -7,6 +7,7 @@ import re
 import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import find_target
@@ -22,16 +23,8 @@ FAMILIES = [family for family in families() if "input_precision" in family.confi
 
 
 def float32_problem(dtype: Dtype, family: Family, head_dim: int = 128) -> Problem:
-    return Problem(
-        dtype=dtype,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=16,
-        kv_heads=16,
-        batch=2,
-        seqlen_q=4096,
-        seqlen_kv=4096,
-        direction=family.direction,
+    return testing.problem(
+        "heads=16,seqlen=4096,head_dim=64,batch=2", dtype=dtype, head_dim=head_dim, direction=family.direction
     )
 
 

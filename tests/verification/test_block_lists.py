@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashtune import testing
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import usual_inputs
-from flashtune.core.problem import BlockLists, Causal, Dtype, Problem
+from flashtune.core.problem import BlockLists, Causal
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.lengths import equal_lengths
@@ -21,21 +22,10 @@ from tests.problems.plain_masks import listed, visible
 CPU = torch.device("cpu")
 LISTS = pytest.mark.parametrize("lists", list(BlockLists))
 CAUSAL = pytest.mark.parametrize("causal", list(Causal))
-
-
-def a_problem(**changes: Any) -> Problem:
-    fields: dict[str, Any] = {
-        "dtype": Dtype.FP32,
-        "head_dim": 16,
-        "value_head_dim": 8,
-        "heads": 4,
-        "kv_heads": 2,
-        "batch": 2,
-        "seqlen_q": 150,
-        "seqlen_kv": 330,
-        "block_mask": 64,
-    }
-    return Problem(**{**fields, **changes})
+a_problem = functools.partial(
+    testing.problem,
+    "heads=4,kv_heads=2,seqlen_q=150,seqlen_kv=330,head_dim=16,value_head_dim=8,dtype=fp32,batch=2,block_mask=64",
+)
 
 
 @LISTS

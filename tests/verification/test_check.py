@@ -10,9 +10,10 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Direction, Dtype, Problem
+from flashtune.core.problem import Bias, Direction
 from flashtune.core.target import find_target
 from flashtune.launch.binding import Binary
 from flashtune.templates.registry import find_family
@@ -23,9 +24,7 @@ from flashtune.verification.check import one_thread
 
 H200 = find_target("h200")
 FAMILY = find_family("forward_q_outer")
-PROBLEM = Problem(
-    dtype=Dtype.BF16, head_dim=64, value_head_dim=64, heads=2, kv_heads=1, batch=1, seqlen_q=9, seqlen_kv=20
-)
+PROBLEM = testing.problem("heads=2,kv_heads=1,seqlen_q=9,seqlen_kv=20,head_dim=64,dtype=bf16")
 
 
 @pytest.fixture(autouse=True)

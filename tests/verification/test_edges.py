@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.features.records import NO_EXTRA_INPUTS
-from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.verification.lengths import Lengths, equal_lengths
 from flashtune.verification.mask_boundary_probes import _borders, _drawn, _neighbours
 from flashtune.verification.reference.masks import Rows, unhidden_keys
 
-PROBLEM = Problem(
-    dtype=Dtype.BF16, head_dim=64, value_head_dim=64, heads=4, kv_heads=2, batch=2, seqlen_q=37, seqlen_kv=53,
-    causal=Causal.BOTTOM_RIGHT, window_left=9, sink_tokens=3,
-)  # fmt: skip
+PROBLEM = testing.problem(
+    "heads=4,kv_heads=2,seqlen_q=37,seqlen_kv=53,head_dim=64,dtype=bf16,causal,batch=2,window=9,sink_tokens=3"
+)
 
 
 @pytest.mark.parametrize("lengths", [equal_lengths(PROBLEM), Lengths((37, 20), (53, 31))], ids=str)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -21,9 +21,7 @@ from flashtune.verification.probes import Probe
 
 CPU = torch.device("cpu")
 H200 = find_target("h200")
-PROBLEM = Problem(
-    dtype=Dtype.FP32, head_dim=16, value_head_dim=16, heads=2, kv_heads=1, batch=1, seqlen_q=9, seqlen_kv=20
-)
+PROBLEM = testing.problem("heads=2,kv_heads=1,seqlen_q=9,seqlen_kv=20,head_dim=16,dtype=fp32")
 CASE = Case(problem=PROBLEM, probe=Probe.RANDOM, block=16, scale=0.25, repeats=3)
 FAMILY = find_family("forward_q_outer")
 KERNEL = render(FAMILY, PROBLEM, FAMILY.default(PROBLEM, H200), Specialization(lse=True))
@@ -52,7 +50,8 @@ def failures(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, allocating: bool = F
         return launch
 
     monkeypatch.setattr(comparison, "bind", bind)
-    found = list(comparison.findings_of(KERNEL, None, CASE, prepared, H200, 0))
+    pass_ = comparison.forward_pass(KERNEL, CASE, prepared)
+    found = list(comparison.launch_findings(KERNEL, None, CASE, pass_, H200, 0))
     assert launches == CASE.repeats
     return {one.what.partition(": ")[2] for one in found if not one.holds()}
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
@@ -23,17 +24,7 @@ from flashtune.verification.gradients.cases import tiles_of
 from tests.problems.plain_masks import visible
 
 H200 = find_target("h200")
-PLAIN = Problem(
-    dtype=Dtype.BF16,
-    head_dim=64,
-    value_head_dim=64,
-    heads=4,
-    kv_heads=2,
-    batch=1,
-    seqlen_q=1024,
-    seqlen_kv=1024,
-    causal=Causal.NONE,
-)
+PLAIN = testing.problem("heads=4,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16")
 # What may change the lengths of a check beside the mask's alignment.
 ASKED: tuple[dict[str, object], ...] = (
     {},

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Direction, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification import check, comparison, passes
 from flashtune.verification.cases import Case, Level
 from flashtune.verification.check import preload
-from flashtune.verification.gradients import comparison as gradient_findings
 from flashtune.verification.inputs import prepared
 from flashtune.verification.passes import planned_cases
 from flashtune.verification.reference import scores
@@ -25,16 +25,8 @@ from flashtune.verification.reference import scores
 CPU = torch.device("cpu")
 H200 = find_target("h200")
 SPECIALIZATION = Specialization(lse=True)
-PROBLEM = Problem(
-    dtype=Dtype.BF16,
-    head_dim=32,
-    value_head_dim=32,
-    heads=4,
-    kv_heads=2,
-    batch=2,
-    seqlen_q=500,
-    seqlen_kv=600,
-    causal=Causal.BOTTOM_RIGHT,
+PROBLEM = testing.problem(
+    "heads=4,kv_heads=2,seqlen_q=500,seqlen_kv=600,head_dim=32,dtype=bf16,causal,batch=2"
 )
 PROBLEMS = {
     "plain": PROBLEM,
@@ -74,7 +66,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "compile_binary", lambda *_: None)
     monkeypatch.setattr(check, "_device_name", lambda _: "none")
     monkeypatch.setattr(comparison, "bind", lambda *_, **__: comparison.no_launch)
-    monkeypatch.setattr(gradient_findings, "bind", lambda *_, **__: comparison.no_launch)
     monkeypatch.setitem(scores.CHUNK_SCORES, "cpu", scores.CHUNK_SCORES["cuda"])
     monkeypatch.setitem(scores.CHUNK_KEYS, "cpu", scores.CHUNK_KEYS["cuda"])
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.verification.reference.forward import BORDER, LAST_ROWS, Expected, Sample, expect, sample
 from flashtune.verification.reference.scores import CHUNK_KEYS, CHUNK_SCORES, chunked
 
-
-def make_problem(**fields: object) -> Problem:
-    plain: dict[str, object] = {
-        "dtype": Dtype.BF16,
-        "head_dim": 16,
-        "value_head_dim": 24,
-        "heads": 4,
-        "kv_heads": 2,
-        "batch": 2,
-        "seqlen_q": 37,
-        "seqlen_kv": 50,
-    }
-    return Problem(**{**plain, **fields})  # type: ignore[arg-type]
+make_problem = functools.partial(
+    testing.problem,
+    "heads=4,kv_heads=2,seqlen_q=37,seqlen_kv=50,head_dim=16,value_head_dim=24,dtype=bf16,batch=2",
+)
 
 
 def make_tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor, torch.Generator]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment, Specialization
@@ -28,19 +30,7 @@ FAMILY = find_family("forward_q_outer")
 Mistake = Callable[[Problem, ExtraInputs], tuple[Problem, ExtraInputs]]
 
 
-def a_problem(**fields: Any) -> Problem:
-    plain: dict[str, Any] = {
-        "dtype": Dtype.BF16,
-        "head_dim": 32,
-        "value_head_dim": 32,
-        "heads": 4,
-        "kv_heads": 2,
-        "batch": 1,
-        "seqlen_q": 100,
-        "seqlen_kv": 100,
-        "causal": Causal.BOTTOM_RIGHT,
-    }
-    return Problem(**{**plain, **fields})
+a_problem = functools.partial(testing.problem, "heads=4,kv_heads=2,seqlen=100,head_dim=32,dtype=bf16,causal")
 
 
 KERNEL = render(
@@ -77,9 +67,10 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, mistake: Mistake) -> list
         return launch
 
     monkeypatch.setattr(comparison, "bind", bind)
+    pass_ = comparison.forward_pass(KERNEL, case, prepared)
     return [
         f"{one.what} {one.figure.item():.3g}"
-        for one in comparison.findings_of(KERNEL, None, case, prepared, H200, 0)
+        for one in comparison.launch_findings(KERNEL, None, case, pass_, H200, 0)
         if not one.holds()
     ]
 

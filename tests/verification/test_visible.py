@@ -8,8 +8,9 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.features.records import ExtraInputs
-from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal
 from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.masks import (
     FEW_COMPARISONS,
@@ -20,17 +21,7 @@ from flashtune.verification.reference.masks import (
 )
 
 CPU = torch.device("cpu")
-PROBLEM = Problem(
-    dtype=Dtype.FP32,
-    head_dim=16,
-    value_head_dim=16,
-    heads=2,
-    kv_heads=1,
-    batch=3,
-    seqlen_q=5,
-    seqlen_kv=7,
-    causal=Causal.BOTTOM_RIGHT,
-)
+PROBLEM = testing.problem("heads=2,kv_heads=1,seqlen_q=5,seqlen_kv=7,head_dim=16,dtype=fp32,causal,batch=3")
 # All rows of all heads.
 SOME = Rows(torch.arange(6) // 2, torch.arange(6) % 2, torch.arange(5))
 EQUAL, OWN = Lengths((5, 5, 5), (7, 7, 7)), Lengths((5, 5, 5), (7, 2, 4))

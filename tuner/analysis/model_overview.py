@@ -84,13 +84,7 @@ class Overview(msgspec.Struct, frozen=True):
 def overviews(
     attention: ModelAttention, sizes: ModelSizes, target: Target, db: str | None
 ) -> tuple[Overview, ...]:
-    """Returns a model's attention, one overview for each batch size and type.
-
-    Raises:
-        UsageError: A size that no shape can have, or decoding of an encoder.
-        ProblemError: No family computes the problem on this target.
-        StoreError: The database cannot be read.
-    """
+    """Returns a model's attention, one overview for each batch size and type."""
     groups: dict[tuple[int, Dtype], list[Point]] = {}
     for calls in model_calls(attention, sizes):
         problem = calls[0].problem

@@ -29,11 +29,7 @@ class WeightedProblem(NamedTuple):
 
 
 def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[WeightedProblem, ...]:
-    """Returns recorded problems without duplicates, ranked by the time of their calls on a target.
-
-    Raises:
-        UsageError: A problem has more chunks than any real one.
-    """
+    """Returns recorded problems without duplicates, ranked by the time of their calls on a target."""
     calls: dict[Problem, int] = {}
     for count in counts:
         calls[count.problem] = calls.get(count.problem, 0) + count.calls
@@ -53,11 +49,7 @@ def _least_ms(problem: Problem, target: Target) -> float:
 
 
 def read_weighted(path: Path, target: Target) -> tuple[WeightedProblem, ...]:
-    """Returns the problems of a file that `flashtune.record_calls` wrote, ranked as by `weigh`.
-
-    Raises:
-        UsageError: The file is not such a file, or holds nothing.
-    """
+    """Returns the problems of a file that `flashtune.record_calls` wrote, ranked as by `weigh`."""
     weighted = weigh(read_counts(path), target)
     if not weighted:
         raise UsageError(

@@ -43,12 +43,7 @@ INDIRECT = frozenset({"BRX", "BRXU", "JMX", "JMXU", "JMP", "RET", "CALL"})
 
 
 def dump(cubin: bytes, what: str) -> str:
-    """Returns the output of `cuobjdump` for a binary, such as `--dump-sass` for its machine code.
-
-    Raises:
-        KernelError: The tool cannot be run, or failed.
-        MachineError: This installation of Triton lacks it, or a folder is full.
-    """
+    """Returns the output of `cuobjdump` for a binary, such as `--dump-sass` for its machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         with machine_errors():
             Path(file.name).write_bytes(cubin)
@@ -56,11 +51,7 @@ def dump(cubin: bytes, what: str) -> str:
 
 
 def tool_path(name: str) -> str:
-    """Returns the path of a tool that Triton ships.
-
-    Raises:
-        MachineError: This installation of Triton lacks it, or it is not executable.
-    """
+    """Returns the path of a tool that Triton ships."""
     from triton import knobs
 
     try:
@@ -71,12 +62,7 @@ def tool_path(name: str) -> str:
 
 
 def run_tool(*command: str) -> str:
-    """Returns the standard output and error of one of the compiler's tools.
-
-    Raises:
-        KernelError: The tool cannot be run, or failed.
-        MachineError: A folder to which it writes is full.
-    """
+    """Returns the standard output and error of one of the compiler's tools."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:

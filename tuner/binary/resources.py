@@ -72,20 +72,12 @@ def read_resources(kernel: Kernel, target: Target) -> Resources:
     """Compiles a kernel with prologue and epilogue for a target, and returns the resources of their launch.
 
     `read_parts` also reports whether the machine code is correct.
-
-    Raises:
-        MachineError: The machine cannot compile, for example with a full disk.
-        KernelError: The compiler refused the kernel, or one of its tools failed.
     """
     return combined(read_parts(kernel, target))
 
 
 def read_parts(kernel: Kernel, target: Target) -> tuple[Part, ...]:
-    """Returns the resources of a kernel, then of its steps if it has them.
-
-    Raises:
-        KernelError: As `read_resources`.
-    """
+    """Returns the resources of a kernel, then of its steps if it has them."""
     with machine_errors():
         return tuple(_read(part, target) for part in kernel.parts)
 
@@ -95,9 +87,6 @@ def read_sizes(kernel: Kernel, target: Target) -> Resources:
 
     Both are in the compiler's metadata. Registers, spills and serialisation are left out: they need a run of
     a tool for each kernel.
-
-    Raises:
-        KernelError: As `read_resources`.
     """
     with machine_errors():
         found = [compile_kernel(part, target).metadata for part in kernel.parts]

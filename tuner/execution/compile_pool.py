@@ -139,11 +139,7 @@ def _settle(job: Future[Compiled], lost: LostJob | None, target: Target, settled
 def compile_candidate(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
 ) -> Compiled:
-    """Renders and compiles a candidate in this process, and checks that it fits the target.
-
-    Raises:
-        MachineError: The machine cannot compile, for example with a full disk.
-    """
+    """Renders and compiles a candidate in this process, and checks that it fits the target."""
     family = find_family(candidate.family)
     return compile_kernel(render(family, problem, candidate.config, specialization), target)
 
@@ -151,11 +147,7 @@ def compile_candidate(
 def compile_sizes(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
 ) -> Compiled:
-    """Renders and compiles a candidate in this process, and reads only its shared and tensor memory.
-
-    Raises:
-        MachineError: The machine cannot compile, for example with a full disk.
-    """
+    """Renders and compiles a candidate in this process, and reads only its shared and tensor memory."""
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
     try:
         return Compiled(Outcome.OK, kernel.digest, read_sizes(kernel, target))
@@ -166,11 +158,7 @@ def compile_sizes(
 
 
 def compile_kernel(kernel: Kernel, target: Target) -> Compiled:
-    """Compiles a rendered kernel in this process, and checks that it fits the target.
-
-    Raises:
-        MachineError: The machine cannot compile, for example with a full disk.
-    """
+    """Compiles a rendered kernel in this process, and checks that it fits the target."""
     # Outside of `try`: if the cache cannot be written, the candidate is not the cause.
     load_module(kernel)
     try:

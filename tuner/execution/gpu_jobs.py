@@ -62,11 +62,7 @@ def fatal_error(exit_code: int) -> str | None:
 
 @functools.cache
 def prepare(device: int) -> None:
-    """Initialises the GPU, once per process, and the clock probe that every measurement needs.
-
-    Raises:
-        DeviceLostError: The GPU cannot be used.
-    """
+    """Initialises the GPU, once per process, and the clock probe that every measurement needs."""
     try:
         torch.cuda.set_device(device)
         clock_probe(device)
@@ -88,10 +84,6 @@ def evaluate_candidate(
     A candidate slower than `drop_above_ms` is verified only on small problems: one of its launches may
     take longer than the whole verification of another. It has a time and no verdict, so that it is never
     selected.
-
-    Raises:
-        MachineError: The machine failed, for example with a full disk.
-        DeviceLostError: The GPU cannot be used.
     """
     prepare(index)
     device = torch.device("cuda", index)
@@ -133,9 +125,6 @@ def build_late(
 
     It cannot if the kernel has no explicit synchronisation, or if the kernel with delays does not compile
     or fit. Neither is a failure of the candidate.
-
-    Raises:
-        MachineError: The machine failed, for example with a full disk.
     """
     late = delayed(render(find_family(candidate.family), problem, candidate.config, specialization))
     return late is not None and compile_kernel(late, target).outcome is Outcome.OK
@@ -145,12 +134,7 @@ def build_late(
 def evaluate_late(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
 ) -> Evaluation:
-    """Verifies a candidate with schedule fuzzing. Exits the process if the CUDA context broke.
-
-    Raises:
-        MachineError: The machine failed, for example with a full disk.
-        DeviceLostError: The GPU cannot be used.
-    """
+    """Verifies a candidate with schedule fuzzing. Exits the process if the CUDA context broke."""
     prepare(index)
     device = torch.device("cuda", index)
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
@@ -171,11 +155,7 @@ def evaluate_late(
 
 
 def _roomy_tensors(problem: Problem, device: torch.device, lse: bool) -> Tensors:
-    """Makes the tensors of a problem. Cached inputs of earlier verifications are freed if memory is short.
-
-    Raises:
-        DeviceLostError: The GPU's memory cannot hold them. No candidate is the cause.
-    """
+    """Makes the tensors of a problem. Cached inputs of earlier verifications are freed if memory is short."""
     try:
         return make_tensors(problem, device, lse=lse)
     except torch.OutOfMemoryError:
@@ -188,11 +168,7 @@ def _roomy_tensors(problem: Problem, device: torch.device, lse: bool) -> Tensors
 
 
 def _refuse_without_memory(device: torch.device, error: Exception) -> None:
-    """Raises if a kernel ran out of GPU memory because other programs hold much of it.
-
-    Raises:
-        DeviceLostError: Other programs hold more than a quarter of it.
-    """
+    """Raises if a kernel ran out of GPU memory because other programs hold much of it."""
     if not lacked_memory(str(error)):
         return
     free, total = torch.cuda.mem_get_info(device)
@@ -209,12 +185,7 @@ def time_finalists(
     target: Target,
     index: int,
 ) -> tuple[Measurement, ...]:
-    """Times the finalists; returns an empty tuple on failure. Exits the process if the CUDA context broke.
-
-    Raises:
-        MachineError: The machine failed, for example with a full disk.
-        DeviceLostError: The GPU cannot be used.
-    """
+    """Times the finalists; returns an empty tuple on failure. Exits the process if the CUDA context broke."""
     prepare(index)
     device = torch.device("cuda", index)
     try:

@@ -234,9 +234,6 @@ def gradient_run(forward: Run, tensors: Tensors) -> Run:
 
     Each run computes the gradients of q, k and v, and of an additive bias, from the saved tensors. `forward`
     returns the output, or a tuple that starts with it. `differentiable` gives its inputs.
-
-    Raises:
-        RuntimeError: `forward` does not support such inputs.
     """
     assert tensors.backward is not None
     with torch.enable_grad():

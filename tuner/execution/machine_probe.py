@@ -49,11 +49,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def start_probe(target: Target) -> Future[Probe]:
-    """Starts a probe in a new process.
-
-    Raises:
-        MachineError: No process can be started.
-    """
+    """Starts a probe in a new process."""
     worker = Workers(1)
     settled: Future[Probe] = Future()
 

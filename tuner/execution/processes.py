@@ -41,11 +41,7 @@ Result = TypeVar("Result")
 
 
 def start_pool(workers: int) -> ProcessPool:
-    """Returns a pool with time limits for jobs, and starts its workers. They end with this process.
-
-    Raises:
-        MachineError: No process can be started.
-    """
+    """Returns a pool with time limits for jobs, and starts its workers. They end with this process."""
     with _starting():
         context, folder = _context(), _temporary_folder()
     return started(
@@ -54,11 +50,7 @@ def start_pool(workers: int) -> ProcessPool:
 
 
 def started(pool: ProcessPool) -> ProcessPool:
-    """Starts the workers of a new pool, and returns it. After an error or Ctrl-C, none of them is left.
-
-    Raises:
-        MachineError: No process can be started.
-    """
+    """Starts the workers of a new pool, and returns it. After an error or Ctrl-C, none of them is left."""
     try:
         # Ctrl-C interrupts the main thread. A process that it was starting would then never be stopped.
         with _starting(), ThreadPoolExecutor(1) as starter:
@@ -83,11 +75,7 @@ class Workers:
     """
 
     def __init__(self, count: int) -> None:
-        """Starts the server of processes, which imports their modules.
-
-        Raises:
-            MachineError: No process can be started.
-        """
+        """Starts the server of processes, which imports their modules."""
         self._count = count
         self._pool: ProcessPool | None = None
         # Callbacks of a broken pool schedule jobs in another thread.
@@ -99,11 +87,7 @@ class Workers:
     def schedule(
         self, function: Callable[..., Result], arguments: tuple[Any, ...], seconds: float
     ) -> Future[Result]:
-        """Schedules a job with a time limit. The first job starts the processes.
-
-        Raises:
-            MachineError: No process can be started, or the processes were stopped.
-        """
+        """Schedules a job with a time limit. The first job starts the processes."""
         with self._lock, _starting():
             if self.stopped:
                 raise MachineError("the worker processes were stopped")

@@ -56,11 +56,7 @@ def kernel_run(
     target: Target,
     tensors: Tensors,
 ) -> Run:
-    """Returns a callable that launches a candidate on these tensors.
-
-    Raises:
-        KernelError: It does not compile or load.
-    """
+    """Returns a callable that launches a candidate on these tensors."""
     kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
     if tensors.backward is not None:
         backward = bind(kernel, target, tensors.backward, tensors.side)
@@ -143,10 +139,6 @@ def run_finals(
 
     Returns:
         A measurement for each candidate, with the times of all baselines from the same run.
-
-    Raises:
-        KernelError: A candidate does not compile or load.
-        RuntimeError: A launch failed on the device.
     """
     with torch.cuda.device(device), precision_of(problem.dtype):
         tensors = make_tensors(problem, device, lse=specialization.lse)

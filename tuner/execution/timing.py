@@ -69,9 +69,6 @@ def measure(
     """Times one launch with a cold L2.
 
     Sampling stops early if the median of a few samples is above `drop_above_ms`.
-
-    Raises:
-        RuntimeError: The launch failed on the device.
     """
     with torch.cuda.device(device):
         for _ in range(sampling.warmups):

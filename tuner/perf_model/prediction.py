@@ -236,11 +236,7 @@ def spill_factor(resources: Resources) -> float:
 
 @functools.cache
 def shipped_fit() -> Calibration:
-    """Returns the shipped constants.
-
-    Raises:
-        TableError: The file is damaged.
-    """
+    """Returns the shipped constants."""
     try:
         raw = files.files("flashtune.tuner").joinpath(FILE).read_bytes()
         return msgspec.json.decode(raw, type=Calibration)

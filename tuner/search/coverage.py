@@ -48,9 +48,6 @@ def expect(request: SearchRequest, store: Store | None, width: int, compile_seco
     """Returns the expected extent of a search.
 
     One process needs `compile_seconds` for one candidate. `store` is None without a database.
-
-    Raises:
-        ProblemError: No family computes the problem on the target.
     """
     scope = search_scope(request)
     families = {entry.family.name: entry.space.size() for entry in scope.spaces}

@@ -46,15 +46,8 @@ def run_search(
 
     Stored results for the same problem, target, config and versions are reused. The same request therefore
     continues an interrupted search. The observer is called several times a second. Without `equipment`, the
-    search starts its own compiler and measurer.
-
-    Raises:
-        ProblemError: No family computes the problem on the target, or there is nothing to compute.
-        UsageError: A named family does not exist.
-        StoreError: The store cannot be read or written.
-        DeviceLostError: The GPU cannot be used, or was taken away.
-        MachineError: The machine failed, for example with a full disk. No candidate is recorded as failed.
-        KeyboardInterrupt: Raised again after the best kernel so far is selected.
+    search starts its own compiler and measurer. After Ctrl-C, it selects the best kernel so far and raises
+    `KeyboardInterrupt` again.
     """
     scope = search_scope(request)
     given = contextlib.nullcontext(equipment) if equipment else open_workers(request.device, request.jobs)
@@ -99,12 +92,7 @@ def run_search(
 
 
 def search_scope(request: SearchRequest) -> SearchTask:
-    """Returns the scope of a search. Families that are predicted far slower are left out unless named.
-
-    Raises:
-        ProblemError: No family computes the problem on the target, or there is nothing to compute.
-        UsageError: A named family does not exist.
-    """
+    """Returns the scope of a search. Families that are predicted far slower are left out unless named."""
     problem = request.problem
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
         raise ProblemError(f"{problem.key} is empty, so nothing can be searched: give lengths of at least 1")

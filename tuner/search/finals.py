@@ -28,9 +28,6 @@ def run_finals(scope: SearchTask, journal: TrialLog, tools: SearchWorkers) -> No
     """Times the best candidates, the fastest default, the best fallback and the baselines in one run.
 
     If that run measures nothing, the finalists of the previous run remain.
-
-    Raises:
-        DeviceLostError: The GPU was taken away.
     """
     best = finalists(journal.records(), FINALISTS, FINALS_WITHIN)
     rows = (journal.rows.get(candidate) for candidate in scope.defaults())
@@ -50,11 +47,7 @@ def run_finals(scope: SearchTask, journal: TrialLog, tools: SearchWorkers) -> No
 
 
 def prove_choice(scope: SearchTask, journal: TrialLog, tools: SearchWorkers) -> None:
-    """Verifies the best candidate with schedule fuzzing. If it fails, the next best is verified.
-
-    Raises:
-        DeviceLostError: The GPU was taken away.
-    """
+    """Verifies the best candidate with schedule fuzzing. If it fails, the next best is verified."""
     while (row := selected(journal.contenders())) is not None:
         record = row.record
         if record.verdict and record.verdict.probes and DELAYS in record.verdict.probes:

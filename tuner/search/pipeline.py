@@ -52,10 +52,6 @@ class Pipeline:
         """Runs until a budget is spent or every candidate was tried.
 
         `beat` is called when a job finished, and at regular intervals.
-
-        Raises:
-            DeviceLostError: The GPU was taken away.
-            MachineError: The machine failed, for example with a full disk.
         """
         while True:
             stop = self._reason_to_stop(budget, started)

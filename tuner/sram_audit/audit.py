@@ -161,9 +161,6 @@ def run_audit(request: Request, compiler: Compiler, watch: Watch) -> Audit:
     """Compares each family's model with the compiler on each target that the family supports.
 
     `watch` is called with a label, the number of finished points, and their total.
-
-    Raises:
-        UsageError: Too few configs are in the band for half of the points.
     """
     import triton
 

@@ -59,9 +59,6 @@ def require_admissible(records: Iterable[Record], where: str) -> None:
     """Raises if verification would reject one of the records.
 
     `where` is their source in the error, such as a file's name.
-
-    Raises:
-        TableError: One of them does not agree with its family, its GPU or its kernel.
     """
     for position, record in enumerate(records, start=1):
         reason = why_refused(record)
@@ -70,11 +67,7 @@ def require_admissible(records: Iterable[Record], where: str) -> None:
 
 
 def require_sound_evidence(table: TunedTable, where: str) -> None:
-    """Raises if a receipt lacks probes, or if a time of a table's other versions is impossible.
-
-    Raises:
-        TableError: As above. Receipts of other template versions are not checked.
-    """
+    """Raises if a receipt lacks probes, or if a time of a table's other versions is impossible."""
     templates = {template_hash(family.name) for family in families()}
     for position, receipt in enumerate(table.receipts, start=1):
         if receipt.versions.template in templates and (flaw := _probe_flaw(receipt.verdict)):
@@ -127,11 +120,7 @@ def facts_of(record: Record) -> Target | None:
 
 
 def digest_of(record: Record) -> str:
-    """Returns the digest of the kernel that a record's config renders. Each kernel is rendered once.
-
-    Raises:
-        KernelError: The template rejects the config.
-    """
+    """Returns the digest of the kernel that a record's config renders. Each kernel is rendered once."""
     assert record.config is not None
     return _digest(record.family, record.problem.computation, record.config, record.specialization)
 

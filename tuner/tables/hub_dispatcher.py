@@ -350,11 +350,7 @@ def _inputs(
 
 
 def _require(q: Tensor, k: Tensor, v: Tensor, rank: int, table: Tensor | None, batch: int) -> None:
-    """Checks sizes of a call's tensors, which are as flash_attn has them. Kernels would use other memory.
-
-    Raises:
-        ValueError: They do not fit one another.
-    """
+    """Checks sizes of a call's tensors, which are as flash_attn has them. Kernels would use other memory."""
     of_keys = rank if table is None else 4
     for name, tensor, dimensions in (("q", q, rank), ("k", k, of_keys), ("v", v, of_keys)):
         if tensor.ndim != dimensions:
@@ -377,11 +373,7 @@ def _require(q: Tensor, k: Tensor, v: Tensor, rank: int, table: Tensor | None, b
 
 
 def _require_starts(name: str, starts: Tensor, batch: int, rows: int | None, longest: int) -> None:
-    """Checks the starts of packed sequences. `rows` is None for pages.
-
-    Raises:
-        ValueError: They do not fit the tensor.
-    """
+    """Checks the starts of packed sequences. `rows` is None for pages."""
     if starts.ndim != 1 or starts.dtype != torch.int32 or starts.numel() != batch + 1:
         raise ValueError(f"{name} is not an int32 tensor of {batch + 1} numbers")
     # A larger maximum is allowed, and also a sign of exchanged dimensions.
@@ -389,12 +381,18 @@ def _require_starts(name: str, starts: Tensor, batch: int, rows: int | None, lon
         raise ValueError(f"{name} ends at {int(starts[-1])}, and there are {rows} rows")
 
 
-def _require_lengths(lengths: Tensor | int, batch: int, full: int, new: int) -> None:
-    """Checks the numbers of keys in a cache, and that new rows fit, where the host has the numbers.
+def _lengths(given: Tensor | int | None, batch: int, full: int, new: int, device: torch.device) -> Tensor:
+    """Returns the number of keys of each sequence in a cache; all of them without lengths."""
+    known = full if given is None else given
+    _require_lengths(known, batch, full, new)
+    if isinstance(known, Tensor):
+        return known.to(device, torch.int32).expand(batch)
+    # CUDA graphs can capture this, but no copy from the host.
+    return torch.full((batch,), known, dtype=torch.int32, device=device)
 
-    Raises:
-        ValueError: They do not.
-    """
+
+def _require_lengths(lengths: Tensor | int, batch: int, full: int, new: int) -> None:
+    """Checks the numbers of keys in a cache, and that new rows fit, where the host has the numbers."""
     if isinstance(lengths, Tensor):
         if lengths.numel() not in (1, batch) or lengths.is_floating_point():
             raise ValueError(f"cache_seqlens is not an integer tensor of {batch} numbers")
@@ -526,15 +524,8 @@ def flash_attn_with_kvcache(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     inputs = _inputs(softcap, alibi_slopes, s_aux, batch, q.shape[2])
     if cache_seqlens is not None or block_table is not None:
-        # Without lengths, all keys of the cache count.
         full = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
-        known = full if cache_seqlens is None else cache_seqlens
-        _require_lengths(known, batch, full, 0 if k is None else k.shape[1])
-        if isinstance(known, Tensor):
-            lengths = known.to(q.device, torch.int32).expand(batch)
-        else:
-            # CUDA graphs can capture this, but no copy from the host.
-            lengths = torch.full((batch,), known, dtype=torch.int32, device=q.device)
+        lengths = _lengths(cache_seqlens, batch, full, 0 if k is None else k.shape[1], q.device)
         if k is not None and v is not None:
             _append((k_cache, v_cache), (k, v), lengths, block_table)
             lengths = (lengths + k.shape[1]).clamp(max=full)

@@ -48,12 +48,7 @@ def is_served(record: Record) -> bool:
 
 
 def package_files(records: Iterable[Record], watch: Watch = unwatched) -> dict[str, str]:
-    """Returns the text of each file of a package by its path, for selections that are served.
-
-    Raises:
-        FlashtuneError: There is no selection.
-        TableError: Verification would reject one of the records.
-    """
+    """Returns the text of each file of a package by its path, for selections that are served."""
     kernels = kernel_files(records, watch)
     if not kernels:
         raise FlashtuneError("no selection here has a function in flash_attn: name another shape")
@@ -82,11 +77,7 @@ def package_files(records: Iterable[Record], watch: Watch = unwatched) -> dict[s
 
 
 def require_no_others(folder: Path, paths: Iterable[str]) -> None:
-    """Checks that a package's folder has no links and no other files, which its users would load.
-
-    Raises:
-        UsageError: It has some.
-    """
+    """Checks that a package's folder has no links and no other files, which its users would load."""
     written = {folder / path for path in paths}
     parents = {parent for path in written for parent in path.parents}
     build = folder / "build"

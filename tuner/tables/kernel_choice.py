@@ -50,11 +50,6 @@ def choose(
     """Returns the kernel for a problem: that of dispatch, unless the user names a family or a config.
 
     Predicted selections are included, unlike in dispatch. `config` has only the fields to change.
-
-    Raises:
-        ProblemError: No family, or not the named one, computes this problem on this target.
-        UsageError: The family does not exist, or the config is invalid.
-        StoreError: The database cannot be read.
     """
     chosen = (
         _of_family(problem, target, db, family_name) if family_name else _as_dispatch(problem, target, db)
@@ -109,11 +104,7 @@ def _from_record(problem: Problem, target: Target, record: Record, source: str) 
 
 
 def change_config(base: Config, text: str) -> Config:
-    """Returns the base config with the fields that a user named changed.
-
-    Raises:
-        UsageError: An unknown field, or a value that the field cannot have.
-    """
+    """Returns the base config with the fields that a user named changed."""
     changes: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, separator, value = (piece.strip() for piece in part.partition("="))

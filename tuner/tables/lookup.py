@@ -47,11 +47,7 @@ class Found(msgspec.Struct, frozen=True):
 
 @contextmanager
 def existing_store(db: str | None) -> Iterator[Store | None]:
-    """Opens a database for reading; None if it does not exist (yet). It is not created.
-
-    Raises:
-        StoreError: It is damaged, or of another schema.
-    """
+    """Opens a database for reading; None if it does not exist (yet). It is not created."""
     from flashtune.db.migrate import source_engine
     from flashtune.db.store import Store
 
@@ -65,12 +61,7 @@ def existing_store(db: str | None) -> Iterator[Store | None]:
 
 
 def tables_of(target: str, db: str | None) -> Tables:
-    """Returns a target's selections as in dispatch, and in addition the predicted ones.
-
-    Raises:
-        StoreError: The database cannot be read.
-        TableError: The shipped table is damaged.
-    """
+    """Returns a target's selections as in dispatch, and in addition the predicted ones."""
     from flashtune.db.light.reader import open_reader
 
     reader = open_reader(db)
@@ -82,22 +73,14 @@ def tables_of(target: str, db: str | None) -> Tables:
 
 
 def records_of(problem: Problem, target: str | None, db: str | None) -> tuple[Found, ...]:
-    """Returns every stored record of a problem, on one target or all, oldest first.
-
-    Raises:
-        StoreError: The database cannot be read.
-    """
+    """Returns every stored record of a problem, on one target or all, oldest first."""
     with existing_store(db) as store:
         stored = store.records(problem=problem, target=target) if store else []
     return tuple(Found(row.record, "database", row.id, row.created_at) for row in stored)
 
 
 def database_selections(db: str | None) -> tuple[Found, ...]:
-    """Returns every selection of a database by target and problem. A fallback follows its selection.
-
-    Raises:
-        StoreError: The database cannot be read.
-    """
+    """Returns every selection of a database by target and problem. A fallback follows its selection."""
     address = database_url(db)
     path = sqlite_path(address)
     stored = None if path is None or not file_exists(path) else chosen_in_file(path, address)
@@ -113,9 +96,6 @@ def shipped_selections() -> tuple[Found, ...]:
     """Returns the records of the shipped tables, with their verdicts and times for the versions here.
 
     Dispatch uses the same ones. The driver's version is not compared on a machine without a driver.
-
-    Raises:
-        TableError: A shipped table is damaged.
     """
     return tuple(found for table in shipped_tables() for found in shipped_records(table))
 
@@ -141,22 +121,14 @@ def _versions_here(driver: str, family: str) -> Versions:
 
 
 def shipped_tables() -> tuple[TunedTable, ...]:
-    """Returns the tables that ship with flashtune.
-
-    Raises:
-        TableError: A shipped table is damaged.
-    """
+    """Returns the tables that ship with flashtune."""
     return tuple(filter(None, (shipped_table(target.name) for target in TARGETS)))
 
 
 def narrowed(
     found: tuple[Found, ...], target: str | None, problems: tuple[Problem, ...]
 ) -> tuple[Found, ...]:
-    """Returns the records of a target (as a user writes it) and of some problems; empty means all.
-
-    Raises:
-        TargetError: The target is neither among the records nor in the table of GPUs.
-    """
+    """Returns the records of a target (as a user writes it) and of some problems; empty means all."""
     name = resolved_target(target, {entry.record.target for entry in found})
     wanted = set(problems)
     return tuple(
@@ -167,11 +139,7 @@ def narrowed(
 
 
 def resolved_target(text: str | None, known: set[str]) -> str | None:
-    """Returns a target's full name, from the table of GPUs or from `known`.
-
-    Raises:
-        TargetError: It is in neither.
-    """
+    """Returns a target's full name, from the table of GPUs or from `known`."""
     if text is None or text in known:
         return text
     try:

@@ -83,9 +83,6 @@ def compare(old: TunedTable, new: TunedTable) -> tuple[Change, ...]:
     """Returns the changes between two tables, in the order of the old one. Equal records are left out.
 
     Selections and their fallbacks for other tensors are both compared.
-
-    Raises:
-        TableError: The tables are of different GPUs.
     """
     if old.target != new.target:
         raise TableError(f"the tables are of {old.target} and {new.target}: compare tables of one GPU")
@@ -106,12 +103,7 @@ def losses(changes: Iterable[Change], limit: float = LIMIT) -> tuple[Change, ...
 def retime(
     change: Change, target: Target, device: torch.device
 ) -> tuple[Retimed, tuple[Measurement, Measurement]]:
-    """Times both kernels of a change interleaved, with their baselines.
-
-    Raises:
-        UsageError: One of them is a baseline, which has no kernel.
-        KernelError: A kernel does not compile or load.
-    """
+    """Times both kernels of a change interleaved, with their baselines."""
     from flashtune.tuner.execution.timed_runs import run_finals
 
     assert change.new is not None
@@ -130,10 +122,6 @@ def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Reti
     A problem that the table lost gets its old record. The new time of the faster kernel is stored in its
     record if that has the versions here, else among the table's times. It is not stored if the record's
     config renders another kernel here.
-
-    Raises:
-        UsageError: The GPU here is not the table's, or a loss is of a baseline.
-        KernelError: A kernel does not compile or load.
     """
     lost = tuple(lost)
     records = {_place(record): record for record in table.records}

@@ -58,20 +58,12 @@ class KernelFile(msgspec.Struct, frozen=True):
 
 
 def json_table(target: str, records: Iterable[Record], watch: Watch = unwatched) -> bytes:
-    """Returns a table of the records for `flashtune import`. Its receipts are those in the records.
-
-    Raises:
-        TableError: Two records serve the same tensors of one problem, or verification would reject one.
-    """
+    """Returns a table of the records for `flashtune import`. Its receipts are those in the records."""
     return table_file(TunedTable(target=target, records=tuple(records)), watch)
 
 
 def table_file(table: TunedTable, watch: Watch = unwatched) -> bytes:
-    """Returns a table for `flashtune import`, with its receipts and times.
-
-    Raises:
-        TableError: Two records serve the same tensors of one problem, or verification would reject one.
-    """
+    """Returns a table for `flashtune import`, with its receipts and times."""
     require_admissible(_counted(table.records, f"checking {table.target}", watch), EXPORTED)
     require_sound_evidence(table, EXPORTED)
     return dump_table(table)
@@ -81,9 +73,6 @@ def kernel_files(records: Iterable[Record], watch: Watch = unwatched) -> tuple[K
     """Returns one file for each kernel of the records. A comment lists the problems that selected it.
 
     Records of baselines have no kernel and no file. The order of the records does not matter.
-
-    Raises:
-        TableError: Verification would reject one of the records.
     """
     users: dict[str, list[Record]] = {}
     kernels: dict[str, Kernel] = {}
@@ -162,9 +151,6 @@ def triton_configs(records: Iterable[Record]) -> str:
     """Returns a Python file with the selected configs as `triton.Config`, by problem, for other tuners.
 
     Configs of Gluon kernels are left out: their parameters exist only in these kernels.
-
-    Raises:
-        TableError: Verification would reject one of the records.
     """
     records = tuple(records)
     require_admissible(records, EXPORTED)
@@ -211,11 +197,7 @@ def _quoted(text: str) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file with `replace_file`, and creates its folder. Pipes and devices are written to.
-
-    Raises:
-        FlashtuneError: The file cannot be written.
-    """
+    """Writes a file with `replace_file`, and creates its folder. Pipes and devices are written to."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # /dev/stdout is a link, and may lead to a regular file.
@@ -233,10 +215,6 @@ def import_tables(paths: Sequence[Path], db: str | None, watch: Watch = unwatche
     All files are read and checked before the database is opened. They are then stored in one
     transaction. If a table and the database both have a selection, the faster measured one stays for
     equal versions, else the database's. Receipts of installed template versions become self-checks.
-
-    Raises:
-        TableError: A file is not a table, or verification would reject one of its records or receipts.
-        StoreError: The database cannot be written. It is then unchanged.
     """
     from flashtune.db.store import open_store
 

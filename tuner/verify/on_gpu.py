@@ -35,7 +35,7 @@ WORKER_BYTES = 16 * 2**30
 
 
 # The digest of a kernel and the versions that compiled it.
-_Place = tuple[str, tuple[str, str, str, str]]
+_Binary = tuple[str, tuple[str, str, str, str]]
 
 
 class OnGpu(msgspec.Struct, frozen=True):
@@ -80,12 +80,32 @@ class _Task(NamedTuple):
     sibling: str = ""
 
 
-class _Done(NamedTuple):
+class _Result(NamedTuple):
     """The result of a task: its verdict, and why it failed; empty if it passed, None if it did not end."""
 
     task: _Task
     failed: str | None
     check: Check | None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the kernel is that of the record, and not its sibling."""
+        return not self.task.sibling
+
+
+class _Times(NamedTuple):
+    """The times of kernels.
+
+    Attributes:
+        lost: Why the kernel of a record was not timed, by `id` of the record; empty if it was. Kernels that
+            the run did not reach are left out.
+        measurements: The measurements, by `id` of the record.
+        resources: Resources of kernels that differ from their records' kernels, by digest.
+    """
+
+    lost: Mapping[int, str]
+    measurements: Mapping[int, Measurement]
+    resources: Mapping[str, Resources]
 
 
 def check_on_gpu(
@@ -101,68 +121,71 @@ def check_on_gpu(
         timed: Whether to time kernels of records that are of other versions, or lack times with shared
             masks.
     """
-    tasks = _tasks(subjects)
-    if known is not None:
-        receipts = {(one.digest, one.versions.makers): one.verdict for one in known.receipts}
-        tasks = [task for task in tasks if not _has_receipt(task, receipts)]
+    tasks = _tasks(subjects, known)
     _compile(tasks, runs)
-    done = _check(tasks, index, runs)
-    own = {id(one.task.subject.record): one.failed for one in done if not one.task.sibling}
-    right = [one for one in subjects if own.get(id(one.record), "") == ""]
-    wanted = [one for one in right if timed and _wants_time(one, known)]
-    times, resources = _time(wanted, index, runs)
-    outcomes: dict[int, list[str | None]] = {id(one.record): [] for one in subjects}
-    for one in done:
-        outcomes[id(one.task.subject.record)].append(one.failed)
-    for subject in wanted:
-        lost, _ = times.get(id(subject.record), (None, None))
-        outcomes[id(subject.record)].append(lost and f"cannot be timed: {lost}")
+    results = _check(tasks, index, runs)
+    failed = {id(result.task.subject.record) for result in results if result.is_own and result.failed != ""}
+    right = [subject for subject in subjects if id(subject.record) not in failed]
+    to_time = [subject for subject in right if _wants_time(subject, known)] if timed else []
+    times = _time(to_time, index, runs)
     return OnGpu(
-        outcomes={
-            key: Outcome(next(filter(None, said), ""), None in said, key in own)
-            for key, said in outcomes.items()
-        },
-        checks=tuple(one.check for one in done if one.check is not None),
-        passed=tuple(
-            (one.task.subject.record, one.check)
-            for one in done
-            if one.check is not None and one.failed == "" and not one.task.sibling
-        ),
-        receipts=_receipts(done),
-        times=tuple(
-            _timing(one, times[id(one.record)][1])
-            for one in wanted
-            if times.get(id(one.record), ("lost", None))[0] == ""
-        ),
-        resources=resources,
+        outcomes=_outcomes(subjects, results, to_time, times),
+        checks=tuple(result.check for result in results if result.check is not None),
+        passed=_passed(results),
+        receipts=_receipts(results),
+        times=_timings(to_time, times),
+        resources=times.resources,
     )
 
 
-def _tasks(subjects: list[Subject]) -> list[_Task]:
-    """Returns the checks of records, grouped by kernel, because a process caches the inputs of its cases."""
+def _outcomes(
+    subjects: list[Subject], results: list[_Result], to_time: list[Subject], times: _Times
+) -> dict[int, Outcome]:
+    """Returns the outcome of each record, by `id`."""
+    failures: dict[int, list[str | None]] = {id(subject.record): [] for subject in subjects}
+    for result in results:
+        failures[id(result.task.subject.record)].append(result.failed)
+    for subject in to_time:
+        lost = times.lost.get(id(subject.record))
+        failures[id(subject.record)].append(lost and f"cannot be timed: {lost}")
+    own = {id(result.task.subject.record) for result in results if result.is_own}
+    return {
+        key: Outcome(failed=next(filter(None, listed), ""), missed=None in listed, ran=key in own)
+        for key, listed in failures.items()
+    }
+
+
+def _tasks(subjects: list[Subject], known: TunedTable | None) -> list[_Task]:
+    """Returns the checks of records that a known table has no receipt of.
+
+    They are grouped by kernel, because a process caches the inputs of its cases.
+    """
     tasks: list[_Task] = []
-    for subject in sorted(subjects, key=lambda one: one.kernel.digest):
+    for subject in sorted(subjects, key=lambda subject: subject.kernel.digest):
         record, specialization = subject.record, sibling(subject.record)
         assert record.config is not None
         kernel = render(find_family(record.family), record.problem, record.config, specialization)
         name = "its sibling with lse" if specialization.lse else "its sibling without lse"
         tasks += (_Task(subject, subject.kernel), _Task(subject, kernel, name))
-    return tasks
+    if known is None:
+        return tasks
+    receipts = {(check.digest, check.versions.makers): check.verdict for check in known.receipts}
+    return [task for task in tasks if not _has_receipt(task, receipts)]
 
 
-def _has_receipt(task: _Task, receipts: Mapping[_Place, Verdict]) -> bool:
+def _has_receipt(task: _Task, receipts: Mapping[_Binary, Verdict]) -> bool:
     """Returns whether a table has a passed verdict under the versions here, with all probes of a check."""
     record, target = task.subject.record, task.subject.target
     assert record.config is not None
-    place = task.kernel.digest, current_versions(record.family).makers
-    own = record.verdict if (record.kernel, record.versions.makers) == place else None
+    binary = task.kernel.digest, current_versions(record.family).makers
+    own = record.verdict if (record.kernel, record.versions.makers) == binary else None
     needed = full_probes(task.kernel, record.problem, record.config, target)
     return any(
-        one is not None
-        and one.passed
-        and names_gpu(target.name, one.device)
-        and needed <= set(one.probes or ())
-        for one in (own, receipts.get(place))
+        verdict is not None
+        and verdict.passed
+        and names_gpu(target.name, verdict.device)
+        and needed <= set(verdict.probes or ())
+        for verdict in (own, receipts.get(binary))
     )
 
 
@@ -173,8 +196,10 @@ def _compile(tasks: Iterable[_Task], runs: Runs) -> None:
     """
     jobs = {}
     for task in tasks:
-        further = (task.kernel if task.sibling else None, delayed(task.kernel))
-        jobs.update({one.digest: (one, task.subject.target) for one in further if one is not None})
+        kernels = (task.kernel if task.sibling else None, delayed(task.kernel))
+        jobs.update(
+            {kernel.digest: (kernel, task.subject.target) for kernel in kernels if kernel is not None}
+        )
     runs.run(
         "compiling siblings",
         lambda: start_pool(available_cpus()),
@@ -184,15 +209,15 @@ def _compile(tasks: Iterable[_Task], runs: Runs) -> None:
     )
 
 
-def _check(tasks: list[_Task], index: int, runs: Runs) -> list[_Done]:
-    jobs = {place: (task.kernel, task.subject.record, index) for place, task in enumerate(tasks)}
-    found = _checked("on the GPU", jobs, _workers(index), runs)
+def _check(tasks: list[_Task], index: int, runs: Runs) -> list[_Result]:
+    jobs = {number: (task.kernel, task.subject.record, index) for number, task in enumerate(tasks)}
+    checked = _checked("on the GPU", jobs, _workers(index), runs)
     # If other checks held the memory, an out-of-memory error is not a failure of the kernel.
-    crowded = {place: jobs[place] for place, (lost, _) in found.items() if lacked_memory(lost)}
-    for place in crowded:
-        del found[place]
-    found |= _checked("alone on the GPU", crowded, 1, runs)
-    return [_done(task, found.get(place)) for place, task in enumerate(tasks)]
+    crowded = {number: jobs[number] for number, (lost, _) in checked.items() if lacked_memory(lost)}
+    for number in crowded:
+        del checked[number]
+    checked |= _checked("alone on the GPU", crowded, 1, runs)
+    return [_done(task, checked.get(number)) for number, task in enumerate(tasks)]
 
 
 def _checked(
@@ -203,12 +228,12 @@ def _checked(
     )
 
 
-def _done(task: _Task, result: tuple[str, Check | None] | None) -> _Done:
+def _done(task: _Task, result: tuple[str, Check | None] | None) -> _Result:
     if result is None:
-        return _Done(task, None, None)
+        return _Result(task, None, None)
     lost, check = result
     failed = lost or (check.verdict.failed if check is not None else "")
-    return _Done(task, f"{task.sibling}: {failed}" if failed and task.sibling else failed, check)
+    return _Result(task, f"{task.sibling}: {failed}" if failed and task.sibling else failed, check)
 
 
 def _workers(index: int) -> int:
@@ -219,16 +244,25 @@ def _workers(index: int) -> int:
     return max(1, min(MAX_WORKERS, available_cpus() // 2, free // WORKER_BYTES))
 
 
-def _receipts(done: list[_Done]) -> tuple[Check, ...]:
+def _passed(results: list[_Result]) -> tuple[tuple[Record, Check], ...]:
+    """Returns the records with a passed kernel of their own, each with the check."""
+    return tuple(
+        (result.task.subject.record, result.check)
+        for result in results
+        if result.check is not None and result.is_own and result.failed == ""
+    )
+
+
+def _receipts(results: list[_Result]) -> tuple[Check, ...]:
     """Returns one check for each kernel that passed at all of its records' shapes."""
     checks: dict[str, list[Check | None]] = {}
-    for one in done:
-        checks.setdefault(one.task.kernel.digest, []).append(None if one.failed else one.check)
+    for result in results:
+        checks.setdefault(result.task.kernel.digest, []).append(None if result.failed else result.check)
     receipts = []
     for made in checks.values():
-        passed = [one for one in made if one is not None]
+        passed = [check for check in made if check is not None]
         if len(passed) == len(made):
-            verdict = joined([one.verdict for one in passed])
+            verdict = joined([check.verdict for check in passed])
             receipts.append(msgspec.structs.replace(passed[0], verdict=verdict, seconds=None))
     return tuple(receipts)
 
@@ -238,9 +272,9 @@ def _wants_time(subject: Subject, known: TunedTable | None) -> bool:
     record, here = subject.record, current_versions(subject.record.family)
     if record.versions.builders == here.builders and not subject.renders_differently:
         return _lacks_shared_times(record)
-    place = record.problem.key, subject.kernel.digest, here.makers
+    own = record.problem.key, subject.kernel.digest, here.makers
     times = known.times if known is not None else ()
-    return all((one.problem, one.kernel, one.versions.makers) != place for one in times)
+    return all((timing.problem, timing.kernel, timing.versions.makers) != own for timing in times)
 
 
 def _lacks_shared_times(record: Record) -> bool:
@@ -248,46 +282,52 @@ def _lacks_shared_times(record: Record) -> bool:
     return timed is not None and not timed.shared and bool(timed_ways(record.problem))
 
 
-def _time(
-    subjects: list[Subject], index: int, runs: Runs
-) -> tuple[dict[int, tuple[str, Any]], dict[str, Resources]]:
+def _time(subjects: list[Subject], index: int, runs: Runs) -> _Times:
     """Times the kernels of records one after another, with no other job on the GPU.
 
     Kernels that differ from their records' kernels are first compiled as in a search. They are timed only if
     a search would launch them.
-
-    Returns:
-        By `id` of the record: why its kernel was not timed, empty if it was, and the measurement. And the
-        resources of the changed kernels, by digest.
     """
-    changed = [one for one in subjects if one.renders_differently]
-    read = runs.run(
+    changed = [subject for subject in subjects if subject.renders_differently]
+    compiled = runs.run(
         "reading resources",
         lambda: start_pool(available_cpus()),
         verify_jobs.read_compiled,
-        {one.kernel.digest: (one.kernel, one.target) for one in changed},
+        {subject.kernel.digest: (subject.kernel, subject.target) for subject in changed},
         verify_jobs.COMPILE_SECONDS,
     )
-    lost = {id(one.record): read.get(one.kernel.digest, (None, None))[0] for one in changed}
+    lost = {id(subject.record): compiled.get(subject.kernel.digest, (None, None))[0] for subject in changed}
     timed = runs.run(
         "timing",
         lambda: start_pool(1),
         verify_jobs.time_on_gpu,
         {
-            id(one.record): (one.record, index, one.renders_differently or _lacks_shared_times(one.record))
-            for one in subjects
-            if lost.get(id(one.record), "") == ""
+            id(subject.record): (
+                subject.record,
+                index,
+                subject.renders_differently or _lacks_shared_times(subject.record),
+            )
+            for subject in subjects
+            if lost.get(id(subject.record), "") == ""
         },
         verify_jobs.GPU_SECONDS,
     )
-    unfit = {key: (why, None) for key, why in lost.items() if why}
-    return unfit | timed, {digest: found for digest, (why, found) in read.items() if not why}
+    return _Times(
+        lost={key: why for key, why in lost.items() if why} | {key: why for key, (why, _) in timed.items()},
+        measurements={key: measurement for key, (why, measurement) in timed.items() if not why},
+        resources={digest: resources for digest, (why, resources) in compiled.items() if not why},
+    )
 
 
-def _timing(subject: Subject, measurement: Measurement) -> Timing:
-    return Timing(
-        problem=subject.record.problem.key,
-        kernel=subject.kernel.digest,
-        versions=current_versions(subject.record.family),
-        measurement=measurement,
+def _timings(subjects: list[Subject], times: _Times) -> tuple[Timing, ...]:
+    """Returns the entries of a table for the kernels that were timed."""
+    return tuple(
+        Timing(
+            problem=subject.record.problem.key,
+            kernel=subject.kernel.digest,
+            versions=current_versions(subject.record.family),
+            measurement=times.measurements[id(subject.record)],
+        )
+        for subject in subjects
+        if id(subject.record) in times.measurements
     )

@@ -9,7 +9,8 @@ only the receipt is checked.
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,7 +36,7 @@ from flashtune.tuner.tables.admission import (
     why_refused,
 )
 from flashtune.tuner.verify import verify_jobs
-from flashtune.tuner.verify.on_gpu import OnGpu, check_on_gpu
+from flashtune.tuner.verify.on_gpu import OnGpu, Outcome, check_on_gpu
 from flashtune.tuner.verify.verify_jobs import Interpretable, Runs, Subject
 
 # Fields of a config without a meaning in the interpreter. With fixed values, fewer kernels differ.
@@ -140,42 +141,80 @@ def verify_records(
     here = [subject for subject in fit if subject.record.target == name]
     on_gpu = check_on_gpu(here, gpu[0], runs, known, timed=timed) if gpu and here else OnGpu()
     interpreted = _interpret([subject for subject in fit if subject.record.target != name], runs)
-
-    def judge(record: Record) -> Result | None:
-        """Returns the result of a record, None if the run ended before it."""
-        subject = subjects[id(record)]
-        if isinstance(subject, str):
-            return _result(record, None, CheckMethod.NONE, subject)
-        misfit = unfit.get(_binary(subject))
-        if misfit != "":
-            return None if misfit is None else _result(record, subject.kernel, CheckMethod.NONE, misfit)
-        outcome = on_gpu.outcomes.get(id(record))
-        if outcome is not None and outcome.missed and not outcome.failed:
-            return None
-        if outcome is not None and (outcome.ran or outcome.failed):
-            return _result(record, subject.kernel, CheckMethod.GPU, outcome.failed)
-        if outcome is not None:
-            result = _result(record, subject.kernel, CheckMethod.RECEIPT, "")
-        else:
-            verdict = interpreted.get(_source(subject)) if _is_interpreted(subject) else None
-            if verdict is None and _is_interpreted(subject):
-                return None
-            result = _by_receipt(subject, verdict, same_triton, allow_unproven)
-        if require_gpu and not result.failed:
-            return msgspec.structs.replace(result, failed=f"was not compared on {record.target} here")
-        return result
-
-    results = [judge(record) for record in kernels]
+    checks = _Checks(unfit, on_gpu, interpreted, require_gpu, same_triton, allow_unproven)
+    results = [checks.result(record, subjects[id(record)]) for record in kernels]
     judged = tuple(result for result in results if result is not None)
     return Report(judged, len(listed) - len(kernels), len(results) - len(judged), on_gpu)
 
 
-def remember(checks: Iterable[Check], db: str | None) -> None:
-    """Stores a GPU's verdicts in a database, so that dispatch does not check these kernels again.
+class _Checks(NamedTuple):
+    """The checks of a run, and the rules by which kernels pass.
 
-    Raises:
-        StoreError: The database cannot be written.
+    Attributes:
+        unfit: Why a kernel does not fit its target, by binary; empty if it fits.
+        on_gpu: The results of this machine's GPU.
+        interpreted: Failures in the interpreter by source; empty if the kernel passed.
+        require_gpu: As in `verify_records`, as the next ones.
+        same_triton: Whether receipts of another Triton version fail.
+        allow_unproven: Whether kernels without a valid receipt pass.
     """
+
+    unfit: Mapping[Hashable, str]
+    on_gpu: OnGpu
+    interpreted: Mapping[Hashable, str]
+    require_gpu: bool
+    same_triton: bool
+    allow_unproven: bool
+
+    def result(self, record: Record, subject: Subject | str) -> Result | None:
+        """Returns the result of a record, None if the run ended before it."""
+        if isinstance(subject, str):
+            return _result(record, None, CheckMethod.NONE, subject)
+        misfit = self.unfit.get(_binary(subject))
+        if misfit != "":
+            return None if misfit is None else _result(record, subject.kernel, CheckMethod.NONE, misfit)
+        outcome = self.on_gpu.outcomes.get(id(record))
+        result = self._by_receipt(subject) if outcome is None else _on_gpu(subject, outcome)
+        if (
+            self.require_gpu
+            and result is not None
+            and not result.failed
+            and result.method is not CheckMethod.GPU
+        ):
+            return msgspec.structs.replace(result, failed=f"was not compared on {record.target} here")
+        return result
+
+    def _by_receipt(self, subject: Subject) -> Result | None:
+        """Returns the result of a kernel that did not run on a GPU here, None if the run ended before it."""
+        record, failed = subject.record, None
+        if _is_interpreted(subject):
+            failed = self.interpreted.get(_source(subject))
+            if failed is None:
+                return None
+        method = CheckMethod.RECEIPT if failed is None else CheckMethod.INTERPRETER
+        if failed:
+            return _result(record, subject.kernel, method, failed)
+        missing = receipt_fault(record, subject.kernel.digest, self.same_triton)
+        if not missing:
+            return _result(record, subject.kernel, method, "", receipt_of(record))
+        method = CheckMethod.NONE if failed is None else method
+        # A predicted record needs no receipt: it has not run on a GPU, and dispatch treats it accordingly.
+        excused = record.provenance is Provenance.PREDICTED and method is CheckMethod.INTERPRETER
+        unproven = never_verified(record) or is_stale(record, subject.kernel.digest)
+        excused = excused or (self.allow_unproven and unproven)
+        return _result(record, subject.kernel, method, "" if excused else missing)
+
+
+def _on_gpu(subject: Subject, outcome: Outcome) -> Result | None:
+    """Returns the result of a kernel on the GPU, or by the receipt of a known table."""
+    if outcome.missed and not outcome.failed:
+        return None
+    method = CheckMethod.GPU if outcome.ran or outcome.failed else CheckMethod.RECEIPT
+    return _result(subject.record, subject.kernel, method, outcome.failed)
+
+
+def remember(checks: Iterable[Check], db: str | None) -> None:
+    """Stores a GPU's verdicts in a database, so that dispatch does not check these kernels again."""
     with open_store(db) as store:
         # The last verdict of a kernel replaces earlier ones, so failures are stored last.
         for check in sorted(checks, key=lambda check: not check.verdict.passed):
@@ -200,26 +239,6 @@ def _result(
 ) -> Result:
     digest = kernel.digest if kernel else None
     return Result(record.problem.key, record.target, record.family, digest, method, failed, receipt)
-
-
-def _by_receipt(subject: Subject, interpreted: str | None, same_triton: bool, allow_unproven: bool) -> Result:
-    """Returns the result of a kernel that did not run on a GPU here.
-
-    `interpreted` is the failure in the interpreter, empty if it passed, None if it cannot be interpreted.
-    """
-    record = subject.record
-    method = CheckMethod.RECEIPT if interpreted is None else CheckMethod.INTERPRETER
-    if interpreted:
-        return _result(record, subject.kernel, method, interpreted)
-    missing = receipt_fault(record, subject.kernel.digest, same_triton)
-    if not missing:
-        return _result(record, subject.kernel, method, "", receipt_of(record))
-    method = CheckMethod.NONE if interpreted is None else method
-    # A predicted record needs no receipt: it has not run on a GPU, and dispatch treats it accordingly.
-    excused = record.provenance is Provenance.PREDICTED and method is CheckMethod.INTERPRETER
-    unproven = never_verified(record) or is_stale(record, subject.kernel.digest)
-    excused = excused or (allow_unproven and unproven)
-    return _result(record, subject.kernel, method, "" if excused else missing)
 
 
 def _compile(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:

@@ -92,11 +92,7 @@ def _become_interpreter() -> None:
 
 
 def why_not_compiled(kernel: Kernel, target: Target) -> str:
-    """Compiles a kernel for a target, and returns why it cannot run there; empty if it can.
-
-    Raises:
-        MachineError: The machine cannot compile, for example with a full disk.
-    """
+    """Compiles a kernel for a target, and returns why it cannot run there; empty if it can."""
     from flashtune.tuner.binary.resources import overflow, read_sizes
 
     try:
@@ -108,11 +104,7 @@ def why_not_compiled(kernel: Kernel, target: Target) -> str:
 
 
 def check_interpreted(task: Interpretable) -> Verdict:
-    """Compares a kernel with the reference on the CPU, in float32 and at small sizes.
-
-    Raises:
-        KernelError: It does not run.
-    """
+    """Compares a kernel with the reference on the CPU, in float32 and at small sizes."""
     import torch
 
     from flashtune.launch.compilation import interpreting
@@ -134,9 +126,6 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
 
     A kernel with explicit synchronisation is also verified with schedule fuzzing. Its verdict then has the
     probe `delays`.
-
-    Raises:
-        KernelError: It does not run. If that broke the CUDA context, the process ends instead.
     """
     import torch
 
@@ -177,12 +166,7 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
 
 
 def read_compiled(kernel: Kernel, target: Target) -> Resources:
-    """Returns the resources of a kernel that a search would launch.
-
-    Raises:
-        MachineError: The machine cannot compile, for example with a full disk.
-        KernelError: A search would not launch it, for example because ptxas serialised its WGMMA.
-    """
+    """Returns the resources of a kernel that a search would launch."""
     from flashtune.tuner.execution.compile_pool import compile_kernel
 
     compiled = compile_kernel(kernel, target)
@@ -192,11 +176,7 @@ def read_compiled(kernel: Kernel, target: Target) -> Resources:
 
 
 def time_on_gpu(record: Record, index: int, with_peers: bool) -> Measurement:
-    """Times a record's kernel on a GPU, with baselines in the same run if `with_peers` is set.
-
-    Raises:
-        KernelError: It does not run. If that broke the CUDA context, the process ends instead.
-    """
+    """Times a record's kernel on a GPU, with baselines in the same run if `with_peers` is set."""
     import torch
 
     from flashtune.core.target import device_target
@@ -221,11 +201,7 @@ def time_on_gpu(record: Record, index: int, with_peers: bool) -> Measurement:
 
 @contextlib.contextmanager
 def _whole_context(device: torch.device) -> Iterator[None]:
-    """Ends this process after an error that broke the CUDA context.
-
-    Raises:
-        KernelError: Replaces torch's errors.
-    """
+    """Ends this process after an error that broke the CUDA context."""
     import torch
 
     from flashtune.launch.compilation import first_line
@@ -243,11 +219,7 @@ def _whole_context(device: torch.device) -> Iterator[None]:
 
 
 def failure(job: Future[Any]) -> str:
-    """Returns why a job has no result; empty if it has one.
-
-    Raises:
-        MachineError: The machine failed, for example with a full disk.
-    """
+    """Returns why a job has no result; empty if it has one."""
     from flashtune.tuner.execution.processes import failure_of
 
     lost = failure_of(job)
@@ -311,9 +283,6 @@ class Runs:
         Returns:
             For each finished job: why it has no result, empty if it has one, and the result. Unfinished jobs
             are left out.
-
-        Raises:
-            MachineError: The machine failed, for example with a full disk, and errors are not held.
         """
         if not jobs or self.ended:
             return {}

@@ -51,11 +51,7 @@ class LayerFields(msgspec.Struct, frozen=True):
 
 
 def layers_of(fields: LayerFields, layers: int, path: Path) -> tuple[Layers, ...]:
-    """Returns the kinds of a model's layers, each with its count.
-
-    Raises:
-        UsageError: None of its layers computes attention.
-    """
+    """Returns the kinds of a model's layers, each with its count."""
     counts = Counter(fields.layer_types) if fields.layer_types else _counts(fields, layers)
     window = fields.sliding_window or 0
     chunk = fields.attention_chunk_size or 0
@@ -88,11 +84,7 @@ def _counts(fields: LayerFields, layers: int) -> dict[str, int]:
 
 
 def latent_of(fields: LayerFields, path: Path) -> Latent | None:
-    """Returns the latent keys of a config's cache, None if it has none.
-
-    Raises:
-        UsageError: They are wider than kernels support.
-    """
+    """Returns the latent keys of a config's cache, None if it has none."""
     if not fields.kv_lora_rank or not fields.qk_rope_head_dim:
         return None
     width = fields.kv_lora_rank + fields.qk_rope_head_dim
@@ -131,11 +123,7 @@ class _Document(_Attention, frozen=True):
 
 
 def read_hf_config(path: Path) -> ModelAttention:
-    """Returns the attention shape of a config file.
-
-    Raises:
-        UsageError: The file cannot be read, is not a config, lacks fields or contradicts itself.
-    """
+    """Returns the attention shape of a config file."""
     content = read_text(path, "model config")
     try:
         document = msgspec.json.decode(content, type=_Document)

@@ -101,9 +101,6 @@ def model_calls(attention: ModelAttention, sizes: ModelSizes) -> tuple[tuple[Lay
 
     Problems are those that dispatch sees: without a window if sequences fit into it. Training has its forward
     pass here.
-
-    Raises:
-        UsageError: A size that no shape can have, a decoding encoder, or a size that is not of this phase.
     """
     problems_of = _decode if sizes.phase is Phase.DECODE else _prefill
     return tuple(
@@ -113,11 +110,7 @@ def model_calls(attention: ModelAttention, sizes: ModelSizes) -> tuple[tuple[Lay
 
 
 def model_problems(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]:
-    """Returns all problems of `model_calls` without duplicates; in training each with its gradients.
-
-    Raises:
-        UsageError: As `model_calls`.
-    """
+    """Returns all problems of `model_calls` without duplicates; in training each with its gradients."""
     called = dict.fromkeys(call.problem for calls in model_calls(attention, sizes) for call in calls)
     return training_passes(called) if sizes.phase is Phase.TRAINING else tuple(called)
 
@@ -156,11 +149,7 @@ def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]
 
 
 def as_called(number: int) -> int:
-    """Returns the number of tokens or pages in the problem that dispatch derives from a call.
-
-    Raises:
-        UsageError: It is more than a problem may have.
-    """
+    """Returns the number of tokens or pages in the problem that dispatch derives from a call."""
     found = rounded_up(number)
     if found > MAX_LENGTH:
         raise UsageError(f"{number} tokens are rounded up to {found}, beyond {MAX_LENGTH:,}: make it fewer")

@@ -126,11 +126,7 @@ MODELS: tuple[ModelAttention, ...] = (
 
 
 def find_model(name: str) -> ModelAttention:
-    """Returns the model of a name, ignoring case and underscores.
-
-    Raises:
-        UsageError: The table has no such model.
-    """
+    """Returns the model of a name, ignoring case and underscores."""
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     for model in MODELS:
         if model.name == wanted:

@@ -92,11 +92,7 @@ def shown(field: str) -> str:
 
 
 def parse_values(key: str, text: str) -> tuple[Value, ...]:
-    """Returns the values of one key: items joined by `|`, each a word, a number or a range.
-
-    Raises:
-        UsageError: Shapes have no such key or value.
-    """
+    """Returns the values of one key: items joined by `|`, each a word, a number or a range."""
     items = [item.strip() for item in text.split("|")]
     if key in WORDS:
         return tuple(_word(key, item, WORDS[key]) for item in items)

@@ -32,11 +32,7 @@ Word = TypeVar("Word", Dtype, Causal, Direction)
 
 
 def parse_shape(text: str) -> tuple[Problem, ...]:
-    """Returns all problems of a shape, in the order of its values, without duplicates.
-
-    Raises:
-        UsageError: An unknown key or value, a missing key, or an impossible shape.
-    """
+    """Returns all problems of a shape, in the order of its values, without duplicates."""
     choices: dict[str, tuple[Value, ...]] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = (piece.strip() for piece in part.partition("="))
@@ -52,11 +48,7 @@ def parse_shape(text: str) -> tuple[Problem, ...]:
 
 
 def expand(choices: Choices) -> tuple[Problem, ...]:
-    """Returns every combination of the keys' values as problems, without duplicates.
-
-    Raises:
-        UsageError: A key is missing or contradicts another, or a combination is impossible.
-    """
+    """Returns every combination of the keys' values as problems, without duplicates."""
     if math.prod(len(values) for values in choices.values()) > MAX_PROBLEMS:
         raise UsageError(f"the lists and ranges name more than {MAX_PROBLEMS:,} shapes: shorten them")
     combinations = itertools.product(*choices.values())

@@ -17,11 +17,7 @@ MAX_FILE_BYTES = 1024 * 1024
 
 
 def read_shapes_file(path: Path) -> tuple[Problem, ...]:
-    """Returns the problems of a file: a shape a line, as text or as a JSON object. `#` starts a comment.
-
-    Raises:
-        UsageError: The file cannot be read, or a line is not a shape.
-    """
+    """Returns the problems of a file: a shape a line, as text or as a JSON object. `#` starts a comment."""
     problems: list[Problem] = []
     for number, line in enumerate(read_text(path, "shapes file").splitlines(), 1):
         try:
@@ -34,11 +30,7 @@ def read_shapes_file(path: Path) -> tuple[Problem, ...]:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Returns a small UTF-8 file that a user named.
-
-    Raises:
-        UsageError: The file cannot be read, is too large, or is not text.
-    """
+    """Returns a small UTF-8 file that a user named."""
     try:
         content = read_bounded(path, MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -3,12 +3,14 @@
 - Values wider than kernels take are split into parts of columns. The softmax of all parts is the same.
 - Queries in e4m3 that kernels do not take are widened to bfloat16, which is exact, and scaled.
 - `flash_attn_combine` combines results over parts of the keys.
+
+Queries, keys and values are [batch, tokens, heads, width], or packed [tokens, heads, width].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from flashtune.api.attention import attention
 from flashtune.api.paged import attention_paged
 from flashtune.api.varlen import attention_varlen
 from flashtune.core.problem import MAX_HEAD_DIM
-from flashtune.integrations.flash_attn.features import Features, UnsupportedError
+from flashtune.integrations.flash_attn.features import Descales, Features, UnsupportedError
 from flashtune.integrations.flash_attn.token_rows import sequence_numbers
 from flashtune.recording.callers import called_by
 from flashtune.request.call import dense_call, varlen_call
@@ -31,17 +33,6 @@ Attended = tuple[Tensor, Tensor | None]
 E4M3 = torch.float8_e4m3fn
 
 
-class Descales(NamedTuple):
-    """Factors of 8-bit queries, keys and values: float32 [batch, kv_heads], or None for 1."""
-
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-
-
-NO_DESCALES = Descales()
-
-
 @called_by("flash_attn")
 def dense(
     q: Tensor,
@@ -51,46 +42,33 @@ def dense(
     *,
     lengths: Tensor | None = None,
     mask: Tensor | None = None,
-    descales: Descales = NO_DESCALES,
-    seed: Tensor | None = None,
-    wants_lse: bool = False,
 ) -> Attended:
-    """Returns the attention of [batch, tokens, heads, width].
+    """Returns the attention of dense queries, keys and values.
 
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        features: The options.
-        lengths: Number of keys of each sequence, int32 [batch]; None for all.
-        mask: Boolean mask, True where a query sees a key: [batch, heads | 1, queries, keys].
-        descales: Factors of 8-bit inputs.
-        seed: Seed of dropout, int64 [1].
-        wants_lse: Whether to return the log-sum-exp, [batch, heads, queries].
+    `lengths` is the number of keys of each sequence, int32 [batch]. `mask` is True where a query sees a key,
+    bool [batch, heads | 1, queries, keys].
     """
-    options = features.options() | {"layout": "bshd", "deterministic": features.deterministic}
+    options = features.options() | {"layout": "bshd"}
     if lengths is not None:
         options["kv_lengths"] = lengths
     if mask is not None:
         options["attn_mask"] = mask
-    if features.dropout:
-        options["dropout_p"] = features.dropout
     q, k, v = (_with_rows(tensor) for tensor in (q, k, v))
     finish = None
     if q.dtype is E4M3:
         if features.is_plain and lengths is None and mask is None and v.shape[-1] <= MAX_HEAD_DIM:
-            options |= _native_scales(q, k, descales)
+            options |= _native_scales(q, k, features.descales)
         else:
-            q, finish = _widened(q, k, descales, None)
+            q, finish = _widened(q, k, features.descales, None)
             options |= _unit_scales(k)
 
     def serve(values: Tensor, with_lse: bool) -> Result:
-        if seed is None:
+        if features.seed is None:
             return attention(q, k, values, return_lse=with_lse, **options)
         call = dense_call(q, k, values, return_lse=with_lse, **options)
-        return attend(call._replace(side=call.side._replace(seed=seed)))
+        return attend(call._replace(side=call.side._replace(seed=features.seed)))
 
-    return _finished(_in_parts(serve, v, wants_lse), finish)
+    return _finished(_in_parts(serve, v, features.wants_lse), finish)
 
 
 @called_by("flash_attn")
@@ -101,34 +79,25 @@ def packed(
     starts: tuple[Tensor, Tensor],
     longest: tuple[int, int],
     features: Features,
-    *,
-    descales: Descales = NO_DESCALES,
-    seed: Tensor | None = None,
-    wants_lse: bool = False,
 ) -> Attended:
-    """Returns the attention of packed sequences [tokens, heads, width].
-
-    `starts` and `longest` are those of queries and of keys. The log-sum-exp is [heads, tokens].
-    """
-    options = features.options() | {"deterministic": features.deterministic}
-    if features.dropout:
-        options["dropout_p"] = features.dropout
+    """Returns the attention of packed sequences. `starts` and `longest` are those of queries and of keys."""
+    options = features.options()
     q, k, v = (_with_rows(tensor) for tensor in (q, k, v))
     finish = None
     if q.dtype is E4M3:
-        q, finish = _widened(q, k, descales, starts[0])
+        q, finish = _widened(q, k, features.descales, starts[0])
         options |= _unit_scales(k)
     starts_q, starts_k = (_int32(one) for one in starts)
     # flash_attn accepts any upper bound.
     lengths = starts_q, starts_k, min(longest[0], q.shape[0]), longest[1]
 
     def serve(values: Tensor, with_lse: bool) -> Result:
-        if seed is None:
+        if features.seed is None:
             return attention_varlen(q, k, values, *lengths, return_lse=with_lse, **options)
         call = varlen_call(q, k, values, *lengths, return_lse=with_lse, **options)
-        return attend(call._replace(side=call.side._replace(seed=seed)))
+        return attend(call._replace(side=call.side._replace(seed=features.seed)))
 
-    return _finished(_in_parts(serve, v, wants_lse), finish)
+    return _finished(_in_parts(serve, v, features.wants_lse), finish)
 
 
 @called_by("flash_attn")
@@ -143,13 +112,11 @@ def paged(
     starts: Tensor | None = None,
     longest: int = 0,
     latent: int = 0,
-    descales: Descales = NO_DESCALES,
-    wants_lse: bool = False,
 ) -> Attended:
     """Returns the attention to keys in pages, without gradients.
 
     Args:
-        q: Queries [batch, tokens, heads, width]; packed [tokens, heads, width] with `starts`.
+        q: Queries, packed with `starts`.
         k: Pages of keys, [pages, page size, kv_heads, width].
         v: Pages of values; None if they are the first `latent` columns of the keys.
         table: Pages of each sequence, int32 [batch, columns].
@@ -158,14 +125,12 @@ def paged(
         starts: Offsets of packed queries.
         longest: Number of queries of the longest sequence.
         latent: Width of the values, if `v` is None.
-        descales: Factors of 8-bit inputs.
-        wants_lse: Whether to return the log-sum-exp.
     """
     if features.dropout:
         raise UnsupportedError("dropout_p goes with dense or packed keys: leave it out of calls with pages")
     if features.has_negative_bound:
         raise UnsupportedError("a negative bound of a window goes with no keys in pages: leave it out")
-    options = features.options()
+    options = features.paged_options()
     if starts is not None:
         options |= {"cu_seqlens_q": _int32(starts), "max_seqlen_q": min(longest, q.shape[0])}
     if v is None:
@@ -173,7 +138,7 @@ def paged(
     q, k = _with_rows(q), _with_rows(k)
     finish = None
     if q.dtype is E4M3:
-        q, finish = _widened(q, k, descales, starts)
+        q, finish = _widened(q, k, features.descales, starts)
         options |= _unit_scales(k)
     table, lengths = _int32(table), _int32(lengths)
 
@@ -182,8 +147,8 @@ def paged(
 
     with torch.no_grad():
         if v is None:
-            return _finished(_pair(serve(None, wants_lse)), finish)
-        return _finished(_in_parts(serve, _with_rows(v), wants_lse), finish)
+            return _finished(_pair(serve(None, features.wants_lse)), finish)
+        return _finished(_in_parts(serve, _with_rows(v), features.wants_lse), finish)
 
 
 class NoGradient(torch.autograd.Function):
@@ -198,11 +163,7 @@ class NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Raises an error.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Raises an error."""
         del gradients
         raise UnsupportedError(ctx.why)
 

@@ -36,23 +36,12 @@ def capability_of(device: torch.device | str) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-def dropout_pattern(
-    q: Tensor, k: Tensor, queries: Sequences, keys: Sequences, features: Features, seed: Tensor
-) -> Tensor:
-    """Returns `S_dmask` in q's type.
+def dropout_pattern(q: Tensor, k: Tensor, queries: Sequences, keys: Sequences, features: Features) -> Tensor:
+    """Returns `S_dmask` in q's type, [batch, heads, queries, keys] of the longest sequence.
 
-    Args:
-        q: Queries, [batch, tokens, heads, width] or packed [tokens, heads, width].
-        k: Keys, likewise.
-        queries: Where the sequences of queries are.
-        keys: Where the sequences of keys are.
-        features: The options of the call.
-        seed: The seed of the call, int64 [1].
-
-    Returns:
-        [batch, heads, queries, keys] of the longest sequence, both rounded up to a multiple of 128. Hidden
-        keys and padding have zeros.
+    Queries and keys are rounded up to a multiple of 128. Hidden keys and padding have zeros.
     """
+    assert features.seed is not None
     with torch.no_grad():
         wide_q, lengths_q = padded(q, queries)
         wide_k, lengths_k = padded(k, keys)
@@ -70,7 +59,7 @@ def dropout_pattern(
                 number = number + b * heads
             else:
                 place = place + queries.starts[b]
-            kept = kept_weights(seed, number, place, scores.shape[-1], features.dropout)
+            kept = kept_weights(features.seed, number, place, scores.shape[-1], features.dropout)
             pattern[b, :, :rows, : scores.shape[-1]] = torch.where(kept, found, -found)
         return pattern
 

@@ -13,6 +13,14 @@ class UnsupportedError(ProblemError, NotImplementedError):
     """flash_attn has this function or argument, and flashtune does not compute it."""
 
 
+class Descales(NamedTuple):
+    """Factors of 8-bit queries, keys and values: float32 [batch, kv_heads], or None for 1."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+
 class Features(NamedTuple):
     """The options of a call besides its tensors of queries, keys and values.
 
@@ -27,6 +35,9 @@ class Features(NamedTuple):
         chunk: Number of keys of a chunk; 0 for no chunks.
         dropout: Fraction of attention weights to drop.
         deterministic: Whether gradients must be bit-identical between runs.
+        descales: Factors of 8-bit inputs.
+        seed: Seed of dropout, int64 [1].
+        wants_lse: Whether the call returns the log-sum-exp, [batch, heads, tokens] or packed [heads, tokens].
     """
 
     scale: float | None = None
@@ -39,6 +50,9 @@ class Features(NamedTuple):
     chunk: int = 0
     dropout: float = 0.0
     deterministic: bool = False
+    descales: Descales = Descales()
+    seed: Tensor | None = None
+    wants_lse: bool = False
 
     @property
     def has_negative_bound(self) -> bool:
@@ -64,6 +78,11 @@ class Features(NamedTuple):
         )
 
     def options(self) -> dict[str, Any]:
+        """Returns the keyword arguments of flashtune's functions with dense or packed keys."""
+        options = self.paged_options() | {"deterministic": self.deterministic}
+        return options | {"dropout_p": self.dropout} if self.dropout else options
+
+    def paged_options(self) -> dict[str, Any]:
         """Returns the keyword arguments that all functions of flashtune share."""
         options: dict[str, Any] = {"causal": self.causal, "scale": self.scale}
         if self.left is not None or self.right is not None:
@@ -84,10 +103,19 @@ def read_features(
     causal: object,
     window_size: Any,
     softcap: object,
+    keys: int | None = None,
     **others: Any,
 ) -> Features:
-    """Returns the options of a call of flash_attn 2 or 3, in which any negative bound means no bound."""
-    left, right = (None if bound is None or bound < 0 else bound for bound in read_bounds(window_size))
+    """Returns the options of a call of flash_attn 2 or 3, in which any negative bound means no bound.
+
+    Version 2 passes `keys`, the number of keys of the longest sequence: a bound of as many is no bound
+    either. The right bound then also has no effect on queries that are before the first key.
+    """
+
+    def is_bound(number: int | None) -> bool:
+        return number is not None and number >= 0 and (keys is None or number < keys)
+
+    left, right = (number if is_bound(number) else None for number in read_bounds(window_size))
     return Features(
         scale=_number(softmax_scale),
         causal=bool(causal),
@@ -98,25 +126,8 @@ def read_features(
     )
 
 
-def within(features: Features, keys: int) -> Features:
-    """Returns the options as flash_attn 2 reads them: a bound of all keys or more is no bound.
-
-    `keys` is the number of keys of the longest sequence. The right bound then also has no effect on queries
-    that are before the first key.
-    """
-    if features.left is None and features.right is None:
-        return features
-    left = None if features.left is not None and features.left >= keys else features.left
-    right = None if features.right is not None and features.right >= keys else features.right
-    return features._replace(left=left, right=right)
-
-
 def read_bounds(window_size: Any) -> tuple[int | None, int | None]:
-    """Returns the numbers of `window_size`, of which flash_attn 4 allows None.
-
-    Raises:
-        ProblemError: It is not a pair of numbers.
-    """
+    """Returns the numbers of `window_size`, of which flash_attn 4 allows None."""
     try:
         left, right = (None if bound is None else int(bound) for bound in window_size)
     except (TypeError, ValueError) as error:

@@ -1,5 +1,6 @@
 """The public functions of flash_attn 2.8, with its signatures and semantics.
 
+`num_splits` has no effect. `window_size` has the numbers of visible keys before and after the query's own.
 The log-sum-exp of rows without visible keys is infinity, as in flash_attn. It has no gradient there either.
 """
 
@@ -14,8 +15,8 @@ from flashtune.core.errors import ProblemError
 from flashtune.integrations.flash_attn import cache as caches
 from flashtune.integrations.flash_attn.attend import without_gradient
 from flashtune.integrations.flash_attn.dropout_pattern import dropout_pattern
-from flashtune.integrations.flash_attn.features import Features, read_features, within
-from flashtune.integrations.flash_attn.kv_cache import attend_and_append
+from flashtune.integrations.flash_attn.features import Features, read_features
+from flashtune.integrations.flash_attn.kv_cache import NewTokens, attend_and_append
 from flashtune.integrations.flash_attn.sequences import NO_BACKWARD, attend_cache, attend_sequences
 from flashtune.integrations.flash_attn.token_rows import WHOLE, Sequences, as_lengths
 from flashtune.request.dropout import draw_seed
@@ -38,33 +39,23 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Output:
-    """Returns the attention of [batch, tokens, heads, head_dim].
+    """Returns the attention of [batch, tokens, heads, head_dim], as flash_attn 2.8's.
 
-    Args:
-        q: Queries.
-        k: Keys, with as many or fewer heads.
-        v: Values.
-        dropout_p: Fraction of weights to drop.
-        softmax_scale: Factor of the scores; 1 / sqrt(head_dim) by default.
-        causal: Whether keys after the query are hidden. The last query sees the last key.
-        window_size: Numbers of visible keys before and after the query's own; -1 for all.
-        softcap: Replaces scores s by softcap · tanh(s / softcap). 0 disables it.
-        alibi_slopes: Float32 [heads] or [batch, heads].
-        deterministic: Whether gradients must be bit-identical between runs.
-        return_attn_probs: Whether to return the log-sum-exp [batch, heads, tokens] and the dropout pattern
-            [batch, heads, queries, keys] too. The pattern is for tests. It is empty without dropout.
+    With `return_attn_probs`, the log-sum-exp and the dropout pattern are returned too. The pattern is for
+    tests. It is empty without dropout.
     """
     features = read_features(
         softmax_scale,
         causal,
         window_size,
         softcap,
+        keys=k.shape[1],
         alibi_slopes=alibi_slopes,
         dropout=dropout_p,
         deterministic=deterministic,
+        wants_lse=return_attn_probs,
     )
-    features = within(features, k.shape[1])
-    return _output(q, k, v, WHOLE, WHOLE, features, return_attn_probs)
+    return _output(q, k, v, WHOLE, WHOLE, features)
 
 
 def flash_attn_kvpacked_func(
@@ -120,43 +111,28 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Output:
-    """Returns the attention of packed sequences [tokens, heads, head_dim].
+    """Returns the attention of packed sequences [tokens, heads, head_dim], as flash_attn 2.8's.
 
-    Args:
-        q: Queries of all sequences.
-        k: Keys of all sequences; pages [pages, page size, kv_heads, head_dim] with `block_table`.
-        v: Values, likewise.
-        cu_seqlens_q: Offsets of the sequences' queries and the end of the last one: int32 [batch + 1].
-        cu_seqlens_k: Offsets of the sequences' keys, likewise. With pages, only the lengths count.
-        max_seqlen_q: Number of queries of the longest sequence, or more.
-        max_seqlen_k: Number of keys of the longest sequence, or more.
-        dropout_p: As in `flash_attn_func`, as the next ones.
-        softmax_scale: Factor of the scores.
-        causal: Whether keys after the query are hidden.
-        window_size: Numbers of visible keys before and after the query's own.
-        softcap: Bound of the scores.
-        alibi_slopes: Float32 [heads] or [batch, heads].
-        deterministic: Whether gradients must be bit-identical between runs.
-        return_attn_probs: Whether to return the log-sum-exp [heads, tokens] and the dropout pattern too.
-        block_table: Pages of each sequence, int32 [batch, columns]. There is then no backward pass.
+    `max_seqlen_q` and `max_seqlen_k` may be any upper bounds. With `block_table`, only the lengths of
+    `cu_seqlens_k` count, and there is no backward pass.
     """
     features = read_features(
         softmax_scale,
         causal,
         window_size,
         softcap,
+        keys=int(max_seqlen_k),
         alibi_slopes=alibi_slopes,
         dropout=dropout_p,
         deterministic=deterministic,
+        wants_lse=return_attn_probs,
     )
-    features = within(features, int(max_seqlen_k))
     queries = Sequences(cu_seqlens_q, int(max_seqlen_q))
     if block_table is None:
         keys = Sequences(cu_seqlens_k, int(max_seqlen_k))
-        return _output(q, k, v, queries, keys, features, return_attn_probs)
+        return _output(q, k, v, queries, keys, features)
     cache = caches.cache_of(k, v, block_table, None, block_table.shape[0])
-    lengths = as_lengths(cu_seqlens_k)
-    out, lse = attend_cache(q, cache, lengths, queries, features, wants_lse=return_attn_probs)
+    out, lse = attend_cache(q, cache, as_lengths(cu_seqlens_k), queries, features)
     out = without_gradient(NO_BACKWARD.format("block_table"), out, q, k, v)
     return out if lse is None else (out, with_infinity(lse), q.new_empty(0))
 
@@ -225,56 +201,28 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Appends new tokens to a KV cache in place and returns the attention of queries to it.
+    """Appends new tokens to a KV cache, as flash_attn 2.8's, and returns the attention of queries to it.
 
     With a block table, the longest length is read on the host, as flash_attn does, unless a CUDA graph is
     being captured.
-
-    Args:
-        q: Queries, [batch, tokens, heads, head_dim].
-        k_cache: Keys, [sequences, capacity, kv_heads, head_dim]; pages [pages, page size, kv_heads,
-            head_dim] with `block_table`.
-        v_cache: Values, likewise.
-        k: New keys, [batch, tokens, kv_heads, head_dim].
-        v: New values, likewise.
-        rotary_cos: Cosines of the rotary embedding of q and k, [positions, rotated columns / 2].
-        rotary_sin: Sines, likewise.
-        cache_seqlens: Number of tokens in the cache, for all sequences or int32 [batch].
-        cache_batch_idx: Row of the cache for each sequence, int32 [batch].
-        cache_leftpad: Number of first tokens of the cache to ignore, int32 [batch].
-        block_table: Pages of each sequence, int32 [batch, columns].
-        softmax_scale: As in `flash_attn_func`, as the next ones.
-        causal: Whether keys after the query are hidden.
-        window_size: Numbers of visible keys before and after the query's own.
-        softcap: Bound of the scores.
-        rotary_interleaved: Whether neighbouring columns are rotated together. Otherwise those of both halves
-            are.
-        alibi_slopes: Float32 [heads] or [batch, heads].
-        num_splits: Without effect.
-        return_softmax_lse: Whether to return the log-sum-exp too.
-
-    Raises:
-        ProblemError: A sequence is longer than its pages, or as `flashtune.attention_paged`.
     """
     del num_splits
-    features = read_features(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    features = within(features, capacity)
+    others = {"alibi_slopes": alibi_slopes, "wants_lse": return_softmax_lse}
+    features = read_features(softmax_scale, causal, window_size, softcap, keys=capacity, **others)
     if block_table is not None and isinstance(cache_seqlens, Tensor):
         _check_capacity(cache_seqlens, capacity, 0 if k is None else k.shape[1])
     out, lse = attend_and_append(
         q,
         k_cache,
         v_cache,
-        (k, v),
+        NewTokens(k, v, None, rotary_cos, rotary_sin, rotary_interleaved, None),
         cache_seqlens,
         WHOLE,
         features,
-        rotary=(rotary_cos, rotary_sin, rotary_interleaved, None),
         batch_index=cache_batch_idx,
         skipped=cache_leftpad,
         table=block_table,
-        wants_lse=return_softmax_lse,
     )
     out = without_gradient(NO_BACKWARD.format("a KV cache"), out, q)
     return out if lse is None else (out, with_infinity(lse))
@@ -287,19 +235,14 @@ def with_infinity(lse: Tensor) -> Tensor:
 
 
 def _output(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    queries: Sequences,
-    keys: Sequences,
-    features: Features,
-    return_attn_probs: bool,
+    q: Tensor, k: Tensor, v: Tensor, queries: Sequences, keys: Sequences, features: Features
 ) -> Output:
-    seed = draw_seed(q.device) if features.dropout and return_attn_probs else None
-    out, lse = attend_sequences(q, k, v, queries, keys, features, seed=seed, wants_lse=return_attn_probs)
+    if features.dropout and features.wants_lse:
+        features = features._replace(seed=draw_seed(q.device))
+    out, lse = attend_sequences(q, k, v, queries, keys, features)
     if lse is None:
         return out
-    pattern = q.new_empty(0) if seed is None else dropout_pattern(q, k, queries, keys, features, seed)
+    pattern = q.new_empty(0) if features.seed is None else dropout_pattern(q, k, queries, keys, features)
     return out, with_infinity(lse), pattern
 
 

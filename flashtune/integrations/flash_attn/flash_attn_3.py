@@ -2,7 +2,8 @@
 """The functions of flash_attn 3's module `flash_attn_interface`, with its signatures and semantics.
 
 The log-sum-exp of rows without visible keys is -inf. Numbers of splits, packing of query heads, the margin of
-multiprocessors and scheduler metadata have no effect.
+multiprocessors and scheduler metadata have no effect. Backward passes of `qv`, 8-bit queries and caches raise
+`UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.integrations.flash_attn.attend import (
-    Attended,
-    Descales,
-    flash_attn_combine,
-    without_gradient,
-)
-from flashtune.integrations.flash_attn.features import read_features
-from flashtune.integrations.flash_attn.gradients import gradients, row_sums, written
-from flashtune.integrations.flash_attn.kv_cache import attend_and_append
+from flashtune.integrations.flash_attn.attend import Attended, flash_attn_combine, without_gradient
+from flashtune.integrations.flash_attn.features import Descales, read_features
+from flashtune.integrations.flash_attn.gradients import gradients, row_sums
+from flashtune.integrations.flash_attn.kv_cache import NewTokens, attend_and_append
 from flashtune.integrations.flash_attn.sequences import NO_BACKWARD, attend_sequences
 from flashtune.integrations.flash_attn.token_rows import WHOLE, Sequences
 
@@ -59,43 +55,21 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Output:
-    """Returns the attention of [batch, tokens, heads, width].
+    """Returns the attention of [batch, tokens, heads, width], as flash_attn 3's.
 
-    Args:
-        q: Queries, also in float8_e4m3fn.
-        k: Keys, with as many or fewer heads.
-        v: Values, up to 512 wide.
-        softmax_scale: Factor of the scores; 1 / sqrt(width of q and qv) by default.
-        causal: Whether keys after the query are hidden. The last query sees the last key.
-        qv: Queries whose products with the values are added to the scores. There is then no backward pass.
-        q_descale: Factor of 8-bit queries, float32 [batch, kv_heads].
-        k_descale: Factor of 8-bit keys, likewise.
-        v_descale: Factor of 8-bit values, likewise.
-        window_size: Numbers of visible keys before and after the query's own; -1 for all.
-        attention_chunk: Number of keys of a chunk; 0 for no chunks.
-        softcap: Replaces scores s by softcap · tanh(s / softcap). 0 disables it.
-        num_splits: Without effect.
-        pack_gqa: Without effect.
-        deterministic: Whether gradients must be bit-identical between runs.
-        sm_margin: Without effect.
-        return_attn_probs: Whether to return the log-sum-exp [batch, heads, tokens] too.
+    With `return_attn_probs`, the log-sum-exp is returned too.
     """
     features = read_features(
-        softmax_scale, causal, window_size, softcap, chunk=attention_chunk, deterministic=deterministic
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        chunk=attention_chunk,
+        deterministic=deterministic,
+        descales=Descales(q_descale, k_descale, v_descale),
+        wants_lse=return_attn_probs,
     )
-    return _output(
-        attend_sequences(
-            q,
-            k,
-            v,
-            WHOLE,
-            WHOLE,
-            features,
-            qv=qv,
-            descales=Descales(q_descale, k_descale, v_descale),
-            wants_lse=return_attn_probs,
-        )
-    )
+    return _output(attend_sequences(q, k, v, WHOLE, WHOLE, features, qv=qv))
 
 
 def flash_attn_qkvpacked_func(
@@ -166,49 +140,24 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Output:
-    """Returns the attention of packed sequences [tokens, heads, width].
+    """Returns the attention of packed sequences [tokens, heads, width], as flash_attn 3's.
 
-    Args:
-        q: Queries of all sequences; [batch, tokens, heads, width] without `cu_seqlens_q`.
-        k: Keys, likewise.
-        v: Values, likewise.
-        cu_seqlens_q: Offsets of the sequences' queries and the end of the last one: int32 [batch + 1].
-        cu_seqlens_k: Offsets of the sequences' keys, likewise.
-        max_seqlen_q: Number of queries of the longest sequence, or more.
-        max_seqlen_k: Number of keys of the longest sequence, or more.
-        seqused_q: Number of queries of each sequence that count, int32 [batch]. Others get zeros.
-        seqused_k: Number of keys of each sequence that count, int32 [batch].
-        softmax_scale: As in `flash_attn_func`, as the next ones.
-        causal: Whether keys after the query are hidden.
-        qv: Queries whose products with the values are added to the scores.
-        q_descale: Factor of 8-bit queries.
-        k_descale: Factor of 8-bit keys.
-        v_descale: Factor of 8-bit values.
-        window_size: Numbers of visible keys before and after the query's own.
-        attention_chunk: Number of keys of a chunk.
-        softcap: Bound of the scores.
-        num_splits: Without effect.
-        pack_gqa: Without effect.
-        deterministic: Whether gradients must be bit-identical between runs.
-        sm_margin: Without effect.
-        return_attn_probs: Whether to return the log-sum-exp [heads, tokens] too.
+    Without `cu_seqlens_q`, `q` is [batch, tokens, heads, width]. Keys are likewise. Queries that do not
+    count, by `seqused_q`, get zeros. With `return_attn_probs`, the log-sum-exp is returned too.
     """
     features = read_features(
-        softmax_scale, causal, window_size, softcap, chunk=attention_chunk, deterministic=deterministic
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        chunk=attention_chunk,
+        deterministic=deterministic,
+        descales=Descales(q_descale, k_descale, v_descale),
+        wants_lse=return_attn_probs,
     )
-    return _output(
-        attend_sequences(
-            q,
-            k,
-            v,
-            sequences_of(q, cu_seqlens_q, max_seqlen_q, seqused_q),
-            sequences_of(k, cu_seqlens_k, max_seqlen_k, seqused_k),
-            features,
-            qv=qv,
-            descales=Descales(q_descale, k_descale, v_descale),
-            wants_lse=return_attn_probs,
-        )
-    )
+    queries = sequences_of(q, cu_seqlens_q, max_seqlen_q, seqused_q)
+    keys = sequences_of(k, cu_seqlens_k, max_seqlen_k, seqused_k)
+    return _output(attend_sequences(q, k, v, queries, keys, features, qv=qv))
 
 
 def flash_attn_with_kvcache(
@@ -243,59 +192,28 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Output:
-    """Appends new tokens to a KV cache in place and returns the attention of queries to it.
-
-    Args:
-        q: Queries, [batch, tokens, heads, width]; packed [tokens, heads, width] with `cu_seqlens_q`.
-        k_cache: Keys, [sequences, capacity, kv_heads, width]; pages [pages, page size, kv_heads, width] with
-            `page_table`.
-        v_cache: Values, likewise.
-        k: New keys, [batch, tokens, kv_heads, width]; packed with `cu_seqlens_k_new`.
-        v: New values, likewise.
-        qv: Queries whose products with the values are added to the scores.
-        rotary_cos: Cosines of the rotary embedding of q and k, [positions, rotated columns / 2].
-        rotary_sin: Sines, likewise.
-        cache_seqlens: Number of tokens in the cache, for all sequences or int32 [batch].
-        cache_batch_idx: Row of the cache or of the page table for each sequence, int32 [batch].
-        cache_leftpad: Number of first tokens of the cache to ignore, int32 [batch].
-        page_table: Pages of each sequence, int32 [batch, columns].
-        cu_seqlens_q: Offsets of packed queries, int32 [batch + 1].
-        cu_seqlens_k_new: Offsets of packed new tokens, likewise.
-        max_seqlen_q: Number of queries of the longest sequence, or more.
-        rotary_seqlens: Position of the first new token, int32 [batch]; `cache_seqlens` by default.
-        q_descale: Factor of 8-bit queries, float32 [batch, kv_heads].
-        k_descale: Factor of 8-bit keys, likewise.
-        v_descale: Factor of 8-bit values, likewise.
-        softmax_scale: As in `flash_attn_func`, as the next ones.
-        causal: Whether keys after the query are hidden.
-        window_size: Numbers of visible keys before and after the query's own.
-        attention_chunk: Number of keys of a chunk.
-        softcap: Bound of the scores.
-        rotary_interleaved: Whether neighbouring columns are rotated together. Otherwise those of both halves
-            are.
-        scheduler_metadata: Without effect.
-        num_splits: Without effect.
-        pack_gqa: Without effect.
-        sm_margin: Without effect.
-        return_softmax_lse: Whether to return the log-sum-exp too.
-    """
-    features = read_features(softmax_scale, causal, window_size, softcap, chunk=attention_chunk)
+    """Appends new tokens to a KV cache, as flash_attn 3's, and returns the attention of queries to it."""
+    features = read_features(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        chunk=attention_chunk,
+        descales=Descales(q_descale, k_descale, v_descale),
+        wants_lse=return_softmax_lse,
+    )
     out, lse = attend_and_append(
         q,
         k_cache,
         v_cache,
-        (k, v),
+        NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
         cache_seqlens,
         sequences_of(q, cu_seqlens_q, max_seqlen_q, None),
         features,
-        starts_new=cu_seqlens_k_new,
-        rotary=(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
         batch_index=cache_batch_idx,
         skipped=cache_leftpad,
         table=page_table,
         qv=qv,
-        descales=Descales(q_descale, k_descale, v_descale),
-        wants_lse=return_softmax_lse,
     )
     return _output((without_gradient(NO_BACKWARD.format("a KV cache"), out, q), lse))
 
@@ -364,41 +282,40 @@ def _flash_attn_forward(
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns output, log-sum-exp and two empty tensors. It takes no part in autograd."""
-    window = window_size_left, window_size_right
-    features = read_features(softmax_scale, causal, window, softcap, chunk=attention_chunk)
+    features = read_features(
+        softmax_scale,
+        causal,
+        (window_size_left, window_size_right),
+        softcap,
+        chunk=attention_chunk,
+        descales=Descales(q_descale, k_descale, v_descale),
+        wants_lse=True,
+    )
     queries = sequences_of(q, cu_seqlens_q, max_seqlen_q, seqused_q)
-    descales = Descales(q_descale, k_descale, v_descale)
+    is_cached = page_table is not None or seqused_k is not None or k_new is not None
     with torch.no_grad():
-        if (
-            cu_seqlens_k is None
-            and k.dim() == 4
-            and (page_table is not None or seqused_k is not None or k_new is not None)
-        ):
+        if cu_seqlens_k is None and k.dim() == 4 and is_cached:
             out, lse = attend_and_append(
                 q,
                 k,
                 v,
-                (k_new, v_new),
+                NewTokens(
+                    k_new, v_new, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, seqlens_rotary
+                ),
                 seqused_k,
                 queries,
                 features,
-                starts_new=cu_seqlens_k_new,
-                rotary=(rotary_cos, rotary_sin, rotary_interleaved, seqlens_rotary),
                 batch_index=kv_batch_idx,
                 skipped=leftpad_k,
                 table=page_table,
                 qv=qv,
-                descales=descales,
-                wants_lse=True,
             )
         else:
             keys = sequences_of(k, cu_seqlens_k, max_seqlen_k, seqused_k)._replace(skipped=leftpad_k)
-            out, lse = attend_sequences(
-                q, k, v, queries, keys, features, qv=qv, descales=descales, wants_lse=True
-            )
-    assert lse is not None
-    empty = lse.new_empty(0)
-    return (out if out_ is None else out_.copy_(out)), lse, empty, empty
+            out, lse = attend_sequences(q, k, v, queries, keys, features, qv=qv)
+        assert lse is not None
+        empty = lse.new_empty(0)
+        return (out if out_ is None else out_.copy_(out)), lse, empty, empty
 
 
 def _flash_attn_backward(
@@ -430,10 +347,8 @@ def _flash_attn_backward(
     features = read_features(softmax_scale, is_causal, window, softcap, deterministic=deterministic)
     queries = sequences_of(q, cu_seqlens_q, max_seqlen_q, sequed_q)
     keys = sequences_of(k, cu_seqlens_k, max_seqlen_k, sequed_k)
-    with torch.no_grad():
-        found = gradients(dout, q, k, v, out, softmax_lse, queries, keys, features)
-        written(found, (dq, dk, dv))
-        return row_sums(dout, out)
+    gradients(dout, q, k, v, out, softmax_lse, queries, keys, features, (dq, dk, dv))
+    return row_sums(dout, out)
 
 
 def sequences_of(

@@ -1,8 +1,9 @@
-# ruff: noqa: ARG001, D417 - The signatures are those of flash_attn.
+# ruff: noqa: ARG001 - The signatures are those of flash_attn.
 """The functions of flash_attn 4's module `flash_attn.cute`, with its signatures and semantics.
 
 They return the output and the log-sum-exp, which is None if nothing needs it. Bounds of windows may be
-negative. Arguments that select schedules have no effect.
+negative. A window with a negative sum has no effect. Arguments that select schedules have no effect. Programs
+and lists of blocks must be None. Backward passes of `qv` and pages raise `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -13,18 +14,12 @@ import torch
 from torch import Tensor
 
 from flashtune.integrations.flash_attn import cache as caches
-from flashtune.integrations.flash_attn.attend import (
-    NO_DESCALES,
-    Attended,
-    Descales,
-    combined,
-    without_gradient,
-)
-from flashtune.integrations.flash_attn.features import Features, UnsupportedError, read_bounds
+from flashtune.integrations.flash_attn.attend import Attended, combined, without_gradient
+from flashtune.integrations.flash_attn.features import Descales, Features, UnsupportedError, read_bounds
 from flashtune.integrations.flash_attn.flash_attn_3 import sequences_of
-from flashtune.integrations.flash_attn.gradients import gradients, written
+from flashtune.integrations.flash_attn.gradients import gradients
 from flashtune.integrations.flash_attn.sequences import NO_BACKWARD, attend_cache, attend_sequences
-from flashtune.integrations.flash_attn.token_rows import as_lengths
+from flashtune.integrations.flash_attn.token_rows import WHOLE, as_lengths
 
 Window = tuple[int | None, int | None]
 Output = tuple[Tensor, Tensor | None]
@@ -77,34 +72,21 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> Output:
-    """Returns the attention of [batch, tokens, heads, width], and the log-sum-exp.
+    """Returns the attention of [batch, tokens, heads, width], and the log-sum-exp, as flash_attn 4's.
 
-    Args:
-        q: Queries.
-        k: Keys, with as many or fewer heads.
-        v: Values, up to 512 wide.
-        qv: Queries whose products with the values are added to the scores. There is then no backward pass.
-        gather_kv_indices: Must be None, as the other arguments that are not listed.
-        softmax_scale: Factor of the scores; 1 / sqrt(width of q and qv) by default.
-        causal: Whether keys after the query are hidden. The last query sees the last key.
-        window_size: Numbers of visible keys before and after the query's own; None for all. A window with a
-            negative sum has no effect.
-        learnable_sink: A logit of each head without a value, of any floating type: [heads].
-        softcap: Replaces scores s by softcap · tanh(s / softcap). 0 disables it.
-        num_splits: Without effect.
-        pack_gqa: Without effect.
-        deterministic: Whether gradients must be bit-identical between runs.
-        return_lse: Whether the log-sum-exp [batch, heads, tokens] has gradients.
-
-    Raises:
-        UnsupportedError: An argument has no kernels.
+    The log-sum-exp has gradients with `return_lse` only.
     """
     _refuse(locals())
-    features = read_window(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic)
-    wants_lse = return_lse or _needs_grad(q, k, v, qv, learnable_sink)
-    whole = sequences_of(q, None, None, None)
-    result = attend_sequences(q, k, v, whole, whole, features, qv=qv, wants_lse=wants_lse)
-    return _output(result, return_lse)
+    features = read_window(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        sinks=learnable_sink,
+        deterministic=deterministic,
+        wants_lse=return_lse or _needs_grad(q, k, v, qv, learnable_sink),
+    )
+    return _output(attend_sequences(q, k, v, WHOLE, WHOLE, features, qv=qv), return_lse)
 
 
 def flash_attn_varlen_func(
@@ -140,50 +122,25 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> Output:
-    """Returns the attention of sequences of different lengths, and the log-sum-exp.
+    """Returns the attention of sequences of different lengths, and the log-sum-exp, as flash_attn 4's.
 
-    Args:
-        q: Queries, packed [tokens, heads, width]; [batch, tokens, heads, width] without `cu_seqlens_q`.
-        k: Keys, likewise; pages [pages, page size, kv_heads, width] with `page_table`.
-        v: Values, likewise.
-        qv: As in `flash_attn_func`.
-        cu_seqlens_q: Offsets of packed queries and the end of the last sequence, int32 [batch + 1].
-        cu_seqlens_k: Offsets of packed keys, likewise.
-        max_seqlen_q: Number of queries of the longest sequence, or more; by default of all.
-        max_seqlen_k: Number of keys of the longest sequence, or more, likewise.
-        min_seqlen_k: Without effect.
-        seqused_q: Number of queries of each sequence that count, int32 [batch]. Others get zeros.
-        seqused_k: Number of keys of each sequence that count, int32 [batch].
-        gather_kv_indices: Must be None, as the other arguments that are not listed.
-        page_table: Pages of each sequence, int32 [batch, columns]. There is then no backward pass.
-        softmax_scale: As in `flash_attn_func`, as the next ones.
-        causal: Whether keys after the query are hidden.
-        window_size: Numbers of visible keys before and after the query's own.
-        learnable_sink: A logit of each head without a value.
-        softcap: Bound of the scores.
-        num_splits: Without effect.
-        pack_gqa: Without effect.
-        deterministic: Whether gradients must be bit-identical between runs.
-        return_lse: Whether the log-sum-exp, [heads, tokens] or [batch, heads, tokens], has gradients.
-        scheduler_metadata: Without effect, as the next ones.
-
-    Raises:
-        UnsupportedError: An argument has no kernels.
+    Without `cu_seqlens_q`, `q` is [batch, tokens, heads, width]. Keys are likewise, or pages with
+    `page_table`. Queries that do not count, by `seqused_q`, get zeros. The log-sum-exp has gradients with
+    `return_lse` only.
     """
     _refuse(locals())
-    features = read_window(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic)
-    return _output(
-        _attended(
-            (q, k, v, qv),
-            (cu_seqlens_q, cu_seqlens_k),
-            (max_seqlen_q, max_seqlen_k),
-            (seqused_q, seqused_k),
-            page_table,
-            features,
-            return_lse or _needs_grad(q, k, v, qv, learnable_sink),
-        ),
-        return_lse,
+    features = read_window(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        sinks=learnable_sink,
+        deterministic=deterministic,
+        wants_lse=return_lse or _needs_grad(q, k, v, qv, learnable_sink),
     )
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    result = _attended((q, k, v, qv), starts, longest, (seqused_q, seqused_k), page_table, features)
+    return _output(result, return_lse)
 
 
 def flash_attn_combine(
@@ -198,15 +155,7 @@ def flash_attn_combine(
 ) -> Output:
     """Returns the attention over the keys of all parts, and its log-sum-exp if `return_lse` is set.
 
-    Args:
-        out_partial: Outputs, [parts, batch, tokens, heads, width] or packed [parts, tokens, heads, width].
-        lse_partial: Their natural log-sum-exps, float32 without the last dimension.
-        out: A tensor for the output.
-        out_dtype: Type of the output; by default that of `out_partial`.
-        cu_seqlens: Without effect: packed tokens are combined one by one.
-        seqused: Without effect: tokens that do not count are combined too.
-        virtual_batch_idx: Without effect: it is the order in which kernels visit the sequences.
-        return_lse: Whether to return the log-sum-exp.
+    Packed tokens are combined one by one, also those that do not count by `seqused`.
     """
     found, lse = combined(out_partial, lse_partial)
     result = found.to(out_dtype or out_partial.dtype) if out is None else out.copy_(found)
@@ -252,11 +201,7 @@ def _flash_attn_fwd_combine(
     *,
     _arch: int | None = None,
 ) -> None:
-    """Writes the attention over the keys of all parts to `out`, and its log-sum-exp to `lse`.
-
-    Raises:
-        UnsupportedError: Numbers of parts or a semaphore are given.
-    """
+    """Writes the attention over the keys of all parts to `out`, and its log-sum-exp to `lse`."""
     if num_splits_dynamic_ptr is not None or semaphore_to_reset is not None:
         raise UnsupportedError(
             "num_splits_dynamic_ptr and semaphore_to_reset have no kernels: leave them out"
@@ -294,25 +239,21 @@ def _flash_attn_fwd(
     v_descale: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:
-    """Returns the output, the log-sum-exp and twice None. It takes no part in autograd.
-
-    Raises:
-        UnsupportedError: An argument has no kernels.
-    """
+    """Returns the output, the log-sum-exp and twice None. It takes no part in autograd."""
     _refuse(others)
-    window = window_size_left, window_size_right
-    features = read_window(softmax_scale, causal, window, learnable_sink, softcap or 0.0, False)
-    wants_lse = return_lse or lse is not None or _needs_grad(q, k, v, qv, learnable_sink)
+    features = read_window(
+        softmax_scale,
+        causal,
+        (window_size_left, window_size_right),
+        softcap,
+        sinks=learnable_sink,
+        descales=Descales(q_descale, k_descale, v_descale),
+        wants_lse=return_lse or lse is not None or _needs_grad(q, k, v, qv, learnable_sink),
+    )
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     with torch.no_grad():
         found, found_lse = _attended(
-            (q, k, v, qv),
-            (cu_seqlens_q, cu_seqlens_k),
-            (max_seqlen_q, max_seqlen_k),
-            (seqused_q, seqused_k),
-            page_table,
-            features,
-            wants_lse,
-            Descales(q_descale, k_descale, v_descale),
+            (q, k, v, qv), starts, longest, (seqused_q, seqused_k), page_table, features
         )
         if lse is not None and found_lse is not None:
             found_lse = lse.copy_(found_lse)
@@ -346,39 +287,24 @@ def _flash_attn_bwd(
     learnable_sink: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v, written to dq, dk and dv where they are given.
-
-    Raises:
-        UnsupportedError: An argument has no kernels, or a sink or a gradient of the log-sum-exp is given.
-    """
+    """Returns the gradients of q, k and v, written to dq, dk and dv where they are given."""
     _refuse(others)
     if learnable_sink is not None or dlse is not None:
         raise UnsupportedError("_flash_attn_bwd takes no learnable_sink and no dlse: use autograd")
     window = window_size_left, window_size_right
-    features = read_window(softmax_scale, causal, window, None, softcap, deterministic)
+    features = read_window(softmax_scale, causal, window, softcap, deterministic=deterministic)
     queries = sequences_of(q, cu_seqlens_q, max_seqlen_q, seqused_q)
     keys = sequences_of(k, cu_seqlens_k, max_seqlen_k, seqused_k)
-    with torch.no_grad():
-        found = gradients(dout, q, k, v, out, lse, queries, keys, features)
-        return written(found, (dq, dk, dv))
+    return gradients(dout, q, k, v, out, lse, queries, keys, features, (dq, dk, dv))
 
 
 def _flash_attn_bwd_sparse_mla(*arguments: Any, **options: Any) -> Any:
-    """Raises an error.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Raises an error."""
     raise UnsupportedError("gather_kv_indices has no kernels in flashtune: call flash_attn for sparse MLA")
 
 
 def read_window(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    learnable_sink: Tensor | None,
-    softcap: float,
-    deterministic: bool,
+    softmax_scale: float | None, causal: bool, window_size: Window, softcap: float | None, **others: Any
 ) -> Features:
     """Returns the options of a call of flash_attn 4, in which None means no bound."""
     left, right = read_bounds(window_size)
@@ -394,8 +320,7 @@ def read_window(
         left=left,
         right=None if causal else right,
         softcap=float(softcap or 0.0),
-        sinks=learnable_sink,
-        deterministic=deterministic,
+        **others,
     )
 
 
@@ -406,16 +331,12 @@ def _attended(
     used: tuple[Tensor | None, Tensor | None],
     table: Tensor | None,
     features: Features,
-    wants_lse: bool,
-    descales: Descales = NO_DESCALES,
 ) -> Attended:
     q, k, v, qv = tensors
     queries = sequences_of(q, starts[0], longest[0], used[0])
     if table is None:
         keys = sequences_of(k, starts[1], longest[1], used[1])
-        return attend_sequences(
-            q, k, v, queries, keys, features, qv=qv, descales=descales, wants_lse=wants_lse
-        )
+        return attend_sequences(q, k, v, queries, keys, features, qv=qv)
     cache = caches.cache_of(k, v, table, None, table.shape[0])
     lengths = used[1]
     if lengths is None and starts[1] is not None:
@@ -423,9 +344,7 @@ def _attended(
     if lengths is None:
         bound = cache.capacity if longest[1] is None else min(longest[1], cache.capacity)
         lengths = torch.full((table.shape[0],), bound, dtype=torch.int32, device=q.device)
-    out, lse = attend_cache(
-        q, cache, lengths, queries, features, qv=qv, descales=descales, wants_lse=wants_lse
-    )
+    out, lse = attend_cache(q, cache, lengths, queries, features, qv=qv)
     return without_gradient(NO_BACKWARD.format("page_table"), out, q, k, v, features.sinks), lse
 
 

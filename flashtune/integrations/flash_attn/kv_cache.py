@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from flashtune.core.errors import ProblemError
 from flashtune.integrations.flash_attn import cache as caches
-from flashtune.integrations.flash_attn.attend import NO_DESCALES, Attended, Descales, dense
+from flashtune.integrations.flash_attn.attend import Attended, dense
 from flashtune.integrations.flash_attn.cache import Cache
 from flashtune.integrations.flash_attn.features import Features
 from flashtune.integrations.flash_attn.rotary import rotated, token_positions
@@ -15,86 +17,72 @@ from flashtune.integrations.flash_attn.sequences import attend_cache
 from flashtune.integrations.flash_attn.token_rows import Sequences, as_lengths, sequence_numbers
 from flashtune.runtime.value_checks import is_capturing, values_are_checked
 
-# Cosines, sines, whether neighbouring columns are rotated together, and positions of the first new tokens.
-Rotary = tuple[Tensor | None, Tensor | None, bool, Tensor | None]
+
+class NewTokens(NamedTuple):
+    """Tokens that a call appends to a cache, and the rotary embedding of them and the queries.
+
+    Attributes:
+        k: Their keys, [batch, tokens, heads, width], or packed [tokens, heads, width].
+        v: Their values, likewise.
+        starts: Offsets of packed tokens, int32 [batch + 1].
+        cos: Cosines of the rotary embedding.
+        sin: Sines, likewise.
+        interleaved: Whether neighbouring columns are rotated together.
+        offsets: Positions of the first new tokens; by default, those behind the tokens in the cache.
+    """
+
+    k: Tensor | None
+    v: Tensor | None
+    starts: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
+    offsets: Tensor | None
 
 
 def attend_and_append(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    new: tuple[Tensor | None, Tensor | None],
+    new: NewTokens,
     lengths: int | Tensor | None,
     queries: Sequences,
     features: Features,
     *,
-    starts_new: Tensor | None = None,
-    rotary: Rotary = (None, None, True, None),
     batch_index: Tensor | None = None,
     skipped: Tensor | None = None,
     table: Tensor | None = None,
     qv: Tensor | None = None,
-    descales: Descales = NO_DESCALES,
-    wants_lse: bool = False,
 ) -> Attended:
     """Returns the attention to a cache after new tokens were appended to it, without gradients.
 
-    Args:
-        q: Queries, [batch, tokens, heads, width] or packed [tokens, heads, width].
-        k_cache: Keys, [sequences, capacity, kv_heads, width], or pages with a table.
-        v_cache: Values, likewise.
-        new: New keys and values, or None.
-        lengths: Number of tokens in the cache; None if it is full.
-        queries: Where the sequences of queries are.
-        features: The options.
-        starts_new: Offsets of packed new tokens, int32 [batch + 1].
-        rotary: The rotary embedding of the queries and the new keys.
-        batch_index: Row of the cache or the table for each sequence, int32 [batch].
-        skipped: Number of first tokens of the cache to ignore, int32 [batch].
-        table: Pages of each sequence, int32 [batch, columns].
-        qv: Queries whose products with the values are added to the scores.
-        descales: Factors of 8-bit inputs.
-        wants_lse: Whether to return the log-sum-exp.
-
-    Raises:
-        ProblemError: New tokens have no values or no lengths, or the rotary embedding has no new tokens.
+    `lengths` is the number of tokens in the cache, None if it is full. `skipped` is the number of first
+    tokens of the cache that do not count. The other arguments are those of `cache_of` and `attend_sequences`.
     """
     batch = q.shape[0] if queries.starts is None else queries.starts.numel() - 1
     cache = caches.cache_of(k_cache, v_cache, table, batch_index, batch)
     is_cached = table is not None or batch_index is not None or skipped is not None or qv is not None
     is_dense = not is_cached and queries.starts is None and queries.is_whole
     with torch.no_grad():
-        if lengths is None and new[0] is None and is_dense:
-            return _dense(q, cache, None, features, descales, wants_lse)
-        if lengths is None and new[0] is not None:
-            raise ProblemError("new keys are given without cache_seqlens: pass how many tokens the cache has")
-        if new[0] is not None:
-            check_room(lengths, new[0], starts_new, cache.capacity)
+        if lengths is None and new.k is None and is_dense:
+            return _dense(q, cache, None, features)
+        if new.k is not None:
+            if lengths is None:
+                raise ProblemError(
+                    "new keys are given without cache_seqlens: pass how many tokens the cache has"
+                )
+            check_room(lengths, new.k, new.starts, cache.capacity)
         present = cache.capacity if lengths is None else lengths
         if not isinstance(present, Tensor):
             present = torch.full((batch,), present, dtype=torch.int32, device=q.device)
-        q, present = _appended(q, cache, new, present, queries, features, starts_new, rotary)
+        q, present = _appended(q, cache, new, present, queries, features)
         if is_dense:
-            return _dense(q, cache, present, features, descales, wants_lse)
-        return attend_cache(
-            q,
-            cache,
-            present,
-            queries,
-            features,
-            skipped=skipped,
-            qv=qv,
-            descales=descales,
-            wants_lse=wants_lse,
-        )
+            return _dense(q, cache, present, features)
+        return attend_cache(q, cache, present, queries, features, skipped=skipped, qv=qv)
 
 
-def check_room(lengths: int | Tensor | None, k: Tensor, starts: Tensor | None, capacity: int) -> None:
-    """Checks that new tokens fit a cache, by numbers of the host, and by values that are checked.
-
-    Raises:
-        ProblemError: A length is negative, or new tokens do not fit.
-    """
+def check_room(lengths: int | Tensor, k: Tensor, starts: Tensor | None, capacity: int) -> None:
+    """Checks that new tokens fit a cache, by numbers of the host, and by values that are checked."""
     if starts is None and k.shape[1] > capacity:
         raise ProblemError(f"k has {k.shape[1]} new tokens and the cache has room for {capacity}: pass fewer")
     known = next((one for one in (lengths, starts) if isinstance(one, Tensor)), torch.empty(0))
@@ -113,29 +101,19 @@ def check_room(lengths: int | Tensor | None, k: Tensor, starts: Tensor | None, c
         )
 
 
-def _dense(
-    q: Tensor, cache: Cache, lengths: Tensor | None, features: Features, descales: Descales, wants_lse: bool
-) -> Attended:
+def _dense(q: Tensor, cache: Cache, lengths: Tensor | None, features: Features) -> Attended:
     """Returns the attention to a dense cache whose first sequences are those of the call."""
     k, v = cache.k[: q.shape[0]], cache.v[: q.shape[0]]
     if lengths is not None:
         lengths = lengths.to(torch.int32).contiguous()
-    return dense(q, k, v, features, lengths=lengths, descales=descales, wants_lse=wants_lse)
+    return dense(q, k, v, features, lengths=lengths)
 
 
 def _appended(
-    q: Tensor,
-    cache: Cache,
-    new: tuple[Tensor | None, Tensor | None],
-    lengths: Tensor,
-    queries: Sequences,
-    features: Features,
-    starts_new: Tensor | None,
-    rotary: Rotary,
+    q: Tensor, cache: Cache, new: NewTokens, lengths: Tensor, queries: Sequences, features: Features
 ) -> tuple[Tensor, Tensor]:
     """Returns the rotated queries and the lengths with new tokens, which are in the cache then."""
-    k, v = new
-    cos, sin, interleaved, offsets = rotary
+    k, v, starts, cos, sin, interleaved, offsets = new
     if (k is None) != (v is None):
         raise ProblemError("only one of new keys and new values is given: pass both, or none")
     if (cos is None) != (sin is None):
@@ -144,13 +122,13 @@ def _appended(
         if cos is not None:
             raise ProblemError("rotary_cos is given without new keys: pass k and v, or leave it out")
         return q, lengths
-    tokens = k.shape[1] if starts_new is None else k.shape[0]
+    tokens = k.shape[1] if starts is None else k.shape[0]
     if cos is not None and sin is not None:
         first = lengths if offsets is None else offsets
-        k = rotated(k, cos, sin, token_positions(first, tokens, starts_new), interleaved)
+        k = rotated(k, cos, sin, token_positions(first, tokens, starts), interleaved)
         q = rotated(q, cos, sin, _query_positions(q, first, queries, features), interleaved)
-    caches.append(cache, k, v, lengths, starts_new)
-    added = tokens if starts_new is None else as_lengths(starts_new)
+    caches.append(cache, k, v, lengths, starts)
+    added = tokens if starts is None else as_lengths(starts)
     return q, (lengths + added).clamp_(0, cache.capacity)
 
 

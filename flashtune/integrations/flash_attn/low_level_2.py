@@ -5,6 +5,9 @@ They take no part in autograd. `rng_state` is int64 [2]: the seed of dropout, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,9 +19,9 @@ from flashtune.integrations.flash_attn.dropout_pattern import (
     capability_of,
     dropout_pattern,
 )
-from flashtune.integrations.flash_attn.features import Features, UnsupportedError, read_features, within
+from flashtune.integrations.flash_attn.features import Features, UnsupportedError, read_features
 from flashtune.integrations.flash_attn.flash_attn_2 import flash_attn_with_kvcache, with_infinity
-from flashtune.integrations.flash_attn.gradients import gradients, row_sums, written
+from flashtune.integrations.flash_attn.gradients import gradients, row_sums
 from flashtune.integrations.flash_attn.sequences import attend_cache, attend_sequences
 from flashtune.integrations.flash_attn.token_rows import WHOLE, Sequences, as_lengths
 from flashtune.request.dropout import draw_seed
@@ -44,9 +47,9 @@ def _flash_attn_forward(
     """Returns the forward pass of `flash_attn_func`."""
     window = window_size_left, window_size_right
     features = read_features(
-        softmax_scale, causal, window, softcap, alibi_slopes=alibi_slopes, dropout=dropout_p
+        softmax_scale, causal, window, softcap, k.shape[1], alibi_slopes=alibi_slopes, dropout=dropout_p
     )
-    return _forward(q, k, v, WHOLE, WHOLE, within(features, k.shape[1]), return_softmax)
+    return _forward(q, k, v, WHOLE, WHOLE, features, return_softmax)
 
 
 def _flash_attn_varlen_forward(
@@ -71,17 +74,19 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> Forward:
-    """Returns the forward pass of `flash_attn_varlen_func`.
-
-    Raises:
-        SplitError: `num_splits` is larger than 1 and keys are in pages, which flash_attn rejects too.
-    """
+    """Returns the forward pass of `flash_attn_varlen_func`."""
     del zero_tensors
     window = window_size_left, window_size_right
     features = read_features(
-        softmax_scale, causal, window, softcap, alibi_slopes=alibi_slopes, dropout=dropout_p
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        keys=max_seqlen_k,
+        alibi_slopes=alibi_slopes,
+        dropout=dropout_p,
+        wants_lse=True,
     )
-    features = within(features, max_seqlen_k)
     queries = Sequences(cu_seqlens_q, max_seqlen_q)
     if block_table is None:
         keys = Sequences(cu_seqlens_k, max_seqlen_k, seqused_k, leftpad_k)
@@ -90,7 +95,7 @@ def _flash_attn_varlen_forward(
         raise SplitError("num_splits > 1 is not supported for keys in pages: pass 0")
     cache = caches.cache_of(k, v, block_table, None, block_table.shape[0])
     lengths = as_lengths(cu_seqlens_k) if seqused_k is None else seqused_k
-    out, lse = attend_cache(q, cache, lengths, queries, features, skipped=leftpad_k, wants_lse=True)
+    out, lse = attend_cache(q, cache, lengths, queries, features, skipped=leftpad_k)
     assert lse is not None
     return out, with_infinity(lse), q.new_empty(0), _state(q, None)
 
@@ -122,18 +127,15 @@ def _flash_attn_backward(
         causal,
         window,
         softcap,
+        keys=k.shape[1],
         alibi_slopes=alibi_slopes,
         dropout=dropout_p,
         deterministic=deterministic,
+        seed=_seed(dropout_p, rng_state),
     )
-    features = within(features, k.shape[1])
-    seed = _seed(features, rng_state)
-    sequences = WHOLE
-    with torch.no_grad():
-        found = gradients(dout, q, k, v, out, softmax_lse, sequences, sequences, features, seed)
-        written(found, (dq, dk, dv))
-        sums = row_sums(dout, out)
-        return torch.nn.functional.pad(sums, (0, -sums.shape[-1] % PADDING))
+    gradients(dout, q, k, v, out, softmax_lse, WHOLE, WHOLE, features, (dq, dk, dv))
+    sums = row_sums(dout, out)
+    return torch.nn.functional.pad(sums, (0, -sums.shape[-1] % PADDING))
 
 
 def _flash_attn_varlen_backward(
@@ -169,17 +171,15 @@ def _flash_attn_varlen_backward(
         causal,
         window,
         softcap,
+        keys=max_seqlen_k,
         alibi_slopes=alibi_slopes,
         dropout=dropout_p,
         deterministic=deterministic,
+        seed=_seed(dropout_p, rng_state),
     )
-    features = within(features, max_seqlen_k)
     queries, keys = Sequences(cu_seqlens_q, max_seqlen_q), Sequences(cu_seqlens_k, max_seqlen_k)
-    seed = _seed(features, rng_state)
-    with torch.no_grad():
-        found = gradients(dout, q, k, v, out, softmax_lse, queries, keys, features, seed)
-        written(found, (dq, dk, dv))
-        return row_sums(dout, out)
+    gradients(dout, q, k, v, out, softmax_lse, queries, keys, features, (dq, dk, dv))
+    return row_sums(dout, out)
 
 
 def _get_block_size_n(device: torch.device | str, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
@@ -195,157 +195,91 @@ class GeneratorError(KernelError, RuntimeError):
     """A generator of random numbers was passed, which flash_attn rejects."""
 
 
+# The arguments of the extension's functions, in order.
+FWD = (
+    *("q", "k", "v", "out", "alibi_slopes", "dropout_p", "softmax_scale", "causal"),
+    *("window_size_left", "window_size_right", "softcap", "return_softmax", "generator"),
+)
+VARLEN_FWD = (
+    *("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"),
+    *("alibi_slopes", "max_seqlen_q", "max_seqlen_k", "dropout_p", "softmax_scale", "zero_tensors", "causal"),
+    *("window_size_left", "window_size_right", "softcap", "return_softmax", "generator", "num_splits"),
+)
+BWD = (
+    *("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "alibi_slopes"),
+    *("dropout_p", "softmax_scale", "causal"),
+    *("window_size_left", "window_size_right", "softcap", "deterministic", "generator", "rng_state"),
+)
+VARLEN_BWD = (
+    *("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "cu_seqlens_q", "cu_seqlens_k"),
+    *("alibi_slopes", "max_seqlen_q", "max_seqlen_k", "dropout_p", "softmax_scale", "zero_tensors", "causal"),
+    *("window_size_left", "window_size_right", "softcap", "deterministic", "generator", "rng_state"),
+)
+FWD_KVCACHE = (
+    *("q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "rotary_cos", "rotary_sin", "cache_batch_idx"),
+    *("cache_leftpad", "block_table", "alibi_slopes", "out", "softmax_scale", "causal"),
+    *("window_size_left", "window_size_right", "softcap", "rotary_interleaved", "num_splits"),
+)
+
+
 class Extension:
     """The functions of flash_attn's extension module `flash_attn_2_cuda`, with positional arguments."""
 
     @staticmethod
-    def fwd(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        alibi_slopes: Tensor | None,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        left: int,
-        right: int,
-        softcap: float,
-        return_softmax: bool,
-        generator: object = None,
-    ) -> Forward:
+    def fwd(*arguments: Any) -> Forward:
         """Returns `_flash_attn_forward`."""
-        _refuse_generator(generator)
-        options = dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax
-        return _into(out, _flash_attn_forward(q, k, v, *options))
+        options = _named(FWD, arguments, optional=1)
+        return _into(options.pop("out"), _flash_attn_forward(**options))
 
     @staticmethod
-    def varlen_fwd(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        seqused_k: Tensor | None,
-        leftpad_k: Tensor | None,
-        block_table: Tensor | None,
-        alibi_slopes: Tensor | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        zero_tensors: bool,
-        causal: bool,
-        left: int,
-        right: int,
-        softcap: float,
-        return_softmax: bool,
-        generator: object = None,
-        num_splits: int = 0,
-    ) -> Forward:
+    def varlen_fwd(*arguments: Any) -> Forward:
         """Returns `_flash_attn_varlen_forward`."""
-        _refuse_generator(generator)
-        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        options = dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax
-        pages = block_table, leftpad_k, seqused_k, zero_tensors, num_splits
-        return _into(out, _flash_attn_varlen_forward(q, k, v, *(*lengths, *options, *pages)))
+        options = _named(VARLEN_FWD, arguments, optional=2)
+        return _into(options.pop("out"), _flash_attn_varlen_forward(**options))
 
     @staticmethod
-    def bwd(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-        alibi_slopes: Tensor | None,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        left: int,
-        right: int,
-        softcap: float,
-        deterministic: bool,
-        generator: object = None,
-        rng_state: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def bwd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the gradients, and the result of `_flash_attn_backward`."""
-        _refuse_generator(generator)
-        results = _allocated((dq, dk, dv), (q, k, v))
-        options = dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, deterministic
-        return *results, _flash_attn_backward(
-            dout, q, k, v, out, softmax_lse, *(*results, *options, rng_state)
-        )
+        return _allocated(_flash_attn_backward, **_named(BWD, arguments, optional=2))
 
     @staticmethod
-    def varlen_bwd(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        alibi_slopes: Tensor | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        zero_tensors: bool,
-        causal: bool,
-        left: int,
-        right: int,
-        softcap: float,
-        deterministic: bool,
-        generator: object = None,
-        rng_state: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def varlen_bwd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the gradients, and the result of `_flash_attn_varlen_backward`."""
-        _refuse_generator(generator)
-        results = _allocated((dq, dk, dv), (q, k, v))
-        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        options = dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, deterministic
-        return *results, _flash_attn_varlen_backward(
-            dout, q, k, v, out, softmax_lse, *(*results, *lengths, *options, rng_state, zero_tensors)
-        )
+        return _allocated(_flash_attn_varlen_backward, **_named(VARLEN_BWD, arguments, optional=2))
 
     @staticmethod
-    def fwd_kvcache(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        cache_seqlens: Tensor | None,
-        rotary_cos: Tensor | None,
-        rotary_sin: Tensor | None,
-        cache_batch_idx: Tensor | None,
-        cache_leftpad: Tensor | None,
-        block_table: Tensor | None,
-        alibi_slopes: Tensor | None,
-        out: Tensor | None,
-        softmax_scale: float,
-        causal: bool,
-        left: int,
-        right: int,
-        softcap: float,
-        rotary_interleaved: bool,
-        num_splits: int,
-    ) -> tuple[Tensor, Tensor]:
+    def fwd_kvcache(*arguments: Any) -> tuple[Tensor, Tensor]:
         """Returns `flash_attn_with_kvcache` with the log-sum-exp."""
-        tokens = k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
-        options = softmax_scale, causal, (left, right), softcap, rotary_interleaved, alibi_slopes, num_splits
-        found = flash_attn_with_kvcache(q, k_cache, v_cache, *tokens, *options, True)
-        assert isinstance(found, tuple)
-        return (found[0] if out is None else out.copy_(found[0])), found[1]
+        options = _named(FWD_KVCACHE, arguments)
+        into = options.pop("out")
+        window = options.pop("window_size_left"), options.pop("window_size_right")
+        out, lse = flash_attn_with_kvcache(**options, window_size=window, return_softmax_lse=True)
+        return (out if into is None else into.copy_(out)), lse
+
+
+def _named(names: tuple[str, ...], arguments: tuple[Any, ...], optional: int = 0) -> dict[str, Any]:
+    """Returns positional arguments by name. The last `optional` ones may be absent."""
+    if not len(names) - optional <= len(arguments) <= len(names):
+        raise TypeError(f"{len(arguments)} arguments were passed: pass {', '.join(names)}")
+    named = dict(zip(names, arguments, strict=False))
+    if named.pop("generator", None) is not None:
+        raise GeneratorError(
+            "the `generator` argument is no longer supported: pass None, and seed torch's default generator"
+        )
+    return named
+
+
+def _into(out: Tensor | None, results: Forward) -> Forward:
+    return results if out is None else (out.copy_(results[0]), *results[1:])
+
+
+def _allocated(backward: Callable[..., Tensor], **arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of a backward function, in new tensors where they are None, and its result."""
+    for name, gradient in (("q", "dq"), ("k", "dk"), ("v", "dv")):
+        if arguments[gradient] is None:
+            arguments[gradient] = torch.empty_like(arguments[name])
+    sums = backward(**arguments)
+    return arguments["dq"], arguments["dk"], arguments["dv"], sums
 
 
 def _forward(
@@ -358,13 +292,13 @@ def _forward(
     return_softmax: bool,
 ) -> Forward:
     with torch.no_grad():
-        seed = draw_seed(q.device) if features.dropout else None
-        out, lse = attend_sequences(q, k, v, queries, keys, features, seed=seed, wants_lse=True)
+        features = features._replace(wants_lse=True, seed=draw_seed(q.device) if features.dropout else None)
+        out, lse = attend_sequences(q, k, v, queries, keys, features)
         assert lse is not None
         pattern = q.new_empty(0)
-        if seed is not None and return_softmax:
-            pattern = dropout_pattern(q, k, queries, keys, features, seed)
-        return out, with_infinity(lse), pattern, _state(q, seed)
+        if features.seed is not None and return_softmax:
+            pattern = dropout_pattern(q, k, queries, keys, features)
+        return out, with_infinity(lse), pattern, _state(q, features.seed)
 
 
 def _state(q: Tensor, seed: Tensor | None) -> Tensor:
@@ -373,34 +307,10 @@ def _state(q: Tensor, seed: Tensor | None) -> Tensor:
     return state if seed is None else torch.cat([seed, state[1:]])
 
 
-def _seed(features: Features, state: Tensor | None) -> Tensor | None:
-    """Returns the seed of a call's dropout.
-
-    Raises:
-        UnsupportedError: There is dropout, and the state is None.
-    """
-    if not features.dropout:
+def _seed(dropout_p: float, state: Tensor | None) -> Tensor | None:
+    """Returns the seed of a call's dropout."""
+    if not dropout_p:
         return None
     if state is None:
         raise UnsupportedError("rng_state is None and dropout_p is not 0: pass that of the forward pass")
     return state[:1].contiguous()
-
-
-def _allocated(
-    given: tuple[Tensor | None, ...], like: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    found = [
-        torch.empty_like(one) if other is None else other for one, other in zip(like, given, strict=True)
-    ]
-    return found[0], found[1], found[2]
-
-
-def _into(out: Tensor | None, results: Forward) -> Forward:
-    return results if out is None else (out.copy_(results[0]), *results[1:])
-
-
-def _refuse_generator(generator: object) -> None:
-    if generator is not None:
-        raise GeneratorError(
-            "the `generator` argument is no longer supported: pass None, and seed torch's default generator"
-        )

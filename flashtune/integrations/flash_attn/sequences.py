@@ -1,4 +1,7 @@
-"""Attention for any combination of dense, packed, partly used and cached sequences."""
+"""Attention for any combination of dense, packed, partly used and cached sequences.
+
+Queries are [batch, tokens, heads, width], or packed [tokens, heads, width]. Keys and values are likewise.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtune.integrations.flash_attn import cache as caches
-from flashtune.integrations.flash_attn.attend import (
-    E4M3,
-    NO_DESCALES,
-    Attended,
-    Descales,
-    dense,
-    packed,
-    paged,
-    without_gradient,
-)
+from flashtune.integrations.flash_attn.attend import E4M3, Attended, dense, packed, paged, without_gradient
 from flashtune.integrations.flash_attn.cache import Cache
 from flashtune.integrations.flash_attn.features import Features, UnsupportedError
 from flashtune.integrations.flash_attn.token_rows import (
@@ -38,49 +32,28 @@ def attend_sequences(
     queries: Sequences,
     keys: Sequences,
     features: Features,
-    *,
     qv: Tensor | None = None,
-    descales: Descales = NO_DESCALES,
-    seed: Tensor | None = None,
-    wants_lse: bool = False,
 ) -> Attended:
     """Returns the attention of sequences whose keys are not in a cache.
 
-    Args:
-        q: Queries, [batch, tokens, heads, width] or packed [tokens, heads, width].
-        k: Keys, likewise.
-        v: Values, likewise.
-        queries: Where the sequences of queries are.
-        keys: Where the sequences of keys are.
-        features: The options.
-        qv: Queries whose products with the values are added to the scores, as `q` with the width of values.
-        descales: Factors of 8-bit inputs.
-        seed: Seed of dropout, int64 [1].
-        wants_lse: Whether to return the log-sum-exp, [batch, heads, tokens] or [heads, tokens].
-
-    Returns:
-        The output in q's shape, and the log-sum-exp. Tokens that do not count get zeros and -inf.
-
-    Raises:
-        UnsupportedError: Queries of 8 bits go with `qv`.
+    Products of `qv` with the values are added to the scores. Tokens that do not count get zeros, and a
+    log-sum-exp of -inf.
     """
     if qv is not None:
         with torch.no_grad():
             wide_k, counts = padded(k, keys)
             cache = caches.as_cache(wide_k, padded(v, keys)[0])
-            out, lse = attend_cache(q, cache, counts, queries, features, qv=qv, wants_lse=wants_lse)
+            out, lse = attend_cache(q, cache, counts, queries, features, qv=qv)
         return without_gradient(NO_BACKWARD.format("qv"), out, q, k, v, qv), lse
     if q.dtype is E4M3 and torch.is_grad_enabled():
         with torch.no_grad():
-            out, lse = attend_sequences(
-                q, k, v, queries, keys, features, descales=descales, wants_lse=wants_lse
-            )
+            out, lse = attend_sequences(q, k, v, queries, keys, features)
         return without_gradient(NO_BACKWARD.format("8-bit queries"), out, q, k, v), lse
     if features.has_negative_bound:
-        return _masked(q, k, v, queries, keys, features, wants_lse)
+        return _masked(q, k, v, queries, keys, features)
     if queries.starts is None and queries.is_whole and keys.starts is None and keys.skipped is None:
         lengths = None if keys.used is None else keys.used.to(torch.int32)
-        return dense(q, k, v, features, lengths=lengths, descales=descales, seed=seed, wants_lse=wants_lse)
+        return dense(q, k, v, features, lengths=lengths)
     how_q, how_k = packing(q, queries), packing(k, keys)
     out, lse = packed(
         packed_rows(q, queries, how_q),
@@ -89,9 +62,6 @@ def attend_sequences(
         (how_q.starts, how_k.starts),
         (how_q.longest, how_k.longest),
         features,
-        descales=descales,
-        seed=seed,
-        wants_lse=wants_lse,
     )
     return _in_place(out, lse, q, queries, how_q)
 
@@ -105,41 +75,19 @@ def attend_cache(
     *,
     skipped: Tensor | None = None,
     qv: Tensor | None = None,
-    descales: Descales = NO_DESCALES,
-    wants_lse: bool = False,
 ) -> Attended:
     """Returns the attention of queries to keys in a cache, without gradients.
 
-    Args:
-        q: Queries, [batch, tokens, heads, width] or packed [tokens, heads, width].
-        cache: The cache, with the new tokens.
-        lengths: Number of keys of each sequence, with skipped ones: int32 [batch].
-        queries: Where the sequences of queries are.
-        features: The options.
-        skipped: Number of first keys of each sequence that do not count, int32 [batch].
-        qv: As in `attend_sequences`.
-        descales: Factors of 8-bit inputs.
-        wants_lse: Whether to return the log-sum-exp.
-
-    Raises:
-        UnsupportedError: Queries of 8 bits go with `qv`.
+    `lengths` is the number of keys of each sequence, int32 [batch]. It includes the new tokens and `skipped`,
+    the number of first keys that do not count. `qv` is as in `attend_sequences`.
     """
     with torch.no_grad():
         if not queries.is_whole:
             how = packing(q, queries)
             rows = packed_rows(q, queries, how)
             values = None if qv is None else packed_rows(qv, queries, how)
-            out, lse = attend_cache(
-                rows,
-                cache,
-                lengths,
-                Sequences(how.starts, how.longest),
-                features,
-                skipped=skipped,
-                qv=values,
-                descales=descales,
-                wants_lse=wants_lse,
-            )
+            whole = Sequences(how.starts, how.longest)
+            out, lse = attend_cache(rows, cache, lengths, whole, features, skipped=skipped, qv=values)
             return _in_place(out, lse, q, queries, how)
         if qv is not None and q.dtype.itemsize == 1:
             raise UnsupportedError("qv is for queries of 16 bits, in flash_attn too: convert q, k, v and qv")
@@ -153,8 +101,7 @@ def attend_cache(
                 k, latent = torch.cat([v, k], -1), v.shape[-1]
                 q = torch.cat([qv, q], -1)
             elif queries.starts is None:
-                lengths = lengths.to(torch.int32)
-                return dense(q, k, v, features, lengths=lengths, descales=descales, wants_lse=wants_lse)
+                return dense(q, k, v, features, lengths=lengths.to(torch.int32))
             pages = caches.kernel_pages(caches.as_cache(k, v))
             assert pages is not None
         return paged(
@@ -167,8 +114,6 @@ def attend_cache(
             starts=queries.starts,
             longest=queries.longest,
             latent=latent,
-            descales=descales,
-            wants_lse=wants_lse,
         )
 
 
@@ -183,13 +128,7 @@ def _in_place(out: Tensor, lse: Tensor | None, q: Tensor, queries: Sequences, ho
 
 
 def _masked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    queries: Sequences,
-    keys: Sequences,
-    features: Features,
-    wants_lse: bool,
+    q: Tensor, k: Tensor, v: Tensor, queries: Sequences, keys: Sequences, features: Features
 ) -> Attended:
     """Returns the attention with a negative bound of a window, by a mask of padded sequences."""
     if features.alibi_slopes is not None or features.chunk or features.dropout or q.dtype is E4M3:
@@ -211,7 +150,7 @@ def _masked(
     if right is not None:
         seen = seen & (key <= position + right)
     free = features._replace(causal=False, left=None, right=None)
-    out, lse = dense(wide_q, wide_k, wide_v, free, mask=seen[:, None], wants_lse=wants_lse)
+    out, lse = dense(wide_q, wide_k, wide_v, free, mask=seen[:, None])
     if queries.starts is None:
         return out, lse
     out = unpadded_rows(out, queries.starts, q.shape[0])

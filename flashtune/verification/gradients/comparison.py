@@ -1,25 +1,16 @@
-"""Launches a backward kernel on one case and compares its gradients with the reference."""
+"""The comparison of a backward kernel's gradients with the reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
-from flashtune.launch.binding import bind
-from flashtune.verification.comparison import Finding, no_launch
+from flashtune.verification.comparison import Finding, Pass
 from flashtune.verification.gradients.tolerance import beyond_order
-from flashtune.verification.inputs.guarded_tensors import (
-    Guarded,
-    Role,
-    bits_of,
-    checksum,
-    guarded_flat,
-    nonzero,
-    poison,
-    stray_writes,
-)
+from flashtune.verification.inputs.guarded_tensors import bits_of, nonzero
 from flashtune.verification.inputs.placement import capacities, pick, starts
 from flashtune.verification.tolerance import worst_ratio
 
@@ -28,68 +19,32 @@ if TYPE_CHECKING:
 
     from flashtune.core.kernel import Kernel
     from flashtune.core.problem import Problem
-    from flashtune.core.target import Target
-    from flashtune.launch.binding import Binary
     from flashtune.verification.cases import Case
     from flashtune.verification.gradients.inputs import Prepared
 
 
-def gradient_findings(
-    kernel: Kernel,
-    compiled: Binary | None,
-    case: Case,
-    prepared: Prepared,
-    target: Target,
-    cold: int,
-    *,
-    launched: bool = True,
-) -> Iterator[Finding]:
-    """Launches a kernel on a case `case.repeats` times and yields the findings.
+def backward_pass(kernel: Kernel, case: Case, prepared: Prepared) -> Pass:
+    """Returns the launch of a backward kernel.
 
     Each launch is compared with the reference, and later launches also with the first. They must agree bit
     for bit if the problem is deterministic. Otherwise 16-bit gradients may differ by the order of summation.
-    `compiled` is None under the interpreter. Before each launch but the first, `cold` bytes of the L2 cache
-    are flushed. Without `launched` there is no launch, and the findings report that nothing was written.
     """
     # Portable kernels leave the gradient of sinks to torch.
     left_out = set() if kernel.writes("dsinks") else {"dsinks"}
     if kernel.specialization.constant_bias is True:
         left_out.add("dbias")
-    written = {name: one for name, one in prepared.written.items() if name not in left_out}
+    written = {name: tensor for name, tensor in prepared.written.items() if name not in left_out}
     prepared = prepared._replace(written=written)
-    workspaces: list[Guarded] = []
 
-    def allocate(shape: tuple[int, ...], on: torch.device) -> Tensor:
-        workspaces.append(guarded_flat(shape, on, Role.WORKSPACE))
-        return workspaces[-1].view
-
-    tensors, side = prepared.tensors, prepared.side
-    launch: Callable[..., None] = no_launch
-    if launched:
-        launch = bind(kernel, target, tensors, side, compiled=compiled, allocate=allocate)
-    first: dict[str, Tensor] = {}
-    for repeat in range(case.repeats):
-        for one in prepared.written.values():
-            poison(one)
-        if repeat and cold:
-            torch.empty(2 * cold, dtype=torch.uint8, device=tensors.q.device).zero_()
-        launch(tensors, case.scale, side)
+    def compare(repeat: int) -> Generator[Finding, None, dict[str, Tensor]]:
+        del repeat
         # Rows that a varlen sequence lacks are replaced by others.
-        rows = {
-            name: _PICKED[name](case.problem, prepared, one.view) for name, one in prepared.written.items()
-        }
+        rows = {name: _PICKED[name](case.problem, prepared, tensor.view) for name, tensor in written.items()}
         yield from _compare(case, prepared, rows)
-        held = _held(case, prepared, rows)
-        if repeat:
-            yield from _unlike(case, prepared, first, held)
-        elif case.repeats > 1:
-            first = {name: one.clone() for name, one in held.items()}
-    for name, one in prepared.written.items():
-        yield Finding(f"{case.label}: writes around {name}", stray_writes(one), 0.0)
-    for workspace in workspaces:
-        yield Finding(f"{case.label}: writes around a workspace", stray_writes(workspace), 0.0)
-    changed = nonzero(checksum(prepared.read) - prepared.checksum)
-    yield Finding(f"{case.label}: inputs overwritten", changed, 0.0)
+        return _held(case, prepared, rows)
+
+    unlike = functools.partial(_unlike, case, prepared)
+    return Pass(prepared, prepared.tensors, prepared.tensors, compare, unlike)
 
 
 def _compare(case: Case, prepared: Prepared, rows: dict[str, Tensor]) -> Iterator[Finding]:

@@ -5,13 +5,11 @@ They are made on the device. A search caches them for its next candidates.
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import torch
 
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Bias
@@ -28,19 +26,10 @@ from flashtune.verification.inputs.guarded_tensors import (
     guarded_flat,
     poison,
 )
-from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, placed
-from flashtune.verification.inputs.placement import (
-    Places,
-    aside,
-    capacities,
-    excused,
-    missing,
-    put,
-    query_places,
-)
-from flashtune.verification.inputs.prepared import ROWS_AFTER, CaseCache
-from flashtune.verification.inputs.side_inputs import make_side
-from flashtune.verification.probes import NEEDLE, Probe, make_values, replaced
+from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, fill, placed
+from flashtune.verification.inputs.placement import aside, capacities, excused, missing, query_places
+from flashtune.verification.inputs.prepared import ROWS_AFTER, CaseCache, float_values, generator_of
+from flashtune.verification.probes import NEEDLE, Probe, replaced
 from flashtune.verification.reference.forward import sample
 
 if TYPE_CHECKING:
@@ -83,10 +72,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
     The case and the seed determine all values. `dlse` adds a gradient of the log-sum-exp.
     """
     problem = case.problem
-    generator = torch.Generator(device=device)
-    # The CPU generator uses only 32 bits of a seed.
-    generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
-    lengths = lengths_of(case)
+    generator, lengths = generator_of(case, device, seed), lengths_of(case)
     given = given_values(case, lengths, generator, dlse)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
     expected = expect_gradients(problem, given, chosen)
@@ -108,12 +94,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
 def given_values(case: Case, lengths: Lengths, generator: torch.Generator, dlse: bool) -> BackwardCase:
     """Returns a case's values in padded form, in the dtypes that the kernel reads."""
     problem, own = case.problem, TORCH_DTYPES[case.problem.dtype]
-    side = (
-        make_side(case.probe, problem, lengths, case.block, generator)
-        if problem.features
-        else NO_EXTRA_INPUTS
-    )
-    values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
+    values, side = float_values(case, lengths, generator)
     dout = make_dout(case.probe, problem, case.block, generator)
     came_back = make_dlse(problem, generator) if dlse else None
     q, k, v, dout = (value.to(own) for value in (*values, dout))
@@ -169,7 +150,7 @@ def came_back(
         values["dlse"] = given.dlse
     for name, one in came.items():
         poison(one)
-        _fill(one.view, values[name], places)
+        fill(one.view, values[name], places)
     return came
 
 
@@ -198,15 +179,6 @@ def _like(one: Guarded, problem: Problem, frame: MemoryFrame, role: Role, spare:
         spare=spare, far=frame.far == number,
     )  # fmt: skip
     return tensor.without(one.behind)
-
-
-def _fill(view: Tensor, values: Tensor, places: Places) -> None:
-    if view.dim() == 3:
-        view, values = view[..., None], values[..., None]
-    if view.shape == values.shape and len(places.row) == values.shape[0] * values.shape[2]:
-        view.copy_(values)
-    else:
-        put(view, values, places)
 
 
 prepare_and_keep = CaseCache(prepare)

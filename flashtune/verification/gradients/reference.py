@@ -8,7 +8,7 @@ are computed in slices of query rows, whose contributions to dk and dv are summe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -102,12 +102,6 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
     )
 
 
-def added_heads(one: OfHeads, other: OfHeads) -> OfHeads:
-    """Returns the sum of the partial sums of two slices of rows."""
-    sums = OfHeads(*map(torch.add, one, other))
-    return sums._replace(steps=larger(one.steps, other.steps))
-
-
 def head_gradient(problem: Problem, sums: OfHeads) -> Gradient:
     """Returns the gradients of slopes or sinks from sums over all rows. A head is a row of one element."""
     plain = (sums.plain - sums.exact).abs()
@@ -174,10 +168,15 @@ def key_sums(work: Work) -> OfKeys:
     )
 
 
-def added(one: OfKeys, other: OfKeys) -> OfKeys:
-    """Returns the sum of the partial sums of two slices of rows."""
-    sums = OfKeys(*map(torch.add, one, other))
-    return sums._replace(steps=larger(one.steps, other.steps))
+Sums = TypeVar("Sums", OfKeys, OfHeads)
+
+
+def added(total: Sums | None, sums: Sums) -> Sums:
+    """Returns the partial sums of one more slice of rows, added to those of the earlier ones."""
+    if total is None:
+        return sums
+    both = type(sums)(*map(torch.add, total, sums))
+    return both._replace(steps=larger(total.steps, sums.steps))
 
 
 def key_gradients(problem: Problem, scale: float, sums: OfKeys) -> tuple[Gradient, Gradient]:
@@ -251,14 +250,11 @@ def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tenso
     for rows in piece.rows:
         work = work_on(problem, given, piece.pairs, rows)
         parts.append(_of_rows(problem, given, work, chosen))
-        sums = key_sums(work)
-        of_keys = sums if of_keys is None else added(of_keys, sums)
+        of_keys = added(of_keys, key_sums(work))
         if problem.alibi:
-            slopes = slope_sums(problem, work, piece.pairs, given.lengths)
-            of_slopes = slopes if of_slopes is None else added_heads(of_slopes, slopes)
+            of_slopes = added(of_slopes, slope_sums(problem, work, piece.pairs, given.lengths))
         if work.sinks is not None:
-            sinks = sink_sums(problem, work.sinks, work.errors.steps)
-            of_sinks = sinks if of_sinks is None else added_heads(of_sinks, sinks)
+            of_sinks = added(of_sinks, sink_sums(problem, work.sinks, work.errors.steps))
     assert of_keys is not None
     dk, dv = key_gradients(problem, given.scale, of_keys)
     gradients = {"dq": _joined([part.dq for part in parts], 2), "dk": dk, "dv": dv}

@@ -131,17 +131,21 @@ def placed(
         k, v = (one._replace(view=one.view[1:-1]) for one in (k, v))
     if problem.mla:
         v = k._replace(view=k.view[..., : problem.value_head_dim])
-    there = query_places(problem, lengths)
-    found = key_places(problem, lengths, None if table is None else table.entries)
-    for one, values, places in ((q, dense.q, there), (k, dense.k, found), (v, dense.v, found)):
-        _fill(one.view, values, places, whole=one.view.shape == values.shape and problem.page_size == 0)
+    of_queries = query_places(problem, lengths)
+    of_keys = key_places(problem, lengths, None if table is None else table.entries)
+    for tensor, values, places in ((q, dense.q, of_queries), (k, dense.k, of_keys), (v, dense.v, of_keys)):
+        fill(tensor.view, values, places, paged=problem.page_size > 0)
     lse = guarded_flat(rows, dense.q.device, Role.OUTPUT).without(behind)
     extra_inputs, side = _place_extra_inputs(problem, dense.side, lengths, table, frame, dense.q.device)
     return Memory(q, k, v, out, lse, extra_inputs, side)
 
 
-def _fill(view: Tensor, values: Tensor, places: Places, *, whole: bool) -> None:
-    if whole and len(places.row) == values.shape[0] * values.shape[2]:
+def fill(view: Tensor, values: Tensor, places: Places, *, paged: bool = False) -> None:
+    """Copies values of sequences to their places."""
+    if view.dim() == 3:
+        view, values = view[..., None], values[..., None]
+    is_whole = not paged and view.shape == values.shape
+    if is_whole and len(places.row) == values.shape[0] * values.shape[2]:
         view.copy_(values)
     else:
         put(view, values, places)
@@ -163,6 +167,28 @@ def _table(problem: Problem, lengths: Lengths, frame: MemoryFrame, generator: to
     return make_table(problem, lengths, generator.set_state(state), beyond)
 
 
+class _Placing(NamedTuple):
+    """Copies of extra inputs in poisoned or hostile surroundings."""
+
+    device: torch.device
+    kept: list[Guarded]
+
+    def keep(self, copy: Guarded, values: Tensor) -> Tensor:
+        """Returns the view of a copy, filled with values."""
+        self.kept.append(copy)
+        copy.view.copy_(values)
+        return copy.view
+
+    def floats(self, values: Tensor) -> Tensor:
+        """Returns a copy of float32 values."""
+        return self.keep(guarded_flat(tuple(values.shape), self.device, Role.INPUT), values)
+
+    def integers(self, values: Tensor, hostile: int) -> Tensor:
+        """Returns a copy of integers, surrounded by `hostile` ones."""
+        self.kept.append(guarded_integers(values.to(self.device), hostile))
+        return self.kept[-1].view
+
+
 def _place_extra_inputs(
     problem: Problem,
     side: ExtraInputs,
@@ -171,66 +197,71 @@ def _place_extra_inputs(
     frame: MemoryFrame,
     device: torch.device,
 ) -> tuple[tuple[Guarded, ...], ExtraInputs]:
-    kept: list[Guarded] = []
-
-    def keep(copy: Guarded, values: Tensor | None = None) -> Tensor:
-        kept.append(copy)
-        if values is not None:
-            copy.view.copy_(values)
-        return copy.view
-
-    def floats(values: Tensor) -> Tensor:
-        return keep(guarded_flat(tuple(values.shape), device, Role.INPUT), values)
-
-    def integers(values: Tensor, hostile: int) -> Tensor:
-        return keep(guarded_integers(values.to(device), hostile))
-
-    given: dict[str, Any] = {}
-    scales = {"q_scale": side.q_scale, "k_scale": side.k_scale, "v_scale": side.v_scale}
-    for name, scale in scales.items():
-        if scale is not None:
-            given[name] = (
-                floats(scale)
-                if problem.kv_dtype is None
-                else _cache_scale(problem, scale, lengths, table, floats, 2 if name == "v_scale" else 1)
-            )
+    placing = _Placing(device, [])
+    copies = _scales(problem, side, lengths, table, placing)
     if side.slopes is not None:
         # Rows of slopes are padded with NaN.
         wide = torch.nn.functional.pad(side.slopes, (0, 3), value=float("nan"))
-        given["slopes"] = floats(wide)[:, : problem.heads]
+        copies["slopes"] = placing.floats(wide)[:, : problem.heads]
     if side.bias is not None:
-        # Broadcast dimensions of sequences or heads stay broadcast.
-        own = side.bias[: 1 if side.bias.stride(0) == 0 else None, : 1 if side.bias.stride(1) == 0 else None]
-        # Families with descriptors need aligned biases next to aligned tensors. Masks are never aligned.
-        aligned = problem.bias is Bias.ADDITIVE and frame.alignment is not Alignment.ANY
-        alignment = Alignment.EIGHT if aligned else Alignment.ANY
-        one = guarded(tuple(own.shape), own.dtype, alignment, frame.layout, device, Role.INPUT, spare=1)
-        given["bias"] = keep(one, own).expand(side.bias.shape)
+        copies["bias"] = _bias(problem, side.bias, frame, placing)
     if side.prefix is not None:
-        given["prefix"] = integers(side.prefix, problem.seqlen_kv + OVER)
-    if problem.total_q:
-        given["cu_seqlens_q"] = integers(starts(lengths.queries), lengths.total_q + OVER)
-        if table is None:
-            rooms = starts(capacities(problem, lengths))
-            given["cu_seqlens_kv"] = integers(rooms, int(rooms[-1]) + OVER)
-    if table is not None or problem.seqlens_k:
-        used = torch.tensor(lengths.keys, dtype=torch.int32)
-        given["seqlens_kv"] = integers(used, problem.seqlen_kv + OVER)
-    if table is not None:
-        given["block_table"] = integers(table.entries, -1)
+        copies["prefix"] = placing.integers(side.prefix, problem.seqlen_kv + OVER)
+    copies |= _lengths(problem, lengths, table, placing)
     if side.block_counts is not None and side.block_indices is not None:
         for name, lists, hostile in (
             ("block_counts", side.block_counts, side.block_indices.shape[-1] + OVER),
             ("block_indices", side.block_indices, -1),
         ):
-            given[name] = integers(lists.flatten(0, -2), hostile).unflatten(0, lists.shape[:-1])
+            copies[name] = placing.integers(lists.flatten(0, -2), hostile).unflatten(0, lists.shape[:-1])
     if side.seed is not None:
-        given["seed"] = keep(guarded_flat((1,), device, Role.INPUT, torch.int64), side.seed)
-    others = {
-        name: tensor for name, tensor in zip(TENSORS, side.optional_tensors, strict=True) if name not in given
-    }
-    given |= {name: floats(tensor) for name, tensor in others.items() if tensor is not None}
-    return tuple(kept), side._replace(**given)
+        copies["seed"] = placing.keep(guarded_flat((1,), device, Role.INPUT, torch.int64), side.seed)
+    for name, tensor in zip(TENSORS, side.optional_tensors, strict=True):
+        if name not in copies and tensor is not None:
+            copies[name] = placing.floats(tensor)
+    return tuple(placing.kept), side._replace(**copies)
+
+
+def _scales(
+    problem: Problem, side: ExtraInputs, lengths: Lengths, table: Table | None, placing: _Placing
+) -> dict[str, Any]:
+    copies: dict[str, Any] = {}
+    for name, scale, step in (
+        ("q_scale", side.q_scale, 1),
+        ("k_scale", side.k_scale, 1),
+        ("v_scale", side.v_scale, 2),
+    ):
+        if scale is not None and problem.kv_dtype is None:
+            copies[name] = placing.floats(scale)
+        elif scale is not None:
+            copies[name] = _cache_scale(problem, scale, lengths, table, placing.floats, step)
+    return copies
+
+
+def _bias(problem: Problem, bias: Tensor, frame: MemoryFrame, placing: _Placing) -> Tensor:
+    # Broadcast dimensions of sequences or heads stay broadcast.
+    own = bias[: 1 if bias.stride(0) == 0 else None, : 1 if bias.stride(1) == 0 else None]
+    # Families with descriptors need aligned biases next to aligned tensors. Masks are never aligned.
+    aligned = problem.bias is Bias.ADDITIVE and frame.alignment is not Alignment.ANY
+    alignment = Alignment.EIGHT if aligned else Alignment.ANY
+    shape = tuple(own.shape)
+    copy = guarded(shape, own.dtype, alignment, frame.layout, placing.device, Role.INPUT, spare=1)
+    return placing.keep(copy, own).expand(bias.shape)
+
+
+def _lengths(problem: Problem, lengths: Lengths, table: Table | None, placing: _Placing) -> dict[str, Any]:
+    copies: dict[str, Any] = {}
+    if problem.total_q:
+        copies["cu_seqlens_q"] = placing.integers(starts(lengths.queries), lengths.total_q + OVER)
+        if table is None:
+            rooms = starts(capacities(problem, lengths))
+            copies["cu_seqlens_kv"] = placing.integers(rooms, int(rooms[-1]) + OVER)
+    if table is not None or problem.seqlens_k:
+        used = torch.tensor(lengths.keys, dtype=torch.int32)
+        copies["seqlens_kv"] = placing.integers(used, problem.seqlen_kv + OVER)
+    if table is not None:
+        copies["block_table"] = placing.integers(table.entries, -1)
+    return copies
 
 
 def _cache_scale(

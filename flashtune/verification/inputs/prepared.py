@@ -22,7 +22,7 @@ from flashtune.verification.inputs.guarded_tensors import Guarded, checksum
 from flashtune.verification.inputs.memory import Dense, MemoryFrame, placed
 from flashtune.verification.inputs.placement import aside, excused, missing
 from flashtune.verification.inputs.side_inputs import make_side, store
-from flashtune.verification.probes import make_values
+from flashtune.verification.probes import Values, make_values
 from flashtune.verification.reference.forward import Expected, Sample, expect, sample
 from flashtune.verification.tolerance import inverse
 
@@ -108,9 +108,14 @@ class Prepared(NamedTuple):
     checksum: Tensor
 
     @property
-    def inputs(self) -> tuple[Guarded, ...]:
+    def read(self) -> tuple[Guarded, ...]:
         """All tensors that the kernel reads."""
         return self.q, self.k, self.v, *self.extra_inputs
+
+    @property
+    def written(self) -> dict[str, Guarded]:
+        """All tensors that a kernel may write, by name."""
+        return {"out": self.out, "lse": self.lse}
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
@@ -119,10 +124,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     The case and the seed determine all values.
     """
     problem = case.problem
-    generator = torch.Generator(device=device)
-    # The CPU generator uses only 32 bits of a seed.
-    generator.manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
-    lengths = lengths_of(case)
+    generator, lengths = generator_of(case, device, seed), lengths_of(case)
     dense = dense_values(case, lengths, generator)
     frame = MemoryFrame(alignment, case.layout, case.far, case.faulty is True, ROWS_AFTER)
     memory = placed(problem, dense, lengths, frame, aside(generator))
@@ -138,15 +140,24 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     return Prepared(*lies, lengths, chosen, expected, inputs)
 
 
+def generator_of(case: Case, device: torch.device, seed: int) -> torch.Generator:
+    """Returns the generator of a case's values, which the case and the seed determine."""
+    # The CPU generator uses only 32 bits of a seed.
+    return torch.Generator(device=device).manual_seed(zlib.crc32(msgspec.json.encode((seed, case))))
+
+
+def float_values(case: Case, lengths: Lengths, generator: torch.Generator) -> tuple[Values, ExtraInputs]:
+    """Returns a case's q, k and v in float32, and its extra inputs."""
+    side = NO_EXTRA_INPUTS
+    if case.problem.features:
+        side = make_side(case.probe, case.problem, lengths, case.block, generator)
+    return make_values(case.probe, case.problem, case.scale, case.block, generator, lengths, side), side
+
+
 def dense_values(case: Case, lengths: Lengths, generator: torch.Generator) -> Dense:
     """Returns a case's values in the dtypes that the kernel reads."""
     problem = case.problem
-    side = (
-        make_side(case.probe, problem, lengths, case.block, generator)
-        if problem.features
-        else NO_EXTRA_INPUTS
-    )
-    values = make_values(case.probe, problem, case.scale, case.block, generator, lengths, side)
+    values, side = float_values(case, lengths, generator)
     if problem.dtype.is_quantized:
         (q, q_scale), (k, k_scale), (v, v_scale) = (_quantized(value) for value in values)
         return Dense(q, k, v, side._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale))

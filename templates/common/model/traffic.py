@@ -58,11 +58,28 @@ def keys_at_once(problem: Problem, rows: int) -> int:
 
 
 def unpacked(problem: Problem) -> Problem:
-    """Returns a varlen batch as a batch of the longest sequence with the same tokens; others unchanged."""
+    """Returns a varlen batch as a dense batch with as many tokens; others unchanged.
+
+    Sequences are as long as the geometric mean of the mean and the longest length. Long ones have most of the
+    pairs, but the longest length may be a bound that none reaches. Packed keys are shorter by the same ratio.
+    Lengths of keys in pages or in a cache do not follow from the tokens.
+    """
     if not problem.total_q:
         return problem
-    sequences = -(-problem.total_q // max(1, problem.seqlen_q))
-    return msgspec.structs.replace(problem, batch=sequences, total_q=0)
+    longest = max(1, problem.seqlen_q)
+    queries = min(longest, math.ceil(math.sqrt(mean_queries(problem) * longest)))
+    keys = problem.seqlen_kv
+    if not (problem.page_size or problem.seqlens_k):
+        keys = -(-keys * queries // longest)
+    sequences = -(-problem.total_q // queries)
+    return msgspec.structs.replace(problem, batch=sequences, seqlen_q=queries, seqlen_kv=keys, total_q=0)
+
+
+def mean_queries(problem: Problem) -> int:
+    """Returns the mean number of queries of a sequence, rounded up and at most the longest."""
+    if not problem.total_q:
+        return problem.seqlen_q
+    return min(problem.seqlen_q, -(-problem.total_q // max(1, problem.batch)))
 
 
 def cycled_queries(problem: Problem, block_m: int, block_n: int) -> int:

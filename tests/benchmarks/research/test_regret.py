@@ -26,8 +26,7 @@ from benchmarks.dispatch_regret.analysis import (
     regret,
     thinned,
 )
-from benchmarks.reports import names, read_report, write_report
-from flashtune.core.errors import TableError
+from benchmarks.reports import read_report
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Record
@@ -186,24 +185,6 @@ def test_interrupted_run_resumes(
         assert figures(report.points, records, share, choose).unknown == 0
 
 
-def test_kernels_that_do_not_compile_are_not_timed(
-    problems: tuple[Problem, ...],
-    records: tuple[Record, ...],
-    without_gpu: list[Problem],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    problem = problems[0]
-    unfit = finalists(problem, TARGET, records)[0]
-    broken = frozenset({(timing._static(problem), unfit)})
-    monkeypatch.setattr(timing, "compile_all", lambda *_: broken)
-    report = RegretReport(TARGET.name, 3, current_versions("forward_hopper"), ())
-    path = tmp_path / "regret.json.gz"
-    report = timing.measure_regret(report, [problem], records, 0, math.inf, path, lambda _: None)
-    labels = [(one.family, one.config) for one in report.points[0].timed]
-    assert (unfit.family, unfit.config.label()) not in labels
-
-
 @pytest.mark.gpu
 def test_point_is_measured(records: tuple[Record, ...], tmp_path: Path) -> None:
     (posed,) = draw_problems(1, 3, (record.problem for record in records))
@@ -216,23 +197,3 @@ def test_point_is_measured(records: tuple[Record, ...], tmp_path: Path) -> None:
     report = timing.measure_regret(report, [problem], records, 0, math.inf, path, lambda _: None)
     assert 0 < report.points[0].best.ms < 10
     assert len(report.points[0].timed) >= 2
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\x1f\x8b\x08\x00"])
-def test_invalid_report_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "regret.json.gz"
-    path.write_bytes(content)
-    with pytest.raises(TableError, match="is no RegretReport"):
-        read_report(path, RegretReport)
-    write_report(RegretReport(TARGET.name, 0, current_versions("forward_hopper"), ()), path)
-    assert read_report(path, RegretReport).points == ()
-
-
-def test_labels_of_removed_choices_match_no_config() -> None:
-    (problem,) = draw_problems(1, 3, ())
-    config = find_family("forward_hopper").default(problem, TARGET)
-    label = config.label()
-    order = next(word for word in label.split() if word.startswith("order="))
-    assert names(label, config)
-    assert not names(label.replace(order, "order=zigzag"), config)
-    assert not names("num_consumer_groups=2", config)

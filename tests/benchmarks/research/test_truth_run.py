@@ -16,7 +16,6 @@ from benchmarks.exhaustive.inner_loop import Loop
 from benchmarks.exhaustive.jobs import Batch, Described
 from benchmarks.exhaustive.run import Drawing, make_table
 from benchmarks.exhaustive.truth_table import TruthTable, read_table
-from flashtune.core.errors import KernelError
 from flashtune.core.record import Measurement, Outcome, PeerTime, Resources
 from flashtune.core.target import find_target
 from flashtune.tuner.candidates import Candidate
@@ -135,28 +134,3 @@ def test_batch_of_a_dead_process_is_retried_one_by_one(tmp_path: Path) -> None:
         sum(len(batch) == 1 for batch in workers.batches)
         >= sum(map(turns, map(table.candidate, table.rows))) / 3
     )
-
-
-def test_partial_table_is_written_at_the_time_limit(tmp_path: Path) -> None:
-    path = tmp_path / "table.json.xz"
-    table = made(FakeWorkers(), path, seconds=0.0)
-    assert table.rows == ()
-    assert read_table(path) == table
-    assert table.drawn == 40
-
-
-def test_partial_table_is_written_on_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "table.json.xz"
-    broken = FakeWorkers()
-    measure = broken.on_gpu
-
-    def breaks(function: Any, arguments: tuple[Any, ...], seconds: float) -> Future[Any]:
-        if broken.batches:
-            return failed(KernelError("the disk is full"))
-        return measure(function, arguments, seconds)
-
-    monkeypatch.setattr(broken, "on_gpu", breaks)
-    monkeypatch.setattr(run, "BATCH", 4)
-    with pytest.raises(KernelError, match="the disk is full"):
-        made(broken, path)
-    assert sum(row.outcome is Outcome.OK for row in read_table(path).rows) == 4

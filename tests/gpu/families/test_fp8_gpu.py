@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import flashtune
+from flashtune import testing
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.session import SESSION
 from flashtune.core.target import device_target
 from flashtune.dispatch import decision
@@ -106,16 +107,8 @@ class Inputs(NamedTuple):
 @pytest.fixture
 def inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inputs]:
     """Inputs of head dim 128; nothing is tuned, whatever ships for this GPU."""
-    problem = Problem(
-        dtype=Dtype.E4M3,
-        head_dim=128,
-        value_head_dim=128,
-        heads=8,
-        kv_heads=2,
-        batch=2,
-        seqlen_q=500,
-        seqlen_kv=700,
-        causal=Causal.BOTTOM_RIGHT,
+    problem = testing.problem(
+        "heads=8,kv_heads=2,seqlen_q=500,seqlen_kv=700,head_dim=128,dtype=e4m3,causal,batch=2"
     )
     if not quantized_families(problem):
         pytest.skip("no family takes quantised inputs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flashtune.request.call import CausalOption
-from flashtune.request.dropout import draw_seed, kept_weights
 from tests.gpu.calls import tensors
 from tests.gpu.families.gradient_calls import (
     DEVICE,
@@ -19,7 +19,6 @@ from tests.gpu.families.gradient_calls import (
     close,
     gradients,
     leaves,
-    plainly,
 )
 from tests.gpu.marks import SERVED
 
@@ -64,28 +63,27 @@ def test_grouped_query_heads(kv_heads: int) -> None:
 def test_layouts(way: str, head_dim: int) -> None:
     q, k, v = tensors(320, 320, head_dim=head_dim, kv_heads=8)
     dout = torch.randn_like(q)
-    exact, plain = (plainly((q, k, v), dout, True, dtype) for dtype in (torch.float64, q.dtype))
+    right = functools.partial(close, inputs=(q, k, v), dout=dout, causal=True)
     moved = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
     if way == "layout":
         inputs = [tensor.requires_grad_() for tensor in moved]
         found = torch.autograd.grad(attend(*inputs, layout="bshd"), inputs, dout.transpose(1, 2).contiguous())
         assert all(one.is_contiguous() for one in found)
-        close([one.transpose(1, 2) for one in found], exact, plain)
+        right([one.transpose(1, 2) for one in found])
     elif way == "views":
         views = [tensor.transpose(1, 2).requires_grad_() for tensor in moved]
         found = torch.autograd.grad(attend(*views), views, dout)
         assert [one.stride() for one in found] == [view.stride() for view in views]
-        close(found, exact, plain)
+        right(found)
     elif way == "of_one_tensor":
         joined = torch.stack(moved, 2).requires_grad_()
         out = attend(*joined.unbind(2), layout="bshd")
         (together,) = torch.autograd.grad(out, (joined,), dout.transpose(1, 2))
-        close([one.transpose(1, 2) for one in together.unbind(2)], exact, plain)
+        right([one.transpose(1, 2) for one in together.unbind(2)])
     else:
         q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
         even = torch.full((), 0.5, dtype=q.dtype, device=DEVICE).expand(q.shape)
-        exact, plain = (plainly((q, k, v), even, True, dtype) for dtype in (torch.float64, q.dtype))
-        close(gradients(q, k, v, even), exact, plain)
+        close(gradients(q, k, v, even), (q, k, v), even, causal=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -119,7 +117,7 @@ def test_deterministic_gradients_of_many_programs_are_bitwise_equal(
     first, *others = (gradients(q, k, v, dout, causal=causal, deterministic=True) for _ in range(50))
     for other in others:
         assert all(torch.equal(one, again) for one, again in zip(first, other, strict=True))
-    close(first, *(plainly((q, k, v), dout, causal, dtype) for dtype in (torch.float64, q.dtype)))
+    close(first, (q, k, v), dout, causal=causal)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -130,8 +128,4 @@ def test_dropout_against_float64(lengths: tuple[int, int], head_dim: int) -> Non
     torch.manual_seed(11)
     found = gradients(q, k, v, dout, dropout_p=DROPOUT)
     torch.manual_seed(11)
-    numbers, rows = (torch.arange(count, device=DEVICE) for count in (q.shape[0] * q.shape[1], q.shape[2]))
-    stay = kept_weights(draw_seed(q.device), numbers, rows, k.shape[2], DROPOUT)
-    factors = stay.view(*q.shape[:3], k.shape[2]) / (1 - DROPOUT)
-    exact, plain = (plainly((q, k, v), dout, True, dtype, factors) for dtype in (torch.float64, q.dtype))
-    close(found, exact, plain)
+    close(found, (q, k, v), dout, causal=True, dropout_p=DROPOUT)

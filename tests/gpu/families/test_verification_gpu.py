@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import device_target
@@ -20,16 +21,8 @@ FAMILIES = ("forward_q_outer", "forward_kv_outer")
 
 
 def make_problem(causal: Causal = Causal.NONE, dtype: Dtype = Dtype.BF16, head_dim: int = 64) -> Problem:
-    return Problem(
-        dtype=dtype,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=8,
-        kv_heads=2,
-        batch=2,
-        seqlen_q=1024,
-        seqlen_kv=1024,
-        causal=causal,
+    return testing.problem(
+        "heads=8,kv_heads=2,seqlen=1024,head_dim=64,batch=2", dtype=dtype, head_dim=head_dim, causal=causal
     )
 
 

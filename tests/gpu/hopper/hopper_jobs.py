@@ -187,7 +187,7 @@ def faults(kernel: Kernel, binary: Binary, trial: Trial, seed: int) -> str:
         return "elements that are not written or not finite"
     if not all(torch.equal(*pair) for pair in zip(*launches, strict=True)):
         return "two launches that differ"
-    if not torch.equal(checksum(prepared.inputs), prepared.checksum):
+    if not torch.equal(checksum(prepared.read), prepared.checksum):
         return "inputs that were overwritten"
     stray = sum(int(stray_writes(tensor)) for tensor in (prepared.out, prepared.lse, *workspaces))
     return f"{stray} writes outside of what is its own" if stray else ""

@@ -87,10 +87,9 @@ def test_features_together(names: tuple[str, ...]) -> None:
 def test_out_of_bounds_keys_do_not_contribute() -> None:
     # A log-sum-exp far below zero: the weight of a score of zero is infinite.
     problem = a_problem(seqlen_kv=37)
-    call = make_call(problem)
-    q, k = call.tensors.q, call.tensors.k
-    q[..., 0], k[..., 0] = 18.5, -18.5
-    followed = backward_calls.differentiate(problem, (q, k, call.tensors.v), call.side, with_dlse=False)
+    inputs = backward_calls.make_inputs(problem)
+    inputs.q[..., 0], inputs.k[..., 0] = 18.5, -18.5
+    followed = backward_calls.differentiate(inputs)
     assert followed.tensors.lse.max() < -89
     for split_masked_loop in (True, False):
         tensors = {name: torch.full_like(one, torch.nan) for name, one in _written(followed)}

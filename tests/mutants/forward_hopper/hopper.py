@@ -9,7 +9,7 @@ import msgspec
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.forward_hopper.space import HopperConfig
-from tests.mutants.core import Part, Patch, Subject
+from tests.mutants.core import Part, Subject
 from tests.problems.hopper import FAMILY, a_config
 
 BLOCKS = " in range(n_last - 1, n_block_min - 1, -1):"
@@ -42,11 +42,6 @@ def subject(problem: Problem, *, lse: bool = False, **fields: Any) -> Subject:
     """The family's default config with changes."""
     config: HopperConfig = a_config(problem, **fields)
     return Subject(FAMILY.name, problem, config, Specialization(lse=lse))
-
-
-def only(old: str, new: str, part: Part | None = None, times: int = 1) -> tuple[Patch, ...]:
-    """A single patch."""
-    return (Patch(old, new, part, times),)
 
 
 _CAUSAL, _FULL = a_small_problem(causal=Causal.BOTTOM_RIGHT), a_small_problem()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flashtune.core.problem import Dtype, KvDtype, KvScale
-from tests.mutants.core import Mutant
+from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.portable.head_factors import HEAD_SCALED, head_factors
-from tests.mutants.serving_size import SMALL_PAGE, SMALL_PAGES_BLOCK, Size, change, mutants_of
+from tests.mutants.serving_size import SMALL_PAGE, SMALL_PAGES_BLOCK, Size
 
 TABLE = "block_table + sequence.to(tl.int64) * stride_table"
 SLOTS = "slots = tl.minimum(keys, seqlen_kv - 1) % PAGE_SIZE"
@@ -30,67 +30,46 @@ def packed(size: Size) -> tuple[Mutant, ...]:
     """Tokens of sequences one behind the other, and the parts of their keys."""
     begins = "mask=others < sequences, other=0) * group_size // BLOCK + others"
     count = "token_count = tl.load(cu_seqlens_q + sequences)"
-    changes = (
-        change("tokens one row late", "Queries and parts are those of the token behind.",
-               "tokens = first_row + queries", "tokens = first_row + queries + 1"),
-        change("parts at a sequence's tokens", "All sequences write their parts to the first tokens'.",
-               "split * all_rows + tokens * heads", "split * all_rows + queries * heads"),
-        change("first key of the next sequence seen", "A sequence has a key more than it has.",
-               KEYS_END, f"{KEYS_END} + 1"),
-        change("keys of the first sequence", "All sequences meet the keys of one.",
-               "k + first_key.to(tl.int64)", "k + 0"),
-        change("values begin one row late", "Weights meet the values behind their own.",
-               "v + first_key.to", "v + (first_key + 1).to"),
-        change("sequence of the tile before", "Sequences that begin by a tile are found a tile late.",
-               "(begins <= tile) & (others < sequences)", "(begins < tile) & (others < sequences)"),
-        change("tiles of tokens, not of rows", "Sequences are looked for as if each head had a tile.",
-               begins, begins.replace(" * group_size", "")),
-        change("tiles of a sequence counted from a row too far",
-               "A sequence that begins in a tile begins in the next.",
-               "tile -= first_row * group_size // BLOCK_M",
-               "tile -= tl.cdiv(first_row * group_size, BLOCK_M)"),
-        change("tokens one too few", "The last token's parts are not combined.", count, f"{count} - 1"),
-        change("tokens one too many", "Parts of a token that is not there are combined.",
-               count, f"{count} + 1"),
-        change("tokens counted as rows", "Only some heads' parts are combined.",
-               "row >= token_count * heads", "row >= token_count"),
-        change("no room for the last tiles", "Sequences have no tile for their last, partial rows.",
-               "group_size // 16 + sequences", "group_size // 16 + 1"),
-    )  # fmt: skip
-    return mutants_of(size.decoding(total_q=6), changes)
+    return mutants_of(size.decoding(total_q=6), (
+        ("tokens one row late", "tokens = first_row + queries", "tokens = first_row + queries + 1"),
+        ("parts at a sequence's tokens",
+         "split * all_rows + tokens * heads", "split * all_rows + queries * heads"),
+        ("first key of the next sequence seen", KEYS_END, f"{KEYS_END} + 1"),
+        ("keys of the first sequence", "k + first_key.to(tl.int64)", "k + 0"),
+        ("values begin one row late", "v + first_key.to", "v + (first_key + 1).to"),
+        ("sequence of the tile before",
+         "(begins <= tile) & (others < sequences)", "(begins < tile) & (others < sequences)"),
+        ("tiles of tokens, not of rows", begins, begins.replace(" * group_size", "")),
+        ("tiles of a sequence counted from a row too far",
+         "tile -= first_row * group_size // BLOCK_M", "tile -= tl.cdiv(first_row * group_size, BLOCK_M)"),
+        ("tokens one too few", count, f"{count} - 1"),
+        ("tokens one too many", count, f"{count} + 1"),
+        ("tokens counted as rows", "row >= token_count * heads", "row >= token_count"),
+        ("no room for the last tiles", "group_size // 16 + sequences", "group_size // 16 + 1"),
+    ))  # fmt: skip
 
 
 def paged(size: Size) -> tuple[Mutant, ...]:
     """Pages that hold several blocks of keys, in several parts."""
-    changes = (
-        change("pages of another sequence", "A sequence's keys are those of the one before.",
-               TABLE, TABLE.replace("sequence.to(tl.int64)", "tl.maximum(sequence - 1, 0)")),
-        change("page of the block before", "Pages are never left.", "page = next_page", "pass"),
-        change("page of the block behind", "The page that is loaded ahead is one block further.",
-               NEXT_PAGE, NEXT_PAGE.replace("BLOCK_N", "2 * BLOCK_N")),
-        change("parts begin in the first page",
-               "The first block of every part is looked for in the first page.",
-               FIRST_PAGE, FIRST_PAGE.replace("first", "0")),
-        change("parts begin in the page of the next",
-               "The first block of a part is looked for where the last ends.",
-               FIRST_PAGE, FIRST_PAGE.replace("first", "last")),
-        change("pages counted by blocks", "Every block of keys is looked for in a page of its own.",
-               f"tl.maximum({NEXT_PAGE}, 0) // PAGE_SIZE", f"tl.maximum({NEXT_PAGE}, 0) // BLOCK_N"),
-        change("tail of the last page read", "Values behind the last key are weighted with zero.",
-               SLOTS, "slots = keys % PAGE_SIZE"),
-        change("every block at its page's start", "Blocks of a page are all the first.",
-               SLOTS, "slots = tl.minimum(key_offsets, seqlen_kv - 1) % PAGE_SIZE"),
-        change("rows of a page one late", "Rows of a page are counted from the second.",
-               SLOTS,
-               SLOTS.replace("tl.minimum(keys, seqlen_kv - 1)", "(tl.minimum(keys, seqlen_kv - 1) + 1)")),
-        change("values in pages of keys", "Pages of V lie as far apart as those of K.",
-               "page.to(tl.int64) * stride_vb", "page.to(tl.int64) * stride_kb"),
-        change("length of the next sequence", "A sequence has as many keys as the next.",
-               "tl.load(seqlens_kv + sequence)", "tl.load(seqlens_kv + sequence + 1)"),
-        change("length of the first sequence", "All sequences have as many keys as one.",
-               "tl.load(seqlens_kv + sequence)", "tl.load(seqlens_kv)"),
-    )  # fmt: skip
-    return mutants_of(size.decoding(page_size=size.page), changes)
+    return mutants_of(size.decoding(page_size=size.page), (
+        ("pages of another sequence",
+         TABLE, TABLE.replace("sequence.to(tl.int64)", "tl.maximum(sequence - 1, 0)")),
+        ("page of the block before", "page = next_page", "pass"),
+        ("page of the block behind", NEXT_PAGE, NEXT_PAGE.replace("BLOCK_N", "2 * BLOCK_N")),
+        ("parts begin in the first page", FIRST_PAGE, FIRST_PAGE.replace("first", "0")),
+        ("parts begin in the page of the next", FIRST_PAGE, FIRST_PAGE.replace("first", "last")),
+        ("pages counted by blocks",
+         f"tl.maximum({NEXT_PAGE}, 0) // PAGE_SIZE", f"tl.maximum({NEXT_PAGE}, 0) // BLOCK_N"),
+        ("tail of the last page read", SLOTS, "slots = keys % PAGE_SIZE"),
+        ("every block at its page's start",
+         SLOTS, "slots = tl.minimum(key_offsets, seqlen_kv - 1) % PAGE_SIZE"),
+        ("rows of a page one late",
+         SLOTS, SLOTS.replace("tl.minimum(keys, seqlen_kv - 1)", "(tl.minimum(keys, seqlen_kv - 1) + 1)")),
+        ("values in pages of keys", "page.to(tl.int64) * stride_vb", "page.to(tl.int64) * stride_kb"),
+        ("length of the next sequence",
+         "tl.load(seqlens_kv + sequence)", "tl.load(seqlens_kv + sequence + 1)"),
+        ("length of the first sequence", "tl.load(seqlens_kv + sequence)", "tl.load(seqlens_kv)"),
+    ))  # fmt: skip
 
 
 def latent(size: Size) -> tuple[Mutant, ...]:
@@ -98,29 +77,21 @@ def latent(size: Size) -> tuple[Mutant, ...]:
     values = size.block_n if size.dtype is Dtype.FP32 else 64
     behind = f"(columns_{values} + {values})[None, :]"
     rope = "tl.dot(q_tile_1, k_tile_1.T, s"
-    changes = (
-        change("rope part left out", "Scores are made of the columns that values have.",
-               rope, "s + 0.0 * tl.dot(q_tile_1, k_tile_1.T"),
-        change("rope part alone", "Scores are made of the columns that values lack.",
-               rope, rope.removesuffix(", s")),
-        change("queries' first columns twice", "Their rope part is their first columns.",
-               rope, rope.replace("q_tile_1", "q_tile_0")),
-        change("keys' first columns twice", "Their rope part is their first columns.",
-               rope, rope.replace("k_tile_1", "v_tile")),
-        change("rope part by the queries' columns", "It is read from where the first columns lie.",
-               f"q_rows[:, None] + {behind}", f"q_rows[:, None] + columns_{values}[None, :]"),
-        change("values are the rope part", "Weights meet the last columns of keys.",
-               "tl.dot(p_low, v_tile,", "tl.dot(p_low, k_tile_1,"),
-        change("pages looked up by the block", "A block is in the page of its first key alone.",
-               NEXT_PAGES, NEXT_PAGES.replace("key_offsets", "key_offsets * 0")),
-        change("page behind the last key looked up", "Unused entries of a block table are read.",
-               NEXT_PAGES, "(key_offsets + (start + BLOCK_N))"),
-    )  # fmt: skip
     subject = size.decoding(
         {"block_n": SMALL_PAGES_BLOCK, "num_splits": 2},
         mla=True, page_size=SMALL_PAGE, heads=8, kv_heads=1, head_dim=2 * values, value_head_dim=values,
     )  # fmt: skip
-    return mutants_of(subject, changes)
+    return mutants_of(subject, (
+        ("rope part left out", rope, "s + 0.0 * tl.dot(q_tile_1, k_tile_1.T"),
+        ("rope part alone", rope, rope.removesuffix(", s")),
+        ("queries' first columns twice", rope, rope.replace("q_tile_1", "q_tile_0")),
+        ("keys' first columns twice", rope, rope.replace("k_tile_1", "v_tile")),
+        ("rope part by the queries' columns",
+         f"q_rows[:, None] + {behind}", f"q_rows[:, None] + columns_{values}[None, :]"),
+        ("values are the rope part", "tl.dot(p_low, v_tile,", "tl.dot(p_low, k_tile_1,"),
+        ("pages looked up by the block", NEXT_PAGES, NEXT_PAGES.replace("key_offsets", "key_offsets * 0")),
+        ("page behind the last key looked up", NEXT_PAGES, "(key_offsets + (start + BLOCK_N))"),
+    ))  # fmt: skip
 
 
 def page_factors(size: Size) -> tuple[Mutant, ...]:
@@ -130,31 +101,26 @@ def page_factors(size: Size) -> tuple[Mutant, ...]:
     )
     k_factor, v_factor = f"k_factor = {of_k}", f"v_factor = {of_v}"
     fields = {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}
-    small = (
-        change("page scale of keys missing", "Keys count as their 8 bits say.",
-               "s *= k_factor[None, :]", "pass"),
-        change("page scale of keys by place", "Scales are looked for where the first pages' lie.",
-               k_factor, k_factor.replace("page.to(tl.int64)", "(slots // PAGE_SIZE)")),
-        change("page scale of values by the stride of keys'", "Scales of V lie as far apart as those of K.",
-               v_factor, v_factor.replace("stride_v_scale_p", "stride_k_scale_p")),
-        change("page scale of values is the keys'", "Values have the scales of their page's keys.",
-               v_factor, f"v_factor = {of_k}"),
-        change("page scale of values missing", "Values count as their 8 bits say.",
-               "p *= v_factor[None, :]", "pass"),
-        change("page scale of values in the sum", "The sum of weights is scaled as the values are.",
-               "p *= v_factor[None, :]",
-               "running_sum += tl.sum(p * v_factor[None, :] - p, 1)\np *= v_factor[None, :]"),
-    )  # fmt: skip
-    whole = (
-        change("page scale of the block behind", "Values have the scale of the page behind theirs.",
-               "product * v_factor",
-               "product * tl.load(v_scale_base + next_page.to(tl.int64) * stride_v_scale_p)"),
-        change("page scale on all values so far", "Values of earlier pages are scaled again with each block.",
-               "accumulator * rescale[:, None] + product * v_factor",
-               "(accumulator * rescale[:, None] + product) * v_factor"),
-    )  # fmt: skip
     pages = size.decoding({"block_n": SMALL_PAGES_BLOCK, "num_splits": 2}, page_size=SMALL_PAGE, **fields)
     return (
-        *mutants_of(pages, small),
-        *mutants_of(size.decoding({"num_splits": 1}, page_size=size.page, **fields), whole),
-    )
+        *mutants_of(pages, (
+            ("page scale of keys missing", "s *= k_factor[None, :]", "pass"),
+            ("page scale of keys by place",
+             k_factor, k_factor.replace("page.to(tl.int64)", "(slots // PAGE_SIZE)")),
+            ("page scale of values by the stride of keys'",
+             v_factor, v_factor.replace("stride_v_scale_p", "stride_k_scale_p")),
+            ("page scale of values is the keys'", v_factor, f"v_factor = {of_k}"),
+            ("page scale of values missing", "p *= v_factor[None, :]", "pass"),
+            ("page scale of values in the sum",
+             "p *= v_factor[None, :]",
+             "running_sum += tl.sum(p * v_factor[None, :] - p, 1)\np *= v_factor[None, :]"),
+        )),
+        *mutants_of(size.decoding({"num_splits": 1}, page_size=size.page, **fields), (
+            ("page scale of the block behind",
+             "product * v_factor",
+             "product * tl.load(v_scale_base + next_page.to(tl.int64) * stride_v_scale_p)"),
+            ("page scale on all values so far",
+             "accumulator * rescale[:, None] + product * v_factor",
+             "(accumulator * rescale[:, None] + product) * v_factor"),
+        )),
+    )  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flashtune.core.problem import Causal
-from tests.mutants.core import Mutant
-from tests.mutants.serving_size import FIRST_TOKENS, Size, change, mutants_of
+from tests.mutants.core import Mutant, mutants_of
+from tests.mutants.serving_size import FIRST_TOKENS, Size
 
 START = "row_start = key_start(positions)"
 ROW_END = "row_end = key_stop(positions, seqlen_kv)"
@@ -26,121 +26,91 @@ def borders(size: Size) -> tuple[Mutant, ...]:
 def windows(size: Size) -> tuple[Mutant, ...]:
     """A causal window that leaves the first tokens visible: what rows see."""
     subject = size.masked(window_left=size.near, sink_tokens=FIRST_TOKENS)
-    changes = (
-        change("window one key too far", "Every query sees the key before its window.",
-               START, START.replace("positions", "positions - 1")),
-        change("window one key too short", "No query sees the first key of its window.",
-               START, START.replace("positions", "positions + 1")),
-        change("window of the tile's first row", "All rows of a tile see back as far as the first.",
-               START, START.replace("positions", "positions * 0 + first_position")),
-        change("window without a band", "Keys before a window are seen.", START, "row_start = positions * 0"),
-        change("diagonal one key too far", "Every query sees the key after its last one.",
-               ROW_END, ROW_END.replace("positions", "positions + 1")),
-        change("diagonal one key too short", "No query sees its last key.",
-               ROW_END, ROW_END.replace("positions", "positions - 1")),
-        change("rows stand where their number says", "Masks are aligned to the other corner.",
-               "positions = queries + diagonal", "positions = queries"),
-        change("first tokens one too many", "The key behind the first tokens stays visible too.",
-               LIFTED, LIFTED.replace("TOKENS", "TOKENS + 1")),
-        change("first tokens one too few", "The last of the first tokens is hidden by windows.",
-               LIFTED, LIFTED.replace("TOKENS", "TOKENS - 1")),
-        change("first tokens beyond the diagonal", "The first queries see all of the first tokens.",
-               "lifted_stop(positions,", "lifted_stop(positions * 0 + seqlen_kv,"),
-        change("first tokens hidden", "Windows hide the start of the sequence.",
-               "visible |= keys[None, :] < row_lifted[:, None]", "pass"),
-    )  # fmt: skip
-    return mutants_of(subject, changes)
+    return mutants_of(subject, (
+        ("window one key too far", START, START.replace("positions", "positions - 1")),
+        ("window one key too short", START, START.replace("positions", "positions + 1")),
+        ("window of the tile's first row",
+         START, START.replace("positions", "positions * 0 + first_position")),
+        ("window without a band", START, "row_start = positions * 0"),
+        ("diagonal one key too far", ROW_END, ROW_END.replace("positions", "positions + 1")),
+        ("diagonal one key too short", ROW_END, ROW_END.replace("positions", "positions - 1")),
+        # Masks are aligned to the other corner.
+        ("rows stand where their number says", "positions = queries + diagonal", "positions = queries"),
+        ("first tokens one too many", LIFTED, LIFTED.replace("TOKENS", "TOKENS + 1")),
+        ("first tokens one too few", LIFTED, LIFTED.replace("TOKENS", "TOKENS - 1")),
+        ("first tokens beyond the diagonal",
+         "lifted_stop(positions,", "lifted_stop(positions * 0 + seqlen_kv,"),
+        ("first tokens hidden", "visible |= keys[None, :] < row_lifted[:, None]", "pass"),
+    ))  # fmt: skip
 
 
 def blocks(size: Size) -> tuple[Mutant, ...]:
     """A longer one: which blocks tiles read, and which of them without a mask."""
     subject = size.masked(window_left=size.window, sink_tokens=FIRST_TOKENS)
-    changes = (
-        change("first block of the window skipped",
-               "A block that only some rows see is left out on the left.",
-               "n_min = first_start // BLOCK_N", "n_min = tl.cdiv(first_start, BLOCK_N)"),
-        change("open blocks of the first row",
-               "Blocks that later rows no longer see are taken without a mask.",
-               OPEN_BEGIN, OPEN_BEGIN.replace("last", "first")),
-        change("open blocks of the last row", "Blocks that earlier rows do not see are taken without a mask.",
-               FULL_MAX, FULL_MAX.replace("first", "last")),
-        change("open blocks one too many", "A block that the first row sees in part is taken without a mask.",
-               FULL_MAX, FULL_MAX.replace(", 0)", " + BLOCK_N - 1, 0)")),
-        change("blocks left of the open ones forgotten",
-               "Keys at a window's start that some rows see are left out.",
-               f"left_blocks = lifted_blocks + {LEFT_BLOCKS}", "left_blocks = lifted_blocks"),
-        change("blocks right of the open ones forgotten", "Blocks on the diagonal are left out.",
-               f"right_blocks = left_blocks + {RIGHT_BLOCKS}", "right_blocks = left_blocks"),
-        change("open blocks taken twice", "Blocks that all rows see come once more with a mask.",
-               "n_right_min = tl.maximum(n_full_min, n_full_max)", "n_right_min = n_full_min"),
-        change("last block skipped", "A last block that is not whole is left out.",
-               RIGHT_BLOCKS, "tl.maximum(n_max - n_right_min, 0) // BLOCK_N"),
-        change("blocks of the first tokens skipped", "First tokens that fill no block are left out.",
-               LIFTED_STOP, LIFTED_STOP.replace("tl.cdiv(last_lifted, BLOCK_N)", "last_lifted // BLOCK_N")),
-        change("blocks of the first tokens twice", "First tokens that are in the window count twice.",
-               LIFTED_STOP, "n_lifted = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
-        change("blocks of the band from the start",
-               "Behind the first tokens comes the sequence's start again.",
-               "n_min + (index - lifted_blocks) * BLOCK_N", "(index - lifted_blocks) * BLOCK_N"),
-    )  # fmt: skip
-    return mutants_of(subject, changes)
+    return mutants_of(subject, (
+        ("first block of the window skipped",
+         "n_min = first_start // BLOCK_N", "n_min = tl.cdiv(first_start, BLOCK_N)"),
+        ("open blocks of the first row", OPEN_BEGIN, OPEN_BEGIN.replace("last", "first")),
+        ("open blocks of the last row", FULL_MAX, FULL_MAX.replace("first", "last")),
+        ("open blocks one too many", FULL_MAX, FULL_MAX.replace(", 0)", " + BLOCK_N - 1, 0)")),
+        ("blocks left of the open ones forgotten",
+         f"left_blocks = lifted_blocks + {LEFT_BLOCKS}", "left_blocks = lifted_blocks"),
+        ("blocks right of the open ones forgotten",
+         f"right_blocks = left_blocks + {RIGHT_BLOCKS}", "right_blocks = left_blocks"),
+        ("open blocks taken twice",
+         "n_right_min = tl.maximum(n_full_min, n_full_max)", "n_right_min = n_full_min"),
+        ("last block skipped", RIGHT_BLOCKS, "tl.maximum(n_max - n_right_min, 0) // BLOCK_N"),
+        ("blocks of the first tokens skipped",
+         LIFTED_STOP, LIFTED_STOP.replace("tl.cdiv(last_lifted, BLOCK_N)", "last_lifted // BLOCK_N")),
+        ("blocks of the first tokens twice",
+         LIFTED_STOP, "n_lifted = tl.cdiv(last_lifted, BLOCK_N) * BLOCK_N"),
+        ("blocks of the band from the start",
+         "n_min + (index - lifted_blocks) * BLOCK_N", "(index - lifted_blocks) * BLOCK_N"),
+    ))  # fmt: skip
 
 
 def right_sides(size: Size) -> tuple[Mutant, ...]:
     """A window on both sides, without a causal mask."""
     subject = size.masked(causal=Causal.NONE, window_left=size.near, window_right=size.block_n // 2 - 2)
-    changes = (
-        change("right border one key too far", "Every query sees the key behind its window.",
-               ROW_END, ROW_END.replace("positions", "positions + 1")),
-        change("right border one key too short", "No query sees the last key of its window.",
-               ROW_END, ROW_END.replace("positions", "positions - 1")),
-        change("right border beyond the keys", "Padding behind the last key takes part in the softmax.",
-               ROW_END, "row_end = positions + WINDOW_RIGHT + 1"),
-        change("blocks up to the first row's border", "Keys that only later rows of a tile see are left out.",
-               "n_max = key_stop(last_position", "n_max = key_stop(first_position"),
-    )  # fmt: skip
-    return mutants_of(subject, changes)
+    return mutants_of(subject, (
+        ("right border one key too far", ROW_END, ROW_END.replace("positions", "positions + 1")),
+        ("right border one key too short", ROW_END, ROW_END.replace("positions", "positions - 1")),
+        ("right border beyond the keys", ROW_END, "row_end = positions + WINDOW_RIGHT + 1"),
+        ("blocks up to the first row's border",
+         "n_max = key_stop(last_position", "n_max = key_stop(first_position"),
+    ))  # fmt: skip
 
 
 def prefixes(size: Size) -> tuple[Mutant, ...]:
     """A causal mask with a prefix that all queries see, over sequences of unlike lengths."""
     subject = size.masked(prefix=True, seqlens_k=True)
-    changes = (
-        change("prefix one key too long", "All queries see the key behind the prefix.",
-               PREFIX, PREFIX.replace("sequence)", "sequence) + 1")),
-        change("prefix one key too short", "The prefix's last key is hidden from early queries.",
-               PREFIX, PREFIX.replace("sequence)", "sequence) - 1")),
-        change("prefix of the first sequence", "All sequences have the prefix of one.",
-               PREFIX, PREFIX.replace(" + sequence", "")),
-        change("prefix beyond the keys", "A prefix longer than its sequence shows padding.",
-               PREFIX, "tl.load(prefix + sequence)"),
-        change("prefix without its blocks", "Blocks of a prefix behind the diagonal are not read.",
-               "key_stop(last_position, seqlen_kv, prefix_end)", "key_stop(last_position, seqlen_kv, 0)"),
-        change("prefix hides the rest", "Queries see the prefix alone.",
-               "key_stop(positions, seqlen_kv, prefix_end)", "positions * 0 + prefix_end"),
-    )  # fmt: skip
-    return mutants_of(subject, changes)
+    return mutants_of(subject, (
+        ("prefix one key too long", PREFIX, PREFIX.replace("sequence)", "sequence) + 1")),
+        ("prefix one key too short", PREFIX, PREFIX.replace("sequence)", "sequence) - 1")),
+        ("prefix of the first sequence", PREFIX, PREFIX.replace(" + sequence", "")),
+        # A prefix longer than its sequence shows padding.
+        ("prefix beyond the keys", PREFIX, "tl.load(prefix + sequence)"),
+        ("prefix without its blocks",
+         "key_stop(last_position, seqlen_kv, prefix_end)", "key_stop(last_position, seqlen_kv, 0)"),
+        ("prefix hides the rest", "key_stop(positions, seqlen_kv, prefix_end)", "positions * 0 + prefix_end"),
+    ))  # fmt: skip
 
 
 def chunks(size: Size) -> tuple[Mutant, ...]:
     """Chunks under a causal mask, and without one."""
-    behind = (
-        change("chunk one query early", "The last query of a chunk sees the next one's keys alone.",
-               START, START.replace("positions", "tl.maximum(positions, 0) + 1")),
-        change("chunk one query late", "The first query of a chunk sees the chunk before.",
-               START, START.replace("positions", "positions - 1")),
-        change("chunk without its first key", "No query sees the first key of its chunk.",
-               START, f"{START} + 1"),
-        change("blocks of the last row's chunk", "Blocks of the first row's chunk are left out.",
-               "first_start = key_start(first_position)", "first_start = key_start(last_position)"),
-    )  # fmt: skip
-    whole = (
-        change("chunk's end one key too far", "Queries see the first key of the next chunk.",
-               CHUNK_END, CHUNK_END.replace("+ CHUNK)", "+ CHUNK + 1)")),
-        change("chunk's end one key too short", "No query sees the last key of its chunk.",
-               CHUNK_END, CHUNK_END.replace("+ CHUNK)", "+ CHUNK - 1)")),
-        change("queries before the first key have a chunk", "They see keys, and should see none.",
-               CHUNK_END, "tl.maximum(position, 0) // CHUNK * CHUNK + CHUNK"),
-    )  # fmt: skip
     full = size.masked(causal=Causal.NONE, attention_chunk=size.chunk)
-    return (*mutants_of(size.masked(attention_chunk=size.chunk), behind), *mutants_of(full, whole))
+    return (
+        *mutants_of(size.masked(attention_chunk=size.chunk), (
+            ("chunk one query early", START, START.replace("positions", "tl.maximum(positions, 0) + 1")),
+            ("chunk one query late", START, START.replace("positions", "positions - 1")),
+            ("chunk without its first key", START, f"{START} + 1"),
+            ("blocks of the last row's chunk",
+             "first_start = key_start(first_position)", "first_start = key_start(last_position)"),
+        )),
+        *mutants_of(full, (
+            ("chunk's end one key too far", CHUNK_END, CHUNK_END.replace("+ CHUNK)", "+ CHUNK + 1)")),
+            ("chunk's end one key too short", CHUNK_END, CHUNK_END.replace("+ CHUNK)", "+ CHUNK - 1)")),
+            ("queries before the first key have a chunk",
+             CHUNK_END, "tl.maximum(position, 0) // CHUNK * CHUNK + CHUNK"),
+        )),
+    )  # fmt: skip

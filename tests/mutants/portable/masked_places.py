@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flashtune.core.problem import Causal, KvDtype, KvScale
-from tests.mutants.core import Mutant, Part, Patch
+from tests.mutants.core import Mutant, Part, mutants_of
 from tests.mutants.portable.head_factors import HEAD_SCALED, head_factors
-from tests.mutants.serving_size import SMALL_PAGE, SMALL_PAGES_BLOCK, Change, Size, change, mutants_of
+from tests.mutants.serving_size import SMALL_PAGE, SMALL_PAGES_BLOCK, Size
 
 LOOPS = 2
 SEEN = "visible = (keys < seqlen_kv)[None, :]"
@@ -35,106 +35,74 @@ def packed(size: Size) -> tuple[Mutant, ...]:
     """Sequences one behind the other."""
     subject = size.masked(total_q=3 * size.seqlen // 2)
     room = f"(seqlen_q // {size.block_m} + sequences) * heads"
-    changes = (
-        change("queries begin one row late", "Queries are those of the row behind.",
-               "q + first_row.to", "q + (first_row + 1).to"),
-        change("outputs begin one row late", "Outputs go to the row behind.",
-               "out + first_row.to", "out + (first_row + 1).to"),
-        change("values begin one row late", "Weights meet the values behind their own.",
-               "v + first_key.to", "v + (first_key + 1).to"),
-        change("keys of the first sequence", "All sequences meet the keys of one.",
-               "k + first_key.to(tl.int64)", "k + 0"),
-        change("first key of the next sequence seen", "A sequence has a key more than it has.",
-               KEYS_END, f"{KEYS_END} + 1"),
-        change("last key of a sequence forgotten", "A sequence has a key less than it has.",
-               KEYS_END, f"tl.maximum({KEYS_END} - 1, 0)"),
-        change("queries of the next sequence written", "A sequence has a query more than it has.",
-               "query_exists = queries < seqlen_q", "query_exists = queries <= seqlen_q"),
-        change("sequence of the tile before", "Sequences that begin by a tile are found a tile late.",
-               "(begins <= tile) & (others < sequences)", "(begins < tile) & (others < sequences)"),
-        change("tiles of a sequence counted from a row too far",
-               "A sequence that begins in a tile begins in the next.",
-               "tile -= first_row // BLOCK_M", "tile -= tl.cdiv(first_row, BLOCK_M)"),
-        change("no room for the last tiles", "Sequences have no tile for their last, partial rows.",
-               room, room.replace("+ sequences", "+ 1")),
-        change("last sequence left out", "Its tiles are not looked for.",
-               "cu_seqlens_q.shape[0] - 1", "cu_seqlens_q.shape[0] - 2"),
-        change("lse at a sequence's rows", "All sequences write their log-sum-exp to the first rows.",
-               PACKED_LSE, PACKED_LSE.replace(" + first_row", "")),
-        change("lse by a sequence's length", "Heads lie as far apart as a sequence is long.",
-               PACKED_LSE, PACKED_LSE.replace("all_queries", "seqlen_q")),
-    )  # fmt: skip
-    return mutants_of(subject, changes)
+    return mutants_of(subject, (
+        ("queries begin one row late", "q + first_row.to", "q + (first_row + 1).to"),
+        ("outputs begin one row late", "out + first_row.to", "out + (first_row + 1).to"),
+        ("values begin one row late", "v + first_key.to", "v + (first_key + 1).to"),
+        ("keys of the first sequence", "k + first_key.to(tl.int64)", "k + 0"),
+        ("first key of the next sequence seen", KEYS_END, f"{KEYS_END} + 1"),
+        ("last key of a sequence forgotten", KEYS_END, f"tl.maximum({KEYS_END} - 1, 0)"),
+        ("queries of the next sequence written",
+         "query_exists = queries < seqlen_q", "query_exists = queries <= seqlen_q"),
+        ("sequence of the tile before",
+         "(begins <= tile) & (others < sequences)", "(begins < tile) & (others < sequences)"),
+        ("tiles of a sequence counted from a row too far",
+         "tile -= first_row // BLOCK_M", "tile -= tl.cdiv(first_row, BLOCK_M)"),
+        ("no room for the last tiles", room, room.replace("+ sequences", "+ 1")),
+        ("last sequence left out", "cu_seqlens_q.shape[0] - 1", "cu_seqlens_q.shape[0] - 2"),
+        ("lse at a sequence's rows", PACKED_LSE, PACKED_LSE.replace(" + first_row", "")),
+        ("lse by a sequence's length", PACKED_LSE, PACKED_LSE.replace("all_queries", "seqlen_q")),
+    ))  # fmt: skip
 
 
 def lengths(size: Size) -> tuple[Mutant, ...]:
     """Sequences with as many keys as a tensor says, without a mask."""
-    changes = (
-        change("tail of K unmasked", "Padding behind the last key takes part in the softmax.",
-               SEEN, "visible = (keys >= 0)[None, :]"),
-        change("tail one key too long", "The key behind the last takes part in the softmax.",
-               SEEN, SEEN.replace("seqlen_kv", "seqlen_kv + 1")),
-        change("tail one key too short", "The last key is masked where the last block is not whole.",
-               SEEN, SEEN.replace("seqlen_kv", "seqlen_kv - 1")),
-        change("length of the next sequence", "A sequence has as many keys as the next.",
-               LENGTH, LENGTH.replace("+ sequence", "+ sequence + 1")),
-        change("length of the first sequence", "All sequences have as many keys as one.",
-               LENGTH, LENGTH.replace(" + sequence", "")),
-        change("lengths ignored", "All sequences are as long as the longest.", LENGTH, "pass"),
-        change("a last block of a single key skipped", "The last block is left out where it holds one key.",
-               "tl.range(n_full_max, n_max,", "tl.range(n_full_max, n_max - 1,"),
-        change("first block skipped", "The first block of keys is left out where it is whole.",
-               "tl.range(0, n_full_max,", "tl.range(BLOCK_N, n_full_max,"),
-    )  # fmt: skip
-    return mutants_of(size.masked(seqlens_k=True, causal=Causal.NONE), changes)
+    return mutants_of(size.masked(seqlens_k=True, causal=Causal.NONE), (
+        ("tail of K unmasked", SEEN, "visible = (keys >= 0)[None, :]"),
+        ("tail one key too long", SEEN, SEEN.replace("seqlen_kv", "seqlen_kv + 1")),
+        ("tail one key too short", SEEN, SEEN.replace("seqlen_kv", "seqlen_kv - 1")),
+        ("length of the next sequence", LENGTH, LENGTH.replace("+ sequence", "+ sequence + 1")),
+        ("length of the first sequence", LENGTH, LENGTH.replace(" + sequence", "")),
+        ("lengths ignored", LENGTH, "pass"),
+        ("a last block of a single key skipped",
+         "tl.range(n_full_max, n_max,", "tl.range(n_full_max, n_max - 1,"),
+        ("first block skipped", "tl.range(0, n_full_max,", "tl.range(BLOCK_N, n_full_max,"),
+    ))  # fmt: skip
 
 
 def rows(size: Size) -> tuple[Mutant, ...]:
     """Heads and rows of a launch that takes the longest tiles first."""
     exists = "query_exists = queries < seqlen_q"
     subject = size.masked({"lpt": True, "heads_innermost": True}, softcap=True)
-    changes = (
-        change("KV heads in turn", "Query heads take the KV heads in turn, not in groups.",
-               "head // group_size", "head % (heads // group_size)"),
-        change("longest tile past the end", "Counting down from the last tile starts one too late.",
-               "tile = tiles - 1 - tile", "tile = tiles - tile"),
-        change("a tile of two heads", "Tiles of some heads are done twice and some never.",
-               "tl.program_id(0) // all_heads", "tl.program_id(0) // (all_heads + 1)"),
-        change("heads of the first sequence", "All sequences have the queries of one.",
-               "q + sequence * stride_qb", "q"),
-        change("values of the first sequence", "All sequences meet the values of one.",
-               "v + sequence * stride_vb", "v"),
-        change("last rows not written", "The last query is left out.", exists, f"{exists} - 1"),
-        change("rows behind the last written", "Rows of the last tile that do not exist are written.",
-               exists, "query_exists = queries >= 0"),
-        change("lse of another head", "The log-sum-exp is written where the next head's lies.",
-               "tl.store(lse + ", "tl.store(lse + seqlen_q + "),
-    )  # fmt: skip
-    return mutants_of(subject, changes)
+    return mutants_of(subject, (
+        ("KV heads in turn", "head // group_size", "head % (heads // group_size)"),
+        ("longest tile past the end", "tile = tiles - 1 - tile", "tile = tiles - tile"),
+        ("a tile of two heads", "tl.program_id(0) // all_heads", "tl.program_id(0) // (all_heads + 1)"),
+        ("heads of the first sequence", "q + sequence * stride_qb", "q"),
+        ("values of the first sequence", "v + sequence * stride_vb", "v"),
+        ("last rows not written", exists, f"{exists} - 1"),
+        ("rows behind the last written", exists, "query_exists = queries >= 0"),
+        ("lse of another head", "tl.store(lse + ", "tl.store(lse + seqlen_q + "),
+    ))  # fmt: skip
 
 
 def paged(size: Size) -> tuple[Mutant, ...]:
     """Pages that hold several blocks of keys."""
-    changes = (
-        change("pages of another sequence", "A sequence's keys are those of the one before.",
-               TABLE, TABLE.replace("sequence.to(tl.int64)", "tl.maximum(sequence - 1, 0)")),
-        change("page of the block before", "Pages are never left.", "page = next_page", "pass", LOOPS),
-        Change("page of the block before in open blocks", "Where no mask is needed pages are never left.",
-               (Patch("next_page = tl.load(", "next_page = page + 0 * tl.load(", OPEN),)),
-        change("page of the block behind", "The page that is loaded ahead is one block further.",
-               NEXT_PAGE, NEXT_PAGE.replace("BLOCK_N", "2 * BLOCK_N"), LOOPS),
-        change("pages counted by blocks", "Every block of keys is looked for in a page of its own.",
-               f"tl.maximum({NEXT_PAGE}, 0) // PAGE_SIZE", f"tl.maximum({NEXT_PAGE}, 0) // BLOCK_N", LOOPS),
-        change("every block at its page's start", "Blocks of a page are all the first.",
-               SLOTS, "slots = key_offsets", LOOPS),
-        change("keys by their place in the sequence", "Rows of a page are counted from the sequence's start.",
-               SLOTS, "slots = start + key_offsets", LOOPS),
-        change("values in pages of keys", "Pages of V lie as far apart as those of K.",
-               "page.to(tl.int64) * stride_vb", "page.to(tl.int64) * stride_kb", LOOPS),
-        change("pages of one head", "All query heads meet the keys of one KV head.",
-               "k_base = k + kv_head * stride_kh", "k_base = k"),
-    )  # fmt: skip
-    return mutants_of(size.masked(page_size=size.page), changes)
+    return mutants_of(size.masked(page_size=size.page), (
+        ("pages of another sequence",
+         TABLE, TABLE.replace("sequence.to(tl.int64)", "tl.maximum(sequence - 1, 0)")),
+        ("page of the block before", "page = next_page", "pass", None, LOOPS),
+        ("page of the block before in open blocks",
+         "next_page = tl.load(", "next_page = page + 0 * tl.load(", OPEN),
+        ("page of the block behind", NEXT_PAGE, NEXT_PAGE.replace("BLOCK_N", "2 * BLOCK_N"), None, LOOPS),
+        ("pages counted by blocks",
+         f"tl.maximum({NEXT_PAGE}, 0) // PAGE_SIZE", f"tl.maximum({NEXT_PAGE}, 0) // BLOCK_N", None, LOOPS),
+        ("every block at its page's start", SLOTS, "slots = key_offsets", None, LOOPS),
+        ("keys by their place in the sequence", SLOTS, "slots = start + key_offsets", None, LOOPS),
+        ("values in pages of keys",
+         "page.to(tl.int64) * stride_vb", "page.to(tl.int64) * stride_kb", None, LOOPS),
+        ("pages of one head", "k_base = k + kv_head * stride_kh", "k_base = k"),
+    ))  # fmt: skip
 
 
 def page_factors(size: Size) -> tuple[Mutant, ...]:
@@ -144,26 +112,20 @@ def page_factors(size: Size) -> tuple[Mutant, ...]:
     )
     k_factor, v_factor = f"k_factor = {of_k}", f"v_factor = {of_v}"
     low = "p_low = (p * v_factor[None, :])"
-    changes = (
-        change("page scale of keys missing", "Keys count as their 8 bits say.",
-               "s *= k_factor[None, :]", "pass", LOOPS),
-        change("page scale of keys by place", "Scales are looked for where the first pages' lie.",
-               k_factor, k_factor.replace("page.to(tl.int64)", "(keys // PAGE_SIZE)"), LOOPS),
-        change("page scale of values by the stride of keys'", "Scales of V lie as far apart as those of K.",
-               v_factor, v_factor.replace("stride_v_scale_p", "stride_k_scale_p"), LOOPS),
-        change("page scale of values is the keys'", "Values have the scales of their page's keys.",
-               v_factor, f"v_factor = {of_k}", LOOPS),
-        change("page scale of values missing", "Values count as their 8 bits say.",
-               "p * v_factor[None, :]", "p", LOOPS),
-        change("page scale of values in the sum", "The sum of weights is scaled as the values are.",
-               low, f"running_sum += tl.sum(p * v_factor[None, :] - p, 1)\n{low}", LOOPS),
-        change("page behind the last key looked up", "Unused entries of a block table are read.",
-               NEXT_PAGES, "(keys + BLOCK_N)", LOOPS),
-        change("rows of small pages from the sequence's start",
-               "Rows of a page are not counted from its start.",
-               "slots = keys % PAGE_SIZE", "slots = keys", LOOPS),
-    )  # fmt: skip
     subject = size.masked(
         {"block_n": SMALL_PAGES_BLOCK}, page_size=SMALL_PAGE, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE
     )
-    return mutants_of(subject, changes)
+    return mutants_of(subject, (
+        ("page scale of keys missing", "s *= k_factor[None, :]", "pass", None, LOOPS),
+        ("page scale of keys by place",
+         k_factor, k_factor.replace("page.to(tl.int64)", "(keys // PAGE_SIZE)"), None, LOOPS),
+        ("page scale of values by the stride of keys'",
+         v_factor, v_factor.replace("stride_v_scale_p", "stride_k_scale_p"), None, LOOPS),
+        ("page scale of values is the keys'", v_factor, f"v_factor = {of_k}", None, LOOPS),
+        ("page scale of values missing", "p * v_factor[None, :]", "p", None, LOOPS),
+        ("page scale of values in the sum",
+         low, f"running_sum += tl.sum(p * v_factor[None, :] - p, 1)\n{low}", None, LOOPS),
+        ("page behind the last key looked up", NEXT_PAGES, "(keys + BLOCK_N)", None, LOOPS),
+        ("rows of small pages from the sequence's start",
+         "slots = keys % PAGE_SIZE", "slots = keys", None, LOOPS),
+    ))  # fmt: skip

@@ -9,7 +9,7 @@ import msgspec
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.templates.registry import find_family
-from tests.mutants.core import Mutant, Patch, Subject
+from tests.mutants.core import Mutant, Patch, Subject, mutants_of
 
 QUERIES_OUTER, KEYS_OUTER = "forward_q_outer", "forward_kv_outer"
 CAUSAL_MASK = {
@@ -80,163 +80,55 @@ def masks(bench: Bench) -> tuple[Mutant, ...]:
         return Patch("= softmax_step(s,", f"= softmax_step({hidden},", times=loops)
 
     return (
-        Mutant(
-            "diagonal one key too far",
-            "Every query sees the key after its last one.",
-            causal,
-            (Patch(last, "queries + diagonal + 2"),),
-        ),
-        Mutant(
-            "diagonal one key too short",
-            "No query sees its last key.",
-            causal,
-            (Patch(last, "queries + diagonal"),),
-        ),
-        Mutant(
-            "diagonal aligned to the other corner",
-            "The mask starts at the first key where it should end at the last.",
-            causal,
-            (Patch("diagonal = seqlen_kv - seqlen_q", "diagonal = 0"),),
-        ),
-        Mutant(
-            "diagonal off",
-            "No block of keys is masked.",
-            causal,
-            (Patch(f"s = tl.where({CAUSAL_MASK[name]}, {IN_LOGITS}", "pass"),),
-        ),
-        Mutant(
-            "tail of K unmasked",
-            "Padding behind the last key takes part in the softmax.",
-            full,
-            (Patch(f"s = tl.where({TAIL_MASK[name]}, {IN_LOGITS}", "pass"),),
-        ),
-        Mutant(
-            "one key in some rows forgotten",
-            "In one row of eight the sixth key of each block has no weight.",
-            causal,
-            (forget("(key_offsets == 5)[None, :]"),),
-        ),
-        Mutant(
-            "a block forgotten in some rows",
-            "In one row of eight the second block of keys has no weight.",
-            full,
-            (forget("(start == BLOCK_N)"),),
-        ),
-    )
+        *mutants_of(causal, (
+            ("diagonal one key too far", last, "queries + diagonal + 2"),
+            ("diagonal one key too short", last, "queries + diagonal"),
+            ("diagonal aligned to the other corner", "diagonal = seqlen_kv - seqlen_q", "diagonal = 0"),
+            ("diagonal off", f"s = tl.where({CAUSAL_MASK[name]}, {IN_LOGITS}", "pass"),
+            ("one key in some rows forgotten", (forget("(key_offsets == 5)[None, :]"),)),
+        )),
+        *mutants_of(full, (
+            ("tail of K unmasked", f"s = tl.where({TAIL_MASK[name]}, {IN_LOGITS}", "pass"),
+            ("a block forgotten in some rows", (forget("(start == BLOCK_N)"),)),
+        )),
+    )  # fmt: skip
 
 
 def softmax(bench: Bench) -> tuple[Mutant, ...]:
     """Maxima, sums, rescaling, scale and log-sum-exp."""
     causal, loops = bench.subject(), bench.loops()
     return (
-        Mutant(
-            "accumulator not rescaled",
-            "Weighted values of earlier blocks keep a scale that the maximum has left behind.",
-            causal,
-            (Patch("accumulator * rescale[:, None]", "accumulator", times=loops),),
-        ),
-        Mutant(
-            "sum not rescaled",
-            "The sum of weights keeps a scale that the maximum has left behind.",
-            causal,
-            (Patch("running_sum * rescale", "running_sum"),),
-        ),
-        Mutant(
-            "maximum not kept",
-            "The running maximum falls where it should rise.",
-            causal,
-            (Patch("return p, rescale, new_max,", "return p, rescale, tl.minimum(running_max, new_max),"),),
-        ),
-        Mutant(
-            "scale applied twice",
-            "Scores are scaled by the square of the scale.",
-            causal,
-            (Patch("scale_log2 = scale * LOG2_E", "scale_log2 = scale * scale * LOG2_E"),),
-        ),
-        Mutant(
-            "natural exponentials",
-            "Powers of two are taken of scores in natural units.",
-            causal,
-            (Patch("scale_log2 = scale * LOG2_E", "scale_log2 = scale"),),
-        ),
-        Mutant(
-            "lse in base 2",
-            "The log-sum-exp is in units of log2.",
-            causal,
-            (Patch("tl.log2(running_sum)) * LN_2", "tl.log2(running_sum))"),),
-        ),
-        Mutant(
-            "lse without the maximum",
-            "The log-sum-exp lacks the maximum of the scores.",
-            causal,
-            (Patch("(running_max + tl.log2(running_sum))", "tl.log2(running_sum)"),),
-        ),
-        Mutant(
-            "empty rows divided by zero",
-            "A row that sees no key is NaN.",
-            causal,
-            (Patch("tl.where(running_sum == 0.0, 1.0, running_sum)", "running_sum"),),
-        ),
-        Mutant(
-            "empty rows shifted by -inf",
-            "A row that has seen no key yet turns NaN.",
-            causal,
-            (Patch('tl.where(new_max == float("-inf"), 0.0, new_max)', "new_max"),),
-        ),
-        Mutant(
-            "weights rounded to 8 bits",
-            "Weights of a float32 kernel pass through bfloat16.",
-            bench.subject(exact=True),
-            (
-                Patch(
-                    "p_low = p.to(v.dtype.element_ty)",
-                    "p_low = p.to(tl.bfloat16).to(v.dtype.element_ty)",
-                    times=loops,
-                ),
-            ),
-        ),
-    )
+        *mutants_of(causal, (
+            ("accumulator not rescaled", "accumulator * rescale[:, None]", "accumulator", None, loops),
+            ("sum not rescaled", "running_sum * rescale", "running_sum"),
+            ("maximum not kept",
+             "return p, rescale, new_max,", "return p, rescale, tl.minimum(running_max, new_max),"),
+            ("scale applied twice", "scale_log2 = scale * LOG2_E", "scale_log2 = scale * scale * LOG2_E"),
+            ("natural exponentials", "scale_log2 = scale * LOG2_E", "scale_log2 = scale"),
+            ("lse in base 2", "tl.log2(running_sum)) * LN_2", "tl.log2(running_sum))"),
+            ("lse without the maximum", "(running_max + tl.log2(running_sum))", "tl.log2(running_sum)"),
+            ("empty rows divided by zero", "tl.where(running_sum == 0.0, 1.0, running_sum)", "running_sum"),
+            ("empty rows shifted by -inf", 'tl.where(new_max == float("-inf"), 0.0, new_max)', "new_max"),
+        )),
+        *mutants_of(bench.subject(exact=True), (
+            ("weights rounded to 8 bits",
+             "p_low = p.to(v.dtype.element_ty)", "p_low = p.to(tl.bfloat16).to(v.dtype.element_ty)", None,
+             loops),
+        )),
+    )  # fmt: skip
 
 
 def places(bench: Bench) -> tuple[Mutant, ...]:
     """Where tensors are read and written."""
     causal = bench.subject()
     queries_outer = bench.family == QUERIES_OUTER
-    return (
-        Mutant(
-            "wrong KV head",
-            "Query heads take the KV heads in turn, not in groups.",
-            causal,
-            (Patch("head // group_size", "head % (heads // group_size)"),),
-        ),
-        Mutant(
-            "keys of the wrong batch",
-            "Batches of K lie apart as those of V do.",
-            causal,
-            (Patch("batch * stride_kb", "batch * stride_vb"),),
-        ),
-        Mutant(
-            "strides of K used for V",
-            "Rows of V are looked for where those of K would lie.",
-            causal,
-            (Patch("keys[:, None] * stride_vs", "keys[:, None] * stride_ks", times=bench.loops()),),
-        ),
-        Mutant(
-            "padding columns read",
-            "Columns past the head dim are multiplied as well.",
-            causal,
-            (Patch(" & (columns_32 < HEAD_DIM)[None, :]", "", times=2),),
-        ),
-        Mutant(
-            "padding columns written",
-            "Columns past the value head dim are written into the next row.",
-            causal,
-            (Patch(" & (columns_32 < VALUE_HEAD_DIM)[None, :]", "", times=2 if queries_outer else 6),),
-        ),
-        Mutant(
-            "lse of another head",
-            "The log-sum-exp is written where the next head's lies.",
-            causal,
-            (Patch("tl.store(lse + ", "tl.store(lse + seqlen_q + "),),
-        ),
-    )
+    return mutants_of(causal, (
+        ("wrong KV head", "head // group_size", "head % (heads // group_size)"),
+        ("keys of the wrong batch", "batch * stride_kb", "batch * stride_vb"),
+        ("strides of K used for V",
+         "keys[:, None] * stride_vs", "keys[:, None] * stride_ks", None, bench.loops()),
+        ("padding columns read", " & (columns_32 < HEAD_DIM)[None, :]", "", None, 2),
+        ("padding columns written",
+         " & (columns_32 < VALUE_HEAD_DIM)[None, :]", "", None, 2 if queries_outer else 6),
+        ("lse of another head", "tl.store(lse + ", "tl.store(lse + seqlen_q + "),
+    ))  # fmt: skip

@@ -114,29 +114,43 @@ def test_sdpa_gets_copies_of_unaligned_views_and_of_shared_heads_in_float32() ->
         (torch.float32, 68, False),
     ):
         q, k = sliced(width, 4, dtype), sliced(32, 2, dtype)
-        found = readable(q, k, k, None)
+        found = readable(q, k, k, shares_heads(q, k, None))
         assert (found[0].data_ptr() != q.data_ptr()) == copied
         assert [tensor.shape[1] for tensor in found[1:]] == ([2, 2] if dtype is torch.bfloat16 else [4, 4])
 
 
 @pytest.mark.parametrize(
-    ("lengths", "head_dim", "needs_grad", "masked", "shared"),
+    ("heads", "lengths", "head_dim", "batch", "needs_grad", "masked", "shared"),
     [
-        ((64, 64), 64, True, False, True),
-        ((4096, 4096), 64, True, False, False),
-        ((64, 64), 64, True, True, False),
-        ((64, 64), 64, False, False, False),
-        ((64, 64), 160, False, False, True),
-        ((1024, 1024), 160, False, False, False),
+        ((4, 2), (64, 64), 64, 1, True, False, True),
+        ((4, 2), (64, 64), 64, 1, True, True, True),
+        ((4, 2), (4096, 4096), 64, 1, True, False, False),
+        # Many keys of few tiles, whose bias has rows that are not aligned.
+        ((8, 2), (107, 18486), 32, 5, False, True, True),
+        ((12, 3), (1683, 1683), 64, 3, False, True, False),
+        # Sequences that are shorter than a tile.
+        ((64, 16), (23, 23), 64, 32, False, False, True),
+        ((32, 8), (46, 46), 128, 25, False, True, False),
+        ((2, 1), (311, 311), 160, 3, False, False, True),
+        ((2, 1), (1131, 1131), 72, 9, False, False, False),
     ],
 )
-def test_sdpa_gets_shared_heads_in_float32_if_scores_are_few(
-    lengths: tuple[int, int], head_dim: int, needs_grad: bool, masked: bool, shared: bool
+def test_unfused_path_of_sdpa_serves_shared_heads_in_float32_where_it_was_faster(
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    head_dim: int,
+    batch: int,
+    needs_grad: bool,
+    masked: bool,
+    shared: bool,
 ) -> None:
-    q = torch.empty(1, 4, lengths[0], head_dim, requires_grad=needs_grad)
-    k = torch.empty(1, 2, lengths[1], head_dim)
-    assert shares_heads(q, k, torch.empty(lengths) if masked else None) == shared
-    assert readable(q, k, k, torch.empty(lengths) if masked else None)[1].shape[1] == (2 if shared else 4)
+    """The calls without gradients were timed on an H200."""
+    with FakeTensorMode():
+        q = torch.empty(batch, heads[0], lengths[0], head_dim, requires_grad=needs_grad)
+        k = torch.empty(batch, heads[1], lengths[1], head_dim)
+        mask = torch.empty(batch, heads[0], *lengths) if masked else None
+        assert shares_heads(q, k, mask) == shared
+        assert readable(q, k, k, shared)[1].shape[1] == heads[1 if shared else 0]
 
 
 def test_float32_with_more_queries_than_keys_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +176,6 @@ def test_fake_tensors_are_supported() -> None:
 def test_default_backend_requires_a_call_without_mask() -> None:
     q = k = v = torch.randn(1, 2, 8, 16)
     square = read_call(dense_call(q, k, v, causal=True)).problem
-    assert default_backend(q, k, v, square) in {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", None}
+    assert default_backend(q, k, v, square) in {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math"}
     lopsided = read_call(dense_call(q, k[:, :, :5], v[:, :, :5], causal=True)).problem
     assert default_backend(q, k[:, :, :5], v[:, :, :5], lopsided) is None

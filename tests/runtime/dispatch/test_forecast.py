@@ -103,6 +103,18 @@ def test_short_packed_sequences_get_tiles_of_one_group(tokens: int, groups: int)
     assert config.num_consumer_groups == groups
 
 
+@pytest.mark.parametrize(("batch", "seqlen"), [(16, 4096), (128, 512)])
+def test_equal_packed_sequences_take_as_long_as_a_dense_batch(
+    records: tuple[Record, ...], batch: int, seqlen: int
+) -> None:
+    # Packed shapes are tuned with lengths that differ by a factor of sixteen.
+    dense = shape(batch=batch, seqlen_q=seqlen, seqlen_kv=seqlen, causal=Causal.BOTTOM_RIGHT)
+    packed = msgspec.structs.replace(dense, total_q=batch * seqlen)
+    estimates = [forecast(problem, records, TARGET, anyone) for problem in (dense, packed)]
+    (_, of_dense), (_, of_packed) = (estimate for estimate in estimates if estimate is not None)
+    assert 0.8 < of_packed.ms / of_dense.ms < 1.5
+
+
 def test_tuned_shape_uses_its_own_record(records: tuple[Record, ...]) -> None:
     tables = _tables(records)
     for record in records[::7]:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
@@ -79,6 +80,18 @@ def test_masks_have_the_semantics_of_kernels(
         out = masked_attention(q, k, v, given, 0.3, causal)
         torch.testing.assert_close(out, by_rows(q, k, v, bias, 0.3, causal))
     assert not masked_attention(q, k, v, bias, 0.0, causal).isnan().any()
+
+
+def test_gradients_of_rows_without_keys_are_zero_in_the_unfused_path() -> None:
+    q, k, v = (tensor.float().requires_grad_() for tensor in drawn(7, 9))
+    mask = torch.rand(2, 1, 7, 9) < 0.7
+    mask[:, :, 0] = False
+    with sdpa_kernel(SDPBackend.MATH):
+        out = masked_attention(q, k, v, mask, 0.3, Causal.NONE)
+        gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+    expected = torch.autograd.grad(by_rows(q, k, v, mask, 0.3, Causal.NONE).square().sum(), (q, k, v))
+    assert gradients[0][:, :, 0].eq(0).all()
+    torch.testing.assert_close(gradients, expected)
 
 
 def test_mask_is_not_expanded() -> None:

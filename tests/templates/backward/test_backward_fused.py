@@ -8,8 +8,9 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.templates.backward_fused.space import Reduction, can_copy
@@ -23,17 +24,8 @@ H200, L4 = find_target("h200"), find_target("l4")
 
 
 def a_problem(head_dim: int, seqlen: int = 4096) -> Problem:
-    return Problem(
-        dtype=Dtype.BF16,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=8,
-        kv_heads=8,
-        batch=2,
-        seqlen_q=seqlen,
-        seqlen_kv=seqlen,
-        causal=Causal.BOTTOM_RIGHT,
-        direction=Direction.BACKWARD,
+    return testing.problem(
+        "heads=8,seqlen=1,head_dim=64,dtype=bf16,causal,batch=2,backward", head_dim=head_dim, seqlen=seqlen
     )
 
 

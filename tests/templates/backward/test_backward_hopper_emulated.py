@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import load_module
 from flashtune.templates.backward_hopper.space import HopperBackwardConfig, width_of
@@ -37,18 +38,11 @@ Lengths: TypeAlias = list[tuple[int, int]]
 
 
 def a_problem(head_dim: int, **changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.BF16,
+    return testing.problem(
+        "heads=2,kv_heads=1,seqlen_q=150,seqlen_kv=190,head_dim=64,dtype=bf16,backward",
         head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=2,
-        kv_heads=1,
-        batch=1,
-        seqlen_q=150,
-        seqlen_kv=190,
-        direction=Direction.BACKWARD,
+        **changes,
     )
-    return msgspec.structs.replace(problem, **changes)
 
 
 def kernel_of(problem: Problem, **changes: Any) -> tuple[Kernel, HopperBackwardConfig]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
 
-import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
 from flashtune.core.target import TARGETS, Target, find_target
@@ -42,20 +43,9 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=64,
-        value_head_dim=64,
-        heads=8,
-        kv_heads=2,
-        batch=2,
-        seqlen_q=512,
-        seqlen_kv=512,
-        causal=Causal.BOTTOM_RIGHT,
-        direction=Direction.BACKWARD,
-    )
-    return msgspec.structs.replace(problem, **changes)
+a_problem = functools.partial(
+    testing.problem, "heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2,backward"
+)
 
 
 def modelled(problem: Problem, config: SplitConfig, target: Target, assumed: Specialization = PLAIN) -> int:

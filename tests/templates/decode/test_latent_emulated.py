@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from typing import Any
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal, Problem
 from flashtune.templates.decode_latent_hopper.space import LatentConfig, row_tiles
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -29,21 +31,11 @@ LATE = {"overlap_pv": True}
 SPLIT = {"overlap_pv": True, "num_splits": 3}
 
 
-def a_problem(**changes: Any) -> Problem:
-    """Narrow keys: what is right for these is right for others."""
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=144,
-        value_head_dim=128,
-        heads=64,
-        kv_heads=1,
-        batch=2,
-        seqlen_q=1,
-        seqlen_kv=200,
-        causal=Causal.BOTTOM_RIGHT,
-        mla=True,
-    )
-    return msgspec.structs.replace(problem, **changes)
+# Narrow keys: what is right for these is right for others.
+a_problem = functools.partial(
+    testing.problem,
+    "heads=64,kv_heads=1,seqlen_q=1,seqlen_kv=200,head_dim=144,value_head_dim=128,dtype=bf16,causal,batch=2,mla",
+)
 
 
 def kernel_of(problem: Problem, **changes: Any) -> Kernel:

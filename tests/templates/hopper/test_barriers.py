@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Kernel, Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.registry import find_family
@@ -31,17 +32,7 @@ PTX_EVENTS = {r"\bbar(rier)?\.sync\b": "B", r"\bld\.global\b": "L", r"\bst\.glob
 
 
 def kernel_of(causal: Causal, head_dim: int, num_warps: int, specialization: Specialization) -> Kernel:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=4,
-        kv_heads=4,
-        batch=1,
-        seqlen_q=512,
-        seqlen_kv=512,
-        causal=causal,
-    )
+    problem = testing.problem("heads=4,seqlen=512,head_dim=64,dtype=bf16", head_dim=head_dim, causal=causal)
     config = FAMILY.config_type(block_m=32, block_n=32, num_warps=num_warps, num_stages=1)  # type: ignore[call-arg]
     return render(FAMILY, problem, config, specialization)
 

@@ -99,8 +99,9 @@ def test_windows_and_varlen_reduce_the_makespan() -> None:
     )
     # A ninth of the blocks.
     assert full / 9 < window < full / 5
-    assert packed[0] == packed[1]
-    assert full / 2.5 < packed[0] < full
+    # The same tokens in more sequences are fewer pairs.
+    assert full / 5 < packed[0] < full / 2.5
+    assert packed[1] < packed[0]
 
 
 @pytest.mark.parametrize("head_swizzle", [0, 4])

@@ -18,6 +18,7 @@ from flashtune.runtime.unfused import standard_hbm_items
 from flashtune.templates.common.model.traffic import (
     cycled_queries,
     floor_sum,
+    mean_queries,
     missed,
     missed_at_random,
     streamed_keys,
@@ -107,9 +108,14 @@ def test_windows_skip_whole_blocks(
     assert streamed_keys(problem, block_m, block_n) == keys
 
 
-def test_varlen_counts_as_sequences_of_the_longest_length() -> None:
-    problem = msgspec.structs.replace(a_problem(1000, 1000, batch=64), total_q=2500)
-    assert unpacked(problem) == a_problem(1000, 1000, batch=3)
+def test_varlen_counts_as_sequences_between_the_mean_and_the_longest_length() -> None:
+    problem = msgspec.structs.replace(a_problem(1000, 2000, batch=64), total_q=2500)
+    assert mean_queries(problem) == 40
+    assert unpacked(problem) == a_problem(200, 400, batch=13)
+    in_pages = msgspec.structs.replace(problem, page_size=16)
+    assert unpacked(in_pages).seqlen_kv == 2000
+    equal = msgspec.structs.replace(problem, total_q=64 * 1000)
+    assert unpacked(equal) == a_problem(1000, 2000, batch=64)
     assert unpacked(a_problem(10, 10)) == a_problem(10, 10)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune import testing
+from flashtune.core.problem import Bias, BlockLists, Causal, KvDtype, KvScale
 
 CPU = torch.device("cpu")
 
@@ -49,18 +51,6 @@ CACHES: dict[str, dict[str, Any]] = {
     "latent pages": {**PAGES, "mla": True, "kv_heads": 1, "head_dim": 32},
 }
 FEATURES = DENSE | VARLEN | CACHES
-
-
-def a_problem(**changes: object) -> Problem:
-    values: dict[str, object] = {
-        "dtype": Dtype.BF16,
-        "head_dim": 16,
-        "value_head_dim": 16,
-        "heads": 4,
-        "kv_heads": 2,
-        "batch": 2,
-        "seqlen_q": 70,
-        "seqlen_kv": 90,
-        "causal": Causal.BOTTOM_RIGHT,
-    }
-    return Problem(**(values | changes))  # type: ignore[arg-type]
+a_problem = functools.partial(
+    testing.problem, "heads=4,kv_heads=2,seqlen_q=70,seqlen_kv=90,head_dim=16,dtype=bf16,causal,batch=2"
+)

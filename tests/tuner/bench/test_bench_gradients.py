@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import flashtune
+from flashtune import testing
 from flashtune.core.errors import UsageError
-from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.tuner.bench import flex, peer_runs
 from flashtune.tuner.bench.admission import Admitted, admit
 from flashtune.tuner.bench.backward import gradient_binders, gradient_judge
@@ -34,17 +35,8 @@ from tests.support.unfused import unfused
 from tests.tuner.bench.bench_fakes import a_bench, a_run
 
 CPU = torch.device("cpu")
-PROBLEM = Problem(
-    dtype=Dtype.FP32,
-    head_dim=16,
-    value_head_dim=16,
-    heads=4,
-    kv_heads=2,
-    batch=2,
-    seqlen_q=70,
-    seqlen_kv=90,
-    causal=Causal.BOTTOM_RIGHT,
-    direction=Direction.BACKWARD,
+PROBLEM = testing.problem(
+    "heads=4,kv_heads=2,seqlen_q=70,seqlen_kv=90,head_dim=16,dtype=fp32,causal,batch=2,backward"
 )
 MATH = "sdpa-math"
 

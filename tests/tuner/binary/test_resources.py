@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.core.config import LaunchOptions
 from flashtune.core.errors import MachineError
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Resources
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
@@ -34,16 +34,7 @@ FAMILY = find_family("forward_q_outer")
 
 
 def a_kernel(head_dim: int = 64, **fields: int) -> Kernel:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=8,
-        kv_heads=8,
-        batch=1,
-        seqlen_q=512,
-        seqlen_kv=512,
-    )
+    problem = testing.problem("heads=8,seqlen=512,head_dim=64,dtype=bf16", head_dim=head_dim)
     config = QOuterConfig(**{"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2, **fields})  # type: ignore[arg-type]
     return render(FAMILY, problem, config, Specialization())
 

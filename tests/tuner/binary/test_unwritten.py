@@ -6,8 +6,9 @@ import msgspec
 import pytest
 import triton
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal, Dtype
 from flashtune.core.record import Outcome
 from flashtune.core.target import find_target
 from flashtune.templates.family import Family
@@ -19,16 +20,7 @@ from flashtune.tuner.execution.compile_pool import compile_candidate
 from tests.tuner.binary.listings import listed
 
 H200 = find_target("h200")
-PLAIN = Problem(
-    dtype=Dtype.BF16,
-    head_dim=128,
-    value_head_dim=128,
-    heads=8,
-    kv_heads=8,
-    batch=4,
-    seqlen_q=1024,
-    seqlen_kv=1024,
-)
+PLAIN = testing.problem("heads=8,seqlen=1024,head_dim=128,dtype=bf16,batch=4")
 READ_4, READ_5, READ_7 = (f"UIADD3 UR20, UP0, UR{number}, 0x2, URZ" for number in (4, 5, 7))
 
 

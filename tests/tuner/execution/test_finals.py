@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem, score_bytes
@@ -22,9 +23,7 @@ from flashtune.tuner.execution import sdpa, timed_runs
 from flashtune.tuner.execution.inputs import make_tensors
 from tests.problems.plain_masks import plain_attention
 
-PROBLEM = Problem(
-    dtype=Dtype.FP32, head_dim=16, value_head_dim=16, heads=2, kv_heads=2, batch=1, seqlen_q=64, seqlen_kv=64
-)
+PROBLEM = testing.problem("heads=2,seqlen=64,head_dim=16,dtype=fp32")
 
 
 @pytest.mark.parametrize(("scores", "takes_part"), [(8, True), (4, False)])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem, score_bytes
+from flashtune.core.problem import Bias, Causal, Problem, score_bytes
 from flashtune.core.target import find_target
 from flashtune.launch.tensors import BackwardTensors
 from flashtune.templates.registry import find_family
@@ -22,17 +23,8 @@ from flashtune.tuner.workloads.shapes import parse_shape
 from tests.problems.plain_masks import plain_attention
 
 CPU = torch.device("cpu")
-PROBLEM = Problem(
-    dtype=Dtype.FP32,
-    head_dim=16,
-    value_head_dim=24,
-    heads=4,
-    kv_heads=2,
-    batch=2,
-    seqlen_q=40,
-    seqlen_kv=56,
-    causal=Causal.BOTTOM_RIGHT,
-    direction=Direction.BACKWARD,
+PROBLEM = testing.problem(
+    "heads=4,kv_heads=2,seqlen_q=40,seqlen_kv=56,head_dim=16,value_head_dim=24,dtype=fp32,causal,batch=2,backward"
 )
 CASES: dict[str, dict[str, object]] = {
     "plain": {},

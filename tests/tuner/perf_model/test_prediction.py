@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.record import Resources
@@ -24,20 +26,7 @@ SPLIT = find_family("backward_split")
 LEAN = Resources(sram_bytes=64 * 1024, registers=128)
 # Long tiles of all heads first, so that none is left at the end.
 CALM: dict[str, Any] = {"lpt": True, "heads_innermost": True}
-
-
-def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=128,
-        value_head_dim=128,
-        heads=32,
-        kv_heads=8,
-        batch=1,
-        seqlen_q=4096,
-        seqlen_kv=4096,
-    )
-    return msgspec.structs.replace(problem, **changes)
+a_problem = functools.partial(testing.problem, "heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16")
 
 
 def a_config(**changes: Any) -> QOuterConfig:

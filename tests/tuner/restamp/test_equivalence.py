@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.registry import find_family
@@ -19,17 +19,7 @@ from flashtune.tuner.restamp import equivalence
 from flashtune.tuner.restamp.equivalence import parts
 
 FAMILY = find_family("forward_q_outer")
-PROBLEM = Problem(
-    dtype=Dtype.BF16,
-    head_dim=64,
-    value_head_dim=64,
-    heads=4,
-    kv_heads=2,
-    batch=1,
-    seqlen_q=512,
-    seqlen_kv=512,
-    causal=Causal.BOTTOM_RIGHT,
-)
+PROBLEM = testing.problem("heads=4,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal")
 
 
 def compiled(target_name: str) -> tuple[bytes, str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.problem import Direction
 from flashtune.core.record import Measurement, Outcome, Provenance, Record, Verdict, Versions
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
@@ -29,17 +30,7 @@ from flashtune.tuner.tables.table_receipts import sibling
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("nvidia-h200")
-PROBLEM = Problem(
-    dtype=Dtype.BF16,
-    head_dim=64,
-    value_head_dim=64,
-    heads=4,
-    kv_heads=2,
-    batch=1,
-    seqlen_q=512,
-    seqlen_kv=512,
-    causal=Causal.BOTTOM_RIGHT,
-)
+PROBLEM = testing.problem("heads=4,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal")
 CONFIG = FAMILY.default(PROBLEM, TARGET)
 TODAY = render(FAMILY, PROBLEM, CONFIG, Specialization())
 VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200", probes=("random",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import time
@@ -13,9 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from flashtune import testing
 from flashtune.core.config import Axis, Space
 from flashtune.core.errors import FlashtuneError
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Resources, Verdict
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.tuner.candidates import Candidate, SearchTask
@@ -29,21 +31,7 @@ Result = TypeVar("Result")
 FAMILY = "forward_q_outer"
 KERNEL = "0123456789abcdef" * 2
 PASSED = Verdict(passed=True, worst_ratio=0.5, checks=9, failed="", device="fake")
-
-
-def a_problem(**changes: Any) -> Problem:
-    values: dict[str, Any] = {
-        "dtype": Dtype.FP16,
-        "head_dim": 64,
-        "value_head_dim": 64,
-        "heads": 4,
-        "kv_heads": 4,
-        "batch": 1,
-        "seqlen_q": 256,
-        "seqlen_kv": 256,
-        "causal": Causal.NONE,
-    }
-    return Problem(**(values | changes))
+a_problem = functools.partial(testing.problem, "heads=4,seqlen=256,head_dim=64,dtype=fp16")
 
 
 def a_space(block_ms: tuple[int, ...] = (64, 128), warps: tuple[int, ...] = (4, 8)) -> Space:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from flashtune import testing
 from flashtune.core.config import Axis, Space
-from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.db.store import open_store
 from flashtune.templates.forward_q_outer.space import QOuterConfig
@@ -22,16 +22,7 @@ def main() -> None:
         Axis("num_warps", (1, 2)),
         Axis("num_stages", (1,)),
     )
-    problem = Problem(
-        dtype=Dtype.FP16,
-        head_dim=16,
-        value_head_dim=16,
-        heads=1,
-        kv_heads=1,
-        batch=1,
-        seqlen_q=64,
-        seqlen_kv=64,
-    )
+    problem = testing.problem("heads=1,seqlen=64,head_dim=16,dtype=fp16")
     request = SearchRequest(
         problem=problem,
         target=find_target("a100"),

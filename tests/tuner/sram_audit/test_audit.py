@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from flashtune import testing
 from flashtune.core.errors import UsageError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
@@ -95,16 +96,7 @@ def test_every_architecture_of_the_table_is_audited() -> None:
 
 
 def a_problem(head_dim: int, dtype: Dtype = Dtype.BF16) -> Problem:
-    return Problem(
-        dtype=dtype,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=8,
-        kv_heads=8,
-        batch=1,
-        seqlen_q=512,
-        seqlen_kv=512,
-    )
+    return testing.problem("heads=8,seqlen=512,head_dim=64", dtype=dtype, head_dim=head_dim)
 
 
 def a_config(**fields: object) -> QOuterConfig:

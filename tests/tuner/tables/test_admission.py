@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.core.errors import TableError
 from flashtune.core.kernel import Alignment
 from flashtune.core.mask_sharing import MaskSharing
-from flashtune.core.problem import Bias, Dtype, Problem
+from flashtune.core.problem import Bias, Dtype
 from flashtune.core.record import PeerTime, Provenance, Record, SharedTime
 from flashtune.core.target import TARGETS, find_target
 from flashtune.db.codec import decode_record, encode_record
@@ -251,16 +252,7 @@ def test_ragged_sequences_are_bounded_by_measured_lengths() -> None:
 
 
 def test_output_that_fits_the_cache_is_not_counted() -> None:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=64,
-        value_head_dim=64,
-        heads=10,
-        kv_heads=10,
-        batch=8,
-        seqlen_q=4096,
-        seqlen_kv=77,
-    )
+    problem = testing.problem("heads=10,seqlen_q=4096,seqlen_kv=77,head_dim=64,dtype=bf16,batch=8")
     assert problem.written_bytes() < H200.l2_bytes
     read = problem.minimal_bytes() - problem.written_bytes()
     assert least_ms(problem, H200) == pytest.approx(read / (H200.hbm_bandwidth * 1e6))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict
 from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table, parse_table
@@ -20,18 +20,7 @@ from flashtune.verification.probes import EVERY_LEVEL
 
 FAMILY = find_family("backward_split")
 TARGET = find_target("h200")
-PROBLEM = Problem(
-    dtype=Dtype.BF16,
-    head_dim=64,
-    value_head_dim=64,
-    heads=4,
-    kv_heads=2,
-    batch=1,
-    seqlen_q=512,
-    seqlen_kv=512,
-    causal=Causal.BOTTOM_RIGHT,
-    direction=Direction.BACKWARD,
-)
+PROBLEM = testing.problem("heads=4,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,backward")
 
 
 def a_record(**fields: object) -> Record:

@@ -1,77 +1,69 @@
-"""The rendered kernels that ship and their index are those of the shipped tables, byte for byte."""
+"""Tests of the files of kernels_generated/, and of the grid of the H200's table."""
 
 from __future__ import annotations
-
-from importlib import resources
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from flashtune.core.problem import Bias, Dtype
-from flashtune.core.record import PeerTime
-from scripts import kernels
-from scripts.kernels import files, shipped_records, winners
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.record import Record
+from scripts.kernels import FOLDER, choose, files, shipped_records
 
 SHIPPED = shipped_records()
-PLAIN = next(record for record in winners(SHIPPED).values() if record.family == "forward_q_outer")
+FULL = "forward_q_outer/bf16_d128_full"
+SHORTEST = next(
+    record for record in SHIPPED if record.problem.key == "forward_bf16_d128_h16x16_b32_q512_k512_none"
+)
 
 
-def test_folder_contains_exactly_the_kernels_of_the_tables() -> None:
-    folder = Path(str(resources.files("flashtune.kernels_generated")))
-    found = {
-        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
-        for path in (*folder.rglob("*.py"), *folder.rglob("*.md"))
-        if path.name != "__init__.py"
+def selection(kernel: str, target: str, **changes: object) -> Record:
+    """Returns a selection of a kernel of `FULL`; the changes are those of a problem with 512 queries."""
+    problem = msgspec.structs.replace(SHORTEST.problem, **changes)
+    return msgspec.structs.replace(
+        SHORTEST, family="forward_q_outer", kernel=kernel, target=target, problem=problem
+    )
+
+
+def test_folder_contains_exactly_the_examples() -> None:
+    written = {
+        path.relative_to(FOLDER).as_posix(): path.read_text(encoding="utf-8")
+        for path in FOLDER.rglob("*")
+        if path.is_file()
     }
     expected = files(SHIPPED)
-    assert found.keys() == expected.keys(), "make kernels"
-    assert found == expected, "make kernels"
+    assert written.keys() == expected.keys(), "make kernels"
+    assert written == expected, "make kernels"
+    # No two examples are the same kernel.
+    assert len({text.partition('"""')[2] for text in written.values()}) == len(written)
+    assert sum(text.count("\n") for text in written.values()) < 8000
 
 
-def test_every_selection_has_a_class() -> None:
-    classes = {
-        (record.target, record.family, record.problem.head_dim, record.problem.causal)
-        for record in SHIPPED
-        if record.config is not None
-    }
-    chosen = winners(SHIPPED).values()
-    assert {(one.target, one.family, one.problem.head_dim, one.problem.causal) for one in chosen} == classes
+def test_example_is_the_kernel_that_most_gpus_select() -> None:
+    shared = [selection("a", "nvidia-h100"), selection("a", "nvidia-h200")]
+    longer = [selection("b", "nvidia-h200", seqlen_q=8192, seqlen_kv=8192)]
+    assert choose(FULL, [shared, longer]) == choose(FULL, [longer, shared]) == shared
 
 
-def test_shape_with_the_most_work_represents_its_class() -> None:
-    longer = msgspec.structs.replace(
-        PLAIN, problem=msgspec.structs.replace(PLAIN.problem, seqlen_kv=2 * PLAIN.problem.seqlen_kv)
-    )
-    assert [*winners((longer, PLAIN)).values()] == [*winners((PLAIN, longer)).values()] == [longer]
+def test_example_of_equally_many_gpus_has_the_most_work() -> None:
+    short = [selection("a", "nvidia-h100")]
+    longer = [selection("b", "nvidia-h200", seqlen_q=8192, seqlen_kv=8192)]
+    assert choose(FULL, [short, longer]) == choose(FULL, [longer, short]) == longer
 
 
-def test_shape_with_fewer_features_represents_the_class_in_a_tie() -> None:
-    biased = msgspec.structs.replace(
-        PLAIN, problem=msgspec.structs.replace(PLAIN.problem, bias=Bias.ADDITIVE)
-    )
-    assert [*winners((biased, PLAIN)).values()] == [*winners((PLAIN, biased)).values()] == [PLAIN]
+def test_work_on_other_problems_does_not_count() -> None:
+    short = [selection("a", "nvidia-h100"), selection("a", "nvidia-h100", seqlen_q=8192, softcap=True)]
+    longer = [selection("b", "nvidia-h200", seqlen_q=1024)]
+    assert choose(FULL, [short, longer]) == longer
 
 
-def test_types_of_one_width_share_a_class() -> None:
-    half, single = (
-        msgspec.structs.replace(PLAIN, problem=msgspec.structs.replace(PLAIN.problem, dtype=dtype))
-        for dtype in (Dtype.FP16, Dtype.FP32)
-    )
-    assert len(winners((PLAIN, half))) == 1
-    assert len(winners((PLAIN, single))) == 2
+def test_examples_and_index_do_not_depend_on_times() -> None:
+    untimed = [msgspec.structs.replace(record, measurement=None) for record in SHIPPED]
+    assert files(untimed) == files(SHIPPED)
 
 
-def test_speeds_are_over_cudnn_or_else_the_fastest_backend() -> None:
-    def speed(*peers: tuple[str, float]) -> str:
-        assert PLAIN.measurement is not None
-        times = tuple(PeerTime(name, ms * PLAIN.measurement.ms) for name, ms in peers)
-        measurement = msgspec.structs.replace(PLAIN.measurement, peers=times)
-        return kernels._speed(msgspec.structs.replace(PLAIN, measurement=measurement))
-
-    assert speed(("sdpa-flash", 1.1), ("sdpa-cudnn", 1.25)) == "1.25 (sdpa-cudnn)"
-    assert speed(("sdpa-flash", 1.5), ("sdpa-efficient", 1.1), ("unfused", 0.5)) == "1.10 (sdpa-efficient)"
-    assert speed(("unfused", 2)) == speed() == ""
+def test_example_without_a_selection_is_an_error() -> None:
+    with pytest.raises(FlashtuneError, match="for \\*_bf16_d128_\\*_none: change EXAMPLES"):
+        choose(FULL, [[selection("a", "nvidia-h100", softcap=True)]])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from flashtune import testing
 from flashtune.core.errors import MachineError, VerificationError
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Dtype
 from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict
 from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table
@@ -34,15 +35,8 @@ GOOD = Verdict(True, 0.6, 300, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL))
 
 
 def make_record(seqlen: int = 512, **changes: Any) -> Record:
-    problem = changes.pop("problem", None) or Problem(
-        dtype=Dtype.BF16,
-        head_dim=64,
-        value_head_dim=64,
-        heads=4,
-        kv_heads=2,
-        batch=1,
-        seqlen_q=seqlen,
-        seqlen_kv=seqlen,
+    problem = changes.pop("problem", None) or testing.problem(
+        "heads=4,kv_heads=2,seqlen=1,head_dim=64,dtype=bf16", seqlen=seqlen
     )
     plain_config = msgspec.convert(
         {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}, FAMILY.config_type

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Dtype
 from flashtune.core.record import Measurement, Outcome, Provenance, Record, Verdict
 from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table
@@ -27,16 +28,7 @@ from flashtune.verification.probes import EVERY_LEVEL
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("h200")
 CONFIG = msgspec.convert({"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}, FAMILY.config_type)
-PROBLEM = Problem(
-    dtype=Dtype.BF16,
-    head_dim=64,
-    value_head_dim=64,
-    heads=4,
-    kv_heads=2,
-    batch=1,
-    seqlen_q=512,
-    seqlen_kv=512,
-)
+PROBLEM = testing.problem("heads=4,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16")
 PLAIN = Record(
     problem=PROBLEM,
     target=TARGET.name,

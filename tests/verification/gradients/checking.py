@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.config import Config, LaunchOptions
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment, Argument, Kernel, Specialization
-from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.launch.tensors import BackwardTensors
+from flashtune.verification import comparison
 from flashtune.verification.cases import Case, Level
 from flashtune.verification.comparison import Finding
-from flashtune.verification.gradients import comparison
 from flashtune.verification.gradients.cases import companions
+from flashtune.verification.gradients.comparison import backward_pass
 from flashtune.verification.gradients.inputs import prepare
 from tests.verification.gradients.plain_kernel import RIGHT, Hooks, TwoTiles, differentiate
 
 CPU = torch.device("cpu")
 H200 = find_target("h200")
 SEED = 3
-
-
-def a_problem(**fields: Any) -> Problem:
-    plain: dict[str, Any] = {
-        "dtype": Dtype.BF16,
-        "head_dim": 32,
-        "value_head_dim": 24,
-        "heads": 4,
-        "kv_heads": 2,
-        "batch": 1,
-        "seqlen_q": 100,
-        "seqlen_kv": 100,
-        "causal": Causal.BOTTOM_RIGHT,
-        "direction": Direction.BACKWARD,
-    }
-    return Problem(**{**plain, **fields})
+a_problem = functools.partial(
+    testing.problem, "heads=4,kv_heads=2,seqlen=100,head_dim=32,value_head_dim=24,dtype=bf16,causal,backward"
+)
 
 
 def a_kernel(dlse: bool) -> Kernel:
@@ -66,7 +56,9 @@ def found_at(
         return launch
 
     monkeypatch.setattr(comparison, "bind", bind)
-    return list(comparison.gradient_findings(a_kernel(dlse), None, case, prepared, H200, 0))
+    kernel = a_kernel(dlse)
+    pass_ = backward_pass(kernel, case, prepared)
+    return list(comparison.launch_findings(kernel, None, case, pass_, H200, 0))
 
 
 def failures(found: list[Finding]) -> list[str]:

@@ -15,8 +15,9 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Bias, Causal, Dtype
 from flashtune.launch.tensors import BackwardTensors
+from flashtune.verification import comparison
 from flashtune.verification.cases import Case
-from flashtune.verification.gradients import comparison
+from flashtune.verification.gradients.comparison import backward_pass
 from flashtune.verification.gradients.inputs import prepare
 from flashtune.verification.inputs.guarded_tensors import bits_of
 from flashtune.verification.inputs.prepared import ROWS_AFTER
@@ -49,7 +50,9 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Spoil) -> set[str]
         return launch
 
     monkeypatch.setattr(comparison, "bind", bind)
-    wrong = failures(list(comparison.gradient_findings(a_kernel(False), None, case, prepared, H200, 0)))
+    kernel = a_kernel(False)
+    pass_ = backward_pass(kernel, case, prepared)
+    wrong = failures(list(comparison.launch_findings(kernel, None, case, pass_, H200, 0)))
     assert launches == case.repeats
     return {one.partition(": ")[2].rpartition(" ")[0] for one in wrong}
 

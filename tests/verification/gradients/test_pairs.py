@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune import testing
 from flashtune.verification.gradients.head_sampling import Pairs
 
-PROBLEM = Problem(
-    dtype=Dtype.BF16, head_dim=8, value_head_dim=8, heads=6, kv_heads=2, batch=3, seqlen_q=4, seqlen_kv=5,
-    causal=Causal.NONE,
-)  # fmt: skip
+PROBLEM = testing.problem("heads=6,kv_heads=2,seqlen_q=4,seqlen_kv=5,head_dim=8,dtype=bf16,batch=3")
 EVERY = torch.arange(6)
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.kernel import Alignment, specialization_of
 from flashtune.core.problem import Causal, Dtype, Problem
@@ -35,16 +36,8 @@ FAMILY = find_family("forward_q_outer")
 
 
 def make_problem(causal: Causal = Causal.BOTTOM_RIGHT, head_dim: int = 40) -> Problem:
-    return Problem(
-        dtype=Dtype.FP16,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=4,
-        kv_heads=2,
-        batch=1,
-        seqlen_q=4096,
-        seqlen_kv=4096,
-        causal=causal,
+    return testing.problem(
+        "heads=4,kv_heads=2,seqlen=4096,head_dim=64,dtype=fp16", head_dim=head_dim, causal=causal
     )
 
 
@@ -173,16 +166,7 @@ def test_tuned_shape_is_repeated_and_reduced_only_for_memory() -> None:
     random, needle = main_cases(problem)
     assert random.problem == needle.problem == problem
     assert random.repeats > 1
-    huge = Problem(
-        dtype=Dtype.BF16,
-        head_dim=128,
-        value_head_dim=128,
-        heads=64,
-        kv_heads=8,
-        batch=512,
-        seqlen_q=8192,
-        seqlen_kv=8192,
-    )
+    huge = testing.problem("heads=64,kv_heads=8,seqlen=8192,head_dim=128,dtype=bf16,batch=512")
     thinned = main_cases(huge)[0].problem
     assert thinned.minimal_bytes() <= 2**31
     assert thinned.group_size == huge.group_size
@@ -207,9 +191,9 @@ def test_quantized_cases_have_scales_in_the_checksum() -> None:
         (serving_cases.batch, serving_cases.kv_heads),
     ]
     assert all(scale is not None and (scale > 0).all() for scale in prepared.side.scales)
-    before = checksum(prepared.inputs)
+    before = checksum(prepared.read)
     prepared.extra_inputs[1].buffer[0] = 0.0
-    assert (checksum(prepared.inputs) != before).tolist() == [False] * 4 + [True, False]
+    assert (checksum(prepared.read) != before).tolist() == [False] * 4 + [True, False]
 
 
 def test_8_bit_workspaces_are_poisoned() -> None:

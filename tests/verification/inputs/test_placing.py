@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, specialization_of
-from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.problem import KvDtype, KvScale
 from flashtune.verification.cases import Case
 from flashtune.verification.inputs.guarded_tensors import Layout, stray_writes
 from flashtune.verification.inputs.placement import FAULTY_ENTRIES, excused, starts
@@ -18,21 +20,10 @@ from flashtune.verification.probes import Probe
 from flashtune.verification.tolerance import worst_ratio
 
 CPU = torch.device("cpu")
-
-
-def a_problem(**fields: Any) -> Problem:
-    plain: dict[str, Any] = {
-        "dtype": Dtype.BF16,
-        "head_dim": 24,
-        "value_head_dim": 16,
-        "heads": 4,
-        "kv_heads": 2,
-        "batch": 3,
-        "seqlen_q": 7,
-        "seqlen_kv": 48,
-        "causal": Causal.BOTTOM_RIGHT,
-    }
-    return Problem(**{**plain, **fields})
+a_problem = functools.partial(
+    testing.problem,
+    "heads=4,kv_heads=2,seqlen_q=7,seqlen_kv=48,head_dim=24,value_head_dim=16,dtype=bf16,causal,batch=3",
+)
 
 
 def ready(alignment: Alignment = Alignment.EIGHT, layout: Layout = Layout.BSHD, **fields: Any) -> Prepared:

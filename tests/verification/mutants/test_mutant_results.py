@@ -59,18 +59,23 @@ def shown(runs: list[Run]) -> str:
 
 
 @pytest.mark.slow
-def test_pages_show_the_largest_run_and_all_counts() -> None:
+def test_pages_count_detected_mutants_and_name_the_others() -> None:
     filled = shown([a_run(), a_run(found=())])
-    assert "| `forward_q_outer` | wrong result | 3 | 1 | 1 | 0 | 1 | 0 |" in filled
-    assert "with delays" not in filled
-    late = [msgspec.structs.replace(one, fate=results.Fate.DELAYED) for one in a_run().found[:1]]
-    told = shown([a_run(found=(*late, *a_run().found[1:]))])
-    assert "| hung or died | with delays | equivalent |" in told
-    assert "| `forward_q_outer` | wrong result | 3 | 0 | 1 | 1 | 0 | 1 | 0 |" in told
-    assert "| random q=1 kv=2 |" in filled
+    assert "| family | mutants | NVIDIA H200 | emulator |" in filled
+    assert "| `forward_q_outer` | 39 | 2 of 3 |  |" in filled
+    assert "- Refused: 1. Hung or died: 1.\n" in filled
+    assert f"| `forward_q_outer` | {MUTANTS[2].name} | survived |" in filled
+    assert "delays" not in filled
+    refused, *others = a_run().found
+    late = msgspec.structs.replace(refused, fate=results.Fate.DELAYED, racy=True)
+    not_run = msgspec.structs.replace(refused, name="not run", fate=results.Fate.NOT_RUN)
+    told = shown([a_run(found=(late, not_run, *others))])
+    assert "| `forward_q_outer` | 39 | 1 of 3 |  |" in told
+    assert f"| `forward_q_outer` | {MUTANTS[0].name} (race) | detected with delays only |" in told
+    assert "- Not compiled: 0. Not run: 1.\n" in told
     assert "1 sampled\nconfigs were verified: 0 were refused" in filled
-    assert "All 1 unmodified kernels were accepted." in filled
-    assert "3 of the 3 mutants still render to the source that was run." in filled
+    assert "- Unmodified kernels that were accepted: 1 of 1.\n" in filled
+    assert "- Mutants that still render to the source that was run: 3 of 3." in filled
 
 
 @pytest.mark.slow
@@ -79,7 +84,7 @@ def test_pages_name_refused_kernels_and_kernels_that_changed_since() -> None:
     judged = (("d40", False), ("d64", True), ("d96", None))
     controls = tuple(Control(label, False, "died", confirmed=confirmed) for label, confirmed in judged)
     filled = shown([a_run(found=(changed, a_run().found[1])), a_run(found=(), controls=controls)])
-    assert "1 of the 2 mutants still render to the source that was run." in filled
+    assert "- Mutants that still render to the source that was run: 1 of 2." in filled
     assert "- Refused, by the strict level too: d40. died\n" in filled
     assert "- Refused, and the strict level accepts it: d64. died\n" in filled
     assert "- Refused, and not judged again: d96. died" in filled

@@ -17,8 +17,10 @@ from flashtune.tuner.cli.output import is_set, note, print_json, progress_bars, 
 if TYPE_CHECKING:
     from flashtune.core.record import Record
     from flashtune.core.target import Target
+    from flashtune.db.codec import Check
     from flashtune.db.table import TunedTable
     from flashtune.tuner.tables.admission import Receipt
+    from flashtune.tuner.verify.on_gpu import OnGpu
     from flashtune.tuner.verify.record_checks import Report
 
 MAX_SHOWN = 20
@@ -104,8 +106,6 @@ def command(
 
     With --write, Ctrl-C and SIGTERM write the results so far.
     """
-    from flashtune.db.table import dump_table
-    from flashtune.tuner.tables.table_receipts import stray_receipts, with_receipts
     from flashtune.tuner.verify.record_checks import remember, sample, verify_records
     from flashtune.tuner.verify.verify_jobs import Runs, stopped_by_signals
 
@@ -115,9 +115,8 @@ def command(
         raise UsageError("--time and --missing go with --write: name the file to write")
     whole = _written_table(table, db) if written else None
     tables = _tables(table, db)
-    found = _records(tables, target_name, table, db)
-    records = sample(found) if sampled else found
-    left_out = len(found) - len(records)
+    selected = _records(tables, target_name, table, db)
+    records = sample(selected) if sampled else selected
     with progress_bars() as progress:
         runs = Runs(seconds, progress, hold_errors=written is not None)
         with stopped_by_signals(runs) if written else contextlib.nullcontext():
@@ -131,27 +130,40 @@ def command(
                 timed=timed,
                 runs=runs,
             )
-    done = report.on_gpu
     if written and whole:
-        failed = [check for check in done.checks if not check.verdict.passed]
-        completed = with_receipts(whole, done.passed, done.receipts, done.times, failed, done.resources)
-        write_result(written, dump_table(completed))
-    if done.checks:
-        remember(done.checks, db)
+        _write(written, whole, report.on_gpu)
+    if report.on_gpu.checks:
+        remember(report.on_gpu.checks, db)
     if runs.error is not None:
         raise runs.error
-    targets = {record.target for record in found}
     # A written table omits them.
-    strays = (
-        () if written else [one for each in tables if each.target in targets for one in stray_receipts(each)]
-    )
-    if as_json:
-        counts = {**counts_of(report), "left_out": left_out, "unused_receipts": len(strays)}
-        print_json({**counts, "results": report.results})
-    else:
-        print_report(report)
-        if left_out:
-            say(f"{left_out} more kernels were left out: --sample checks one of each class")
+    strays = () if written else _strays(tables, selected)
+    _print(report, left_out=len(selected) - len(records), strays=len(strays), as_json=as_json)
+    _raise_failures(report, strays, stopped=runs.stopped, written=written)
+
+
+def _write(path: Path, table: TunedTable, done: OnGpu) -> None:
+    """Writes a table with the verdicts and times of the GPU here."""
+    from flashtune.db.table import dump_table
+    from flashtune.tuner.tables.table_receipts import with_receipts
+
+    failed = [check for check in done.checks if not check.verdict.passed]
+    completed = with_receipts(table, done.passed, done.receipts, done.times, failed, done.resources)
+    write_result(path, dump_table(completed))
+
+
+def _strays(tables: tuple[TunedTable, ...], selected: tuple[Record, ...]) -> tuple[Check, ...]:
+    """Returns the receipts of the selected records' tables that are of kernels that no record has."""
+    from flashtune.tuner.tables.table_receipts import stray_receipts
+
+    targets = {record.target for record in selected}
+    return tuple(receipt for table in tables if table.target in targets for receipt in stray_receipts(table))
+
+
+def _raise_failures(
+    report: Report, strays: tuple[Check, ...], *, stopped: bool, written: Path | None
+) -> None:
+    """Raises an error if a kernel failed, a receipt is of no record, or the run ended early."""
     if report.failures:
         raise VerificationError(
             f"{len(report.failures)} of {len(report.results)} kernels failed: search their shapes again, "
@@ -162,7 +174,7 @@ def command(
             f"{len(strays)} receipts are of kernels that no record has, the first of {strays[0].digest}: "
             "--write leaves them out"
         )
-    if runs.stopped:
+    if stopped:
         raise KeyboardInterrupt
     if report.missed:
         raise VerificationError(
@@ -239,6 +251,17 @@ def counts_of(report: Report) -> dict[str, int]:
 def _source(receipt: Receipt) -> str:
     versions = f"Triton {receipt.triton}, ptxas {receipt.ptxas}, torch {receipt.torch}"
     return printable(f"{receipt.device}, driver {receipt.driver}, {versions}")
+
+
+def _print(report: Report, *, left_out: int, strays: int, as_json: bool) -> None:
+    """Prints a report. `left_out` is the number of kernels that a sample omits."""
+    if as_json:
+        counts = {**counts_of(report), "left_out": left_out, "unused_receipts": strays}
+        print_json({**counts, "results": report.results})
+        return
+    print_report(report)
+    if left_out:
+        say(f"{left_out} more kernels were left out: --sample checks one of each class")
 
 
 def print_report(report: Report) -> None:

@@ -1,96 +1,51 @@
-"""Tests that the emulator detects mutants of Gluon kernels other than races and PTX errors."""
+"""Tests that the emulator accepts Gluon kernels and detects their mutants."""
 
 from __future__ import annotations
 
-import contextlib
+import time
 
 import msgspec
 import pytest
 
 from flashtune.core.kernel import Kernel
+from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.verification.cases import splits_of
 from tests.emulator.hardware import BarrierError
-from tests.mutants import third_tiles
+from tests.emulator.program import Program
 from tests.mutants.core import Mutant, Subject, broken, rendered
-from tests.mutants.forward_hopper import hopper_pages
-from tests.mutants.gluon import gluon_mutants
+from tests.mutants.emulated import emulated_mutants
 from tests.templates.backward import test_backward_hopper_emulated
 from tests.templates.decode import test_latent_emulated
 from tests.templates.hopper.emulated import test_hopper_emulated, test_hopper_pages_emulated
 
-MUTANTS = {mutant.id: mutant for mutant in gluon_mutants()}
-BACKWARD = (
-    "diagonal one key too far",
-    "mask of the first group's keys",
-    "divided: diagonal one key too far",
-    "rows of the KV head",
-    "log-sum-exps for deltas",
-    "dq of the other group's keys",
-    "transposed: dq of the other group's keys",
-    "heads of groups in turn",
-    "sums not wound back",
-    "sums not moved over hidden blocks",
-    "dq: halves swapped",
-    "divided: sums of the block before",
-    "dq of a program's last step twice",
-    "order: halves: one counter for both",
-    "order: turns never passed",
-)
+MUTANTS = emulated_mutants()
 # Their error is a race between threads, which some runs do not show.
-RACES = ("order: halves: one counter for both",)
-RACE_REPEATS = 5
-LATENT = (
-    "diagonal one key too far",
-    "later blocks' masks missing",
-    "empty rows shifted by -inf",
-    "first keys forgotten in some rows",
-    "keys of an empty part",
-    "right half: rescaling late by a block",
-    "rest left out",
-    "left half of keys twice",
-    "pages a block late",
-    "small pages: a page that is not full not looked up",
-    "lse beyond the heads",
-    "parts: last blocks left out",
-    "weights never given back",
-)
+REPEATS = {"backward_hopper: order: halves: one counter for both": 5}
+# Delay between the last copy of a tile and the index of the next tile, in seconds.
+LATE = 0.3
+# Queries and keys of packed sequences.
+FORWARD_LENGTHS = [(200, 260), (130, 130), (70, 300)]
+BACKWARD_LENGTHS = [(70, 300), (0, 9), (150, 40), (5, 131), (130, 130)]
 
 
-def subjects(family: str, names: tuple[str, ...]) -> list[Subject]:
-    return list(dict.fromkeys(MUTANTS[f"{family}: {name}"].subject for name in names))
+def forward_error(kernel: Kernel, subject: Subject) -> float:
+    """The largest error where there are more tiles than programs, and three tiles of queries and of keys."""
+    problem, config = subject.problem, subject.config
+    assert isinstance(config, HopperConfig)
+    shape = {"heads": 2 * max(2, config.pack_gqa), "kv_heads": 2, "seqlen_q": 291, "seqlen_kv": 330}
+    shaped = msgspec.structs.replace(problem, **shape)
+    lengths = FORWARD_LENGTHS if problem.total_q else None
+    return test_hopper_emulated.worst_error(kernel, shaped, 3, lengths, config=config)
 
 
-def emulated_backward(
-    kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch, keys: int = 190
-) -> None:
-    made = (kernel, subject.config)
-    monkeypatch.setattr(test_backward_hopper_emulated, "kernel_of", lambda *_, **__: made)
-    lengths = {"heads": 4, "kv_heads": 2, "batch": 1, "seqlen_q": 150, "seqlen_kv": keys}
-    test_backward_hopper_emulated.emulated(msgspec.structs.replace(subject.problem, **lengths), 2)
+def error_with_pages(kernel: Kernel, subject: Subject) -> float:
+    lengths = [(70, keys) for keys in (63, 257, 512, 0, 200)]
+    shape = {"heads": 4, "kv_heads": 2, "batch": len(lengths), "seqlen_q": 70}
+    shaped = msgspec.structs.replace(subject.problem, **shape)
+    return test_hopper_pages_emulated.worst_error(kernel, shaped, lengths)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("subject", subjects("backward_hopper", BACKWARD), ids=lambda one: one.label)
-def test_gradients_of_unmodified_kernels_are_correct(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    emulated_backward(rendered(subject), subject, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BACKWARD)
-def test_gradients_of_mutants_are_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant = MUTANTS[f"backward_hopper: {name}"]
-
-    def emulate_all() -> None:
-        for _ in range(RACE_REPEATS if name in RACES else 1):
-            emulated_backward(broken(mutant), mutant.subject, monkeypatch)
-
-    with pytest.raises((AssertionError, BarrierError, IndexError)):
-        emulate_all()
-
-
-def worst_of_latent(kernel: Kernel, subject: Subject) -> float:
+def latent_error(kernel: Kernel, subject: Subject) -> float:
     problem = subject.problem
     lengths = (63, 1, 320, 197, 0) if problem.page_size else ()
     shape = {"heads": 40, "seqlen_q": 3, "batch": len(lengths) or 2, "seqlen_kv": 384 if lengths else 129}
@@ -98,67 +53,53 @@ def worst_of_latent(kernel: Kernel, subject: Subject) -> float:
     return test_latent_emulated.worst_error(kernel, shaped, lengths, splits_of(subject.config) or 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("subject", subjects("decode_latent_hopper", LATENT), ids=lambda one: one.label)
-def test_outputs_of_unmodified_kernels_are_correct(subject: Subject) -> None:
-    assert worst_of_latent(rendered(subject), subject) < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LATENT)
-def test_outputs_of_mutants_are_wrong(name: str) -> None:
-    mutant = MUTANTS[f"decode_latent_hopper: {name}"]
-    with contextlib.suppress(BarrierError, IndexError):
-        assert not worst_of_latent(broken(mutant), mutant.subject) < 1e-6
-
-
-PAGES = {
-    mutant.name: mutant
-    for mutant in (
-        *hopper_pages.pages(),
-        *hopper_pages.rows(),
-        *hopper_pages.conversion(),
-        *hopper_pages.page_scales(),
-        *hopper_pages.conversion_waits(),
-    )
-    if not mutant.racy
-}
-
-
-def worst_of_pages(kernel: Kernel, subject: Subject) -> float:
+def assert_right_gradients(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = subject.problem
-    lengths = [(70, keys) for keys in (63, 257, 512, 0, 200)]
-    shape = {"heads": 4, "kv_heads": 2, "batch": len(lengths), "seqlen_q": 70}
+    monkeypatch.setattr(test_backward_hopper_emulated, "kernel_of", lambda *_, **__: (kernel, subject.config))
+    featured = problem.features or problem.total_q
+    shape = {"heads": 4, "kv_heads": 2, "batch": 1}
+    shape |= {"seqlen_q": 350, "seqlen_kv": 410} if featured else {"seqlen_q": 150, "seqlen_kv": 270}
     shaped = msgspec.structs.replace(problem, **shape)
-    return test_hopper_pages_emulated.worst_error(kernel, shaped, lengths)
+    if problem.total_q:
+        test_backward_hopper_emulated.emulated(shaped, 3, BACKWARD_LENGTHS, spare=30)
+    else:
+        test_backward_hopper_emulated.emulated(shaped, 3 if featured else 2)
+
+
+def assert_right(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulates a kernel and compares its results with plain attention."""
+    if subject.family == "backward_hopper":
+        assert_right_gradients(kernel, subject, monkeypatch)
+    elif subject.family == "decode_latent_hopper":
+        assert latent_error(kernel, subject) < 1e-6
+    elif subject.problem.page_size:
+        assert error_with_pages(kernel, subject) < 1e-6
+    else:
+        assert forward_error(kernel, subject) < 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAGES)
-def test_kernels_of_pages_are_right_and_mutants_wrong(name: str) -> None:
-    mutant = PAGES[name]
-    assert worst_of_pages(rendered(mutant.subject), mutant.subject) < 1e-12
-    with contextlib.suppress(BarrierError, IndexError):
-        assert not worst_of_pages(broken(mutant), mutant.subject) < 1e-6
-
-
-def is_right(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a kernel is right where there are three tiles of queries and of keys."""
-    if subject.family == "decode_latent_hopper":
-        return worst_of_latent(kernel, subject) < 1e-6
-    if subject.family == "forward_hopper":
-        lengths = {"heads": 1, "kv_heads": 1, "seqlen_q": 290, "seqlen_kv": 270}
-        problem = msgspec.structs.replace(subject.problem, **lengths)
-        return test_hopper_emulated.worst_error(kernel, problem, 2) < 1e-6
-    try:
-        emulated_backward(kernel, subject, monkeypatch, keys=270)
-    except AssertionError:
-        return False
-    return True
+@pytest.mark.parametrize(
+    "subject", dict.fromkeys(mutant.subject for mutant in MUTANTS), ids=lambda subject: subject.label
+)
+def test_unmodified_kernels_are_right(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_right(rendered(subject), subject, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", third_tiles.gluon(), ids=lambda mutant: mutant.id)
-def test_outputs_of_third_tile_mutants_are_wrong(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_right(rendered(mutant.subject), mutant.subject, monkeypatch)
-    assert not is_right(broken(mutant), mutant.subject, monkeypatch)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_mutants_are_wrong(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutant.racy:
+
+        def read_late(_: Program, ticket: int) -> int:
+            time.sleep(LATE)
+            return ticket
+
+        monkeypatch.setattr(Program, "read_ticket", read_late)
+
+    def emulate() -> None:
+        for _ in range(REPEATS.get(mutant.id, 1)):
+            assert_right(broken(mutant), mutant.subject, monkeypatch)
+
+    with pytest.raises((AssertionError, BarrierError, IndexError)):
+        emulate()

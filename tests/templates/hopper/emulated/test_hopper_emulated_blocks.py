@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from typing import Any
 
-import msgspec
 import pytest
 
-from flashtune.core.kernel import Kernel
 from flashtune.core.problem import BlockLists, Causal, Problem
-from flashtune.templates.forward_hopper.space import HopperConfig
-from tests.emulator.hardware import BarrierError
-from tests.emulator.program import Program
-from tests.mutants.core import Subject, broken, rendered
-from tests.mutants.forward_hopper.hopper_blocks import blocks, early
 from tests.problems.hopper import a_config
 from tests.templates.hopper.emulated.test_hopper_emulated import (
     ALONE,
@@ -70,30 +61,3 @@ def a_block_mask(layout: str, name: str, queries: int, keys: int) -> Problem:
     return a_small(
         causal, seqlen_q=queries, seqlen_kv=keys, batch=2, block_mask=size, block_lists=lists, **features
     )
-
-
-# Delay between the last copy of a tile and the index of the next tile.
-LATE_S = 0.3
-MUTANTS = {mutant.name: mutant for mutant in (*blocks(), *early())}
-
-
-def emulated_error(kernel: Kernel, subject: Subject) -> float:
-    shape = {"heads": 4, "kv_heads": 2, "seqlen_q": 291, "seqlen_kv": 333}
-    assert isinstance(subject.config, HopperConfig)
-    return worst_error(kernel, msgspec.structs.replace(subject.problem, **shape), 3, config=subject.config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_emulator_detects_mutants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant = MUTANTS[name]
-    assert emulated_error(rendered(mutant.subject), mutant.subject) < 1e-11
-    if mutant.racy:
-
-        def read_late(_: Program, ticket: int) -> int:
-            time.sleep(LATE_S)
-            return ticket
-
-        monkeypatch.setattr(Program, "read_ticket", read_late)
-    with contextlib.suppress(BarrierError, IndexError):
-        assert not emulated_error(broken(mutant), mutant.subject) < 1e-6

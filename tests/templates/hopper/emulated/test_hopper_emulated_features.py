@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
-from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.templates.rendering import render
-from tests.emulator.hardware import BarrierError
-from tests.mutants.core import Subject, broken, rendered
-from tests.mutants.forward_hopper.hopper_features import features
 from tests.problems.hopper import FAMILY, sampled_configs
 from tests.templates.hopper.emulated.test_hopper_emulated import (
     CONFIGS,
@@ -93,34 +88,6 @@ def test_packed_heads(name: str) -> None:
     problem = a_small(causal, heads=10, kv_heads=2, seqlen_q=20, batch=2, seqlens_k=True, **features)
     config = {"num_consumer_groups": 2, "rows_per_group": 64, "block_n": 64, "pack_gqa": 4}
     assert worst_error(kernel_of(problem, **config), problem, 3) < 1e-12
-
-
-MUTANTS = {mutant.name: mutant for mutant in features()}
-# More tiles than programs, and sequences of different lengths.
-SHAPE = {"heads": 4, "kv_heads": 2, "seqlen_q": 290, "seqlen_kv": 330}
-PACKED = [(200, 260), (130, 130), (70, 300)]
-
-
-def emulated_error(kernel: Kernel, problem: Problem) -> float:
-    shape = SHAPE if problem.heads // problem.kv_heads < 4 else {**SHAPE, "heads": 8}
-    shaped = msgspec.structs.replace(problem, **shape)
-    return worst_error(kernel, shaped, 3, PACKED if problem.total_q else None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "subject", dict.fromkeys(mutant.subject for mutant in MUTANTS.values()), ids=lambda one: one.label
-)
-def test_unmodified_kernels_are_correct(subject: Subject) -> None:
-    assert emulated_error(rendered(subject), subject.problem) < 1e-11
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_emulator_detects_mutants(name: str) -> None:
-    mutant = MUTANTS[name]
-    with contextlib.suppress(BarrierError, IndexError):
-        assert not emulated_error(broken(mutant), mutant.subject.problem) < 1e-6
 
 
 def a_feature_problem(chance: random.Random) -> tuple[Problem, list[tuple[int, int]] | None]:

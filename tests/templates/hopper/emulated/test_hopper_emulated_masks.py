@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import msgspec
 import pytest
 
-from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Bias, Causal
-from flashtune.templates.forward_hopper.space import HopperConfig
-from tests.emulator.hardware import BarrierError
-from tests.mutants.core import Subject, broken, rendered
-from tests.mutants.forward_hopper.hopper_pairs import pairs
 from tests.problems.hopper import a_config
 from tests.templates.hopper.emulated.test_hopper_emulated import CONFIGS, a_small, kernel_of, worst_error
 
@@ -41,28 +34,3 @@ def test_masks_and_biases(config: dict[str, Any], bias: Bias, name: str) -> None
         chosen = a_config(problem, **config)
         worst = worst_error(kernel_of(problem, **config), problem, 3, config=chosen)
         assert worst < 1e-12, (queries, keys)
-
-
-MUTANTS = {mutant.name: mutant for mutant in pairs()}
-
-
-def emulated_error(kernel: Kernel, subject: Subject) -> float:
-    shape = {"heads": 4, "kv_heads": 2, "seqlen_q": 290, "seqlen_kv": 330}
-    assert isinstance(subject.config, HopperConfig)
-    return worst_error(kernel, msgspec.structs.replace(subject.problem, **shape), 3, config=subject.config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "subject", dict.fromkeys(mutant.subject for mutant in MUTANTS.values()), ids=lambda one: one.label
-)
-def test_unmodified_kernels_are_correct(subject: Subject) -> None:
-    assert emulated_error(rendered(subject), subject) < 1e-11
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_emulator_detects_mutants(name: str) -> None:
-    mutant = MUTANTS[name]
-    with contextlib.suppress(BarrierError, IndexError):
-        assert not emulated_error(broken(mutant), mutant.subject) < 1e-6

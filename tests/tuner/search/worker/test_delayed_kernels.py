@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from flashtune import testing
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Outcome
 from flashtune.core.target import Target, find_target
 from flashtune.templates.registry import find_family
@@ -16,10 +16,7 @@ from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.verification.schedule_fuzzing import delayed
 
 H200 = find_target("h200")
-PROBLEM = Problem(
-    dtype=Dtype.BF16, head_dim=128, value_head_dim=128, heads=4, kv_heads=4, batch=1, seqlen_q=512,
-    seqlen_kv=512, causal=Causal.NONE,
-)  # fmt: skip
+PROBLEM = testing.problem("heads=4,seqlen=512,head_dim=128,dtype=bf16")
 ASSUMED = Specialization()
 
 

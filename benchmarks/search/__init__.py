@@ -1,1 +1,0 @@
-"""Searches on a GPU: other tuners, and repeated searches."""

@@ -1,0 +1,170 @@
+"""Tables of searches on the GPU: their stability, and the times of other tuners.
+
+`python -m benchmarks.documents --write` puts them into docs/search.md. benchmarks/results/README.md names the
+scripts that measured them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from benchmarks.saved import RESULTS, decoded
+from benchmarks.search_replay.policies_report import problem_title
+from flashtune.tuner.cli.output import table
+
+SCRIPT = "benchmarks/search_report.py"
+
+Rows = TypeVar("Rows")
+
+
+class Stability(msgspec.Struct, frozen=True):
+    """Repeated searches of one shape.
+
+    Attributes:
+        problem: The problem's key.
+        picks: Number of the config that each search chose; equal numbers are the same config.
+        halves: Number of the config that each half of the samples chose.
+        shipped: Number of the config that the shipped table has for the problem; None where it has none.
+        ms: Time of each config that has a number, all timed in turn.
+        seconds: Wall clock of each search.
+    """
+
+    problem: str
+    picks: tuple[int, ...]
+    halves: tuple[int, ...]
+    shipped: int | None
+    ms: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def cost(self, numbers: Sequence[int]) -> float:
+        """Returns the loss of the slowest of some selections against the fastest, as a share."""
+        times = [self.ms[number] for number in numbers]
+        return max(times) / min(times) - 1
+
+    @property
+    def share(self) -> float | None:
+        """Speed of the first search's pick over the shipped config's; None where none ships."""
+        return None if self.shipped is None else self.ms[self.shipped] / self.ms[self.picks[0]]
+
+
+class Autotune(msgspec.Struct, frozen=True):
+    """One shape by a search and by `triton.autotune`.
+
+    Attributes:
+        problem: The problem's key.
+        configs: Number of configs.
+        search_seconds: Wall clock of the search with its final measurement.
+        search_ms: Time of its result, interleaved with the other's.
+        autotune_seconds: Wall clock of `triton.autotune`.
+        autotune_tried: Number of configs that it timed.
+        autotune_ms: Time of its result.
+    """
+
+    problem: str
+    configs: int
+    search_seconds: float
+    search_ms: float
+    autotune_seconds: float
+    autotune_tried: int
+    autotune_ms: float
+
+    @property
+    def whole_seconds(self) -> float:
+        """The time of `triton.autotune` for all configs: measured, or extrapolated."""
+        return self.autotune_seconds * self.configs / max(1, self.autotune_tried)
+
+
+class Helion(msgspec.Struct, frozen=True):
+    """One shape by a search and by Helion.
+
+    Attributes:
+        problem: The problem's key.
+        effort: Helion's effort level.
+        budget: Its time limit in seconds; None for no limit.
+        helion: Its version.
+        search_seconds, helion_seconds: Wall clock until the result.
+        search_ms, helion_ms: Interleaved times of the results.
+    """
+
+    problem: str
+    effort: str
+    budget: int | None
+    helion: str
+    search_seconds: float
+    search_ms: float
+    helion_seconds: float
+    helion_ms: float
+
+
+def texts() -> dict[str, str]:
+    """The text of each place in the page, by name."""
+    return {
+        "stability": "\n".join(_stability(_rows("stability-thrice", tuple[Stability, ...]))),
+        "autotune": "\n".join(_autotune(_rows("autotune", tuple[Autotune, ...]))),
+        "helion": "\n".join(_helion(_rows("helion", Helion))),
+    }
+
+
+def _rows(name: str, kind: type[Rows]) -> Rows:
+    return decoded(RESULTS / f"nvidia-h200-{name}.json.gz", kind)
+
+
+def _stability(searched: tuple[Stability, ...]) -> Iterator[str]:
+    """A line for each shape; equal letters are equal configs."""
+    heads = (
+        "shape, 16k tokens",
+        "seconds of the searches",
+        "their picks",
+        "the slowest costs",
+        "first pick's speed over what ships",
+        "picks from half as many samples",
+        "the slowest costs",
+    )
+    rows = (
+        (
+            problem_title(one.problem),
+            ", ".join(f"{seconds:.0f}" for seconds in one.seconds),
+            _letters(one.picks),
+            f"{one.cost(one.picks):.2%}",
+            "–" if one.share is None else f"{one.share:.3f}",
+            _letters(one.halves),
+            f"{one.cost((one.picks[0], *one.halves)):.2%}",
+        )
+        for one in searched
+    )
+    yield from table(heads, rows)
+
+
+def _letters(numbers: tuple[int, ...]) -> str:
+    return " ".join("ABCDEFGH"[number] for number in numbers)
+
+
+def _autotune(compared: tuple[Autotune, ...]) -> Iterator[str]:
+    heads = ("shape, 16k tokens", "`triton.autotune`", "search", "time over that for all", "speed over its")
+    rows = (
+        (
+            problem_title(one.problem),
+            f"{one.autotune_tried} of {one.configs} configs in {one.autotune_seconds:.0f} s",
+            f"{one.search_seconds:.1f} s",
+            f"{one.search_seconds / one.whole_seconds:.3f}",
+            f"{one.autotune_ms / one.search_ms:.3f}",
+        )
+        for one in compared
+    )
+    yield from table(heads, rows)
+
+
+def _helion(one: Helion) -> Iterator[str]:
+    name = f"Helion {one.helion}, {one.effort} effort"
+    heads = ("shape, 16k tokens", name, "search", "time over its", "speed over its")
+    row = (
+        problem_title(one.problem),
+        f"{one.helion_seconds:.0f} s, {one.helion_ms:.3f} ms",
+        f"{one.search_seconds:.0f} s, {one.search_ms:.3f} ms",
+        f"{one.search_seconds / one.helion_seconds:.2f}",
+        f"{one.helion_ms / one.search_ms:.2f}",
+    )
+    yield from table(heads, (row,))

@@ -1,0 +1,209 @@
+"""The float64 reference of inputs, with the tolerance of each row, and the comparison of results with it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flashtune.core.layouts import Layout
+from flashtune.testing.inputs import packed
+from flashtune.verification.gradients.head_sampling import Pairs
+from flashtune.verification.gradients.reference import Chosen, expect_gradients
+from flashtune.verification.gradients.scores import BackwardCase
+from flashtune.verification.inputs.guarded_tensors import bits_of
+from flashtune.verification.reference.forward import Sample, expect
+from flashtune.verification.tolerance import worst_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashtune.testing.inputs import Inputs
+    from flashtune.verification.gradients.tolerance import Gradient
+
+# Rows that are computed at a time, which bounds the memory.
+ROWS = 1024
+
+
+class Expected(NamedTuple):
+    """One result of the reference.
+
+    Attributes:
+        name: Its name in `Reference`.
+        exact: The result in float64, in the layout of a kernel's result.
+        allowed: The tolerance of each row, of the same shape without the last dimension. Results without
+            columns, such as the log-sum-exp, have the same shape.
+    """
+
+    name: str
+    exact: Tensor
+    allowed: Tensor
+
+
+class Reference(NamedTuple):
+    """The results of the reference. Those of the other pass, and of absent features, are None.
+
+    The output and the log-sum-exp are also present in a backward pass, because a kernel reads them.
+    """
+
+    out: Expected
+    lse: Expected
+    dq: Expected | None = None
+    dk: Expected | None = None
+    dv: Expected | None = None
+    dbias: Expected | None = None
+    dslopes: Expected | None = None
+    dsinks: Expected | None = None
+
+
+@torch.no_grad()
+def reference(inputs: Inputs) -> Reference:
+    """Returns the reference of inputs, computed on their device.
+
+    Rows that no sequence has are not read, so they may be NaN.
+    """
+    extra, scale, lengths = inputs.extra, inputs.scale, inputs.lengths
+    q, k, v = (
+        _padded_queries(inputs, inputs.q),
+        *(_padded_keys(inputs, one) for one in (inputs.k, inputs.v)),
+    )
+    if inputs.problem.kv_dtype is not None:
+        k_scale, v_scale = (_scale_of_keys(inputs, one) for one in (extra.k_scale, extra.v_scale))
+        extra = extra._replace(k_scale=k_scale, v_scale=v_scale)
+    problem = inputs.problem
+    if not problem.seqlen_kv:
+        # The reference takes no empty rows of scores. Lengths hide the added key.
+        problem = msgspec.structs.replace(problem, seqlen_kv=1, seqlens_k=True)
+    heads = torch.arange(problem.batch * problem.heads)
+    parts = [
+        expect(problem, q, k, v, scale, Sample(heads, rows), extra, lengths)
+        for rows in torch.arange(problem.seqlen_q).split(ROWS)
+    ]
+    out, allowed, lse, lse_allowed = (
+        torch.cat(tensors, 1).unflatten(0, (problem.batch, problem.heads))
+        for tensors in zip(*parts, strict=True)
+    )
+    expected_out = Expected("out", _of_queries(inputs, out), _of_queries(inputs, allowed))
+    expected_lse = Expected("lse", _as_lse(inputs, lse), _as_lse(inputs, lse_allowed))
+    if inputs.dout is None:
+        return Reference(expected_out, expected_lse)
+    numbers = torch.arange(problem.batch * problem.kv_heads)
+    pairs = Pairs(numbers // problem.kv_heads, numbers % problem.kv_heads)
+    dout = _padded_queries(inputs, inputs.dout)
+    dlse = None if inputs.dlse is None else _padded_queries(inputs, inputs.dlse[..., None])[..., 0]
+    case = BackwardCase(q, k, v, dout, dlse, extra, scale, lengths)
+    gradients = expect_gradients(problem, case, Chosen(pairs, torch.arange(problem.seqlen_q))).gradients
+    expected = {name: _gradient(inputs, name, one) for name, one in gradients.items()}
+    return Reference(expected_out, expected_lse, **expected)
+
+
+def close(result: Tensor, expected: Expected) -> float:
+    """Checks that a result is as close to the reference as verification demands of kernels.
+
+    Returns the largest error over its tolerance, which is at most 1.
+
+    Raises:
+        AssertionError: A row's error exceeds its tolerance, an element is not finite, or the shape is wrong.
+    """
+    name, exact, allowed = expected
+    assert result.shape == exact.shape, (
+        f"{name} has shape {list(result.shape)} and the reference {list(exact.shape)}: "
+        "pass a tensor of the same layout"
+    )
+    if not exact.numel():
+        return 0.0
+    rows = (result, exact) if allowed.dim() < exact.dim() else (result[..., None], exact[..., None])
+    ratio = float(worst_ratio(*rows, allowed).item())
+    if ratio <= 1.0:
+        return ratio
+    # Equal infinities have no difference.
+    error = (rows[0].double() - rows[1]).masked_fill(rows[0] == rows[1], 0.0).abs()
+    share = (error / (allowed[..., None] + 1e-300)).nan_to_num(nan=math.inf, posinf=math.inf)
+    place = tuple(int(one) for one in torch.unravel_index(share.argmax(), share.shape))
+    index = place[: exact.dim()]
+    raise AssertionError(
+        f"{name}{list(index)} is {result[index].item():.6g} and the reference {exact[index].item():.6g}, "
+        f"{ratio:.3g} times the tolerance of {allowed[place[:-1]].item():.3g}"
+    )
+
+
+def _padded_queries(inputs: Inputs, tensor: Tensor) -> Tensor:
+    if inputs.extra.cu_seqlens_q is None:
+        return tensor
+    return _stacked(tensor[0].split(inputs.lengths.queries, 1), inputs.problem.seqlen_q)
+
+
+def _padded_keys(inputs: Inputs, tensor: Tensor) -> Tensor:
+    """Returns keys, values or their scales as [batch, kv_heads, seqlen_kv, width], with at least one key."""
+    extra, keys = inputs.extra, inputs.lengths.keys
+    if extra.block_table is not None:
+        # torch cannot index 8-bit floats.
+        bits = bits_of(tensor)
+        counts = (-(-count // inputs.problem.page_size) for count in keys)
+        tables = [pages[:count].long() for pages, count in zip(extra.block_table, counts, strict=True)]
+        sequences = [bits[pages].transpose(0, 1).flatten(1, 2).view(tensor.dtype) for pages in tables]
+    elif extra.cu_seqlens_kv is not None:
+        sequences = [tensor[0, :, int(first) :] for first in extra.cu_seqlens_kv[:-1]]
+    else:
+        sequences = list(tensor)
+    parts = [rows[:, :count] for rows, count in zip(sequences, keys, strict=True)]
+    return _stacked(parts, max(1, inputs.problem.seqlen_kv))
+
+
+def _stacked(parts: Iterable[Tensor], longest: int) -> Tensor:
+    """Returns the rows of sequences, [heads, rows, width] each, as one tensor padded with zeros."""
+    sizes = ((rows, longest - rows.shape[1]) for rows in parts)
+    return torch.stack(
+        [torch.cat((rows, rows.new_zeros(len(rows), n, rows.shape[2])), 1) for rows, n in sizes]
+    )
+
+
+def _scale_of_keys(inputs: Inputs, scale: Tensor | None) -> Tensor:
+    """Returns the scale of each key, [batch, kv_heads, seqlen_kv], of scales [pages or batch, kv_heads]."""
+    assert scale is not None
+    problem = inputs.problem
+    if inputs.extra.block_table is None:
+        return scale[: problem.batch, :, None].expand(-1, -1, max(1, problem.seqlen_kv))
+    return _padded_keys(inputs, scale[..., None, None].expand(-1, -1, problem.page_size, 1))[..., 0]
+
+
+def _of_queries(inputs: Inputs, rows: Tensor) -> Tensor:
+    """Returns rows of queries, [batch, heads, rows] or [..., rows, width], in the layout of the output."""
+    if rows.dim() == 3:
+        return _of_queries(inputs, rows[..., None])[..., 0]
+    return inputs.layout.as_given(packed(inputs.problem, inputs.lengths, rows))
+
+
+def _as_lse(inputs: Inputs, rows: Tensor) -> Tensor:
+    """Returns a number of each query, [batch, heads, rows], in the layout of the log-sum-exp."""
+    heads_first = packed(inputs.problem, inputs.lengths, rows[..., None])[..., 0]
+    if inputs.layout is Layout.THD:
+        return heads_first[0]
+    return heads_first[..., 0] if inputs.layout is Layout.BHD else heads_first
+
+
+def _of_keys(inputs: Inputs, rows: Tensor) -> Tensor:
+    """Returns rows of keys, [batch, kv_heads, rows] or [..., rows, width], in the layout of the keys."""
+    if rows.dim() == 3:
+        return _of_keys(inputs, rows[..., None])[..., 0]
+    if inputs.extra.cu_seqlens_kv is not None:
+        sizes = inputs.extra.cu_seqlens_kv.diff().tolist()
+        # A sequence may have more rows than the longest uses.
+        wide = torch.nn.functional.pad(rows, (0, 0, 0, max(sizes, default=0)))
+        rows = torch.cat([one[:, :size] for one, size in zip(wide, sizes, strict=True)], 1)[None]
+    return inputs.kv_layout.as_given(rows)
+
+
+def _gradient(inputs: Inputs, name: str, gradient: Gradient) -> Expected:
+    """Returns a gradient of pairs, [pairs, ...] or [pairs, group, ...], as kernels write it."""
+    exact, allowed = (one.unflatten(0, (inputs.problem.batch, inputs.problem.kv_heads)) for one in gradient)
+    if name in ("dk", "dv"):
+        return Expected(name, _of_keys(inputs, exact), _of_keys(inputs, allowed))
+    exact, allowed = exact.flatten(1, 2), allowed.flatten(1, 2)
+    if name == "dq":
+        return Expected(name, _of_queries(inputs, exact), _of_queries(inputs, allowed))
+    # Each element is a row of its own.
+    return Expected(name, exact[..., 0], allowed)

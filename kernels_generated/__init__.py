@@ -1,1 +1,0 @@
-"""Rendered kernels of the shipped selections, to read. Nothing imports them."""

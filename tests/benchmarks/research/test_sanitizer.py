@@ -1,0 +1,252 @@
+"""Tests of sanitizer runs with a fake sanitizer: subjects, processes, findings and the report."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+import torch
+
+from benchmarks.reports import read_report, write_report
+from benchmarks.sanitizer import runner
+from benchmarks.sanitizer.launch import launch_once
+from benchmarks.sanitizer.points import Subject, cases_of, subjects
+from benchmarks.sanitizer.report import Finding, Listed, SanitizerReport, report_lines
+from benchmarks.sanitizer.runner import MEMCHECK, RACECHECK, Examination, examine, find_sanitizer, read_log
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.record import Outcome
+from flashtune.core.target import device_target, find_target
+from flashtune.templates.registry import families
+from flashtune.tuner.candidates import Candidate, SearchTask
+from flashtune.tuner.execution.compile_pool import Compiled
+from scripts.sanitize import why_left_out
+
+TARGET = find_target("h200")
+OLD, NEW = "Version 2025.3.1.0 (build 36400806)", "Version 2026.1.0.0 (build 1)"
+RACE = """========= Warning: Race reported between Write access at forward_hopper+0x10 in standard.py:290
+=========     and Read access at forward_hopper+0x20 in forward_hopper.py:7 [4 hazards]
+=========
+========= Error: Race reported between Read access at forward_hopper+0x30 in standard.py:290
+=========
+"""
+# A sanitizer that "launches" the kernels of its command line; a test adds the body of the loop.
+FAKE = """#!{python}
+import os, sys
+assert os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" and "--padding" in sys.argv
+order = {order}
+errors = 0
+for count, digest in enumerate([word for word in sys.argv if word in order], 1):
+    number = order.index(digest)
+    {body}
+    print(f"launched {{count}}", flush=True)
+print(f"========= ERROR SUMMARY: {{errors}} errors")
+"""
+
+
+@pytest.fixture(scope="module")
+def listed() -> tuple[Subject, ...]:
+    return subjects(TARGET, 2, 1)
+
+
+class Compilers:
+    """Fake compilers that refuse the kernel `refused`."""
+
+    refused: Candidate | None = None
+
+    def __init__(self, workers: int) -> None:
+        del workers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
+        job: Future[Compiled] = Future()
+        refused = candidate == self.refused
+        job.set_result(Compiled(Outcome.COMPILE_ERROR, message="no") if refused else Compiled(Outcome.OK))
+        return job
+
+
+def run(
+    some: tuple[Subject, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    body: str,
+    seconds: float = 60.0,
+) -> dict[int, Finding]:
+    """Examines kernels under the fake sanitizer, and returns the findings by the number of the kernel."""
+    monkeypatch.setattr(runner, "CompilePool", Compilers)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    order = [subject.digest for subject in some]
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(FAKE.format(python=sys.executable, order=order, body=body))
+    path.chmod(0o755)
+    how = Examination(path, MEMCHECK, TARGET, 2, time.time() + seconds)
+    findings = list(examine(how, some))
+    assert len({finding.digest for finding in findings}) == len(findings)
+    return {order.index(finding.digest): finding for finding in findings}
+
+
+@pytest.mark.slow
+def test_families_alternate(listed: tuple[Subject, ...]) -> None:
+    digests = [subject.digest for subject in listed]
+    assert len(set(digests)) == len(digests)
+    drawn = Counter(subject.candidate.family for subject in listed if not subject.shipped)
+    assert drawn == dict.fromkeys((family.name for family in families()), 2)
+    kinds = [(subject.shipped, subject.candidate.family) for subject in listed]
+    assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
+    assert subjects(TARGET, 2, 1) == listed
+    assert "forward_hopper" not in {one.candidate.family for one in subjects(find_target("a100"), 1, 1)}
+
+
+@pytest.mark.slow
+def test_subjects_have_features_and_plain_attention() -> None:
+    drawn = [subject for subject in subjects(TARGET, 30, 1) if not subject.shipped]
+    assert len({feature for subject in drawn for feature in subject.problem.features}) > 10
+    assert any(not subject.problem.features for subject in drawn)
+
+
+@pytest.mark.slow
+def test_launches_fill_the_gpu_or_are_small(listed: tuple[Subject, ...]) -> None:
+    for subject in listed:
+        busy, quiet = (cases_of(subject, TARGET, busy=each) for each in (True, False))
+        assert 1 <= len(busy) <= 2
+        assert quiet
+        for case in (*busy, *quiet):
+            assert case.problem.minimal_bytes() <= 2**27
+            # Extents do not change the source.
+            assert case.problem.computation == subject.problem.computation
+        assert subject.problem.features or busy[0].problem.batch * busy[0].problem.heads >= 65
+
+
+def test_logs_are_read() -> None:
+    log = read_log(f"{RACE}========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)")
+    assert log is not None
+    assert log.counted == 2
+    assert [report.split(":")[0] for report in log.reports] == ["Warning", "Error"]
+    assert log.reports[0].endswith("forward_hopper.py:7 [4 hazards]")
+    assert read_log("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n") == (0, ())
+    assert read_log(RACE) is None
+
+
+@pytest.mark.parametrize(
+    ("tool", "family", "version", "left_out"),
+    [
+        (RACECHECK, "forward_hopper", OLD, True),
+        (RACECHECK, "backward_hopper", "unknown", True),
+        (RACECHECK, "forward_hopper", NEW, False),
+        (RACECHECK, "forward_q_outer", OLD, False),
+        (MEMCHECK, "forward_hopper", OLD, False),
+    ],
+)
+def test_racecheck_skips_unsupported_families(tool: str, family: str, version: str, left_out: bool) -> None:
+    assert bool(why_left_out(tool, family, version)) is left_out
+
+
+def test_missing_sanitizer_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(runner, "TOOLKITS", ())
+    with pytest.raises(FlashtuneError, match=r"install the CUDA toolkit"):
+        find_sanitizer()
+    path = tmp_path / "home" / "bin" / "compute-sanitizer"
+    path.parent.mkdir(parents=True)
+    path.touch(mode=0o755)
+    assert find_sanitizer() == path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "outcome", "message"),
+    [
+        (
+            "if number == 5: errors += 1; print('========= Invalid read\\n=========')",
+            "errors",
+            "Invalid read",
+        ),
+        (
+            "if number == 5: sys.exit('RuntimeError: no image')",
+            "failed",
+            "exit code 1: RuntimeError: no image",
+        ),
+        ("if number == 5: print('oh', flush=True); os._exit(9)", "failed", "exit code 9: oh"),
+    ],
+    ids=["error", "exception", "crash"],
+)
+def test_findings_are_of_their_kernel(
+    listed: tuple[Subject, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    body: str,
+    outcome: str,
+    message: str,
+) -> None:
+    findings = run(listed[:20], tmp_path, monkeypatch, body)
+    assert [findings[number].outcome for number in range(20)] == ["clean"] * 5 + [outcome] + ["clean"] * 14
+    assert message in (findings[5].first, findings[5].failed)
+    assert findings[5].label == listed[5].label
+
+
+@pytest.mark.slow
+def test_kernels_that_do_not_compile_are_refused(
+    listed: tuple[Subject, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Compilers, "refused", listed[1].candidate)
+    findings = run(listed[:3], tmp_path, monkeypatch, "pass")
+    assert [findings[number].outcome for number in range(3)] == ["clean", "refused", "clean"]
+    assert findings[1].refused == "compile_error: no"
+
+
+@pytest.mark.slow
+def test_kernels_that_were_not_launched_have_no_finding(
+    listed: tuple[Subject, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(listed[:6], tmp_path, monkeypatch, "pass", seconds=0.0) == {}
+    assert set(run(listed[:6], tmp_path, monkeypatch, "if count > 4: break")) == {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+def test_processes_without_a_log_are_one_error(
+    listed: tuple[Subject, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FlashtuneError, match=r"memcheck gives no log: exit code 1: no device"):
+        run(listed[:40], tmp_path, monkeypatch, "sys.exit('no device')")
+
+
+def test_report_lists_kernels_that_were_not_run(tmp_path: Path) -> None:
+    finding = Finding(MEMCHECK, "0" * 32, "forward_hopper", "a kernel", True, 3, 0, "", "Invalid read")
+    refused = Finding(MEMCHECK, "1" * 32, "forward_hopper", "a kernel", True, refused="no")
+    rows = (
+        Listed(MEMCHECK, "forward_hopper", 5, 2),
+        Listed(RACECHECK, "forward_hopper", 5, 2, "old version"),
+    )
+    report = SanitizerReport("nvidia-h200", OLD, "3.6.0", (finding, refused), rows)
+    path = tmp_path / "report.json.gz"
+    write_report(report, path)
+    assert read_report(path, SanitizerReport) == report
+    lines = list(report_lines(report))
+    assert "| memcheck | forward_hopper | 5 | 2 | 0 | 1 | 0 | 0 | 1 | 3 |" in lines
+    assert "| racecheck | forward_hopper | 5 | 2 | 0 | 0 | 0 | 0 | 0 | 5 |" in lines
+    assert lines[-2:] == ["- racecheck leaves out forward_hopper: old version.", "- Invalid read"]
+
+
+@pytest.mark.gpu
+def test_subjects_launch() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    target = device_target(0)
+    drawn = subjects(target, 1, 5)
+    for subject in drawn[:: max(1, len(drawn) // 6)]:
+        for case in cases_of(subject, target, busy=False):
+            launch_once(subject.kernel, case, target, torch.device("cuda", 0))

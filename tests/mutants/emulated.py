@@ -1,0 +1,117 @@
+"""Mutants of the Gluon families that the emulator runs on a CPU.
+
+Most races do not show in the emulator, and it does not run inline PTX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tests.mutants import third_tiles
+from tests.mutants.backward_hopper import backward_hopper_features
+from tests.mutants.core import Mutant
+from tests.mutants.forward_hopper import hopper_blocks, hopper_features, hopper_pages, hopper_pairs
+from tests.mutants.gluon import gluon_mutants
+
+BACKWARD_NAMES = (
+    "diagonal one key too far",
+    "mask of the first group's keys",
+    "divided: diagonal one key too far",
+    "rows of the KV head",
+    "log-sum-exps for deltas",
+    "dq of the other group's keys",
+    "transposed: dq of the other group's keys",
+    "heads of groups in turn",
+    "sums not wound back",
+    "sums not moved over hidden blocks",
+    "dq: halves swapped",
+    "divided: sums of the block before",
+    "dq of a program's last step twice",
+    "order: halves: one counter for both",
+    "order: turns never passed",
+)
+LATENT_NAMES = (
+    "diagonal one key too far",
+    "later blocks' masks missing",
+    "empty rows shifted by -inf",
+    "first keys forgotten in some rows",
+    "keys of an empty part",
+    "right half: rescaling late by a block",
+    "rest left out",
+    "left half of keys twice",
+    "pages a block late",
+    "small pages: a page that is not full not looked up",
+    "lse beyond the heads",
+    "parts: last blocks left out",
+    "weights never given back",
+)
+# The emulator runs the main kernel alone, without its inline PTX.
+NOT_EMULATED = ("prepare", "finish", "overflow", "swapped")
+
+
+def emulated_mutants() -> tuple[Mutant, ...]:
+    """All of them."""
+    return (
+        *forward_features(),
+        *hopper_pairs.pairs(),
+        *block_masks(),
+        *pages(),
+        *backward(),
+        *backward_features(),
+        *latent(),
+        *third_tiles.gluon(),
+    )
+
+
+def forward_features() -> tuple[Mutant, ...]:
+    """Those of score features, chunks, prefixes and lengths in a tensor."""
+    return hopper_features.features()
+
+
+def block_masks() -> tuple[Mutant, ...]:
+    """Those of block masks."""
+    return (*hopper_blocks.blocks(), *hopper_blocks.early())
+
+
+def pages() -> tuple[Mutant, ...]:
+    """Those of keys in pages."""
+    return steady(
+        (
+            *hopper_pages.pages(),
+            *hopper_pages.rows(),
+            *hopper_pages.conversion(),
+            *hopper_pages.page_scales(),
+            *hopper_pages.conversion_waits(),
+        )
+    )
+
+
+def backward() -> tuple[Mutant, ...]:
+    """Some of the backward family."""
+    return named("backward_hopper", BACKWARD_NAMES)
+
+
+def backward_features() -> tuple[Mutant, ...]:
+    """Those of windows, softcap and packed sequences in the backward family."""
+    mutants = (
+        *backward_hopper_features.windows(),
+        *backward_hopper_features.caps(),
+        *backward_hopper_features.packed(),
+    )
+    return tuple(one for one in steady(mutants) if not any(part in one.name for part in NOT_EMULATED))
+
+
+def latent() -> tuple[Mutant, ...]:
+    """Some of latent keys."""
+    return named("decode_latent_hopper", LATENT_NAMES)
+
+
+def named(family: str, names: Iterable[str]) -> tuple[Mutant, ...]:
+    """The mutants of a family with these names."""
+    mutants = {mutant.id: mutant for mutant in gluon_mutants()}
+    return tuple(mutants[f"{family}: {name}"] for name in names)
+
+
+def steady(mutants: Iterable[Mutant]) -> tuple[Mutant, ...]:
+    """Those that are wrong in every run."""
+    return tuple(mutant for mutant in mutants if not mutant.racy)
