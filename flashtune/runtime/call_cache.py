@@ -28,7 +28,6 @@ from flashtune.request.quantization import with_positive_scale
 from flashtune.request.tensor_checks import allows_tf32
 from flashtune.runtime.executors import write_output
 from flashtune.runtime.prepare import prepare
-from flashtune.runtime.prepare_training import prepare_pair
 from flashtune.runtime.torch_modes import runs_eagerly
 from flashtune.runtime.value_checks import with_checks
 
@@ -226,7 +225,7 @@ def executor_of(key: tuple[object, ...], call: Call) -> Executor:
 
     def make(bound: BoundRequest) -> Executor:
         request = bound.request
-        executor = with_checks((prepare_pair if request.needs_grad else prepare)(bound), request)
+        executor = with_checks(prepare(bound), request)
         if not recording() or request.is_double or without_values(request) is not None:
             return executor
         for one in bound.passes:

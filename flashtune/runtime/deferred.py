@@ -13,7 +13,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -42,8 +42,7 @@ from flashtune.recording.recorder import counted, recording
 from flashtune.runtime.background import Worker, beside_captures
 from flashtune.runtime.call_cache import call_key, is_negated
 from flashtune.runtime.kernel_fallback import LoadedKernel, Pass, prepared, warn_of_failure
-from flashtune.runtime.prepare import clearer_of, forward_pass
-from flashtune.runtime.prepare_training import backward_pass, paired
+from flashtune.runtime.passes import clearer_of, joined, passes_of
 from flashtune.runtime.value_checks import is_capturing, with_checks
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import families, find_family
@@ -62,8 +61,6 @@ if TYPE_CHECKING:
 QUEUE_LIMIT = 64
 # In warnings.
 REPLACED = "the replaced operator"
-
-AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
 
 
 class Passes(NamedTuple):
@@ -443,16 +440,17 @@ def _bound(
 ) -> Passes | None:
     """Returns the executors of loaded kernels for a call's strides, or None if one cannot compute it."""
     request = bound.request
-    first = _executor(forward_pass(bound), request.problem, properties[0], choices[0])
-    if first is None or not request.needs_grad:
-        return None if first is None else Passes(first, None, with_checks(first, request))
-    last = _executor(backward_pass(bound), request.backward, properties[1], choices[1])
-    return None if last is None else Passes(first, last, with_checks(paired(first, last, bound), request))
+    problems = request.problem, request.backward
+    executors = [
+        _executor(*of_pass) for of_pass in zip(passes_of(bound), problems, properties, choices, strict=False)
+    ]
+    if None in executors:
+        return None
+    executor = with_checks(joined(executors, bound), request)
+    return Passes(executors[0], executors[1] if request.needs_grad else None, executor)
 
 
-def _executor(
-    one: Pass[AnyExecutor], problem: Problem, needed: Specialization, choice: Choice
-) -> AnyExecutor | None:
+def _executor(one: Pass[Any], problem: Problem, needed: Specialization, choice: Choice) -> Any:
     if isinstance(choice, Decision):
         return one.interpret(choice)
     family = find_family(choice.kernel.family)

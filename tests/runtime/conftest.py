@@ -21,7 +21,7 @@ from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch import launch, workspaces
 from flashtune.launch.workspaces import Memory
-from flashtune.runtime import backward_executors, deferred, kernel_fallback, prepare
+from flashtune.runtime import backward_executors, deferred, kernel_fallback, passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.emulator.tensor_maps import Driver
@@ -137,7 +137,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(module, "chosen_backend", lambda *_: fake.usual)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernel_fallback, "binary_of", fake.binary_of)
-    monkeypatch.setattr(prepare, "bind", fake.bind)
+    monkeypatch.setattr(passes, "bind", fake.bind)
     monkeypatch.setattr(kernel_fallback, "preloading", fake.preloading)
     monkeypatch.setattr(kernel_fallback, "passes_self_check", fake.passes)
     monkeypatch.setattr(backward_executors, "bind", fake.bind)

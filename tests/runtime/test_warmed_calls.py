@@ -23,7 +23,7 @@ from flashtune.integrations import transformers as transformers_integration
 from flashtune.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from flashtune.recording.callers import caller_of
 from flashtune.recording.recorder import read_counts, record_calls
-from flashtune.runtime import backward_executors, deferred, kernel_fallback, prepare
+from flashtune.runtime import backward_executors, deferred, kernel_fallback, passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask
@@ -108,7 +108,7 @@ INTEGRATIONS = ("torch", "transformers", "flash_attn", "vllm", "sglang")
 def start(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
     """Calls on a fake H200 with its shipped table. Launches compute nothing."""
     machine.tables = tuned_records(TARGET.name)
-    for module in (prepare, backward_executors):
+    for module in (passes, backward_executors):
         monkeypatch.setattr(module, "bind", lambda *_, **__: lambda *_, **__: None)
     monkeypatch.setattr(decision, "beats", lambda *_: True)
     with ExitStack() as exits:

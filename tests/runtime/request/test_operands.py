@@ -17,7 +17,7 @@ from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.session import SESSION
 from flashtune.request.call import Options
-from flashtune.runtime import backward_executors, prepare
+from flashtune.runtime import backward_executors, passes
 from flashtune.runtime.op_library import OPERANDS
 from tests.problems.features import paged, starts
 from tests.runtime.training.training_calls import quiet
@@ -55,7 +55,7 @@ def launched(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[Launched
 
         return launch
 
-    monkeypatch.setattr(prepare, "bind", bind)
+    monkeypatch.setattr(passes, "bind", bind)
     monkeypatch.setattr(backward_executors, "bind", bind)
     return found
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2] / "flashtune"
+ROOT = Path(__file__).parents[1] / "flashtune"
 # Packages that other packages see through a link.
 LINKED = ("db", "kernels_generated", "templates", "tuner")
 CONTAINERS = (
