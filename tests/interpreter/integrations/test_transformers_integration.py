@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashtune.core.session import SESSION
 from flashtune.integrations import transformers as integration
-from flashtune.integrations import transformers_jobs
+from flashtune.integrations import transformers_jobs, transformers_masks
 from flashtune.integrations.transformers_jobs import Job, Layer, job_of, refused_jobs
 from flashtune.request.dropout import draw_seed, kept_weights
 from flashtune.runtime import deferred
@@ -78,7 +78,7 @@ def test_bias_is_not_merged_with_a_causal_mask(served: list[bool], monkeypatch: 
     passes_of(model, inputs)
     deferred.wait()
     served.clear()
-    monkeypatch.setattr(integration, "_bias_mask", None)
+    monkeypatch.setattr(transformers_masks, "bias_mask", None)
     found = error(passes_of(model, inputs), want)
     assert served
     assert all(served)
