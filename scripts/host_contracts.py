@@ -196,7 +196,7 @@ def _class_parts(node: ast.ClassDef) -> dict[str, Any]:
         parts.update(_texts(item))
     parts |= _keywords(node)
     parts[BASES] = [ast.unparse(base).partition("[")[0] for base in node.bases]
-    parts[ABSTRACT] = sorted(one.name for one in methods if "abstractmethod" in _decorators(one))
+    parts[ABSTRACT] = sorted(method.name for method in methods if "abstractmethod" in _decorators(method))
     return parts
 
 

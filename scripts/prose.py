@@ -85,7 +85,9 @@ def main() -> None:
         return
     failed = excess(counts, allowed)
     for path in failed:
-        print("\n".join(f"{one.path}: {one.sentence!r}: {one.advice}" for one in findings[path]))
+        print(
+            "\n".join(f"{finding.path}: {finding.sentence!r}: {finding.advice}" for finding in findings[path])
+        )
     if failed:
         sys.exit(f"{len(failed)} files have more findings than {ALLOWED.relative_to(ROOT)} allows")
 

@@ -17,6 +17,7 @@ from flashtune.core.problem import Problem
 from flashtune.templates.common.args.side import side_names
 from flashtune.templates.common.checks import checks_of
 from flashtune.templates.dead_branches import remove_dead_branches
+from flashtune.templates.docstring_rows import remove_absent_rows
 from flashtune.templates.family import Context, Family, kernel_of_source
 from flashtune.templates.registry import PACKAGE, TEMPLATE, template_hash
 
@@ -28,8 +29,9 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
     """Returns the kernel of a config for a problem. It does not depend on lengths, heads and batch.
 
     Jinja repeats and names parts. Conditions on flags, the booleans of the config and the context in capital
-    letters, are Python: `remove_dead_branches` replaces them. `parameters` has the parameters of each
-    launched function, by its name; `side_names` and others have the names of extra inputs.
+    letters, are Python: `remove_dead_branches` replaces them. `remove_absent_rows` keeps the rows of
+    docstrings that explain the result. `parameters` has the parameters of each launched function, by its
+    name; `side_names` and others have the names of extra inputs.
 
     Raises:
         KernelError: The context holds a value that is not a number, bool or enum.
@@ -48,7 +50,10 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
         **side_names({name for given in parameters.values() for name in given}),
         checks=checks.strip(),
     )
-    return msgspec.structs.replace(kernel, source=remove_dead_branches(source, _flags(values)))
+    flags = _flags(values)
+    return msgspec.structs.replace(
+        kernel, source=remove_absent_rows(remove_dead_branches(source, flags), flags)
+    )
 
 
 def _parameters(kernel: Kernel) -> dict[str, list[str]]:

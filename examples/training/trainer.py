@@ -120,8 +120,14 @@ class Step:
         self._parameters = list(model.parameters())
         self._rate, self._warm_up = setting.rate, max(1, min(WARM_UP, setting.steps // 10))
         groups = [
-            {"params": [one for one in self._parameters if one.dim() == 2], "weight_decay": DECAY},
-            {"params": [one for one in self._parameters if one.dim() != 2], "weight_decay": 0.0},
+            {
+                "params": [parameter for parameter in self._parameters if parameter.dim() == 2],
+                "weight_decay": DECAY,
+            },
+            {
+                "params": [parameter for parameter in self._parameters if parameter.dim() != 2],
+                "weight_decay": 0.0,
+            },
         ]
         fused = device.type == "cuda"
         self._optimizer = torch.optim.AdamW(groups, lr=setting.rate, betas=BETAS, fused=fused)

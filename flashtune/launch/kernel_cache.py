@@ -34,8 +34,8 @@ _rendered: dict[tuple[object, ...], Kernel] = SESSION.process_cache("rendered ke
 
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
     """Returns the kernel of a record's config for tensors of a specialization."""
-    known = known_kernel(record, specialization)
-    return known or _render(record, find_family(record.family), specialization)
+    cached = known_kernel(record, specialization)
+    return cached or _render(record, find_family(record.family), specialization)
 
 
 def known_kernel(record: Record, specialization: Specialization) -> Kernel | None:
@@ -81,10 +81,10 @@ def _proven_copy(record: Record, family: Family, specialization: Specialization)
 
 def binary_of(kernel: Kernel, target: Target, device: torch.device) -> Binary:
     """Returns a kernel's binary, loaded onto a device."""
-    found = _compiled(kernel, target, device)
-    if isinstance(found, KernelError):
-        raise found
-    return found
+    compiled = _compiled(kernel, target, device)
+    if isinstance(compiled, KernelError):
+        raise compiled
+    return compiled
 
 
 @functools.cache

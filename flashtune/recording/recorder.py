@@ -203,32 +203,32 @@ def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         UsageError: The file has other content, or cannot be written.
     """
-    found = _begin(Path(path))
+    recording = _begin(Path(path))
     try:
         yield
     finally:
         # An interrupted program's calls count too.
-        _end(found)
-        found.write()
+        _end(recording)
+        recording.write()
 
 
 def _begin(path: Path) -> Recording:
     known_counts(path)
-    found = Recording(path)
-    _recordings.append(found)
+    recording = Recording(path)
+    _recordings.append(recording)
     SESSION.forget()
-    return found
+    return recording
 
 
-def _end(found: Recording) -> None:
-    _recordings.remove(found)
+def _end(recording: Recording) -> None:
+    _recordings.remove(recording)
     SESSION.forget()
 
 
-def _write_at_exit(found: Recording) -> None:
+def _write_at_exit(recording: Recording) -> None:
     """Writes the counts at exit. A failure only emits a warning: no caller could handle an exception."""
     try:
-        found.write()
+        recording.write()
     except UsageError as error:
         warn_once("recording", f"{error}, so this process's calls are not recorded")
 
@@ -239,11 +239,11 @@ def _begin_for_process() -> None:
         name = variable(RECORD_VARIABLE)
         if not name:
             return
-        found = _begin(user_path(name, RECORD_VARIABLE))
+        recording = _begin(user_path(name, RECORD_VARIABLE))
     except UsageError as error:
         warn_once("recording", f"{error}, as {RECORD_VARIABLE} asks for: nothing is recorded")
         return
-    atexit.register(_write_at_exit, found)
+    atexit.register(_write_at_exit, recording)
 
 
 _begin_for_process()

@@ -100,12 +100,10 @@ class Inputs(NamedTuple):
             keys = tuple(self.extra.cu_seqlens_kv.diff().tolist())
         return Lengths(queries, keys)
 
-    def backward(self, dout: Tensor, dlse: Tensor | None = None) -> Inputs:
-        """Returns the inputs of the backward pass, with gradients in the layouts of the call's results."""
+    def backward(self, dout: Tensor) -> Inputs:
+        """Returns the inputs of the backward pass, with a gradient in the layout of the call's output."""
         problem = msgspec.structs.replace(self.problem, direction=Direction.BACKWARD)
-        if dlse is not None and self.layout in (Layout.THD, Layout.BHD):
-            dlse = dlse[None] if self.layout is Layout.THD else dlse[..., None]
-        return self._replace(problem=problem, dout=self.layout.heads_first(dout), dlse=dlse)
+        return self._replace(problem=problem, dout=self.layout.heads_first(dout))
 
 
 def tensors(
@@ -154,16 +152,16 @@ def tensors(
     gradient = make_dlse(problem, generator) if dlse else None
     return inputs._replace(
         dout=packed(problem, lengths, dout),
-        dlse=None if gradient is None else packed(problem, lengths, gradient[..., None])[..., 0].contiguous(),
+        dlse=None if gradient is None else packed(problem, lengths, gradient).contiguous(),
     )
 
 
 def packed(problem: Problem, lengths: Lengths, padded: Tensor) -> Tensor:
-    """Returns rows of queries, [batch, heads, seqlen_q, width], as kernels take them."""
+    """Returns rows of queries, [batch, heads, seqlen_q] or [..., width], as kernels take them."""
     if not problem.total_q:
         return padded
     places = query_places(problem, lengths).to(padded.device)
-    return Layout.THD.heads_first(padded.transpose(1, 2)[places.sequence, places.row])
+    return padded.transpose(1, 2)[places.sequence, places.row].transpose(0, 1)[None]
 
 
 def attention_inputs(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Inputs:

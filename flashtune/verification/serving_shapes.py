@@ -65,8 +65,8 @@ def serving_cases(
     """
     shapes = _decoding(tile, splits, quick) if splits else _plain(tile, problem, quick)
     borders = border_shapes(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)
-    usual, decoding = (FEW_HEADS, FEW_DECODE_HEADS) if reduced else (HEADS, DECODE_HEADS)
-    turns = LATENT_HEADS if problem.mla else decoding if splits else usual
+    plain, decoding = (FEW_HEADS, FEW_DECODE_HEADS) if reduced else (HEADS, DECODE_HEADS)
+    turns = LATENT_HEADS if problem.mla else decoding if splits else plain
     batches = FEW_BATCHES if reduced else BATCHES
     for turn, shape in enumerate((*shapes, *borders)):
         heads = turns[turn % len(turns)]
@@ -76,7 +76,7 @@ def serving_cases(
         yield _decoded_tiles(tile, splits, problem)
     if reduced:
         if not splits:
-            yield with_lengths(problem, third_tiles(tile), usual[0], 0, 1, quick=True)
+            yield with_lengths(problem, third_tiles(tile), plain[0], 0, 1, quick=True)
         return
     if splits:
         long = Shape(Probe.RANDOM, 1, min(2 * splits, 8) * tile.keys + 1, SMALL_REPEATS)

@@ -222,10 +222,10 @@ def norm(vectors: Tensor) -> Tensor:
     return (vectors * vectors).sum(-1).sqrt()
 
 
-def larger(one: Tensor, other: Tensor) -> Tensor:
+def larger(first: Tensor, second: Tensor) -> Tensor:
     """Returns the elementwise maximum, NaN if either is, without loading another CUDA kernel."""
-    both = one.new_empty(2, *one.shape)
-    both[0], both[1] = one, other
+    both = first.new_empty(2, *first.shape)
+    both[0], both[1] = first, second
     return both.amax(0)
 
 

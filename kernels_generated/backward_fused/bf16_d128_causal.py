@@ -11,34 +11,28 @@ Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction copy_engine, 
 Assumes      strides that are multiples of 16, 32-bit offsets
 Template     backward_fused b50fe3cff63f
 
-  delta:            for each row: delta = rowsum(dout * out) - dlse; lse in units of log2; sums of dq = 0
+  delta:            for each row: delta = rowsum(dout * out); lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
                       dk, dv = 0
                       for each query head of the group, for each block of queries that sees the keys:
                         P = exp2(scale q k^T - lse), masked; dv += P^T dout
                         dS = P * (dout v^T - delta); dk += dS^T q
-                        add dS k to the sums of dq, atomically
+                        the copy engine (TMA) adds dS k to the sums of dq
                       store scale dk, dv
   convert_sums:     for each block of queries: dq = scale sums, in the type of q
 
 Tunables
-  block_m, block_n                  queries and keys of a tile
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
   num_warps, num_stages             warps and pipeline stages
-  reduction                         whether the copy engine (TMA) or atomics of threads add to the sums of dq
   split_masked_loop                 blocks that no mask cuts have a loop of their own
-  transpose_dq                      dq tiles are computed transposed
-  split_head_dim                    a head dim that is no power of two is two tiles instead of a padded one
-  heads_innermost                   neighbouring programs have different heads
-  maxnreg                           limit of registers per thread, 0 for none
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
                                     and the gradients dq, dk, dv alike
   workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
   workspace_2                       sums of dq, float32 [batch, heads, blocks, BLOCK_M, HEAD_DIM]: each sequence begins
                                     with a block of its own, so that no block reaches into another's rows
-  workspace_3                       with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
   position                          position of a query among the keys of its sequence
-  *_tile                            a block on the chip, its shape in a comment
+  *_tile*                           a block on the chip, its shape in a comment
   d*                                the gradient of *
   *_log2, row_lse                   a quantity in units of log2, for exp2
 References: Dao, 2023 (FlashAttention-2); Shah et al., 2024 (FlashAttention-3).
@@ -62,7 +56,7 @@ COPY_ENGINE = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def key_stop(position, seqlen_kv):
-    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    """Returns the key after the last one that a query sees."""
     stop = tl.minimum(position + 1, seqlen_kv)
     return stop
 
@@ -382,12 +376,11 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
-    """Returns dq, dk, dv, and the gradients of an additive bias and of ALiBi's slopes if the kernel writes them.
+    """Returns dq, dk, dv.
 
-    q, k, v, out, dout are [batch, heads, seqlen, head_dim] with a contiguous last dimension. lse is the log-sum-exp
-    of each row and dlse its gradient, float32 and contiguous. Packed sequences have a batch of one; sequence b has
-    rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. A boolean bias is True where a query sees a key. softcap, dropout
-    and seed are those of the forward pass. The checks give the dtype and the shape of each tensor.
+    q, k, v, out, dout   [batch, heads, seqlen, head_dim] with a contiguous last dimension
+    lse                  log-sum-exp of each row, float32 and contiguous
+    The checks give the dtype and the shape of each tensor.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]

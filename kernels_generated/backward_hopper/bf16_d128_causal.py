@@ -3,9 +3,8 @@
 
 """Attention backward on Hopper, in Gluon: a producer warp and two consumer warpgroups.
 
-Problem      bf16, head dim 128, value head dim 128, causal bottom_right, dropout False, deterministic False,
-             gradient of lse False, window -1:-1 (-1: none), softcap False,
-             packed False, sinks False
+Problem      bf16, head dim 128, value head dim 128, causal bottom_right
+With         no features
 Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, early_dv True,
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 1
@@ -24,26 +23,22 @@ Algorithm
   finish:    dq = scale * sums of dq
 
 The loop order is that of FlashAttention-2 (Dao, 2023) and the warp roles are those of FlashAttention-3 (Shah et al.,
-2024). Scores are transposed, so that p^T and ds^T are left operands in registers. With dropout, p and dp are divided by
-1 - dropout: rows of workspace_0 hold lse + log(1 - dropout) and delta * (1 - dropout) instead.
+2024). Scores are transposed, so that p^T and ds^T are left operands in registers.
 
 Notation
-  workspace_0        of each head a row -lse / scale (init_accumulators) or -lse in units of log2, a row -delta, and
-                     with dropout two rows of random words: float32 [batch * heads * 2, queries in whole blocks]
+  workspace_0        of each head a row -lse / scale and a row -delta:
+                     float32 [batch * heads * 2, queries in whole blocks]
   workspace_1        sums of dq: float32 [batch * heads, blocks, BLOCK_M * WIDTH], see `finish` for their order
-  workspace_2        if deterministic, blocks of keys that have added to each part of dq:
-                     int32 [batch * heads, blocks, 1]
   *_desc             TMA descriptor
   *_tiles            ring of tiles in shared memory
   *_full, *_empty    its barriers: a tile has arrived, a tile may be overwritten
-  *_stage, *_phase   next slot of a ring, and the parity of its barriers
-  workspace_2        with sinks, their gradient of each block of queries: float32 [batch * heads, blocks]
+  stage, phase       next slot of a ring, and the parity of its barriers
   d*                 gradient of *: do of the output, ds of the scores
 Tunables
   BLOCK_M            queries of a block
   Q_STAGES           tiles of q in shared memory
   DO_STAGES          tiles of dout
-  DS_STAGES          tiles of ds^T of each warpgroup; in tiles of 256 columns, of p^T and of ds^T
+  DS_STAGES          tiles of ds^T of each warpgroup
 """
 
 import torch
@@ -239,11 +234,7 @@ def atomic_add(address, values):
 
 @gluon.jit
 def add_dq(GROUP: gl.constexpr, shared, address, dq, number, pred):
-    """Adds a part of a block of dq to the sums.
-
-    In deterministic kernels, the warpgroup's addition of this number waits for its turn. `pred` is false for a zero
-    addition without a turn.
-    """
+    """Adds a part of a block of dq to the sums."""
     atomic_add(address, dq)
 
 
@@ -270,7 +261,7 @@ def broadcast_row(row):
 
 @gluon.jit
 def issue_product(keys, index, queries, rows, stage):
-    """Issues a product of keys and a block of queries, [ROWS, BLOCK_M]. With init_accumulators it starts at a row."""
+    """Issues a product of keys and a block of queries, [ROWS, BLOCK_M], which starts at a row."""
     key_tile = keys.index(opaque(index)).reshape([ROWS, WIDTH])
     query_tile = queries.index(stage).reshape([BLOCK_M, WIDTH])
     start = broadcast_row(rows.index(stage))
@@ -317,7 +308,7 @@ def produce(q_desc, k_desc, v_desc, do_desc, stats_desc, shared, scheduler):
 
 @gluon.jit
 def issue_dq(GROUP: gl.constexpr, shared, ds_state):
-    """Issues dq of a step, from the keys of both groups: this group's half, or all of it (alternate_dq).
+    """Issues dq of a step, from the keys of both groups: all of it.
 
     In tiles of 64 columns it is transposed, and halves are queries. In wider tiles halves are columns.
     """
@@ -335,7 +326,7 @@ def issue_dq(GROUP: gl.constexpr, shared, ds_state):
 
 @gluon.jit
 def consume(GROUP: gl.constexpr, shared, dk_desc, dv_desc, sums, scale, scheduler):
-    """Computes dk and dv of this group's keys, and adds half of each block of dq, or every second block (alternate_dq)."""
+    """Computes dk and dv of this group's keys, and adds every second block of dq."""
     n_block, batch, kv_head = scheduler.get_tile()
     n_start = (n_block * 2 + GROUP) * ROWS
     m_min, m_max, m_block, steps = scheduler.query_blocks(n_block)
@@ -515,7 +506,6 @@ def prepare(
     tl.store(stats + tiles * 64, -row_delta)
     numbers = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
     tl.store(workspace_1 + numbers, tl.zeros([8192], tl.float32))
-    # The counters of additions start at zero, in any type.
 
 
 @triton.jit
@@ -529,7 +519,7 @@ def finish(
     heads,
     seqlen_q,
 ):
-    # One block of sums becomes rows of dq. The first programs add up the gradients of the sinks of a sequence and a head.
+    # One block of sums becomes rows of dq.
     tiles = tl.cdiv(seqlen_q, 64)
     tile = tl.program_id(0) % tiles
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -599,13 +589,7 @@ def attention_backward(q, k, v, out, lse, dout, scale=None):
 
     q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
     k, v           [batch, kv_heads, seqlen_kv, head dim]
-    lse, dlse      log-sum-exp of each row and its gradient, float32 [batch, heads, seqlen_q], contiguous
-    seed           int64 [1], the forward pass's
-    dropout        share of dropped weights
-    cu_seqlens_*   of packed sequences, in a batch of one: sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1],
-                   int32 [sequences + 1]
-    sinks          a logit without a value, float32 [heads]; dsinks is float32 [sequences, heads]
-    softcap        scores s are softcap * tanh(s / softcap)
+    lse            log-sum-exp of each row, float32 [batch, heads, seqlen_q], contiguous
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]

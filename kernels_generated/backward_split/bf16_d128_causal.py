@@ -11,7 +11,7 @@ Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, blo
 Assumes      strides that are multiples of 16, 32-bit offsets
 Template     backward_split bfb6e4998891
 
-  delta:                 for each row: delta = rowsum(dout * out) - dlse; lse in units of log2
+  delta:                 for each row: delta = rowsum(dout * out); lse in units of log2
   backward_split:        for each block of keys, in parallel:
                            dk, dv = 0
                            for each query head of the group, for each block of queries that sees the keys:
@@ -24,22 +24,17 @@ Template     backward_split bfb6e4998891
                            store scale dq
 
 Tunables
-  block_m, block_n                  queries and keys of a tile where keys stay
-  dq_block_m, dq_block_n            queries and keys of a tile where queries stay
-  num_warps, num_stages, dq_*       warps and pipeline stages of the two kernels
+  BLOCK_M, BLOCK_N                  queries and keys of a tile where keys stay
+  DQ_BLOCK_M, DQ_BLOCK_N            queries and keys of a tile where queries stay
+  num_warps, num_stages             warps and pipeline stages of a kernel
   split_masked_loop                 blocks that no mask cuts have a loop of their own
-  split_head_dim                    a head dim that is no power of two is two tiles instead of a padded one
   lpt                               the tiles of queries with the most keys are first
-  heads_innermost                   neighbouring programs have different heads
-  maxnreg                           limit of registers per thread, 0 for none
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
                                     and the gradients dq, dk, dv alike
   workspace_0, workspace_1          delta and row_lse, float32 [batch, heads, seqlen_q]
-  workspace_2                       with ALiBi: parts of the slopes' gradients, float32 [batch, heads, seqlen_kv]
-  the last workspace                with dropout: two random words of each row, in float32 [batch, heads, seqlen_q, 2]
   position                          position of a query among the keys of its sequence
-  *_tile                            a block on the chip, its shape in a comment
+  *_tile*                           a block on the chip, its shape in a comment
   d*                                the gradient of *
   *_log2, row_lse                   a quantity in units of log2, for exp2
 References: Dao, 2023 (FlashAttention-2); Tillet et al., 2019 (Triton's tutorial).
@@ -61,7 +56,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def key_stop(position, seqlen_kv):
-    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    """Returns the key after the last one that a query sees."""
     stop = tl.minimum(position + 1, seqlen_kv)
     return stop
 
@@ -70,10 +65,9 @@ def key_stop(position, seqlen_kv):
 def key_bounds(first_position, last_position, seqlen_kv):
     """Returns ranges of keys for queries at first_position .. last_position. All bounds grow with the position.
 
-    Blocks in n_min .. n_max have a key that some query sees.
-    Blocks in n_full_min .. n_full_max have no key that some query does not see.
-    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
-    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    Blocks in 0 .. n_max have a key that some query sees.
+    Blocks in 0 .. n_full_max have no key that some query does not see.
+    An end may be less than its begin: then there is nothing.
     """
     n_max = key_stop(last_position, seqlen_kv)
     n_full_max = tl.maximum(key_stop(first_position, seqlen_kv), 0) // DQ_BLOCK_N * DQ_BLOCK_N
@@ -451,12 +445,11 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
-    """Returns dq, dk, dv, and the gradients of an additive bias and of ALiBi's slopes if the kernel writes them.
+    """Returns dq, dk, dv.
 
-    q, k, v, out, dout are [batch, heads, seqlen, head_dim] with a contiguous last dimension. lse is the log-sum-exp
-    of each row and dlse its gradient, float32 and contiguous. Packed sequences have a batch of one; sequence b has
-    rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. A boolean bias is True where a query sees a key. softcap, dropout
-    and seed are those of the forward pass. The checks give the dtype and the shape of each tensor.
+    q, k, v, out, dout   [batch, heads, seqlen, head_dim] with a contiguous last dimension
+    lse                  log-sum-exp of each row, float32 and contiguous
+    The checks give the dtype and the shape of each tensor.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]

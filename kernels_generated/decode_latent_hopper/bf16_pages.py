@@ -30,9 +30,8 @@ Notation
   tiles, full, empty                a ring of tiles in shared memory, and its barriers
   *_log2                            a quantity in units of log2, so that exp2 replaces exp
 Tunables
-  queries                           queries of a tile (POSITIONS); its other rows are HEADS
-  num_stages                        blocks of keys in flight: STAGES
-  num_splits                        parts of the keys of a sequence, combined by a second kernel
+  POSITIONS, HEADS                  queries of a tile, and heads: the rows of a tile are their product
+  STAGES                            blocks of keys in flight
   overlap_pv                        second group's product of a block during the first one's next softmax
 """
 

@@ -4,7 +4,7 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 128, value head dim 128, causal: none
-             and no features
+With         no features
 Config       block_m 16, block_n 128, 2 warps, 2 stages, 33 splits,
              split_head_dim False, early_combine True, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets
@@ -17,7 +17,7 @@ combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always 
 Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
-      s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      s = q_tile @ k_tile.T, and -inf where hidden
       new_max = max(running_max, rows of s)
       p, rescale = exp2(s - new_max), exp2(running_max - new_max)
       running_max, running_sum = new_max, running_sum * rescale + sum(p)
@@ -27,16 +27,13 @@ Algorithm of one program
 
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
-                                    (of pages: between pages, heads and keys of a page)
-  *_tile                            a block in registers or shared memory, its shape in a comment
+  *_tile*                           a block in registers or shared memory, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 replaces exp
   slots                             positions of a block's keys in memory; beyond the last key, its position
 Tunables
-  block_m, block_n                  rows and keys of a tile: BLOCK_M, BLOCK_N
-  num_splits                        parts of the keys of a sequence
-  split_head_dim                    a head dim as several tiles instead of one padded tile
+  BLOCK_M, BLOCK_N                  rows and keys of a tile
+  splits                            parts of the keys of a sequence
   early_combine                     combine kernel launched before the splits end
-  early_start                       kernel launched before the preceding kernel of the stream ends
 """
 
 import torch

@@ -4,7 +4,7 @@
 """Attention of few queries over many keys: keys are split among programs, and a second kernel combines the parts.
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
-             and pages
+With         pages
 Config       block_m 16, block_n 128, 4 warps, 2 stages, 3 splits,
              split_head_dim False, early_combine True, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets
@@ -17,7 +17,7 @@ combined by their log-sum-exps, as in flash-decoding (Dao et al., 2023), always 
 Algorithm of one program
   q_tile = rows of q
   for each block of BLOCK_N keys in this program's part of the visible keys:
-      s = q_tile @ k_tile.T, changed by softcap, ALiBi and bias, and -inf where hidden
+      s = q_tile @ k_tile.T, and -inf where hidden
       new_max = max(running_max, rows of s)
       p, rescale = exp2(s - new_max), exp2(running_max - new_max)
       running_max, running_sum = new_max, running_sum * rescale + sum(p)
@@ -28,15 +28,13 @@ Algorithm of one program
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
                                     (of pages: between pages, heads and keys of a page)
-  *_tile                            a block in registers or shared memory, its shape in a comment
+  *_tile*                           a block in registers or shared memory, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 replaces exp
   slots                             positions of a block's keys in memory; beyond the last key, its position
 Tunables
-  block_m, block_n                  rows and keys of a tile: BLOCK_M, BLOCK_N
-  num_splits                        parts of the keys of a sequence
-  split_head_dim                    a head dim as several tiles instead of one padded tile
+  BLOCK_M, BLOCK_N                  rows and keys of a tile
+  splits                            parts of the keys of a sequence
   early_combine                     combine kernel launched before the splits end
-  early_start                       kernel launched before the preceding kernel of the stream ends
 """
 
 import torch
@@ -56,19 +54,17 @@ COMBINED = tl.constexpr(128)
 
 @triton.jit
 def key_stop(position, seqlen_kv):
-    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    """Returns the key after the last one that a query sees."""
     stop = tl.minimum(position + 1, seqlen_kv)
     return stop
 
 
 @triton.jit
 def key_bounds(last_position, seqlen_kv):
-    """Returns ranges of keys for queries at first_position .. last_position. All bounds grow with the position.
+    """Returns ranges of keys for queries up to last_position. All bounds grow with the position.
 
-    Blocks in n_min .. n_max have a key that some query sees.
-    Blocks in n_full_min .. n_full_max have no key that some query does not see.
-    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
-    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    Blocks in 0 .. n_max have a key that some query sees.
+    An end may be less than its begin: then there is nothing.
     """
     n_max = key_stop(last_position, seqlen_kv)
     return n_max

@@ -3,9 +3,8 @@
 
 """Attention forward on Hopper, in Gluon: a producer warp copies tiles, consumer groups of four warps compute.
 
-Computes     bf16, head dim 256, value head dim 256, causal: bottom_right, varlen: False, dropout: False
-Window       -1 keys to the left, -1 to the right; -1 is no bound
-Features     softcap: False, ALiBi: False, sinks: False, lengths: False, prefix: False, chunk: 0, first tokens: 0
+Computes     bf16, head dim 256, value head dim 256, causal: bottom_right
+With         no features
 Config       num_consumer_groups 2, rows_per_group 64, block_n 64, num_stages 2, q_stages 1,
              split_epilogue True, ping_pong False, defer_pv_wait True, conditional_rescale True,
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 0,
@@ -20,25 +19,25 @@ Algorithm of a consumer group, for each tile of queries of a persistent program:
     issue s' = q k'^T, issue accumulator += p v     both run during the softmax
     row_max', rescale = max(row_max, max(s')), exp2(row_max - row_max')
     p' = exp2(s' - row_max'); row_sum = row_sum * rescale + sum(p')
-    accumulator *= rescale                          if conditional_rescale, only after large growth
+    accumulator *= rescale                          only after large growth
   accumulator += p v
   issue the first s of the next tile
   out = accumulator / row_sum; lse = row_max + log(row_sum)
 The schedule is FlashAttention-3's (Shah et al., 2024); the conditional rescaling is FlashAttention-4's (2026).
 
 Names
-  *_desc                            TMA descriptor of a tensor: shape, strides, tile
+  *_desc*                           TMA descriptor of a tensor: shape, strides, tile
   q, k, v                           rings of tiles in shared memory, and barriers: a tile has arrived, may be overwritten
   *_log2                            a quantity in units of log2, so that exp2 replaces exp
   pack                              PACK query heads of one KV head, whose rows share a tile
   head                              first query head of a pack, counted within its KV head's group
 Tunables
   GROUPS, GROUP_M, BLOCK_N          consumer groups, rows of a group's tile, keys of a block
-  STAGES, Q_STAGES, P_STAGES        tiles in flight: of K and of V; of queries and of 8-bit probabilities for each group
-  PING_PONG                         groups issue their products in turn
-  DEFER_PV_WAIT                     the wait for the product with V is after the exponentials
-  CONDITIONAL_RESCALE               the accumulator is rescaled only if a maximum grew by RESCALE_THRESHOLD
-  LPT, SERPENTINE                   tiles with the most keys first; every second round of tiles reversed
+  STAGES, Q_STAGES                  tiles in flight: of K and of V; of queries for each group
+  defer_pv_wait                     the wait for the product with V is after the exponentials
+  conditional_rescale               the accumulator is rescaled only if a maximum grew by RESCALE_THRESHOLD
+  lpt                               tiles with the most keys first
+  serpentine                        every second round of tiles reversed
 """
 
 import torch

@@ -1,8 +1,7 @@
 # A stand-alone kernel by flashtune; it needs torch and triton alone.
 # `attention` runs it. Selected on nvidia-h100 and nvidia-h200.
 
-"""Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
-keeps a tile of queries and streams K and V.
+"""Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 
 Computes     bf16, head dim 128, value head dim 128, causal: none
 With         bias
@@ -12,31 +11,24 @@ Assumes      strides that are multiples of 16, 32-bit offsets
 Template     forward_masked 00ca0d3b6c37
 
 Algorithm of a program, for a tile of queries
-  n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
+  find the visible keys and the full blocks among them
   running_max, running_sum, accumulator = -inf, 0, 0
   for each full block of keys, then for each partial block:
-      s = q_tile k_tile^T, changed by softcap, ALiBi and bias
-      s = -inf where hidden                         in full blocks by a mask tensor alone
+      s = q_tile k_tile^T
+      s = -inf where hidden                         in full blocks by the mask tensor alone
       p, rescale, running_max, running_sum = softmax_step(s)
-      accumulator = accumulator * rescale + (p, zero where dropped) v_tile
-  add the sink to running_max and running_sum
+      accumulator = accumulator * rescale + p v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum), in natural units
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein, 2018).
 
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
-  position                          position of a query among the keys of its sequence
-  *_tile                            a block that is held on the chip, its shape in a comment
+  *_tile*                           a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
-  n_min, n_max                      visible keys of a tile of queries; n_full_min, n_full_max of its full blocks
+  n_max                             end of its visible keys
 Tunables
-  block_m, block_n                  queries and keys of a tile: BLOCK_M, BLOCK_N
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
   num_warps, num_stages             warps and pipeline stages
-  split_masked_loop                 full blocks have a loop of their own
-  split_head_dim                    a head dim as several tiles instead of one padded tile
-  lpt                               tiles with the most keys are first
-  heads_innermost                   neighbouring programs have different heads
-  maxnreg                           limit of registers per thread, 0 for none
 """
 
 import torch
@@ -179,8 +171,7 @@ def attention(q, k, v, scale=None, *, bias):
     """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
     q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
-    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q], or None if this kernel does
-    not write it.
+    and the shape of each input. The log-sum-exp is None: this kernel does not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]

@@ -1,8 +1,7 @@
 # A stand-alone kernel by flashtune; it needs torch and triton alone.
 # `attention` runs it. Selected on nvidia-h100 and nvidia-h200.
 
-"""Attention forward with masks, changed scores, packed sequences and pages, queries outermost: one program
-keeps a tile of queries and streams K and V.
+"""Attention forward, queries outermost: one program keeps a tile of queries and streams K and V.
 
 Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 With         window
@@ -12,31 +11,29 @@ Assumes      strides that are multiples of 16, 32-bit offsets
 Template     forward_masked 00ca0d3b6c37
 
 Algorithm of a program, for a tile of queries
-  n_min, n_max, n_full_min, n_full_max = key_bounds(positions of the tile); along the list with a block mask
+  find the visible keys and the full blocks among them by key_bounds
   running_max, running_sum, accumulator = -inf, 0, 0
   for each full block of keys, then for each partial block:
-      s = q_tile k_tile^T, changed by softcap, ALiBi and bias
-      s = -inf where hidden                         in full blocks by a mask tensor alone
+      s = q_tile k_tile^T
+      s = -inf where hidden
       p, rescale, running_max, running_sum = softmax_step(s)
-      accumulator = accumulator * rescale + (p, zero where dropped) v_tile
-  add the sink to running_max and running_sum
+      accumulator = accumulator * rescale + p v_tile
   out = accumulator / running_sum;  lse = running_max + log2(running_sum), in natural units
 The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Milakov and Gimelshein, 2018).
 
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
   position                          position of a query among the keys of its sequence
-  *_tile                            a block that is held on the chip, its shape in a comment
+  *_tile*                           a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
-  n_min, n_max                      visible keys of a tile of queries; n_full_min, n_full_max of its full blocks
+  n_min                             first visible key of a tile of queries, in whole blocks
+  n_max                             end of its visible keys
+  n_full_min                        first key of its full blocks
+  n_full_max                        end of its full blocks
 Tunables
-  block_m, block_n                  queries and keys of a tile: BLOCK_M, BLOCK_N
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
   num_warps, num_stages             warps and pipeline stages
   split_masked_loop                 full blocks have a loop of their own
-  split_head_dim                    a head dim as several tiles instead of one padded tile
-  lpt                               tiles with the most keys are first
-  heads_innermost                   neighbouring programs have different heads
-  maxnreg                           limit of registers per thread, 0 for none
 """
 
 import torch
@@ -54,7 +51,7 @@ WINDOW_LEFT = tl.constexpr(4095)
 
 @triton.jit
 def key_stop(position, seqlen_kv):
-    """Returns the key after the last one that a query sees, by causality, the right window and the chunk."""
+    """Returns the key after the last one that a query sees."""
     stop = tl.minimum(position + 1, seqlen_kv)
     return stop
 
@@ -71,8 +68,7 @@ def key_bounds(first_position, last_position, seqlen_kv):
 
     Blocks in n_min .. n_max have a key that some query sees.
     Blocks in n_full_min .. n_full_max have no key that some query does not see.
-    Blocks in 0 .. n_lifted are at the start of the sequence, before n_min, and visible despite window and chunk.
-    An end may be less than its begin: then there is nothing. Ranges without a begin start at 0.
+    An end may be less than its begin: then there is nothing.
     """
     first_start = key_start(first_position)
     n_max = key_stop(last_position, seqlen_kv)
@@ -228,8 +224,7 @@ def attention(q, k, v, scale=None):
     """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
     q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
-    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q], or None if this kernel does
-    not write it.
+    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q].
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]

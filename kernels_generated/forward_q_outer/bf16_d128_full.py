@@ -12,8 +12,8 @@ Template     forward_q_outer 7cd315f874ad
 Algorithm of a program, for a tile of queries
   running_max, running_sum, accumulator = -inf, 0, 0
   for each block of keys before n_max:
-      s = q_tile k_tile^T                           with overlap_qk issued one block ahead
-      s = -inf where row_end or seqlen_kv hides it  not in full blocks, before n_full_max
+      s = q_tile k_tile^T
+      s = -inf where seqlen_kv hides it  not in full blocks, before n_full_max
       new_max = max(running_max, rows of s * scale_log2)
       p, rescale = exp2(s * scale_log2 - new_max), exp2(running_max - new_max)
       running_max, running_sum = new_max, running_sum * rescale + sum(p)
@@ -23,19 +23,14 @@ The order of loops is FlashAttention-2's (Dao, 2023); the softmax is online (Mil
 
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, o alike
-  *_tile                            a block that is held on the chip, its shape in a comment
+  *_tile*                           a block that is held on the chip, its shape in a comment
   *_log2                            a quantity in units of log2, so that exp2 serves for exp
-  n_max, n_full_max                 ends of the ranges of visible keys and of full blocks
+  n_max                             end of the visible keys
+  n_full_max                        end of the full blocks, all of whose keys are visible
 Tunables
-  block_m, block_n                  queries and keys of a tile: BLOCK_M, BLOCK_N
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
   num_warps, num_stages             warps and pipeline stages
-  loads                             whether K and V are loaded by pointers or by tensor descriptors (TMA)
-  overlap_qk                        scores of the next block are issued before this block's softmax
   split_masked_loop                 full blocks have a loop of their own
-  split_head_dim                    a head dim as several tiles instead of one padded tile
-  lpt                               tiles with the most keys are first
-  heads_innermost                   neighbouring programs have different heads
-  maxnreg                           limit of registers per thread, 0 for none
 """
 
 import torch
@@ -170,8 +165,7 @@ def attention(q, k, v, scale=None):
     """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
     q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
-    and the shape of each input. The log-sum-exp is float32 [batch, heads, seqlen_q], or None if this kernel does
-    not write it.
+    and the shape of each input. The log-sum-exp is None: this kernel does not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]

@@ -7,12 +7,16 @@ After a template was changed on purpose: read `make render-diff`, then
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from fnmatch import fnmatchcase
 
 import pytest
 
+from flashtune.core.kernel import Kernel
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel
+from flashtune.templates.docstring_rows import COMMENT, DOCSTRING
 from tests.support.golden_kernels import (
     COMBINATIONS,
     HOPPER,
@@ -21,7 +25,6 @@ from tests.support.golden_kernels import (
     LATENT,
     SUMS,
     checksums,
-    kernel_of,
 )
 
 MAX_LINE = 125
@@ -29,6 +32,14 @@ MAX_LINE = 125
 MAX_HOPPER_LINE = 130
 # What Hopper kernels set for phases that not every config has.
 SPARE = {"n_block", "positions", "workspaces", "v", "lse"}
+# Capital letters that are no name of a kernel, and sizes of shapes.
+WORDS = {"KV", "L2", "LLVM", "MLA", "PTX", "TMA", "head_dim", "value_head_dim"}
+# Lines of a header that describe the problem and the config.
+FACTS = re.compile(r"^(?:Computes|Problem|With|Config|Template) .*\n(?: {5,}.*\n)*", re.MULTILINE)
+# A name in capital letters, with an underscore or in backquotes.
+NAME = re.compile(r"(?<![\w*])[A-Z][A-Z0-9_]+(?![\w*])|(?<![\w*])[a-z]\w*_\w+(?![\w*])|(?<=`)\w+(?=`)")
+# Names of a row of a docstring: q, k, v     [batch, heads, seqlen, head_dim]
+ROW = re.compile(r"^ +([\w*]+(?:, [\w*]+)*) {2,}\S", re.MULTILINE)
 COMPILED = [
     "q_outer_bf16_d128_descriptors",
     "q_outer_fp16_d96_v80_decomposed",
@@ -50,6 +61,11 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@functools.cache
+def rendered_kernel(name: str) -> Kernel:
+    return KERNELS[name]()
+
+
 def test_kernels_match_their_checksums(updates_golden: bool) -> None:
     rendered = checksums()
     if updates_golden:
@@ -63,7 +79,7 @@ def test_kernels_match_their_checksums(updates_golden: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rendered", KERNELS)
 def test_rendered_kernels_are_readable(rendered: str) -> None:
-    source = KERNELS[rendered]().source
+    source = rendered_kernel(rendered).source
     ast.parse(source)
     lines = source.split("\n")
     assert [line for line in lines if line != line.rstrip() or "\t" in line] == []
@@ -76,9 +92,36 @@ def test_rendered_kernels_are_readable(rendered: str) -> None:
     assert re.findall(r"\n\n\n(?!\n|@|def |# |[A-Z]+ = )", source) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rendered", KERNELS)
+def test_comments_and_docstrings_name_only_what_the_code_has(rendered: str) -> None:
+    source = rendered_kernel(rendered).source
+    explained = DOCSTRING.findall(source)
+    code = DOCSTRING.sub("", source)
+    explained += COMMENT.findall(code)
+    words = set(re.findall(r"\w+", COMMENT.sub("", code)))
+    # Some tiles have a part of a head dim each: q_tile_128.
+    words |= {re.sub(r"_\d+$", "", word) for word in words} | WORDS
+    # Rows of the header explain flags of the config that are set.
+    flags = set(re.findall(r"(\w+) True", "".join(FACTS.findall(explained[0]))))
+    for text in (FACTS.sub("", part) for part in explained):
+        rows = [name for row in ROW.findall(text) for name in row.split(", ")]
+        absent = {*NAME.findall(text), *rows} - words - flags
+        patterns = {name for name in absent if "*" in name and any(fnmatchcase(word, name) for word in words)}
+        assert absent - patterns == set(), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rendered", KERNELS)
+def test_comments_are_above_code(rendered: str) -> None:
+    """A comment of a branch that was removed would be at the end of a block."""
+    last = re.compile(r"^( *)#.*\n(?!\1[^ \n])", re.MULTILINE)
+    assert [match[0] for match in last.finditer(rendered_kernel(rendered).source)] == []
+
+
 @pytest.mark.parametrize("rendered", HOPPER_BACKWARD)
 def test_arguments_match_the_functions_of_the_hopper_gradient(rendered: str) -> None:
-    kernel = KERNELS[rendered]()
+    kernel = rendered_kernel(rendered)
     found = functions(kernel.source)
     plans = {"launch_plan", "prologue_plan", "epilogue_plan"}
     assert plans | {"descriptors", "attention_backward"} <= found.keys()
@@ -89,7 +132,7 @@ def test_arguments_match_the_functions_of_the_hopper_gradient(rendered: str) -> 
 
 @pytest.mark.slow
 def test_functions_have_no_unused_names(name: str) -> None:
-    kernel = kernel_of(name)
+    kernel = rendered_kernel(name)
     for function in functions(kernel.source).values():
         names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
         read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
@@ -104,7 +147,7 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
 @pytest.mark.slow
 def test_all_families_take_tensors_and_scale_in_the_same_order(name: str) -> None:
     """Kernel packages call the files of all families alike."""
-    found = functions(kernel_of(name).source)
+    found = functions(rendered_kernel(name).source)
     order = ["q", "k", "v", "scale"] if "attention" in found else [*"qkv", "out", "lse", "dout", "scale"]
     order += ["q_scale", "k_scale", "v_scale"] if COMBINATIONS[name][1] == "e4m3" else []
     (entry,) = (found[one] for one in ("attention", "attention_backward") if one in found)
@@ -113,7 +156,7 @@ def test_all_families_take_tensors_and_scale_in_the_same_order(name: str) -> Non
 
 @pytest.mark.slow
 def test_header_describes_the_kernel(name: str) -> None:
-    kernel = kernel_of(name)
+    kernel = rendered_kernel(name)
     header = ast.get_docstring(ast.parse(kernel.source)) or ""
     _, dtype, widths, causal, values, _ = COMBINATIONS[name]
     assert f"{dtype}, head dim {widths[0]}, value head dim {widths[1]}, causal: {causal}" in header
@@ -129,7 +172,7 @@ def test_header_describes_the_kernel(name: str) -> None:
 
 @pytest.mark.slow
 def test_kernels_import_only_torch_and_triton(name: str) -> None:
-    tree = ast.parse(kernel_of(name).source)
+    tree = ast.parse(rendered_kernel(name).source)
     imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     sources = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if name.startswith("hopper"):
@@ -147,7 +190,7 @@ def test_kernels_import_only_torch_and_triton(name: str) -> None:
 
 @pytest.mark.slow
 def test_arguments_match_the_function(name: str) -> None:
-    kernel = kernel_of(name)
+    kernel = rendered_kernel(name)
     found = functions(kernel.source)
     backward = kernel.family.startswith("backward")
     usable = {kernel.entry, "launch_plan", "attention_backward" if backward else "attention"}
@@ -174,6 +217,6 @@ def test_arguments_match_the_function(name: str) -> None:
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_kernels_compile_for_hopper(compiled: str) -> None:
     target = find_target("h100")
-    binary = compile_kernel(kernel_of(compiled), target)
+    binary = compile_kernel(rendered_kernel(compiled), target)
     assert 0 < binary.metadata.shared <= target.sram_per_block
     assert "wgmma" in binary.asm["ptx"]

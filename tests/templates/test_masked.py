@@ -99,9 +99,9 @@ PAIRS = list(itertools.combinations(ASKED, 2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", list(Causal))
-def test_rendered_pairs_of_features_are_readable(causal: Causal) -> None:
+def test_rendered_pairs_of_features_are_readable() -> None:
     for index, (one, other) in enumerate(PAIRS):
+        causal = list(Causal)[index % 3]
         changes = {**ASKED[one], **ASKED[other]}
         if changes.get("page_size") and changes.get("seqlens_k"):
             continue

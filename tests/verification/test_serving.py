@@ -116,11 +116,12 @@ DECODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "lengths": {"seqlens_k": True, "causal": Causal.NONE},
     "pages": {"page_size": 64, "sinks": True, "window_left": 30},
-    "latent": {"page_size": 64, "mla": True, "head_dim": 48, "kv_heads": 1},
+    "latent": {"page_size": 64, "mla": True, "head_dim": 48, "value_head_dim": 32, "kv_heads": 1},
     "latent scaled": {
         "page_size": 16,
         "mla": True,
         "head_dim": 48,
+        "value_head_dim": 32,
         "kv_heads": 1,
         "kv_dtype": KvDtype.E4M3,
         "kv_scale": KvScale.PAGE,

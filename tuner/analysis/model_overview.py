@@ -187,8 +187,8 @@ def _way(problem: Problem, memory: int, traffic: int, least_traffic: int, layers
 
 def workspace_bytes(kernel: Kernel, problem: Problem) -> int:
     """Returns the bytes of a backward kernel's workspaces, for contiguous tensors of a problem."""
-    given = make_inputs(problem, torch.device("meta"))
-    q, k, v, out, side = given.q, given.k, given.v, given.out, given.side
+    inputs = make_inputs(problem, torch.device("meta"))
+    q, k, v, out, side = inputs.q, inputs.k, inputs.v, inputs.out, inputs.side
     extra = (getattr(side, name) for name in kernel.all_side if name not in NUMBERS)
     workspaces: tuple[tuple[int, ...], ...]
     _, workspaces, _ = load_module(kernel).launch_plan(q, k, v, out, out, q, k, v, *extra)

@@ -37,7 +37,7 @@ def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[WeightedProble
         WeightedProblem(problem, number, number * _least_ms(problem, target))
         for problem, number in calls.items()
     ]
-    return tuple(sorted(weighted, key=lambda found: -found.least_ms))
+    return tuple(sorted(weighted, key=lambda entry: -entry.least_ms))
 
 
 def _least_ms(problem: Problem, target: Target) -> float:
@@ -62,8 +62,8 @@ def read_weighted(path: Path, target: Target) -> tuple[WeightedProblem, ...]:
 def summary(weighted: tuple[WeightedProblem, ...], top: int) -> str:
     """Returns the fraction of the recorded time that the first problems cover, in one sentence."""
     taken = weighted[:top]
-    whole = sum(found.least_ms for found in weighted)
-    share = sum(found.least_ms for found in taken) / whole if whole else 1.0
+    whole = sum(entry.least_ms for entry in weighted)
+    share = sum(entry.least_ms for entry in taken) / whole if whole else 1.0
     return (
         f"{len(taken)} of {len(weighted)} recorded problems are searched, {share:.0%} of the time that all "
         "recorded calls take by peak rates"

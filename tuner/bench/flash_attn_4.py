@@ -37,7 +37,7 @@ def flash_attn_4_gradients(problem: Problem, tensors: Tensors) -> Callable[[], t
 
     def run() -> tuple[Tensor, ...]:
         gradients = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        return tuple(_heads_first(problem, one) for one in gradients)
+        return tuple(_heads_first(problem, gradient) for gradient in gradients)
 
     return run
 

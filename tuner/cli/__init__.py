@@ -173,15 +173,15 @@ def _give_up_output() -> None:
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
     """Shows flashtune's own warnings as sentences on stderr, and leaves those of other libraries."""
-    usual = warnings.showwarning
+    before = warnings.showwarning
 
-    def show(message: Warning | str, category: type[Warning], *place: Any, **rest: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], *location: Any, **rest: Any) -> None:
         if category.__module__.startswith("flashtune."):
             from flashtune.tuner.cli.output import warn
 
             warn(str(message))
         else:
-            usual(message, category, *place, **rest)
+            before(message, category, *location, **rest)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -194,21 +194,25 @@ def ended_by_signals() -> Iterator[None]:
 
     A second signal ends the program. A signal that is ignored, as with nohup, stays ignored.
     """
-    usual = signal.SIG_DFL
-    handled = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is usual]
+    default = signal.SIG_DFL
+    handled = [
+        signal_number
+        for signal_number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(signal_number) is default
+    ]
     if threading.current_thread() is not threading.main_thread():
         handled = []
 
     def restore() -> None:
-        for one in handled:
-            signal.signal(one, usual)
+        for signal_number in handled:
+            signal.signal(signal_number, default)
 
     def interrupt(number: int, _: object) -> None:
         restore()
         raise KeyboardInterrupt(number)
 
-    for one in handled:
-        signal.signal(one, interrupt)
+    for signal_number in handled:
+        signal.signal(signal_number, interrupt)
     try:
         yield
     finally:

@@ -240,7 +240,7 @@ def gradient_run(forward: Run, tensors: Tensors) -> Run:
         result = forward()
     out = result[0] if isinstance(result, tuple) else result
     assert isinstance(out, Tensor)
-    given = (tensors.q, tensors.k, tensors.v, tensors.side.bias)
-    leaves = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
+    inputs = (tensors.q, tensors.k, tensors.v, tensors.side.bias)
+    leaves = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     dout = tensors.backward.dout
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

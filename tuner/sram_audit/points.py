@@ -187,8 +187,8 @@ def unrolled(point: Point, target: Target) -> int:
     if not problem.dtype.is_float32 or not target.is_nvidia or not isinstance(config, Tiled):
         return 0
     width = power_of_two(max(problem.head_dim, problem.value_head_dim))
-    one = Loop(config.block_m, config.block_n, config.num_warps, config.num_stages)
-    loops = backward_loops(config) if problem.is_backward else (one,)
+    forward = Loop(config.block_m, config.block_n, config.num_warps, config.num_stages)
+    loops = backward_loops(config) if problem.is_backward else (forward,)
     return max(loop.rows * loop.looped * width // (loop.warps * target.warp_size) for loop in loops)
 
 

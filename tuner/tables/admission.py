@@ -177,10 +177,10 @@ def _impossible_time(record: Record, target: Target) -> str:
     if measurement.shared and not fault:
         from flashtune.dispatch.masked_sdpa import timed_ways
 
-        if not {one.sharing for one in measurement.shared} <= set(timed_ways(problem)):
+        if not {time.sharing for time in measurement.shared} <= set(timed_ways(problem)):
             return "it has times with a mask that its problem does not share"
         least = least_ms(msgspec.structs.replace(problem, bias=Bias.NONE), target)
-        shorts = (_too_short(one, least, " with a shared mask") for one in measurement.shared)
+        shorts = (_too_short(time, least, " with a shared mask") for time in measurement.shared)
         fault = next(filter(None, shorts), "")
     return fault and f"{fault}, the least that {target.name} can take"
 

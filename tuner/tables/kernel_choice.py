@@ -74,9 +74,9 @@ def _of_family(problem: Problem, target: Target, db: str | None, family_name: st
     reason = unsupported_reason(family, problem, target, specialization)
     if reason:
         raise ProblemError(f"{family_name} does not compute {problem.key} on {target.name}: {reason}")
-    found = tables_of(target.name, db).find(problem.key, lambda record: record.family == family_name)
-    if found:
-        return _from_record(problem, target, found[1], found[0])
+    selection = tables_of(target.name, db).find(problem.key, lambda record: record.family == family_name)
+    if selection:
+        return _from_record(problem, target, selection[1], selection[0])
     rivals = (rival.record for rival in records_of(problem, target.name, db))
     best = best_generated(rival for rival in rivals if rival.family == family_name)
     if best:

@@ -97,16 +97,16 @@ def shipped_selections() -> tuple[Found, ...]:
 
     Dispatch uses the same ones. The driver's version is not compared on a machine without a driver.
     """
-    return tuple(found for table in shipped_tables() for found in shipped_records(table))
+    return tuple(entry for table in shipped_tables() for entry in shipped_records(table))
 
 
 def shipped_records(table: TunedTable) -> Iterator[Found]:
     """Yields the records of one shipped table as `shipped_selections` does."""
-    drivers = sorted({one.versions.driver for one in table.receipts})
+    drivers = sorted({receipt.versions.driver for receipt in table.receipts})
     places = [functools.partial(_versions_here, driver) for driver in drivers]
     for versions_of in places:
         table = msgspec.structs.replace(table, records=under(table, versions_of))
-    receipts = {(one.digest, one.versions.makers) for one in table.receipts}
+    receipts = {(receipt.digest, receipt.versions.makers) for receipt in table.receipts}
     for record in table.records:
         has_receipt = record.kernel is not None and any(
             (record.kernel, versions_of(record.family).makers) in receipts for versions_of in places
@@ -126,14 +126,14 @@ def shipped_tables() -> tuple[TunedTable, ...]:
 
 
 def narrowed(
-    found: tuple[Found, ...], target: str | None, problems: tuple[Problem, ...]
+    entries: tuple[Found, ...], target: str | None, problems: tuple[Problem, ...]
 ) -> tuple[Found, ...]:
     """Returns the records of a target (as a user writes it) and of some problems; empty means all."""
-    name = resolved_target(target, {entry.record.target for entry in found})
+    name = resolved_target(target, {entry.record.target for entry in entries})
     wanted = set(problems)
     return tuple(
         entry
-        for entry in found
+        for entry in entries
         if name in (None, entry.record.target) and (not wanted or entry.record.problem in wanted)
     )
 

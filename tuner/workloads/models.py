@@ -150,10 +150,10 @@ def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]
 
 def as_called(number: int) -> int:
     """Returns the number of tokens or pages in the problem that dispatch derives from a call."""
-    found = rounded_up(number)
-    if found > MAX_LENGTH:
-        raise UsageError(f"{number} tokens are rounded up to {found}, beyond {MAX_LENGTH:,}: make it fewer")
-    return found
+    rounded = rounded_up(number)
+    if rounded > MAX_LENGTH:
+        raise UsageError(f"{number} tokens are rounded up to {rounded}, beyond {MAX_LENGTH:,}: make it fewer")
+    return rounded
 
 
 def _packed(problem: Problem) -> Problem:
@@ -211,7 +211,7 @@ def backward_of(problem: Problem) -> Problem:
 def training_passes(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     """Returns both passes of each problem, forward first, without duplicates."""
     return tuple(
-        dict.fromkeys(one for problem in problems for one in (forward_of(problem), backward_of(problem)))
+        dict.fromkeys(pass_ for problem in problems for pass_ in (forward_of(problem), backward_of(problem)))
     )
 
 

@@ -103,10 +103,10 @@ def parse_values(key: str, text: str) -> tuple[Value, ...]:
     return tuple(itertools.chain.from_iterable(_numbers(key, item) for item in items))
 
 
-def _word(key: str, item: str, known: Mapping[str, Value]) -> Value:
-    if item.lower() not in known:
-        raise UsageError(f"{shown(key)} cannot be {quoted(item)}: {nearest(item.lower(), known)}")
-    return known[item.lower()]
+def _word(key: str, item: str, words: Mapping[str, Value]) -> Value:
+    if item.lower() not in words:
+        raise UsageError(f"{shown(key)} cannot be {quoted(item)}: {nearest(item.lower(), words)}")
+    return words[item.lower()]
 
 
 def _window(item: str) -> Window:

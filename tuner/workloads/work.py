@@ -38,12 +38,14 @@ def operations(problem: Problem) -> int:
     """Returns `Problem.nominal_flops`; those of visible pairs if lengths of sequences differ."""
     if not is_ragged(problem):
         return problem.nominal_flops()
-    return sum(one.flops() for one in _sequences(problem))
+    return sum(sequence.flops() for sequence in _sequences(problem))
 
 
 def kv_bytes(problem: Problem) -> int:
     """Returns the bytes of visible keys and values, each read once for its KV head."""
-    keys = problem.kv_heads * sum(one.batch * distinct_keys(one.sight) for one in _sequences(problem))
+    keys = problem.kv_heads * sum(
+        sequence.batch * distinct_keys(sequence.sight) for sequence in _sequences(problem)
+    )
     width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
     return keys * width * problem.kv_itemsize
 

@@ -102,9 +102,9 @@ def _with_features(
     for turn, shape in enumerate((*shapes, Shape(Probe.EDGE, *tile[:2]), *borders, *square)):
         # The probe `edge` replaces `diagonal`.
         edge = shape.probe is Probe.DIAGONAL
-        one = msgspec.structs.replace(shape, probe=Probe.EDGE) if edge else shape
+        posed = msgspec.structs.replace(shape, probe=Probe.EDGE) if edge else shape
         heads, batch = POSED_HEADS[turn % len(POSED_HEADS)], BATCHES[turn % len(BATCHES)]
-        yield with_lengths(problem, one, heads, turn, batch, quick=quick)
+        yield with_lengths(problem, posed, heads, turn, batch, quick=quick)
     for shape, (many, kv_heads, batch) in zip(rounds, itertools.cycle(ROUNDS), strict=False):
         yield even_lengths(problem, shape, (many, kv_heads), batch)
 

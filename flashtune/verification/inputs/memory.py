@@ -128,7 +128,7 @@ def placed(
     q, out = q.without(behind), out.without(behind)
     if table is not None:
         # The first and the last page are poison. Only unused entries of the block table refer to them.
-        k, v = (one._replace(view=one.view[1:-1]) for one in (k, v))
+        k, v = (tensor._replace(view=tensor.view[1:-1]) for tensor in (k, v))
     if problem.mla:
         v = k._replace(view=k.view[..., : problem.value_head_dim])
     of_queries = query_places(problem, lengths)
@@ -285,7 +285,7 @@ def _cache_scale(
     if table is None or not of_pages:
         wide[:, :-1, 0] = scale[: len(wide), :, 0]
     else:
-        found = key_places(problem, lengths, table.entries).to(scale.device)
-        first = found.slot == 0
-        wide[found.block[first], :-1, 0] = scale[found.sequence[first], :, found.row[first]]
+        places = key_places(problem, lengths, table.entries).to(scale.device)
+        first = places.slot == 0
+        wide[places.block[first], :-1, 0] = scale[places.sequence[first], :, places.row[first]]
     return floats(wide)[:, :-1, 0].expand(blocks, problem.kv_heads)

@@ -71,8 +71,8 @@ def test_code_without_mma_loop_has_no_inner_loop() -> None:
     ],
 )
 def test_natural_loops(successors: list[list[int]], expected: list[set[int]]) -> None:
-    found = [set(body) for body in loops(successors)]
-    assert sorted(found, key=sorted) == sorted(expected, key=sorted)
+    bodies = [set(body) for body in loops(successors)]
+    assert sorted(bodies, key=sorted) == sorted(expected, key=sorted)
 
 
 @pytest.mark.slow

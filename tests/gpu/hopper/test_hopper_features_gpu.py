@@ -60,7 +60,7 @@ def problems(number: int, causal: Causal, changes: dict[str, int]) -> Iterator[P
     """Of two widths by turns, with heads that share keys."""
     for place in (number % 4, (number + 1) % 4):
         widths, dtype = WIDTHS[place], (Dtype.BF16, Dtype.FP16)[place // 2]
-        problem = a_problem(*widths, dtype, causal, heads=4, kv_heads=2)
+        problem = a_problem(*widths, dtype=dtype, causal=causal, heads=4, kv_heads=2)
         yield msgspec.structs.replace(problem, **changes)
 
 

@@ -73,7 +73,7 @@ def test_unsupported_problems() -> None:
     assert unsupported_reason(FAMILY, a_problem(direction=Direction.FORWARD), H100, PLAIN) is not None
     assert unsupported_reason(FAMILY, a_problem(page_size=16), H100, PLAIN) is not None
     assert FAMILY.supports(a_problem(total_q=512, bias=Bias.BOOLEAN), H100) is not None
-    assert FAMILY.supports(a_problem(head_dim=512), H100) is not None
+    assert FAMILY.supports(a_problem(head_dim=512, value_head_dim=64), H100) is not None
     assert unsupported_reason(FAMILY, a_problem(deterministic=True), H100, PLAIN) is None
 
 
@@ -143,7 +143,11 @@ def test_compiled_sram_on_hopper_matches_the_model(changes: dict[str, Any]) -> N
     ("target", "changes", "assumed"),
     [
         (A100, {}, PLAIN),
-        (A100, {"head_dim": 80, "window_left": 64}, Specialization(Alignment.ANY, 64, True)),
+        (
+            A100,
+            {"head_dim": 80, "value_head_dim": 64, "window_left": 64},
+            Specialization(Alignment.ANY, 64, True),
+        ),
         (find_target("b200"), {"softcap": True}, PLAIN),
     ],
     ids=["a100", "misaligned", "b200"],

@@ -138,7 +138,7 @@ def test_other_splits_are_in_the_space_and_differ_in_makespan() -> None:
     [
         ({"seqlen_q": 17, "batch": 132}, "up to 16 queries"),
         ({"dtype": Dtype.E4M3}, "no queries in e4m3"),
-        ({"head_dim": 300}, "head dims up to 256"),
+        ({"head_dim": 300, "value_head_dim": 128}, "head dims up to 256"),
         ({"total_q": 4, "bias": Bias.ADDITIVE}, "no bias over packed"),
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "pages alone"),
         ({**LATENT, "value_head_dim": 500}, "a power of two"),

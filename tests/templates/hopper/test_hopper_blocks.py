@@ -24,6 +24,7 @@ from tests.problems.hopper import a_problem
     st.integers(1, 700),
     st.integers(1, 700),
 )
+@settings(max_examples=40)
 def test_blocks_have_a_visible_key(
     causal: Causal, tile: int, rows: int, groups: int, seqlen_q: int, seqlen_kv: int
 ) -> None:
@@ -67,7 +68,7 @@ WINDOWS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("causal", "window"), WINDOWS)
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 def test_groups_process_exactly_the_visible_blocks(
     causal: Causal, window: dict[str, int], data: st.DataObject
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from triton.language import str_to_ty
 from triton.runtime.jit import mangle_type
 
+from flashtune import testing
 from flashtune.core.kernel import Kernel
 from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
@@ -72,7 +74,7 @@ def like(problem: Problem, layout: str = "bhsd") -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("problem", DESCRIBED, ids=lambda problem: problem.key)
 def test_argument_types_match_host_descriptors(problem: Problem) -> None:
     tensors = like(problem)
-    for config in (a_config(problem), *sampled_configs(problem, 5)):
+    for config in (a_config(problem), *sampled_configs(problem, 2)):
         kernel = kernel_of(problem, config)
         made = load_module(kernel).descriptors(*tensors)
         flat = [descriptor for parts in made for descriptor in parts]
@@ -210,9 +212,9 @@ def test_steps_of_small_pages_are_counted_in_pieces(dtype: torch.dtype, piece: i
 
 
 @pytest.fixture
-def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+def on_h200() -> Iterator[None]:
+    with testing.fake_gpu("h200"):
+        yield
 
 
 def plan(problem: Problem, **changes: Any) -> Any:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune import testing
+from flashtune.core.problem import Causal, Direction, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.db.table import shipped_table
 from flashtune.runtime.unfused import standard_hbm_items
@@ -38,17 +39,8 @@ BLOCK = st.sampled_from([16, 32, 64, 128])
 def a_problem(
     seqlen_q: int, seqlen_kv: int, causal: Causal = Causal.NONE, heads: int = 16, batch: int = 1
 ) -> Problem:
-    return Problem(
-        dtype=Dtype.BF16,
-        head_dim=128,
-        value_head_dim=64,
-        heads=heads,
-        kv_heads=heads,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        causal=causal,
-    )
+    shape = f"heads={heads},seqlen=1,head_dim=128,value_head_dim=64,dtype=bf16"
+    return testing.problem(shape, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, causal=causal)
 
 
 @pytest.mark.slow

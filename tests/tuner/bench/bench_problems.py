@@ -48,7 +48,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "pages with scales of heads": {**PAGES, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     "packed pages with scales": {**PAGES, **PACKED, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE},
     "e4m3 cache": {"seqlens_k": True, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
-    "latent pages": {**PAGES, "mla": True, "kv_heads": 1, "head_dim": 32},
+    "latent pages": {**PAGES, "mla": True, "kv_heads": 1, "head_dim": 32, "value_head_dim": 16},
 }
 FEATURES = DENSE | VARLEN | CACHES
 a_problem = functools.partial(

@@ -191,7 +191,7 @@ def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.Mon
     ("changes", "reason"),
     [
         ({"dropout": True}, "drop other probabilities"),
-        ({"mla": True, "kv_heads": 1, "head_dim": 32}, "add page_size=64"),
+        ({"mla": True, "kv_heads": 1, "head_dim": 32, "value_head_dim": 16}, "add page_size=64"),
         ({**PACKED, "seqlens_k": True}, "leave kv_lengths out"),
         ({**PAGES, "bias": Bias.ADDITIVE}, "take no bias"),
         ({**PACKED, "block_mask": 64}, "take no bias and no block mask"),

@@ -174,10 +174,10 @@ def forget(
     if path is not None and not file_exists(path):
         raise StoreError(f"there is no database {describe(address)}: nothing is stored yet")
     with open_store(db) as store:
-        known = {record.target for record in store.preview(Forgettable())[0]}
+        targets = {record.target for record in store.preview(Forgettable())[0]}
         meant = Forgettable(
             problems=tuple(problem.key for problem in problems),
-            target=resolved_target(target_name, known),
+            target=resolved_target(target_name, targets),
             family=family,
             outcomes=outcomes,
             before=moment(older_than) if older_than else None,
@@ -200,9 +200,13 @@ def forget(
         print_json(done)
         return
     say(f"{count} records were deleted, and {len(taken)} selections taken back")
-    for one in taken:
-        now = f"{one.family} {one.config or ''} is selected" if one.family else "nothing is selected"
-        say(f"  {printable(f'{one.problem} on {one.target}: {now} now')}", indent="    ")
+    for selection in taken:
+        now = (
+            f"{selection.family} {selection.config or ''} is selected"
+            if selection.family
+            else "nothing is selected"
+        )
+        say(f"  {printable(f'{selection.problem} on {selection.target}: {now} now')}", indent="    ")
 
 
 def _agreed(count: int, selections: int) -> bool:
@@ -220,11 +224,11 @@ def moment(age: str, now: datetime | None = None) -> str:
     Raises:
         UsageError: The text is not an age.
     """
-    found = AGE.fullmatch(age)
-    if found is None:
+    match = AGE.fullmatch(age)
+    if match is None:
         raise UsageError(f"{age!r} is not an age: write a number and a unit, such as 90m, 12h, 30d or 8w")
     try:
-        past = (now or datetime.now(UTC)) - timedelta(**{UNITS[found[2]]: int(found[1])})
+        past = (now or datetime.now(UTC)) - timedelta(**{UNITS[match[2]]: int(match[1])})
     except OverflowError as error:
         raise UsageError(f"{age!r} reaches before year 1: write a smaller number") from error
     return past.isoformat(timespec="microseconds")
@@ -282,7 +286,7 @@ def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_js
     )
     if receipts is not None:
         say(f"{receipts} further receipts were carried over")
-    for reason in sorted({one.reason for one in done if one.reason}):
+    for reason in sorted({result.reason for result in done if result.reason}):
         say(f"  {printable(reason)}", indent="    ")
 
 
@@ -330,9 +334,9 @@ def compare_tables(old: Path, new: Path, limit: float, retime: Path | None, as_j
     if as_json:
         print_json({"changes": len(changes), "losses": lost, "retimed": retimed})
     elif lost:
-        rows = [(one.problem, _ms(one.old), _ms(one.new), one.words) for one in lost]
+        rows = [(change.problem, _ms(change.old), _ms(change.new), change.words) for change in lost]
         print_rows(("problem", "old ms", "new ms", "new speed over old"), rows)
-    unknown = sum(one.ratio is None for one in lost)
+    unknown = sum(change.ratio is None for change in lost)
     summary = (
         f"{len(lost) - unknown} problems lose more than {limit:g}%, {unknown} are lost or not comparable"
     )

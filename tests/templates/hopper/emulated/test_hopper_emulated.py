@@ -206,11 +206,13 @@ def test_windows(config: dict[str, Any], causal: Causal, window: dict[str, int])
 
 @pytest.mark.slow
 @CONFIGS
-@pytest.mark.parametrize("causal", list(Causal))
-@pytest.mark.parametrize("window", [{}, {"window_left": 70}], ids=["all", "window"])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(Causal.NONE, {"window_left": 70}), (Causal.BOTTOM_RIGHT, {}), (Causal.TOP_LEFT, {"window_left": 70})],
+)
 def test_packed_sequences(config: dict[str, Any], causal: Causal, window: dict[str, int]) -> None:
     problem = a_small(causal, total_q=1, **window)
-    for lengths, programs in ((EQUAL, 3), (MIXED, 40), ([(30, 0), (70, 3), (0, 9), (5, 0)], 2)):
+    for lengths, programs in ((EQUAL, 3), (MIXED, 8), ([(30, 0), (70, 3), (0, 9), (5, 0)], 2)):
         worst = worst_error(kernel_of(problem, **config), problem, programs, lengths, spare=100)
         assert worst < 1e-12, lengths
 

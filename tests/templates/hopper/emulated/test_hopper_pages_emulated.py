@@ -22,8 +22,8 @@ from tests.emulator.program import emulate
 from tests.problems.plain_masks import plain_attention
 from tests.templates.hopper.emulated.test_hopper_emulated import (
     ALONE,
-    CONFIGS,
     SMALL,
+    THREE,
     UNTOUCHED,
     a_small,
     broken,
@@ -169,9 +169,8 @@ def a_scaled(page_size: int, *, packed: bool, **changes: Any) -> Problem:
 
 
 @pytest.mark.slow
-@CONFIGS
+@pytest.mark.parametrize(("config", "packed"), [(SMALL, True), (THREE, False), (ALONE, True)])
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_page_sizes(config: dict[str, Any], page_size: int, packed: bool) -> None:
     problem = a_paged(page_size, packed=packed)
     lengths = MIXED if packed else EQUAL
@@ -183,20 +182,24 @@ def test_page_sizes(config: dict[str, Any], page_size: int, packed: bool) -> Non
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_strides_of_caches(layout: str, packed: bool) -> None:
     lengths = MIXED if packed else EQUAL
+    config = {**SMALL, "block_n": 128} if packed else {**ALONE, "rows_per_group": 64}
     for page_size, widths in ((1, (96, 80)), (2, (40, 24)), (16, (16, 16)), (64, (32, 16)), (128, (96, 80))):
         problem = a_paged(page_size, packed=packed, head_dim=widths[0], value_head_dim=widths[1])
-        for config in ({**SMALL, "block_n": 128}, {**ALONE, "rows_per_group": 64}):
-            assert worst_error(kernel_of(problem, **config), problem, lengths, 2, layout) < 1e-12, page_size
+        assert worst_error(kernel_of(problem, **config), problem, lengths, 2, layout) < 1e-12, page_size
 
 
 @pytest.mark.slow
-@CONFIGS
-@pytest.mark.parametrize("causal", list(Causal))
+@pytest.mark.parametrize(
+    ("causal", "config"),
+    [(Causal.NONE, SMALL), (Causal.TOP_LEFT, THREE), (Causal.BOTTOM_RIGHT, ALONE)],
+    ids=list(Causal),
+)
 @pytest.mark.parametrize(
     "window", [{}, {"window_left": 70}, {"window_left": 0}, {"window_right": 30}], ids=str
 )
 def test_masks(config: dict[str, Any], causal: Causal, window: dict[str, int]) -> None:
-    for page_size, packed in ((1, True), (16, True), (32, False), (128, True)):
+    """Pages that several fill, that are, and that are larger than a block."""
+    for page_size, packed in ((16, True), (32, False), (128, True)):
         problem = a_paged(page_size, packed=packed, causal=causal, **window)
         lengths = MIXED if packed else EQUAL
         assert worst_error(kernel_of(problem, **config), problem, lengths, 5) < 1e-12, page_size
@@ -214,10 +217,11 @@ def test_lengths_out_of_bounds_are_clamped(causal: Causal, packed: bool, page_si
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize(
+    ("packed", "window"), [(True, {}), (False, {"window_left": 70})], ids=["packed", "dense, window"]
+)
 @pytest.mark.parametrize("scale", list(KvScale))
 @pytest.mark.parametrize("stored", list(KvDtype))
-@pytest.mark.parametrize("window", [{}, {"window_left": 70}], ids=["all", "window"])
 def test_eight_bit_caches(packed: bool, stored: KvDtype, scale: KvScale, window: dict[str, Any]) -> None:
     for page_size, columns, config in (
         (1, 64, SMALL),
@@ -240,7 +244,7 @@ def test_eight_bit_caches(packed: bool, stored: KvDtype, scale: KvScale, window:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize(("packed", "stored"), [(True, UNSCALED), (False, SCALED)], ids=["packed", "dense"])
 @pytest.mark.parametrize(
     "features",
     [
@@ -252,11 +256,9 @@ def test_eight_bit_caches(packed: bool, stored: KvDtype, scale: KvScale, window:
     ],
     ids=str,
 )
-def test_features_of_eight_bit_caches(packed: bool, features: dict[str, Any]) -> None:
-    for stored in (UNSCALED, SCALED):
-        problem = a_paged(16, packed=packed, head_dim=64, value_head_dim=64, **stored, **features)
-        kernel = kernel_of(problem, **SMALL)
-        assert worst_error(kernel, problem, MIXED if packed else EQUAL, 5) < 1e-12
+def test_features_of_eight_bit_caches(packed: bool, stored: dict[str, Any], features: dict[str, Any]) -> None:
+    problem = a_paged(16, packed=packed, head_dim=64, value_head_dim=64, **stored, **features)
+    assert worst_error(kernel_of(problem, **SMALL), problem, MIXED if packed else EQUAL, 5) < 1e-12
 
 
 @pytest.mark.slow
