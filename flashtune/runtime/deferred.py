@@ -261,7 +261,7 @@ def entry_of(call: Call, usual: str | None, needs_grad: bool | None = None, call
     if entry is not None:
         if entry.count is not None:
             entry.count()
-        if entry.state is State.PENDING:
+        if entry.passes is None and not entry.is_refused:
             _bind_prepared(entry, call)
     return entry
 
