@@ -12,6 +12,7 @@ import pytest
 from flashtune.core.errors import TableError
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Measurement, PeerTime, Record, SharedTime, Verdict, Versions
+from flashtune.core.session import SESSION
 from flashtune.db import table as module
 from flashtune.db.codec import Check
 from flashtune.db.evidence import under
@@ -150,11 +151,9 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
     times = (timing_of(record, current_versions(FAMILY)),)
     table = TunedTable(target=TARGET, records=(record,), receipts=receipts, times=times)
     monkeypatch.setattr(module, "shipped_table", lambda target: table if target == TARGET else None)
-    self_check._shipped_receipts.cache_clear()
-    tables.tuned_records.cache_clear()
+    SESSION.reset()
     yield table
-    self_check._shipped_receipts.cache_clear()
-    tables.tuned_records.cache_clear()
+    SESSION.reset()
 
 
 def test_shipped_receipt_verifies_a_record_under_newer_versions(shipped: TunedTable) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
-from flashtune.core import files
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Record
+from flashtune.core.session import SESSION
 from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import Store, open_store
@@ -190,7 +190,7 @@ def test_folder_without_file_locks(
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(files, "_lock_faults", {})
+    SESSION.reset()
     monkeypatch.setattr("fcntl.lockf", fail)
     monkeypatch.setattr("fcntl.flock", fail)
     with pytest.raises(StoreError, match="has no file locks"):
