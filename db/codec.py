@@ -65,24 +65,14 @@ _ENVELOPE = msgspec.json.Decoder(_envelope_type())
 
 
 def encode_record(record: Record) -> bytes:
-    """Returns the record as compact JSON with its fields in a fixed order.
-
-    Raises:
-        TableError: A field is outside its bounds, so the record could not be read again.
-    """
+    """Returns the record as compact JSON with its fields in a fixed order."""
     raw = _plain_json(msgspec.structs.replace(record, verdict=_finite(record.verdict)))
     decode_record(raw)
     return raw
 
 
 def decode_record(raw: bytes) -> Record:
-    """Returns the record in JSON that `encode_record` made, or in a row or file.
-
-    Raises:
-        TableError: The bytes are not JSON, have unknown or missing fields or values outside their bounds,
-            name an unknown family, have a config of another family, or have fields that contradict one
-            another.
-    """
+    """Returns the record in JSON that `encode_record` made, or in a row or file."""
     if len(raw) > MAX_RECORD_BYTES:
         raise TableError(
             f"a record of {len(raw)} bytes is too large for a record: the limit is {MAX_RECORD_BYTES}"
@@ -101,11 +91,7 @@ def decode_record(raw: bytes) -> Record:
 
 
 def decode_stored(payload: object, problem_key: object, target: object) -> Record:
-    """Returns the record of a row. It must match the row's problem and target.
-
-    Raises:
-        TableError: The row holds no record, or the record of another row.
-    """
+    """Returns the record of a row. It must match the row's problem and target."""
     if not isinstance(payload, str):
         raise TableError(f"a row holds {type(payload).__name__} where a record's JSON should be")
     record = decode_record(raw_bytes(payload))
@@ -122,22 +108,14 @@ def raw_bytes(text: str) -> bytes:
 
 
 def encode_check(check: Check) -> bytes:
-    """Returns the check as compact JSON.
-
-    Raises:
-        TableError: A field is outside its bounds.
-    """
+    """Returns the check as compact JSON."""
     raw = _plain_json(msgspec.structs.replace(check, verdict=_finite(check.verdict)))
     decode_check(raw)
     return raw
 
 
 def decode_check(raw: bytes) -> Check:
-    """Returns the check in JSON that `encode_check` made.
-
-    Raises:
-        TableError: The bytes are not a check.
-    """
+    """Returns the check in JSON that `encode_check` made."""
     try:
         return msgspec.json.decode(raw, type=Check)
     except UNDECODABLE as error:

@@ -23,11 +23,7 @@ class Upgraded(msgspec.Struct, frozen=True):
 
 
 def upgrade(url: str | None = None) -> Upgraded:
-    """Creates a database if there is none, and checks its schema.
-
-    Raises:
-        StoreError: The database is damaged, of another schema, not flashtune's, or unwritable.
-    """
+    """Creates a database if there is none, and checks its schema."""
     address = database_url(url)
     engine = make_engine(address)
     try:
@@ -37,11 +33,7 @@ def upgrade(url: str | None = None) -> Upgraded:
 
 
 def ready_engine(url: str) -> Engine:
-    """Returns an engine on a database that has all tables and can be written.
-
-    Raises:
-        StoreError: As `upgrade`.
-    """
+    """Returns an engine on a database that has all tables and can be written."""
     engine = make_engine(url)
     try:
         _created(engine, url)
@@ -55,11 +47,7 @@ def ready_engine(url: str) -> Engine:
 
 
 def source_engine(url: str) -> Engine | None:
-    """Returns a read-only engine on a database, None if it has no tables (yet).
-
-    Raises:
-        StoreError: The database is damaged, of another schema, or not flashtune's.
-    """
+    """Returns a read-only engine on a database, None if it has no tables (yet)."""
     path = sqlite_path(url)
     if path is not None and not file_exists(path):
         return None
@@ -76,11 +64,7 @@ def source_engine(url: str) -> Engine | None:
 
 
 def has_tables(connection: Connection, url: str) -> bool:
-    """Returns whether a database has flashtune's tables, False if it is empty.
-
-    Raises:
-        StoreError: The database is of another schema, or not flashtune's.
-    """
+    """Returns whether a database has flashtune's tables, False if it is empty."""
     where = describe(url)
     if connection.dialect.name == "sqlite":
         return check_tables(connection.exec_driver_sql, where)

@@ -26,11 +26,7 @@ READING = "flashtune_reading"
 
 
 def make_engine(url: str, *, read_only: bool = False) -> Engine:
-    """Returns an engine for a URL that `database_url` made, without connecting.
-
-    Raises:
-        StoreError: flashtune does not support the URL's kind of database, or its driver is not installed.
-    """
+    """Returns an engine for a URL that `database_url` made, without connecting."""
     path = sqlite_path(url)
     if path is not None:
         return _sqlite_engine(path, read_only)

@@ -70,12 +70,7 @@ def statement_seconds(path: Path) -> float:
 
 
 def file_exists(path: Path) -> bool:
-    """Returns whether the file of a database exists.
-
-    Raises:
-        StoreError: The path cannot be looked up, or is not that of a file. SQLite would wait for a named pipe
-            forever, and reports a folder as a failed disk.
-    """
+    """Returns whether the file of a database exists."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -48,9 +48,6 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
     """Returns the record's row, and whether it is new. An equal record is not stored twice.
 
     Records that differ in the time of compilation alone are equal.
-
-    Raises:
-        TableError: A field is outside its bounds.
     """
     values = _columns(record, created_at)
     insert = insert_into(connection, RECORDS).values(values)
@@ -63,11 +60,7 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
 
 
 def insert_records(connection: Connection, records: list[Record], created_at: str) -> list[tuple[int, bool]]:
-    """Inserts some hundred records as `insert_record` does, with three statements in all.
-
-    Raises:
-        TableError: A field is outside its bounds.
-    """
+    """Inserts some hundred records as `insert_record` does, with three statements in all."""
     rows = [_columns(record, created_at) for record in records]
     hashes = [str(row["content_hash"]) for row in rows]
     query = select(RECORDS.c.content_hash, RECORDS.c.id).where(RECORDS.c.content_hash.in_(hashes))
@@ -84,11 +77,7 @@ def insert_records(connection: Connection, records: list[Record], created_at: st
 
 
 def _columns(record: Record, created_at: str) -> dict[str, object]:
-    """Returns a record as a row.
-
-    Raises:
-        TableError: A field is outside its bounds.
-    """
+    """Returns a record as a row."""
     payload = encode_record(record)
     evidence = record
     if record.resources is not None:
@@ -272,9 +261,6 @@ def replace_record(connection: Connection, record_id: int, record: Record) -> No
     """Replaces the record of a row, in selections too, and copies self-checks to the new kernel.
 
     A row that was deleted meanwhile is not inserted again.
-
-    Raises:
-        TableError: A field is outside its bounds.
     """
     query = select(RECORDS.c.created_at, RECORDS.c.kernel).where(RECORDS.c.id == record_id)
     row = connection.execute(query).one_or_none()

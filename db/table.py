@@ -90,12 +90,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_table(path: str | Path) -> TunedTable:
-    """Returns the table of a file.
-
-    Raises:
-        TableError: The file does not exist, is over 64 MiB, has another schema, or holds anything but records
-            that its target may select.
-    """
+    """Returns the table of a file."""
     where = str(path)
     try:
         raw = read_bounded(Path(path), MAX_TABLE_BYTES + 1)
@@ -105,11 +100,7 @@ def load_table(path: str | Path) -> TunedTable:
 
 
 def parse_table(raw: bytes, where: str) -> TunedTable:
-    """Returns the table in a file's bytes. `where` names it in errors.
-
-    Raises:
-        TableError: As `load_table`.
-    """
+    """Returns the table in a file's bytes. `where` names it in errors."""
     if len(raw) > MAX_TABLE_BYTES:
         raise TableError(
             f"{where} is over {MAX_TABLE_BYTES // 2**20} MiB, the limit for tuned tables: export it again"
@@ -132,12 +123,7 @@ def parse_table(raw: bytes, where: str) -> TunedTable:
 
 
 def dump_table(table: TunedTable) -> bytes:
-    """Returns the table as a file's bytes, the same for every order of its records.
-
-    Raises:
-        TableError: Two records serve the same tensors of one problem, or a record may not be selected or
-            stored.
-    """
+    """Returns the table as a file's bytes, the same for every order of its records."""
     check_table(table, "the table")
     lists = {
         "records": [_block(record) for record in _ordered(table)],
@@ -167,11 +153,7 @@ def table_hash(table: TunedTable) -> str:
 
 @functools.cache
 def shipped_table(target: str) -> TunedTable | None:
-    """Returns the table that ships for a GPU, None if none does. Cached.
-
-    Raises:
-        TableError: The installed table is damaged.
-    """
+    """Returns the table that ships for a GPU, None if none does. Cached."""
     if not _TARGET_NAME.fullmatch(target):
         return None
     file = resources.files(PACKAGE).joinpath(FOLDER, f"{target}.json")
@@ -188,12 +170,7 @@ def _record(raw: bytes, where: str) -> Record:
 
 
 def check_table(table: TunedTable, where: str) -> None:
-    """Rejects a table that dispatch could not use. `where` names the table in errors.
-
-    Raises:
-        TableError: A record has another target or may not be selected, two serve the same tensors of one
-            problem, a receipt is repeated or not a pass on the table's GPU, or a time belongs to no record.
-    """
+    """Rejects a table that dispatch could not use. `where` names the table in errors."""
     seen: set[tuple[str, bool]] = set()
     for position, record in enumerate(table.records, start=1):
         key = record.problem.key, serves_any_tensors(record)

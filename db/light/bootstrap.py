@@ -34,11 +34,7 @@ REVISION = "SELECT version_num FROM alembic_version"
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Holds the lock for creating an SQLite database, one process of this host at a time.
-
-    Raises:
-        StoreError: Another process held the lock for a minute, or the folder cannot be written.
-    """
+    """Holds the lock for creating an SQLite database, one process of this host at a time."""
     with ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,12 +49,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def create_database(path: Path) -> None:
-    """Creates a database of the present schema if there is none, or an empty one.
-
-    Raises:
-        StoreError: As `alone` and `check_tables`, or the folder cannot be written.
-        sqlite3.Error: The file cannot be written, or is not an SQLite database.
-    """
+    """Creates a database of the present schema if there is none, or an empty one."""
     with alone(path):
         if path.exists():
             with _open(path) as connection:
@@ -113,9 +104,6 @@ def check_tables(execute: Callable[[str], Any], where: str) -> bool:
     Args:
         execute: Executes a statement and returns its cursor.
         where: The database's name in errors.
-
-    Raises:
-        StoreError: The database is of another schema, or not flashtune's.
     """
     expected = {_plain(statement) for statement in _statements()}
     version_table = _plain(_statements()[0])
@@ -134,11 +122,7 @@ def check_tables(execute: Callable[[str], Any], where: str) -> bool:
 
 
 def check_revision(revision: object, where: str) -> None:
-    """Rejects a database of another schema version.
-
-    Raises:
-        StoreError: The version is not `HEAD`.
-    """
+    """Rejects a database of another schema version."""
     if revision == HEAD:
         return
     shown = str(revision)[:32]

@@ -81,9 +81,6 @@ class Reader:
         """Returns the record selected for a problem on a target.
 
         Returns None also if the row cannot be read here, with an `UnreadableRecord` warning.
-
-        Raises:
-            StoreError: The database is damaged, locked or cannot be reached.
         """
         rows = self._chosen(SELECTIONS, OF_PROBLEM, {"problem_key": problem_key, "target": target})
         return rows[0].record if rows else None

@@ -35,11 +35,7 @@ class Server:
         self._seconds = SECONDS
 
     def ask(self, run: Callable[[], Result]) -> Result:
-        """Returns the result of a function that uses the server.
-
-        Raises:
-            StoreError: The server failed now or before, or takes too long.
-        """
+        """Returns the result of a function that uses the server."""
         if self._url in _failed:
             raise StoreError(*_failed[self._url].args)
         start = time.monotonic()
@@ -53,11 +49,7 @@ class Server:
 
 
 def server_query(url: str) -> Query:
-    """Returns a function that sends a server the reader's SQL.
-
-    Raises:
-        StoreError: The URL names no supported database, or its driver is missing.
-    """
+    """Returns a function that sends a server the reader's SQL."""
     engine = make_engine(url)
     server = Server(url)
 

@@ -38,10 +38,6 @@ def remember_check(check: Check, url: str | None = None) -> None:
     Args:
         check: The verdict.
         url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
-
-    Raises:
-        TableError: A field is outside its bounds.
-        StoreError: The database is damaged, of another schema, not flashtune's, or unwritable.
     """
     address = database_url(url)
     path = sqlite_path(address)

@@ -71,9 +71,6 @@ def table_hash(target_name: str | None = None) -> str:
 
     Args:
         target_name: Name of a target, such as `nvidia-h200`. None for the current GPU.
-
-    Raises:
-        TargetError: No name was given and there is no GPU.
     """
     from flashtune.db import table
 

@@ -52,9 +52,6 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
         request: The request of the call, with gradients.
         call: The call's tensors and options. The scale is not negative.
         forward: Returns the result of such a call by an operator.
-
-    Raises:
-        ProblemError: No backend supports the call.
     """
     _, decision = choose(TracedRequest(_hinted(request), call.q, call.k, call.v, call.side))
     if not decision.generated:

@@ -149,13 +149,7 @@ def _gradient_kind(deterministic: bool) -> str:
 
 
 def run_call(call: Call) -> Result:
-    """Returns attention of tensors with memory, by the executor of their kind of call.
-
-    Raises:
-        ProblemError: The call is invalid, or no backend supports it.
-        KernelError: The call is new, and a CUDA graph is being captured or no kernel can be loaded.
-        VerificationError: The call is new, `prefer` is "generated" and the kernels are wrong on this GPU.
-    """
+    """Returns attention of tensors with memory, by the executor of their kind of call."""
     call = unsigned(call)
     return executor_of(call_key(call), call)(call.q, call.k, call.v, call.scale, call.side)
 
@@ -201,11 +195,7 @@ def signed(tensor: Tensor) -> Tensor:
 
 
 def unsigned(call: Call) -> Call:
-    """Returns a call with signs in memory, and with negated queries in place of a negative scale.
-
-    Raises:
-        ProblemError: The scale is not a finite number.
-    """
+    """Returns a call with signs in memory, and with negated queries in place of a negative scale."""
     call = resolved(call)
     scale = call.scale
     if scale is None or (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
@@ -215,13 +205,7 @@ def unsigned(call: Call) -> Call:
 
 
 def executor_of(key: tuple[object, ...], call: Call) -> Executor:
-    """Returns the executor of a kind of call. It is prepared if the cache does not contain it.
-
-    Raises:
-        ProblemError: The call is invalid, or no backend supports it.
-        KernelError: A CUDA graph is being captured, or `prefer` is "generated" and no kernel loads.
-        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
-    """
+    """Returns the executor of a kind of call. It is prepared if the cache does not contain it."""
 
     def make(bound: BoundRequest) -> Executor:
         request = bound.request
@@ -241,11 +225,7 @@ def remembered(
     make: Callable[[BoundRequest], AnyExecutor],
     needs_grad: bool | None = None,
 ) -> AnyExecutor:
-    """Returns the cached entry of a key, or a new one: `make` of the call's bound request.
-
-    Raises:
-        KernelError: A CUDA graph is being captured. Errors of `read_call` and `make` are passed on.
-    """
+    """Returns the cached entry of a key, or a new one: `make` of the call's bound request."""
     executor: AnyExecutor | None = _executors.get(key)
     if executor is not None:
         return executor

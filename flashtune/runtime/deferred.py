@@ -409,13 +409,7 @@ def _settle(key: BucketKey, bucket: Bucket, known: Known | None) -> None:
 
 
 def _chosen(key: BucketKey, known: Known | None) -> tuple[Choice, ...] | None:
-    """Returns the kernel or the decision of each pass, or None if the replaced operator is faster.
-
-    Raises:
-        ProblemError: No kernel family computes the bucket.
-        KernelError: No kernel compiles and loads.
-        VerificationError: The kernels are wrong on this GPU.
-    """
+    """Returns the kernel or the decision of each pass, or None if the replaced operator is faster."""
     request = key.request
     given = None if known is None else (known.target, known.records)
     decisions = choose_over(key.usual, key.passes, key.gradients, key.sharing, given)

@@ -55,12 +55,7 @@ def remember_choice(key: KernelKey, choice: LoadedKernel) -> None:
 
 
 def chosen(selection: Selection, target: Target, key: KernelKey) -> LoadedKernel:
-    """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it.
-
-    Raises:
-        KernelError: The kernel does not compile or load.
-        VerificationError: The kernel is wrong on this GPU.
-    """
+    """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it."""
     record = selection.record
     assert record.config is not None
     kernel = kernel_of(record, key.specialization)
@@ -97,12 +92,7 @@ class Pass(NamedTuple, Generic[Usable]):
 
 
 def prepared(decision: Decision, one: Pass[Usable]) -> Usable:
-    """Returns the executor of a decision's generated kernel or of its fallback, in one pass.
-
-    Raises:
-        KernelError: No kernel compiles and loads.
-        VerificationError: The kernels are wrong on this GPU.
-    """
+    """Returns the executor of a decision's generated kernel or of its fallback, in one pass."""
     if decision.backend is Backend.INTERPRETER:
         return one.interpret(decision)
     key = one.key()
@@ -135,12 +125,7 @@ def prepared_or(
 def first_usable(
     decision: Decision, key: KernelKey, attempt: Callable[[Selection, Target], Usable]
 ) -> Usable:
-    """Returns the result of `attempt` for the first selection with which it succeeds, and warns of fallbacks.
-
-    Raises:
-        KernelError: No kernel compiles and loads.
-        VerificationError: The decision's kernel is wrong on this GPU, and there is no working fallback.
-    """
+    """Returns the result of `attempt` for the first selection with which it succeeds. Warns of fallbacks."""
     assert decision.selection is not None
     assert decision.target is not None
     failure: KernelError | VerificationError

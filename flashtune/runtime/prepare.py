@@ -38,13 +38,7 @@ if TYPE_CHECKING:
 
 
 def prepare(bound: BoundRequest) -> Executor:
-    """Returns the executor of a request. Its kernels are compiled, loaded and verified.
-
-    Raises:
-        ProblemError: No backend supports the call.
-        KernelError: `prefer` is "generated" and no kernel compiles or loads.
-        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
-    """
+    """Returns the executor of a request. Its kernels are compiled, loaded and verified."""
     request = bound.request
     if request.needs_grad and any(bound.copied):
         # Autograd saves the copies. Most programs do not save the tensors that q, k and v are slices of.
@@ -115,13 +109,7 @@ def masked_sdpa_executor(bound: BoundRequest) -> Executor | None:
 
 
 def prepare_alone(bound: BoundRequest) -> BackwardExecutor:
-    """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve.
-
-    Raises:
-        ProblemError: No family computes it.
-        KernelError: `prefer` is "generated" and no kernel compiles or loads.
-        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
-    """
+    """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve."""
     request, one = bound.request, backward_pass(bound)
     known = None if request.is_empty else one.known()
     if known is not None:

@@ -40,9 +40,6 @@ def known_verdict(kernel: Kernel, target: Target) -> bool | None:
     """Returns whether a kernel passed its self-check here, or verification for the shipped table.
 
     None if there is no verdict. Only verdicts with the installed versions count.
-
-    Raises:
-        StoreError: The database is damaged, locked or not reachable.
     """
     from flashtune.db.light.reader import open_reader
 
@@ -71,11 +68,7 @@ def _shipped_receipts(target_name: str) -> frozenset[tuple[str, tuple[str, ...]]
 
 
 def known_seconds(kernel: Kernel, target: Target) -> float | None:
-    """Returns the time of a kernel's self-check on this machine after loading, in s, or None if not known.
-
-    Raises:
-        StoreError: The database is damaged, locked or not reachable.
-    """
+    """Returns the time of a kernel's self-check on this machine after loading, in s, or None if not known."""
     from flashtune.db.light.reader import open_reader
 
     reader = open_reader()
@@ -96,9 +89,6 @@ def passes_self_check(
     One process of this machine checks while the others wait for its verdict. The verdict is stored in the
     user's database. If that cannot be read or written, a warning is given, and only this process caches the
     verdict. Only the static features of the problem matter.
-
-    Raises:
-        KernelError: The kernel does not compile, load or launch.
     """
     known = _remembered(kernel, target)
     if known is not None:

@@ -43,11 +43,7 @@ class ProgramCall(NamedTuple):
 
 
 def require_call(problem: Problem) -> None:
-    """Checks that one call of flashtune computes the problem with the same result in every run.
-
-    Raises:
-        UsageError: There is no such call.
-    """
+    """Checks that one call of flashtune computes the problem with the same result in every run."""
     features = problem.features
     if Feature.DROPOUT in features:
         reason = "implementations drop other probabilities, so that their outputs cannot be compared"

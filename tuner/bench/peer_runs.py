@@ -81,11 +81,7 @@ def installed_peers() -> tuple[str, ...]:
 
 
 def check_peers(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the named baselines without duplicates.
-
-    Raises:
-        UsageError: One is not installed.
-    """
+    """Returns the named baselines without duplicates."""
     for name in names:
         if name not in installed_peers():
             raise UsageError(
@@ -109,11 +105,7 @@ def cudnn_version() -> str:
 
 
 def bind_peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
-    """Binds a baseline to these tensors. Its first call may still fail.
-
-    Raises:
-        RefusalError: The baseline does not compute this problem.
-    """
+    """Binds a baseline to these tensors. Its first call may still fail."""
     refused = problem.features - PEER_FEATURES[name]
     if refused:
         raise RefusalError(f"it is not timed with {', '.join(sorted(refused))}")
