@@ -87,7 +87,7 @@ def _audit_points() -> str:
 
 
 def _truth_families(family: str) -> str:
-    return in_words(sum(one.family == family for one in read_tables(ROOT / "tests/data/truth")))
+    return in_words(sum(table.family == family for table in read_tables(ROOT / "tests/data/truth")))
 
 
 def _rows(name: str, contestant: str) -> Iterator[dict[str, Any]]:
@@ -113,12 +113,14 @@ def _first_seconds() -> list[float]:
 
 def _judged(policy: str) -> list[float]:
     """A policy's median share of the true best on each truth table, with the judged share tried."""
-    found = [one for one in policies_report.summaries(policies_report.SAVED) if one.policy == policy]
+    found = [
+        summary for summary in policies_report.summaries(policies_report.SAVED) if summary.policy == policy
+    ]
     return [statistics.median(one.judged) for one in found]
 
 
 def _truth_rows() -> str:
-    return f"{sum(len(one.rows) for one in read_tables(ROOT / 'tests/data/truth')):,}"
+    return f"{sum(len(table.rows) for table in read_tables(ROOT / 'tests/data/truth')):,}"
 
 
 @functools.cache
@@ -146,7 +148,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "truth-hopper": lambda: _truth_families("forward_hopper"),
     "truth-portable": lambda: _truth_families("forward_q_outer"),
     "audit-points": _audit_points,
-    "backward-families": lambda: in_words(sum(one.direction is Direction.BACKWARD for one in families())),
+    "backward-families": lambda: in_words(
+        sum(family.direction is Direction.BACKWARD for family in families())
+    ),
     "host-ours": lambda: f"{_host_us(OURS):.1f}",
     "host-cudnn": lambda: f"{_host_us(CUDNN):.1f}",
     "fp8-ceiling": lambda: f"{result('fp8')['run']['ceilings'][0]['tflops']:,.0f}",

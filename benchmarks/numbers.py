@@ -167,7 +167,7 @@ def unused(exemptions: Sequence[Exemption], root: Path = ROOT) -> list[str]:
         numbers = list(MEASURED.finditer(_blanked(text)))
         for words in exemption.texts or ("",):
             spans = list(_occurrences(words, text))
-            held = any(a <= one.start() and one.end() <= b for a, b in spans for one in numbers)
+            held = any(a <= number.start() and number.end() <= b for a, b in spans for number in numbers)
             if not held:
                 found.append(f"{exemption.page}: {words or 'the whole page'}")
     return found

@@ -19,7 +19,7 @@ Report = TypeVar("Report", bound=msgspec.Struct)
 
 
 def write_report(report: msgspec.Struct, path: Path) -> None:
-    """Writes a report, the same as the same bytes; whoever reads meanwhile sees the old one or the new."""
+    """Replaces a file by a report at once. Equal reports give equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.new")
     draft.write_bytes(gzip.compress(msgspec.json.encode(report), mtime=0))

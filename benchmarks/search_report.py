@@ -125,15 +125,15 @@ def _stability(searched: tuple[Stability, ...]) -> Iterator[str]:
     )
     rows = (
         (
-            problem_title(one.problem),
-            ", ".join(f"{seconds:.0f}" for seconds in one.seconds),
-            _letters(one.picks),
-            f"{one.cost(one.picks):.2%}",
-            "–" if one.share is None else f"{one.share:.3f}",
-            _letters(one.halves),
-            f"{one.cost((one.picks[0], *one.halves)):.2%}",
+            problem_title(row.problem),
+            ", ".join(f"{seconds:.0f}" for seconds in row.seconds),
+            _letters(row.picks),
+            f"{row.cost(row.picks):.2%}",
+            "–" if row.share is None else f"{row.share:.3f}",
+            _letters(row.halves),
+            f"{row.cost((row.picks[0], *row.halves)):.2%}",
         )
-        for one in searched
+        for row in searched
     )
     yield from table(heads, rows)
 
@@ -146,25 +146,25 @@ def _autotune(compared: tuple[Autotune, ...]) -> Iterator[str]:
     heads = ("shape, 16k tokens", "`triton.autotune`", "search", "time over that for all", "speed over its")
     rows = (
         (
-            problem_title(one.problem),
-            f"{one.autotune_tried} of {one.configs} configs in {one.autotune_seconds:.0f} s",
-            f"{one.search_seconds:.1f} s",
-            f"{one.search_seconds / one.whole_seconds:.3f}",
-            f"{one.autotune_ms / one.search_ms:.3f}",
+            problem_title(row.problem),
+            f"{row.autotune_tried} of {row.configs} configs in {row.autotune_seconds:.0f} s",
+            f"{row.search_seconds:.1f} s",
+            f"{row.search_seconds / row.whole_seconds:.3f}",
+            f"{row.autotune_ms / row.search_ms:.3f}",
         )
-        for one in compared
+        for row in compared
     )
     yield from table(heads, rows)
 
 
-def _helion(one: Helion) -> Iterator[str]:
-    name = f"Helion {one.helion}, {one.effort} effort"
+def _helion(row: Helion) -> Iterator[str]:
+    name = f"Helion {row.helion}, {row.effort} effort"
     heads = ("shape, 16k tokens", name, "search", "time over its", "speed over its")
-    row = (
-        problem_title(one.problem),
-        f"{one.helion_seconds:.0f} s, {one.helion_ms:.3f} ms",
-        f"{one.search_seconds:.0f} s, {one.search_ms:.3f} ms",
-        f"{one.search_seconds / one.helion_seconds:.2f}",
-        f"{one.helion_ms / one.search_ms:.2f}",
+    cells = (
+        problem_title(row.problem),
+        f"{row.helion_seconds:.0f} s, {row.helion_ms:.3f} ms",
+        f"{row.search_seconds:.0f} s, {row.search_ms:.3f} ms",
+        f"{row.search_seconds / row.helion_seconds:.2f}",
+        f"{row.helion_ms / row.search_ms:.2f}",
     )
-    yield from table(heads, (row,))
+    yield from table(heads, (cells,))

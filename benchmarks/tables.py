@@ -1,22 +1,16 @@
 """Makes tables of results of `flashtune bench --save`.
 
-    python -m benchmarks.tables                                    # prints them, from benchmarks/results
-    python -m benchmarks.tables grid.json gqa.json fp8.json
-
 Reports may hold parts of the benchmark's grids, in any order. `python -m benchmarks.documents --write` puts
 the tables of benchmarks/results into the pages.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.saved import content
-from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Causal, Problem
 from flashtune.tuner.bench.driver import read_report
 from flashtune.tuner.bench.grids import GRIDS, case_of, grid_problems, read_figures
@@ -40,19 +34,6 @@ SHORTEST, USUAL, USUAL_WIDTHS, WIDE = 512, 8192, (64, 128), (256,)
 Results = dict[str, list[Bench]]
 
 
-def main() -> None:
-    """Reads and prints."""
-    parser = argparse.ArgumentParser(description="Tables of the pages, from flashtune bench.")
-    parser.add_argument("reports", nargs="*", type=Path, default=RESULTS, help="what --save has written")
-    options = parser.parse_args()
-    try:
-        found = texts(options.reports)
-    except FlashtuneError as error:
-        sys.exit(str(error))
-    for name, text in found.items():
-        print(f"## {name}\n\n{text}\n")
-
-
 def texts(paths: Iterable[Path]) -> dict[str, str]:
     """The tables of saved reports, by name; one for which nothing was measured is left out."""
     results = by_grid(bench for path in paths for bench in read_report(content(path), path.name).benches)
@@ -69,7 +50,10 @@ def by_grid(benches: Iterable[Bench]) -> Results:
         if bench.row(OURS) is not None:
             found.setdefault(bench.target, {})[bench.problem] = bench
     by_gpu = {
-        name: [[of_gpu[one] for one in grid_problems(name) if one in of_gpu] for of_gpu in found.values()]
+        name: [
+            [of_gpu[problem] for problem in grid_problems(name) if problem in of_gpu]
+            for of_gpu in found.values()
+        ]
         for name in GRIDS
     }
     return {name: max(each, key=len, default=[]) for name, each in by_gpu.items()}
@@ -277,7 +261,3 @@ def _values(line: Sequence[dict[str, str]], axis: str) -> str:
     values = [config.get(axis, "–") for config in line]
     distinct = set(values) - {"–"}
     return distinct.pop() if len(distinct) == 1 else " ".join(values)
-
-
-if __name__ == "__main__":
-    main()

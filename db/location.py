@@ -28,10 +28,6 @@ def database_url(text: str | None) -> str:
     Args:
         text: A path or an SQLAlchemy URL. If it is None or empty, `FLASHTUNE_DB` names the database, else it
             is `flashtune.sqlite` in the user's cache folder.
-
-    Raises:
-        UsageError: A URL that is ambiguous, or an SQLite URL without a file, or with options.
-        StoreError: No database is named, and the user has no home folder.
     """
     chosen = text or variable(DATABASE_VARIABLE)
     if not chosen:
@@ -74,9 +70,6 @@ def read_only_uri(path: Path) -> str:
     Under write-ahead logging, even a reader creates files next to the database, which would shut out its
     owner. If there is no log, and this user may not write the database or files have no locks, the file is
     read as immutable.
-
-    Raises:
-        StoreError: There is a log, and it cannot be locked.
     """
     log = path.with_name(path.name + "-wal")
     fault = lock_fault(path.parent)
@@ -87,11 +80,7 @@ def read_only_uri(path: Path) -> str:
 
 
 def read_write_uri(path: Path) -> str:
-    """Returns the URI with which SQLite opens or creates a file.
-
-    Raises:
-        StoreError: Files have no locks in its folder.
-    """
+    """Returns the URI with which SQLite opens or creates a file."""
     fault = lock_fault(path.parent)
     if fault:
         raise _without_locks(path, fault)

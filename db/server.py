@@ -40,11 +40,7 @@ FROM (SELECT :least + pg_database_size(current_database()) / :bytes AS ms) AS ti
 
 
 def server_engine(url: str) -> Engine:
-    """Returns an engine for a server's URL, without connecting.
-
-    Raises:
-        StoreError: flashtune does not support the kind of database, or its driver is not installed.
-    """
+    """Returns an engine for a server's URL, without connecting."""
     where = describe(url)
     address = make_url(url)
     if address.get_backend_name() != "postgresql":
@@ -130,11 +126,7 @@ def _on_error(context: ExceptionContext, url: str) -> None:
 
 
 def within(seconds: float, url: str, run: Callable[[], Result]) -> Result:
-    """Returns the result of a function, which runs in a thread of its own.
-
-    Raises:
-        StoreError: It takes longer. The thread then ends when it can.
-    """
+    """Returns the result of a function, which runs in a thread of its own."""
     answers: queue.SimpleQueue[tuple[Result | None, BaseException | None]] = queue.SimpleQueue()
 
     def work() -> None:

@@ -31,9 +31,6 @@ def remove_dead_branches(source: str, flags: Mapping[str, bool]) -> str:
 
     A flag is `True` or `False` by its name. These constants are conditions too, for arguments of macros. A
     comment belongs to the branch that has its indentation.
-
-    Raises:
-        SyntaxError: The source is not valid Python.
     """
     remover = _Remover(source, flags)
     remover.visit(parsed(source))

@@ -34,11 +34,7 @@ def family_names() -> tuple[str, ...]:
 
 @functools.cache
 def find_family(name: str) -> Family:
-    """Returns the family of a name from a table, a database or a user.
-
-    Raises:
-        TableError: No family has this name.
-    """
+    """Returns the family of a name from a table, a database or a user."""
     if name not in family_names():
         raise TableError(f"there is no kernel family {quoted(name)}: {nearest(name, family_names())}")
     family: Family = importlib.import_module(f"flashtune.templates.{name}.family").FAMILY

@@ -38,7 +38,7 @@ from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.timing import Run, measure_interleaved, once, summarize
 
 ROUNDS = 15
-# What one launch shows to be so much slower than the best is timed no more closely, unless dispatch chose it.
+# A kernel that is slower than the best by this factor in one launch is timed no more, unless it was chosen.
 HOPELESS = 1.5
 # Tensors are as torch allocates them.
 TENSORS = Specialization()
@@ -80,7 +80,9 @@ def measure_regret(
         if time.monotonic() > until:
             tell(f"time is up: {len(left) - number + 1} shapes were not measured")
             break
-        candidates = tuple(one for one in jobs[problem] if (_static(problem), one) not in broken)
+        candidates = tuple(
+            candidate for candidate in jobs[problem] if (_static(problem), candidate) not in broken
+        )
         point = _measure(problem, candidates, chosen[problem], target, torch.device("cuda", device))
         report = msgspec.structs.replace(report, points=(*report.points, point))
         write_report(report, path)
@@ -148,10 +150,12 @@ def _measure(
                 label = f"{candidate.family} {candidate.config.label()} at {problem.key}"
                 raise lost_device(device.index, f"{label}: {first_line(error)}") from error
         limit = HOPELESS * min(looks.values())
-        close = [one for one in looks if looks[one] <= limit or one in chosen]
-        measured = measure_interleaved([runs[one] for one in close], device, rounds=ROUNDS)
+        close = [candidate for candidate in looks if looks[candidate] <= limit or candidate in chosen]
+        measured = measure_interleaved([runs[candidate] for candidate in close], device, rounds=ROUNDS)
     closely = dict(zip(close, measured, strict=True))
-    return Point(problem, tuple(_timed(one, closely.get(one), looks[one]) for one in looks))
+    return Point(
+        problem, tuple(_timed(candidate, closely.get(candidate), looks[candidate]) for candidate in looks)
+    )
 
 
 def _run(problem: Problem, candidate: Candidate, target: Target, tensors: Tensors) -> Run:

@@ -30,9 +30,10 @@ def texts() -> dict[str, str]:
 def _lines(tables: Sequence[TruthTable]) -> Iterator[str]:
     """A line for each value of each axis that varies, a column for each problem."""
     tables = sorted(
-        tables, key=lambda one: (one.problem.head_dim, one.problem.causal.value, one.problem.seqlen_kv)
+        tables,
+        key=lambda table: (table.problem.head_dim, table.problem.causal.value, table.problem.seqlen_kv),
     )
-    worth = [_worth(one) for one in tables]
+    worth = [_worth(table) for table in tables]
     rows = []
     for axis in dict.fromkeys(axis for found in worth for axis in found):
         values = sorted({value for found in worth for value in found.get(axis, {})}, key=_order)

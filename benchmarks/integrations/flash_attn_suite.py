@@ -318,10 +318,10 @@ def summed(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns one report of several processes."""
     found = dict(reports[0])
     for name in OUTCOMES:
-        found[name] = sum(one[name] for one in reports)
-    found["refusals"] = dict(sum((Counter(one["refusals"]) for one in reports), Counter()))
-    found["failures"] = {case: why for one in reports for case, why in one["failures"].items()}
-    found["seconds"] = max(one["seconds"] for one in reports)
+        found[name] = sum(report[name] for report in reports)
+    found["refusals"] = dict(sum((Counter(report["refusals"]) for report in reports), Counter()))
+    found["failures"] = {case: why for report in reports for case, why in report["failures"].items()}
+    found["seconds"] = max(report["seconds"] for report in reports)
     return found
 
 

@@ -106,7 +106,9 @@ def _sdpa(folder: Path) -> Iterator[str]:
         "of these, flashtune serves calls in": report.served,
         "and backward passes in": report.served_backward,
     }
-    yield from table(("cases of PyTorch's own tests", "number"), ((one, str(counts[one])) for one in counts))
+    yield from table(
+        ("cases of PyTorch's own tests", "number"), ((name, str(count)) for name, count in counts.items())
+    )
 
 
 def _saved(path: Path, kind: type[Rows]) -> Saved[Rows] | None:

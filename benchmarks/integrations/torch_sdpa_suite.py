@@ -410,7 +410,7 @@ def last_started(lines: Path) -> tuple[int, str, bool] | None:
 
 def summary(outcomes: Sequence[Outcome], options: argparse.Namespace, seconds: float) -> Report:
     """Returns the report of all outcomes."""
-    ran = [one for one in outcomes if one.without != SKIPPED]
+    ran = [outcome for outcome in outcomes if outcome.without != SKIPPED]
     both = [one for one in ran if one.without == PASSED]
     fine = [one for one in both if one.active == PASSED]
     functions = {

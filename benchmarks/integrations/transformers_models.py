@@ -209,7 +209,7 @@ def measured(
             gc.collect()
             torch.cuda.empty_cache()
     times = {one: ms for one, ms in trials.items() if isinstance(ms, float)}
-    usual = min(times, key=lambda one: times[one])
+    usual = min(times, key=lambda backend: times[backend])
     use(model, ours)
     for _ in range(WARM_UPS):
         run()

@@ -387,7 +387,7 @@ def _attempted(call: RandomCall) -> Row:
         peer = capture_here(functools.partial(_results, call, inputs, sdpa_call))
     except RuntimeError as error:
         return Row(call.name, server=server, skipped=first_line(error))
-    if not all(bool(one.isfinite().all()) for one in theirs):
+    if not all(bool(tensor.isfinite().all()) for tensor in theirs):
         return Row(call.name, server=server, skipped="SDPA's results are not finite")
     difference = largest_difference(ours, theirs)
     ms, peers, ratio, again = judged(functools.partial(_timed, run, peer))

@@ -89,7 +89,9 @@ def _headline(target: str, selected: dict[Problem, Record], peer: str) -> str:
 
 def _grids(target: str, selected: dict[Problem, Record]) -> Iterator[str]:
     """Yields the lines of a table: the speed of each shape of two grids, and that over cuDNN's."""
-    problems = [one for grid in ("paper", "backward") for one in grid_problems(grid) if one in selected]
+    problems = [
+        problem for grid in ("paper", "backward") for problem in grid_problems(grid) if problem in selected
+    ]
     lines: dict[str, dict[int, str]] = {}
     for problem in problems:
         lines.setdefault(_title(problem), {})[problem.seqlen_kv] = _cell(selected[problem])

@@ -115,7 +115,7 @@ def allocated(tensor: Tensor, device: torch.device) -> Tensor:
     lead = tensor.data_ptr() % BORDER_BYTES // tensor.element_size()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     reach = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-    # What is empty has an address all the same.
+    # An empty tensor has an address too.
     memory = torch.empty(lead + max(1, reach), dtype=tensor.dtype, device=device)
     memory[lead : lead + reach].copy_(tensor.as_strided((reach,), (1,)))
     return memory.as_strided(tensor.shape, tensor.stride(), lead)

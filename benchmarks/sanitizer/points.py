@@ -51,9 +51,9 @@ KEYS = 4096
 EVERY_UNLIKE = 4
 # How many features a point has, one of the three as likely as another.
 FEATURES = (0, 1, 1, 2)
-# Gradients are so many products, which are unrolled side by side where no matrix unit makes them.
+# A gradient has this many products, all unrolled where no matrix unit computes them.
 PRODUCTS = 5
-# Draws in a row that no family with anything to compute fails.
+# A family that supports none of this many draws supports none on the target.
 DRAWS = 2000
 # Tiles for every multiprocessor more than once, so that persistent programs go from tile to tile.
 ROUNDS_OF_TILES = 1.2
@@ -70,9 +70,9 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
     ),
     Feature.SINK_TOKENS: (
         {"window_left": 100, "sink_tokens": 5},
-        {"attention_chunk": 200, "sink_tokens": 64},
+        {"chunk": 200, "sink_tokens": 64},
     ),
-    Feature.ATTENTION_CHUNK: ({"attention_chunk": 50}, {"attention_chunk": 256}),
+    Feature.CHUNK: ({"chunk": 50}, {"chunk": 256}),
     Feature.PREFIX: ({"prefix": True},),
     Feature.BLOCK_MASK: (
         {"block_mask": 64},
@@ -83,8 +83,8 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
     Feature.ALIBI: ({"alibi": True},),
     Feature.BIAS: ({"bias": Bias.ADDITIVE}, {"bias": Bias.BOOLEAN}),
     Feature.SINKS: ({"sinks": True},),
-    Feature.VARLEN: ({"total_q": 2},),
-    Feature.SEQLENS_K: ({"seqlens_k": True},),
+    Feature.PACKED: ({"packed": 2},),
+    Feature.KV_LENGTHS: ({"kv_lengths": True},),
     Feature.PAGES: tuple({"page_size": size} for size in PAGE_SIZES),
     Feature.QUANTIZED_KV: tuple(
         {"kv_dtype": dtype, "kv_scale": scale} for dtype in KvDtype for scale in KvScale
@@ -162,18 +162,18 @@ def _shipped(target: Target) -> Iterator[Subject]:
 
 
 def drawn(family: Family, target: Target, seed: int) -> Iterator[Subject]:
-    """Points without end, the same for the same seed; none where a family computes nothing on a target."""
+    """Yields endless points, the same for the same seed, or none if no draw is supported on the target."""
     chance = random.Random(f"{seed} {family.name} {target.name}")  # noqa: S311 - no secret
     draws = (_draw(family, target, chance) for _ in itertools.repeat(None))
     while True:
-        found = next(filter(None, itertools.islice(draws, DRAWS)), None)
-        if found is None:
+        subject = next(filter(None, itertools.islice(draws, DRAWS)), None)
+        if subject is None:
             return
-        yield found
+        yield subject
 
 
 def _draw(family: Family, target: Target, chance: random.Random) -> Subject | None:
-    """A point, or None where this draw is none of the family's, or does not fit."""
+    """Returns a point, or None if the family does not support the draw, or it does not fit."""
     problem = _problem(family, chance)
     assumed = Specialization(chance.choice(tuple(Alignment)), chance.choice((32, 64)), chance.random() < 0.5)
     if problem is None or unsupported_reason(family, problem, target, assumed) is not None:
@@ -190,8 +190,8 @@ def _draw(family: Family, target: Target, chance: random.Random) -> Subject | No
 
 
 def _problem(family: Family, chance: random.Random) -> Problem | None:
-    known = sorted(family.features)
-    asked = chance.sample(known, min(len(known), chance.choice(FEATURES)))
+    supported = sorted(family.features)
+    asked = chance.sample(supported, min(len(supported), chance.choice(FEATURES)))
     latent = Feature.MLA in asked
     width = chance.choice(WIDTHS)
     widths = (width, width if chance.randrange(EVERY_UNLIKE) else chance.choice(WIDTHS))
@@ -213,12 +213,12 @@ def _problem(family: Family, chance: random.Random) -> Problem | None:
     try:
         return Problem(**fields)
     except ProblemError:
-        # Lengths of what lies in pages, say: these always bring them along.
+        # Some features exclude each other, such as lengths and pages, which have lengths.
         return None
 
 
 def cases_of(subject: Subject, target: Target, *, busy: bool) -> tuple[Case, ...]:
-    """Problems of a kernel's proof to launch it on, one or two.
+    """Returns one or two problems of a kernel's verification.
 
     Args:
         subject: The kernel.
@@ -237,7 +237,7 @@ def cases_of(subject: Subject, target: Target, *, busy: bool) -> tuple[Case, ...
     ragged = _ragged(cases, rows)
     first = _busy(cases, rows, target) if busy else ragged
     at_edges = [case for case in cases if case.probe is Probe.EDGE]
-    # Windows and chunks are seen to end where there are more keys than they let through.
+    # Windows and chunks hide keys only if there are more keys than they show.
     second = max(at_edges, key=lambda case: case.problem.seqlen_kv, default=ragged)
     return tuple(dict.fromkeys((first, second)))
 
@@ -248,7 +248,7 @@ def _tiles(case: Case, rows: int) -> int:
 
 
 def _busy(cases: Iterable[Case], rows: int, target: Target) -> Case:
-    """The longest keys of those that fill the GPU more than once; else the most tiles."""
+    """Returns the case with most keys that fills the GPU more than once, or else that with most tiles."""
 
     def size(case: Case) -> tuple[float, int]:
         return min(_tiles(case, rows), ROUNDS_OF_TILES * target.sm_count), case.problem.seqlen_kv
@@ -257,7 +257,7 @@ def _busy(cases: Iterable[Case], rows: int, target: Target) -> Case:
 
 
 def _ragged(cases: Iterable[Case], rows: int) -> Case:
-    """Few tiles and more keys than a pipeline has in flight, with ragged ends on both sides of a tile."""
+    """Returns a case with few tiles, and partial tiles of queries and keys."""
 
     def size(case: Case) -> tuple[bool, bool]:
         return _tiles(case, rows) <= FEW_TILES, case.probe is Probe.NEEDLE

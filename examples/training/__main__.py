@@ -47,7 +47,7 @@ def main() -> None:
         options.save.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
     if options.plot:
         options.plot.write_text(figure(document).to_html(include_plotlyjs=True), encoding="utf-8")
-    # What is not a number is not under it either.
+    # A difference of NaN fails too.
     sys.exit(0 if document.difference <= document.tolerance else 1)
 
 
@@ -60,7 +60,7 @@ def compare(setting: Setting, device: torch.device) -> Document:
     runs = tuple(train(way, setting, tokens, device) for way in ways(device))
     noise = difference(runs[0], runs[2])
     with torch.device("meta"):
-        parameters = sum(one.numel() for one in Decoder(shape, ours).parameters())
+        parameters = sum(parameter.numel() for parameter in Decoder(shape, ours).parameters())
     return Document(
         torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU",
         str(torch.__version__),

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from examples.training.model import Attend, Decoder, Shape
 
 WARM_UP, DECAY, BETAS, LARGEST_GRADIENT = 20, 0.1, (0.9, 0.95), 1.0
-# Steps that no time and no memory is told of: kernels are compiled and proven in them.
+# First steps, in which kernels are compiled and verified. Their times and memory are not reported.
 LEFT_OUT = 10
 
 
@@ -120,8 +120,14 @@ class Step:
         self._parameters = list(model.parameters())
         self._rate, self._warm_up = setting.rate, max(1, min(WARM_UP, setting.steps // 10))
         groups = [
-            {"params": [one for one in self._parameters if one.dim() == 2], "weight_decay": DECAY},
-            {"params": [one for one in self._parameters if one.dim() != 2], "weight_decay": 0.0},
+            {
+                "params": [parameter for parameter in self._parameters if parameter.dim() == 2],
+                "weight_decay": DECAY,
+            },
+            {
+                "params": [parameter for parameter in self._parameters if parameter.dim() != 2],
+                "weight_decay": 0.0,
+            },
         ]
         fused = device.type == "cuda"
         self._optimizer = torch.optim.AdamW(groups, lr=setting.rate, betas=BETAS, fused=fused)

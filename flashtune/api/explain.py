@@ -154,16 +154,19 @@ def explain_call(call: Call) -> Explanation:
     bound = BoundRequest.of(unsigned(call))
     request, decisions = bound.request, choose(bound)
     problems = (request.problem, request.backward) if request.needs_grad else (request.problem,)
-    passes = [_explanation(*one) for one in zip(problems, decisions, strict=True)]
+    passes = [_explanation(*pair) for pair in zip(problems, decisions, strict=True)]
     if decisions[0].backend is Backend.GENERATED:
-        found = [_of_kernel(*one, request) for one in zip(bound.passes, decisions, strict=True)]
+        explanations = [_of_kernel(*pair, request) for pair in zip(bound.passes, decisions, strict=True)]
         # If the kernel of one pass fails, a baseline computes both.
-        failed = next((one for one in found if one.backend is not Backend.GENERATED), None)
-        if failed is None or len(found) == 1:
-            passes = found
+        failed = next(
+            (explanation for explanation in explanations if explanation.backend is not Backend.GENERATED),
+            None,
+        )
+        if failed is None or len(explanations) == 1:
+            passes = explanations
         else:
             why = {"backend": failed.backend, "reason": failed.reason}
-            passes = [msgspec.structs.replace(one, **why) for one in passes]
+            passes = [msgspec.structs.replace(explanation, **why) for explanation in passes]
     return passes[0] if len(passes) == 1 else msgspec.structs.replace(passes[0], backward=passes[1])
 
 
@@ -172,14 +175,14 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
     assert decision.selection is not None
     assert decision.target is not None
     kernel = kernel_of(decision.selection.record, specialization)
-    known = proven_by(decision.selection, kernel.digest) or known_verdict(kernel, decision.target)
+    is_proven = proven_by(decision.selection, kernel.digest) or known_verdict(kernel, decision.target)
     tuned = nearest_selection(decision.selection)
-    if known is False and tuned is not None:
+    if is_proven is False and tuned is not None:
         near = tuned.record.problem.key
         reason = f"the nearest tuned shape is {near}, and what was expected to be faster failed here"
         instead = msgspec.structs.replace(decision, selection=tuned, reason=reason)
         return _of_kernel(key, instead, request)
-    if known is False and request.prefer is Prefer.FASTEST:
+    if is_proven is False and request.prefer is Prefer.FASTEST:
         refused = Decision(
             baseline(request),
             "the selected kernel failed its self-check here",
@@ -189,7 +192,7 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
         return _explanation(problem, refused)
     standing, seconds = decision.selection.standing, None
     if not proven_by(decision.selection, kernel.digest):
-        standing = VerificationStatus.VERIFIED if known else VerificationStatus.UNPROVEN
+        standing = VerificationStatus.VERIFIED if is_proven else VerificationStatus.UNPROVEN
         seconds = known_seconds(kernel, decision.target)
     return msgspec.structs.replace(
         _explanation(problem, decision),

@@ -173,12 +173,15 @@ def _shared_pages(call: Call, tokens: int) -> int:
     names = {
         "window": options.window_left is not None or options.window_right is not None,
         "chunk": options.chunk > 0,
-        **{one.option: getattr(side, one.name) is not None for one in POSITIONAL},
+        **{
+            feature_input.option: getattr(side, feature_input.name) is not None
+            for feature_input in POSITIONAL
+        },
         "causal='top_left'": options.causal == "top_left",
     }
-    given = [name for name, there in names.items() if there]
-    if given:
-        raise ProblemError(f"shared_prefix does not go with {given[0]}: leave out one of them")
+    refused = [name for name, there in names.items() if there]
+    if refused:
+        raise ProblemError(f"shared_prefix does not go with {refused[0]}: leave out one of them")
     if side.block_table is None or side.block_table.dim() != 2 or side.block_table.shape[1] < tokens // size:
         raise ProblemError(
             f"shared_prefix is {tokens} and block_table has no {tokens // size} columns: share fewer tokens"

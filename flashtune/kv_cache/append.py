@@ -105,12 +105,12 @@ def _grow(rows: Tensor, pool: Pool, slots: Tensor) -> None:
     """Sets the scales of pages that start here, and raises those of others if a row needs it."""
     assert pool.scale is not None
     size, largest = pool.elements.shape[2], pool.encoding.largest
-    pages, place = (slots // size).unique(return_inverse=True)
+    pages, number = (slots // size).unique(return_inverse=True)
     numbers = rows.float().abs()
     # [tokens, kv_heads]. Non-finite elements do not affect the scale.
     magnitudes = numbers.where(numbers.isfinite(), 0.0).amax(-1)
     amax = magnitudes.new_zeros(len(pages), rows.shape[1])
-    amax.scatter_reduce_(0, place[:, None].expand_as(magnitudes), magnitudes, "amax")
+    amax.scatter_reduce_(0, number[:, None].expand_as(magnitudes), magnitudes, "amax")
     begins = torch.isin(pages, slots[slots % size == 0] // size)[:, None]
     # Doubling cannot raise a scale of zero.
     before = torch.where(begins, amax / largest, pool.scale[pages]).clamp(min=MIN_SCALE)

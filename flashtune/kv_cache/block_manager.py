@@ -177,13 +177,13 @@ class Ledger:
         length, pages = self.holding(sequence)
         if not 0 <= tokens <= length:
             raise UsageError(f"sequence {sequence} has {length} tokens and not {tokens}: extend it first")
-        size, found, start = self.page_size, [], length - tokens
+        size, parts, start = self.page_size, [], length - tokens
         while start < length:
             row = start % size
             rows = min(size - row, length - start)
-            found.append(Run(pages[start // size] * size + row, rows))
+            parts.append(Run(pages[start // size] * size + row, rows))
             start += rows
-        return found
+        return parts
 
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size)

@@ -95,8 +95,8 @@ class PagedKVCache:
         self._extents = Extents(pages, page_size, kv_heads, head_dim, width, layers).checked()
         if not isinstance(layout, str) or layout not in tuple(PageLayout):
             raise ProblemError(f"layout cannot be {shown(layout)}: pass 'nhd' or 'hnd'")
-        place = read_device(device)
-        common = (dtype, place, PageLayout(layout))
+        where = read_device(device)
+        common = (dtype, where, PageLayout(layout))
         self._keys, self._values = make_pools(self._extents, *common, k_scale, v_scale, page_scales)
         # Create the ledger after the tensors: a ledger for more pages than memory has would take minutes.
         self._ledger = Ledger(self._extents.pages, page_size)
@@ -107,7 +107,7 @@ class PagedKVCache:
         self.kv_scale = KvScale.HEAD if KvScale.HEAD in kinds else kinds[0]
         self.device, self.dtype = self.keys.device, dtype
         self._checks_slots = values_are_checked(self.device)
-        self._pools = [(self._keys.layer(one), self._values.layer(one)) for one in range(layers)]
+        self._pools = [(self._keys.layer(number), self._values.layer(number)) for number in range(layers)]
 
     def add(self) -> int:
         """Returns the number of a new, empty sequence. Numbers are never reused."""

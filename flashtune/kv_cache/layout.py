@@ -176,9 +176,9 @@ def _make_pool(
     page_scales: bool,
 ) -> LayeredPool:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        names = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
-        given = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
-        raise ProblemError(f"a cache of {given} is not supported: make it one of {names}")
+        names = ", ".join(str(supported).removeprefix("torch.") for supported in DTYPES)
+        named = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
+        raise ProblemError(f"a cache of {named} is not supported: make it one of {names}")
     page = (extents.page_size, extents.kv_heads)
     shape = (extents.layers, extents.pages, *(page if layout is PageLayout.NHD else page[::-1]), width)
     scales = kind = None
@@ -214,20 +214,20 @@ def _as_tensor(scale: Tensor | float, device: torch.device) -> Tensor:
 
 
 def _read_scales(
-    extents: Extents, device: torch.device, given: Tensor | float | None, page_scales: bool
+    extents: Extents, device: torch.device, requested: Tensor | float | None, page_scales: bool
 ) -> tuple[Tensor, KvScale]:
     """Returns scales as kernels take them, and their granularity."""
     shape = (extents.layers, extents.pages, extents.kv_heads)
     if read_flag("page_scales", page_scales):
-        if given is not None:
+        if requested is not None:
             raise ProblemError("scales of pages follow what is appended: leave k_scale and v_scale out")
         return torch.full(shape, MIN_SCALE, dtype=torch.float32, device=device), KvScale.PAGE
-    scale = _as_tensor(1.0 if given is None else given, device)
+    scale = _as_tensor(1.0 if requested is None else requested, device)
     if not scale.dim():
         scale = scale[None]
     allowed = [(1,), (extents.kv_heads,), (extents.layers, 1), (extents.layers, extents.kv_heads)]
     if tuple(scale.shape) not in allowed:
-        shapes = ", ".join(str(list(one)) for one in dict.fromkeys(allowed))
+        shapes = ", ".join(str(list(choice)) for choice in dict.fromkeys(allowed))
         raise ProblemError(f"a scale of shape {list(scale.shape)} does not fit: pass one of {shapes}")
     if not bool(((scale > 0) & scale.isfinite()).all()):
         raise ProblemError("a scale is not a positive number: quotients by it mean nothing")
@@ -263,7 +263,7 @@ def slots_of(ledger: Ledger, sequences: Sequence[int], tokens: Sequence[int]) ->
 
 def table_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
     """Returns the pages of sequences, int32 [batch, pages of the longest, at least 1], padded with 0."""
-    pages = [ledger.holding(one).pages for one in numbers_of("sequences", sequences)]
+    pages = [ledger.holding(sequence).pages for sequence in numbers_of("sequences", sequences)]
     table = np.zeros((len(pages), max([1, *map(len, pages)])), dtype=np.int32)
     for row, held in zip(table, pages, strict=True):
         row[: len(held)] = held
@@ -272,7 +272,7 @@ def table_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
 
 def lengths_of(ledger: Ledger, sequences: Sequence[int]) -> Integers:
     """Returns the numbers of tokens of sequences, int32 [batch]."""
-    lengths = [ledger.holding(one).length for one in numbers_of("sequences", sequences)]
+    lengths = [ledger.holding(sequence).length for sequence in numbers_of("sequences", sequences)]
     return np.array(lengths, dtype=np.int32)
 
 

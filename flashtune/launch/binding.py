@@ -115,9 +115,9 @@ def _workspaces(tensors: Tensors, names: Sequence[tuple[str, ...]]) -> list[str]
 
     Those of a backward pass end with their index, and those of a forward pass are in the kernels' order.
     """
-    known = {*tensors._fields, *ExtraInputs._fields, "scale"}
-    found = dict.fromkeys(name for taken in names for name in taken if name not in known)
-    return sorted(found, key=lambda name: name if name.startswith(WORKSPACE) else "")
+    arguments = {*tensors._fields, *ExtraInputs._fields, "scale"}
+    workspaces = dict.fromkeys(name for taken in names for name in taken if name not in arguments)
+    return sorted(workspaces, key=lambda name: name if name.startswith(WORKSPACE) else "")
 
 
 def _descriptors(
@@ -132,8 +132,8 @@ def _descriptors(
     lasting = [tensor if tensor is None else without_memory(tensor) for tensor in planned]
     scratch = [allocate_workspace(shape, torch.device("meta")) for shape in workspaces.values()]
     if isinstance(tensors, BackwardTensors):
-        found: dict[str, Sequence[Any]] = module.descriptors(*lasting, *scratch)
-        return found
+        descriptors: dict[str, Sequence[Any]] = module.descriptors(*lasting, *scratch)
+        return descriptors
     q, k, v, out = lasting[:4]
     source = "v"
     if kernel.prologue is not None and tensors.q.dtype is E4M3:

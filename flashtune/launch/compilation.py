@@ -205,14 +205,14 @@ def launching() -> Iterator[None]:
     with _launching:
         builder = interpreter.interpreter_builder
         options, replace = builder.options, interpreter._patch_lang
-        known: set[int] = set()
+        seen: set[int] = set()
 
         def replace_once(function: Any) -> Any:
             # The replaced names depend only on the globals of the function's module.
             names = id(function.__globals__)
-            if names in known:
+            if names in seen:
                 return interpreter._LangPatchScope()
-            known.add(names)
+            seen.add(names)
             return replace(function)
 
         builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)

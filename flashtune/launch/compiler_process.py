@@ -60,7 +60,7 @@ class CompilerProcess:
         Does nothing if there can be no process. This process then compiles the kernel, or reports the error.
         """
         kernel = known_kernel(record, specialization)
-        if kernel is not None and all(is_compiled(one, target) for one in kernel.parts):
+        if kernel is not None and all(is_compiled(part, target) for part in kernel.parts):
             return
         config = msgspec.Raw(msgspec.json.encode(record.config))
         work = Work(record.family, record.problem, config, specialization, target)
@@ -118,12 +118,12 @@ def _started() -> subprocess.Popen[bytes]:
     )
 
 
-def _serve(given: IO[bytes], answers: IO[bytes]) -> None:
+def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Compiles the kernel of each line and answers with it, until the other process closes the pipe."""
     from flashtune.templates.rendering import render
 
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Work)
-    for line in given:
+    for line in requests:
         work = decoder.decode(line)
         family = find_family(work.family)
         config = msgspec.json.decode(work.config, type=family.config_type)

@@ -15,6 +15,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.files import read_own
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record
+from flashtune.core.session import SESSION, keep
 from flashtune.launch.binding import Binary, compile_binary
 from flashtune.launch.compilation import MAX_SOURCE_BYTES, kernel_folder
 from flashtune.launch.launcher import load
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from flashtune.core.target import Target
 
 
-_rendered: dict[tuple[object, ...], Kernel] = {}
+_rendered: dict[tuple[object, ...], Kernel] = SESSION.process_cache("rendered kernels")
 
 
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
     """Returns the kernel of a record's config for tensors of a specialization."""
-    known = known_kernel(record, specialization)
-    return known or _render(record, find_family(record.family), specialization)
+    cached = known_kernel(record, specialization)
+    return cached or _render(record, find_family(record.family), specialization)
 
 
 def known_kernel(record: Record, specialization: Specialization) -> Kernel | None:
@@ -45,7 +46,7 @@ def known_kernel(record: Record, specialization: Specialization) -> Kernel | Non
 
 def remember_kernel(record: Record, specialization: Specialization, kernel: Kernel) -> None:
     """Keeps a kernel that another process rendered."""
-    _rendered[_properties(record, specialization)] = kernel
+    keep(_rendered, _properties(record, specialization), kernel)
 
 
 def _properties(record: Record, specialization: Specialization) -> tuple[object, ...]:
@@ -80,10 +81,10 @@ def _proven_copy(record: Record, family: Family, specialization: Specialization)
 
 def binary_of(kernel: Kernel, target: Target, device: torch.device) -> Binary:
     """Returns a kernel's binary, loaded onto a device."""
-    found = _compiled(kernel, target, device)
-    if isinstance(found, KernelError):
-        raise found
-    return found
+    compiled = _compiled(kernel, target, device)
+    if isinstance(compiled, KernelError):
+        raise compiled
+    return compiled
 
 
 @functools.cache

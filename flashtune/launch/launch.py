@@ -114,10 +114,10 @@ def launch_of(
 
 def taking(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns a function that selects the values of some names, in C for two or more."""
-    places = [names.index(name) for name in wanted]
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)
+    indices = [names.index(name) for name in wanted]
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[index] for index in indices)
 
 
 def _among(names: Sequence[str], taken: set[str]) -> list[str]:

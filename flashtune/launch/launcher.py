@@ -98,10 +98,10 @@ def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Que
         return None
     (arguments,) = seen
     as_one = arguments[-1] == values
-    places = [place for place, argument in enumerate(arguments) if argument is stream]
-    if len(places) != 1 or not (as_one or arguments[-2:] == values):
+    indices = [index for index, argument in enumerate(arguments) if argument is stream]
+    if len(indices) != 1 or not (as_one or arguments[-2:] == values):
         return None
-    before, after = arguments[: places[0]], arguments[places[0] + 1 : -1 if as_one else -2]
+    before, after = arguments[: indices[0]], arguments[indices[0] + 1 : -1 if as_one else -2]
     return Queue(launch, before, after, as_one)
 
 

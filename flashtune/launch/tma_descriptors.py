@@ -61,15 +61,17 @@ class DescriptorArguments:
             device: The device of the tensors.
         """
         values: list[Any] = []
-        for address, known, patterns in zip(addresses, self._known, self._patterns, strict=True):
-            found = known.get(address)
-            if found is None:
+        for address, cached, patterns in zip(addresses, self._known, self._patterns, strict=True):
+            descriptors = cached.get(address)
+            if descriptors is None:
                 _make_context_current(device)
-                found = [value for pattern, notes in patterns for value in _made(pattern, notes, address)]
-                if len(known) >= MAX_ADDRESSES:
-                    known.clear()
-                known[address] = found
-            values += found
+                descriptors = [
+                    value for pattern, notes in patterns for value in _made(pattern, notes, address)
+                ]
+                if len(cached) >= MAX_ADDRESSES:
+                    cached.clear()
+                cached[address] = descriptors
+            values += descriptors
         if len(self._together) >= MAX_ADDRESSES:
             self._together.clear()
         self._together[addresses] = together = tuple(values)
@@ -95,10 +97,10 @@ def _make_context_current(device: torch.device) -> None:
 
     Threads of autograd start without a context. The first launch by torch in a thread sets it.
     """
-    known: set[torch.device] = _thread.__dict__.setdefault("devices", set())
-    if device not in known:
+    current: set[torch.device] = _thread.__dict__.setdefault("devices", set())
+    if device not in current:
         torch.zeros(1, device=device)
-        known.add(device)
+        current.add(device)
 
 
 def _made(pattern: TensorDescriptor, notes: dict[str, Any], address: int) -> list[Any]:

@@ -104,7 +104,7 @@ class Workspaces:
         """
         if self._allocate is not None:
             made = [self._allocate(shape, self._device) for shape in self._shapes]
-            return [one.data_ptr() for one in made], made, _freed
+            return [workspace.data_ptr() for workspace in made], made, _freed
         if self._size > MAX_KEPT_BYTES or capturing():
             tensor = self._new()
             return [*map(tensor.data_ptr().__add__, self._offsets)], tensor, _freed

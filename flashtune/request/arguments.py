@@ -25,11 +25,7 @@ CAUSALS = tuple(Causal)
 
 
 def read_causal(causal: object) -> str:
-    """Returns the value of `Causal`. `True` means bottom-right, as in flash_attn.
-
-    Raises:
-        ProblemError: The argument is neither a bool nor the name of an alignment.
-    """
+    """Returns the value of `Causal`. `True` means bottom-right, as in flash_attn."""
     if causal is True:
         return "bottom_right"
     if causal is False:
@@ -40,11 +36,7 @@ def read_causal(causal: object) -> str:
 
 
 def read_option(name: str, value: object, known: tuple[Option, ...]) -> Option:
-    """Returns the known value of an option.
-
-    Raises:
-        ProblemError: The value is unknown.
-    """
+    """Returns the known value of an option."""
     for choice in known:
         if isinstance(value, str) and value == choice:
             return choice
@@ -53,11 +45,7 @@ def read_option(name: str, value: object, known: tuple[Option, ...]) -> Option:
 
 
 def read_window(window: object) -> Window:
-    """Returns both bounds of a window; None means unbounded.
-
-    Raises:
-        ProblemError: The window is not a pair of numbers of keys.
-    """
+    """Returns both bounds of a window; None means unbounded."""
     if window is None:
         return NO_WINDOW
     if not isinstance(window, tuple) or len(window) != 2:
@@ -76,11 +64,7 @@ def _bound(name: str, value: object) -> Bound:
 
 
 def read_longest(max_seqlen_q: object, q: object) -> int:
-    """Returns the number of queries of the longest varlen sequence.
-
-    Raises:
-        ProblemError: It is not a number, or exceeds the tokens of q.
-    """
+    """Returns the number of queries of the longest varlen sequence."""
     longest = read_count("max_seqlen_q", max_seqlen_q, "the queries of the longest sequence")
     packed = isinstance(q, Tensor) and not q.is_nested and q.dim() == 3
     tokens = q.shape[0] if packed else 0  # type: ignore[attr-defined]
@@ -93,11 +77,7 @@ def read_longest(max_seqlen_q: object, q: object) -> int:
 
 
 def read_number(number: NumberInput, value: object) -> float | None:
-    """Returns a number of a feature, or None if it is 0 or None.
-
-    Raises:
-        ProblemError: The value is not a number, or is out of range.
-    """
+    """Returns a number of a feature, or None if it is 0 or None."""
     if value is None:
         return None
     if isinstance(value, (int, float)) and (value == 0 or number.least <= value <= number.most):
@@ -106,11 +86,7 @@ def read_number(number: NumberInput, value: object) -> float | None:
 
 
 def read_block_mask(mask: object) -> BlockMask:
-    """Returns the block mask of a call.
-
-    Raises:
-        ProblemError: It is not a `BlockMask`, or its blocks have another size than kernels take.
-    """
+    """Returns the block mask of a call."""
     if not isinstance(mask, BlockMask):
         raise ProblemError(
             f"block_mask cannot be {shown(mask)}: pass a flashtune.BlockMask, for example "
@@ -123,11 +99,7 @@ def read_block_mask(mask: object) -> BlockMask:
 
 
 def read_bias(attn_bias: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
-    """Returns the additive bias or the boolean mask of a call.
-
-    Raises:
-        ProblemError: Both are given, or one has the type of the other.
-    """
+    """Returns the additive bias or the boolean mask of a call."""
     if attn_mask is None:
         if isinstance(attn_bias, Tensor) and attn_bias.dtype is torch.bool:
             raise ProblemError("attn_bias is torch.bool: pass it as attn_mask, where True lets a query see")

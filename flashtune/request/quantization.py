@@ -77,22 +77,13 @@ def negated(tensor: Tensor) -> Tensor:
 
 
 def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
-    """Returns queries and a non-negative scale with the same product: a negative sign moves to the queries.
-
-    Raises:
-        ProblemError: The scale is not a finite number.
-    """
+    """Returns queries and a scale of the same product, with a scale that is not negative."""
     factor = read_scale(scale)
     return (negated(q), -factor) if factor is not None and factor < 0.0 else (q, factor)
 
 
 def check_scales(problem: Problem, device: torch.device, scales: ExtraInputs) -> None:
-    """Checks that scales match a problem. Their values are not checked.
-
-    Raises:
-        ProblemError: They are not float32 tensors of the right shape and device, or the problem is not
-            quantised.
-    """
+    """Checks that scales match a problem. Their values are not checked."""
     heads = (problem.heads, problem.kv_heads, problem.kv_heads)
     names = ("q_scale", "k_scale", "v_scale")
     for name, scale, count in zip(names, scales.scales, heads, strict=True):

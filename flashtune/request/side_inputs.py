@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_kinds(side: ExtraInputs, device: torch.device) -> None:
-    """Checks the type, device and last stride of each extra input.
-
-    Raises:
-        ProblemError: A check fails.
-    """
+    """Checks the type, device and last stride of each extra input."""
     for one, tensor in _given(side):
         require_dense(one.option, tensor)
         if tensor.device != device:
@@ -49,11 +45,7 @@ def _given(side: ExtraInputs) -> Iterator[tuple[TensorInput, Tensor]]:
 
 
 def check_shapes(problem: Problem, side: ExtraInputs, batch: int) -> None:
-    """Checks the shapes of extra inputs with one value for each sequence or head, and of the block table.
-
-    Raises:
-        ProblemError: A shape does not match the problem.
-    """
+    """Checks the shapes of extra inputs with one value for each sequence or head, and of the block table."""
     extents = {"heads": problem.heads, "batch": batch, "batch + 1": batch + 1}
     for one, tensor in _given(side):
         shape = None if one.shape is None else [extents[name] for name in one.shape]
@@ -74,9 +66,6 @@ def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_he
 
     Scales are one number, one per head, or one per page (dense cache: sequence) and head. A tensor that is
     expanded over pages has one scale for all pages.
-
-    Raises:
-        ProblemError: A shape is another one.
     """
     kinds = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -112,9 +101,6 @@ def side_views(problem: Problem, side: ExtraInputs, places: int) -> ExtraInputs:
     """Returns the extra inputs as kernels take them. Shared dimensions are expanded with a stride of zero.
 
     `places` is the number of pages (dense cache: sequences) of the cache's scales.
-
-    Raises:
-        ProblemError: The ALiBi slopes, the bias or the block mask do not match the problem.
     """
     slopes, bias = side.slopes, side.bias
     if slopes is not None:

@@ -16,11 +16,7 @@ fp32_precision = torch._C._get_fp32_precision_getter
 
 
 def require_dense(name: str, value: object) -> None:
-    """Checks that an argument is a dense, strided tensor.
-
-    Raises:
-        ProblemError: It is not a tensor, or is sparse or nested.
-    """
+    """Checks that an argument is a dense, strided tensor."""
     if not isinstance(value, Tensor):
         raise ProblemError(f"{name} is {kind_of(value)}: pass a torch tensor")
     if value.is_nested:
@@ -30,11 +26,7 @@ def require_dense(name: str, value: object) -> None:
 
 
 def check_extents(problem: Problem) -> None:
-    """Checks that numbers of sequences, heads and tokens are within the limits of kernels.
-
-    Raises:
-        ProblemError: A number is too large.
-    """
+    """Checks that numbers of sequences, heads and tokens are within the limits of kernels."""
     for name, size, most in (
         ("sequences", problem.batch, MAX_TOKENS),
         ("query heads", problem.heads, MAX_HEADS),
@@ -59,11 +51,7 @@ def allows_tf32() -> bool:
 
 
 def check_double(q: Tensor, generated: bool) -> None:
-    """Rejects float64 if only generated kernels may serve.
-
-    Raises:
-        ProblemError: The tensor is float64, and only generated kernels may serve.
-    """
+    """Rejects float64 if only generated kernels may serve."""
     if q.dtype is torch.float64 and generated:
         raise ProblemError(
             "q is torch.float64: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn, or "

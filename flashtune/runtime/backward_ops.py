@@ -31,7 +31,7 @@ from flashtune.runtime.backward_executors import with_rows
 from flashtune.runtime.call_cache import call_key, remembered, unsigned
 from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
-from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
+from flashtune.runtime.prepare import baseline_of, prepare_alone
 from flashtune.runtime.torch_modes import transforms
 
 NAME = "attention_backward"
@@ -58,7 +58,7 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
     """
     _, decision = choose(TracedRequest(_hinted(request), call.q, call.k, call.v, call.side))
     if not decision.generated:
-        return baseline_of_pair(decision, request)(call.q, call.k, call.v, call.scale, call.side)
+        return baseline_of(decision, request)(call.q, call.k, call.v, call.scale, call.side)
     options = call.options._replace(return_lse=request.return_lse, deterministic=request.deterministic)
     call = call._replace(options=options)
     pair = Pair(

@@ -8,7 +8,6 @@ kinds share the selected kernel and its binary, which are slow to make (`flashtu
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,18 +17,17 @@ from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.canonical import rounded_up
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS
+from flashtune.core.session import SESSION, keep
 from flashtune.dispatch.bound_request import BoundRequest, side_gradients
 from flashtune.dispatch.decision import without_values
 from flashtune.recording.callers import note_caller
-from flashtune.recording.recorder import counted, on_change, recording
+from flashtune.recording.recorder import counted, recording
 from flashtune.request.autocast import any_autocast, autocast_dtype
 from flashtune.request.call import requires_grad
 from flashtune.request.quantization import with_positive_scale
 from flashtune.request.tensor_checks import allows_tf32
 from flashtune.runtime.executors import write_output
-from flashtune.runtime.kernel_fallback import forget_choices
 from flashtune.runtime.prepare import prepare
-from flashtune.runtime.prepare_training import prepare_pair
 from flashtune.runtime.torch_modes import runs_eagerly
 from flashtune.runtime.value_checks import with_checks
 
@@ -38,9 +36,6 @@ if TYPE_CHECKING:
 
     from flashtune.request.call import Call
     from flashtune.request.request import Executor, Result
-
-# The cache is cleared at this size. Kernels stay loaded.
-MEMO_LIMIT = 4096
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
 
@@ -52,8 +47,7 @@ is_grad_enabled = torch.is_grad_enabled
 float32 = torch.float32
 is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
-_executors: dict[tuple[object, ...], Any] = {}
-_preparing = threading.RLock()
+_executors: dict[tuple[object, ...], Any] = SESSION.cache("executors")
 
 
 def known_executor(
@@ -231,7 +225,7 @@ def executor_of(key: tuple[object, ...], call: Call) -> Executor:
 
     def make(bound: BoundRequest) -> Executor:
         request = bound.request
-        executor = with_checks((prepare_pair if request.needs_grad else prepare)(bound), request)
+        executor = with_checks(prepare(bound), request)
         if not recording() or request.is_double or without_values(request) is not None:
             return executor
         for one in bound.passes:
@@ -255,7 +249,7 @@ def remembered(
     executor: AnyExecutor | None = _executors.get(key)
     if executor is not None:
         return executor
-    with _preparing:
+    with SESSION.preparing:
         executor = _executors.get(key)
         if executor is None:
             bound = BoundRequest.of(call, needs_grad)
@@ -268,9 +262,7 @@ def remembered(
                 return executor
             executor = make(bound)
             note_caller(bound.request.problem)
-            if len(_executors) >= MEMO_LIMIT:
-                _executors.clear()
-            _executors[key] = executor
+            keep(_executors, key, executor)
         return executor
 
 
@@ -288,16 +280,6 @@ def _for_any_address(key: tuple[object, ...]) -> Any:
         if executor is not None:
             return executor
     return None
-
-
-def forget_executors() -> None:
-    """Clears the cache."""
-    with _preparing:
-        _executors.clear()
-        forget_choices()
-
-
-on_change(forget_executors)
 
 
 def _refuse_capture(q: Tensor) -> None:

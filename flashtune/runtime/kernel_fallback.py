@@ -9,6 +9,7 @@ import msgspec
 
 from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import search_command, warn_once
+from flashtune.core.session import SESSION, keep
 from flashtune.dispatch.decision import Backend
 from flashtune.dispatch.lookup import default_selections, nearest_selection, proven_by
 from flashtune.dispatch.nearest import is_far
@@ -31,7 +32,7 @@ Usable = TypeVar("Usable")
 # Maximum number of cached kernels of calls with features, which are a few for each kind of model and batch.
 CHOICES_LIMIT = 1024
 
-_choices: dict[KernelKey, LoadedKernel] = {}
+_choices: dict[KernelKey, LoadedKernel] = SESSION.cache("kernels")
 
 
 class LoadedKernel(NamedTuple):
@@ -49,16 +50,8 @@ def known_choice(key: KernelKey) -> LoadedKernel | None:
 
 def remember_choice(key: KernelKey, choice: LoadedKernel) -> None:
     """Caches a kernel for later calls with the same key."""
-    if not key.problem.features:
-        return
-    if len(_choices) >= CHOICES_LIMIT:
-        _choices.clear()
-    _choices[key] = choice
-
-
-def forget_choices() -> None:
-    """Clears the cache of kernels."""
-    _choices.clear()
+    if key.problem.features:
+        keep(_choices, key, choice, CHOICES_LIMIT)
 
 
 def chosen(selection: Selection, target: Target, key: KernelKey) -> LoadedKernel:

@@ -100,12 +100,10 @@ class Inputs(NamedTuple):
             keys = tuple(self.extra.cu_seqlens_kv.diff().tolist())
         return Lengths(queries, keys)
 
-    def backward(self, dout: Tensor, dlse: Tensor | None = None) -> Inputs:
-        """Returns the inputs of the backward pass, with gradients in the layouts of the call's results."""
+    def backward(self, dout: Tensor) -> Inputs:
+        """Returns the inputs of the backward pass, with a gradient in the layout of the call's output."""
         problem = msgspec.structs.replace(self.problem, direction=Direction.BACKWARD)
-        if dlse is not None and self.layout in (Layout.THD, Layout.BHD):
-            dlse = dlse[None] if self.layout is Layout.THD else dlse[..., None]
-        return self._replace(problem=problem, dout=self.layout.heads_first(dout), dlse=dlse)
+        return self._replace(problem=problem, dout=self.layout.heads_first(dout))
 
 
 def tensors(
@@ -137,8 +135,8 @@ def tensors(
     """
     if is_ragged(problem):
         lengths = lengths or usual_lengths(problem)
-        total_q = lengths.total_q if problem.total_q else 0
-        problem = msgspec.structs.replace(problem, total_q=total_q, batch=len(lengths.queries))
+        total_q = lengths.total_q if problem.packed else 0
+        problem = msgspec.structs.replace(problem, packed=total_q, batch=len(lengths.queries))
     lengths = lengths or equal_lengths(problem)
     scale = problem.head_dim**-0.5 if scale is None else scale
     memory_order = guarded_tensors.Layout(layout)
@@ -154,16 +152,16 @@ def tensors(
     gradient = make_dlse(problem, generator) if dlse else None
     return inputs._replace(
         dout=packed(problem, lengths, dout),
-        dlse=None if gradient is None else packed(problem, lengths, gradient[..., None])[..., 0].contiguous(),
+        dlse=None if gradient is None else packed(problem, lengths, gradient).contiguous(),
     )
 
 
 def packed(problem: Problem, lengths: Lengths, padded: Tensor) -> Tensor:
-    """Returns rows of queries, [batch, heads, seqlen_q, width], as kernels take them."""
-    if not problem.total_q:
+    """Returns rows of queries, [batch, heads, seqlen_q] or [..., width], as kernels take them."""
+    if not problem.packed:
         return padded
     places = query_places(problem, lengths).to(padded.device)
-    return Layout.THD.heads_first(padded.transpose(1, 2)[places.sequence, places.row])
+    return padded.transpose(1, 2)[places.sequence, places.row].transpose(0, 1)[None]
 
 
 def attention_inputs(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Inputs:
@@ -194,10 +192,10 @@ def inputs_of(call: Call) -> Inputs:
     scale = request.default_scale if call.scale is None else call.scale
     kv_layout = request.kv_layout or request.layout
     inputs = Inputs(request.problem, q, k, v, scale, extra, layout=request.layout, kv_layout=kv_layout)
-    if not (request.problem.total_q or request.problem.page_size):
+    if not (request.problem.packed or request.problem.page_size):
         return inputs
     # Requests round the numbers of tokens and pages up.
     queries, keys = inputs.lengths
     fields = {"seqlen_q": max(queries, default=0), "seqlen_kv": max(keys, default=0)}
-    fields["total_q"] = request.tokens
+    fields["packed"] = request.tokens
     return inputs._replace(problem=msgspec.structs.replace(request.problem, **fields))

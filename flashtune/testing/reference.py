@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flashtune.core.layouts import Layout
 from flashtune.testing.inputs import packed
@@ -65,18 +67,18 @@ def reference(inputs: Inputs) -> Reference:
 
     Rows that no sequence has are not read, so they may be NaN.
     """
+    if not inputs.q.numel():
+        return _empty(inputs)
     extra, scale, lengths = inputs.extra, inputs.scale, inputs.lengths
-    q, k, v = (
-        _padded_queries(inputs, inputs.q),
-        *(_padded_keys(inputs, one) for one in (inputs.k, inputs.v)),
-    )
+    q = _padded_queries(inputs, inputs.q)
+    k, v = (_padded_keys(inputs, one) for one in (inputs.k, inputs.v))
     if inputs.problem.kv_dtype is not None:
         k_scale, v_scale = (_scale_of_keys(inputs, one) for one in (extra.k_scale, extra.v_scale))
         extra = extra._replace(k_scale=k_scale, v_scale=v_scale)
     problem = inputs.problem
     if not problem.seqlen_kv:
         # The reference takes no empty rows of scores. Lengths hide the added key.
-        problem = msgspec.structs.replace(problem, seqlen_kv=1, seqlens_k=True)
+        problem = msgspec.structs.replace(problem, seqlen_kv=1, kv_lengths=not problem.page_size)
     heads = torch.arange(problem.batch * problem.heads)
     parts = [
         expect(problem, q, k, v, scale, Sample(heads, rows), extra, lengths)
@@ -87,7 +89,9 @@ def reference(inputs: Inputs) -> Reference:
         for tensors in zip(*parts, strict=True)
     )
     expected_out = Expected("out", _of_queries(inputs, out), _of_queries(inputs, allowed))
-    expected_lse = Expected("lse", _as_lse(inputs, lse), _as_lse(inputs, lse_allowed))
+    expected_lse = Expected(
+        "lse", *(_as_lse(inputs, packed(problem, lengths, one)) for one in (lse, lse_allowed))
+    )
     if inputs.dout is None:
         return Reference(expected_out, expected_lse)
     numbers = torch.arange(problem.batch * problem.kv_heads)
@@ -130,10 +134,20 @@ def close(result: Tensor, expected: Expected) -> float:
     )
 
 
+def _empty(inputs: Inputs) -> Reference:
+    """Returns the forward pass of no queries."""
+    shape = (*inputs.q.shape[:3], inputs.problem.value_head_dim)
+    out = inputs.layout.as_given(inputs.q.new_zeros(shape, dtype=torch.float64))
+    lse = _as_lse(inputs, inputs.q.new_zeros(shape[:3], dtype=torch.float64))
+    return Reference(Expected("out", out, out[..., 0]), Expected("lse", lse, lse))
+
+
 def _padded_queries(inputs: Inputs, tensor: Tensor) -> Tensor:
-    if inputs.extra.cu_seqlens_q is None:
+    starts = inputs.extra.cu_seqlens_q
+    if starts is None:
         return tensor
-    return _stacked(tensor[0].split(inputs.lengths.queries, 1), inputs.problem.seqlen_q)
+    sequences = (tensor[0, :, first:end] for first, end in itertools.pairwise(starts.tolist()))
+    return _stacked(sequences, inputs.problem.seqlen_q)
 
 
 def _padded_keys(inputs: Inputs, tensor: Tensor) -> Tensor:
@@ -155,10 +169,7 @@ def _padded_keys(inputs: Inputs, tensor: Tensor) -> Tensor:
 
 def _stacked(parts: Iterable[Tensor], longest: int) -> Tensor:
     """Returns the rows of sequences, [heads, rows, width] each, as one tensor padded with zeros."""
-    sizes = ((rows, longest - rows.shape[1]) for rows in parts)
-    return torch.stack(
-        [torch.cat((rows, rows.new_zeros(len(rows), n, rows.shape[2])), 1) for rows, n in sizes]
-    )
+    return torch.stack([pad(rows, (0, 0, 0, longest - rows.shape[1])) for rows in parts])
 
 
 def _scale_of_keys(inputs: Inputs, scale: Tensor | None) -> Tensor:
@@ -178,11 +189,10 @@ def _of_queries(inputs: Inputs, rows: Tensor) -> Tensor:
 
 
 def _as_lse(inputs: Inputs, rows: Tensor) -> Tensor:
-    """Returns a number of each query, [batch, heads, rows], in the layout of the log-sum-exp."""
-    heads_first = packed(inputs.problem, inputs.lengths, rows[..., None])[..., 0]
+    """Returns a number of each query, [batch or 1, heads, rows], in the layout of the log-sum-exp."""
     if inputs.layout is Layout.THD:
-        return heads_first[0]
-    return heads_first[..., 0] if inputs.layout is Layout.BHD else heads_first
+        return rows[0]
+    return rows[..., 0] if inputs.layout is Layout.BHD else rows
 
 
 def _of_keys(inputs: Inputs, rows: Tensor) -> Tensor:
@@ -192,7 +202,7 @@ def _of_keys(inputs: Inputs, rows: Tensor) -> Tensor:
     if inputs.extra.cu_seqlens_kv is not None:
         sizes = inputs.extra.cu_seqlens_kv.diff().tolist()
         # A sequence may have more rows than the longest uses.
-        wide = torch.nn.functional.pad(rows, (0, 0, 0, max(sizes, default=0)))
+        wide = pad(rows, (0, 0, 0, max(sizes, default=0)))
         rows = torch.cat([one[:, :size] for one, size in zip(wide, sizes, strict=True)], 1)[None]
     return inputs.kv_layout.as_given(rows)
 

@@ -156,8 +156,8 @@ def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
         queries = 1 if splits_of(config) else block_m + 1
         lengths = Lengths((queries, queries), (2 * block_n + 1, 2 * block_n - 1))
         heads = (16, 1) if problem.mla else (4, 2)
-        one = ServingCase(Shape(Probe.RANDOM, *_longest(lengths)), heads, lengths, is_ragged(problem))
-        (case,) = served_cases(problem, (one,), block_n, (1.0,))
+        served = ServingCase(Shape(Probe.RANDOM, *_longest(lengths)), heads, lengths, is_ragged(problem))
+        (case,) = served_cases(problem, (served,), block_n, (1.0,))
         return tuple(msgspec.structs.replace(case, far=tensor) for tensor in range(len(TENSORS)))
     small = msgspec.structs.replace(
         problem, batch=2, heads=2, kv_heads=1, seqlen_q=block_m + 1, seqlen_kv=2 * block_n + 1
@@ -171,8 +171,8 @@ def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
 def _thinned(problem: Problem) -> Problem:
     while problem.minimal_bytes() > MAX_MAIN_BYTES:
         if problem.batch > 1:
-            packed = -(-problem.total_q // 2)
-            problem = msgspec.structs.replace(problem, batch=problem.batch // 2, total_q=packed)
+            packed = -(-problem.packed // 2)
+            problem = msgspec.structs.replace(problem, batch=problem.batch // 2, packed=packed)
         elif problem.kv_heads > 1:
             fewer = problem.kv_heads // 2
             problem = msgspec.structs.replace(problem, kv_heads=fewer, heads=fewer * problem.group_size)
@@ -209,13 +209,13 @@ def served_cases(
 ) -> Iterator[Case]:
     """Yields cases of decoding, or with features such as sequences of different lengths."""
     turns = zip(itertools.cycle(factors), itertools.cycle((Layout.BSHD, Layout.BHSD)))
-    for turn, (one, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
-        heads, kv_heads = one.heads
-        queries, keys = _longest(one.lengths)
+    for turn, (served, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
+        heads, kv_heads = served.heads
+        queries, keys = _longest(served.lengths)
         if problem.page_size:
             # In every second case, block tables have one more page than the longest sequence.
             keys = (-(-keys // problem.page_size) + turn % 2) * problem.page_size
-        elif problem.seqlens_k and not problem.total_q:
+        elif problem.kv_lengths and not problem.packed:
             # In every second case, tensors have a few more keys than the longest sequence.
             keys += 5 * (turn % 2)
         yield Case(
@@ -223,17 +223,17 @@ def served_cases(
                 problem,
                 heads=heads,
                 kv_heads=kv_heads,
-                batch=len(one.lengths.queries),
+                batch=len(served.lengths.queries),
                 seqlen_q=queries,
                 seqlen_kv=keys,
-                total_q=one.lengths.total_q if problem.total_q else 0,
+                packed=served.lengths.total_q if problem.packed else 0,
             ),
-            probe=one.shape.probe,
+            probe=served.shape.probe,
             block=block,
             scale=factor * problem.head_dim**-0.5,
             layout=layout,
-            repeats=one.shape.repeats,
-            lengths=one.lengths if one.ragged else msgspec.UNSET,
+            repeats=served.shape.repeats,
+            lengths=served.lengths if served.ragged else msgspec.UNSET,
         )
 
 

@@ -105,10 +105,10 @@ def check_rendered(
     with _on(device), contextlib.nullcontext() if interpreting() else one_thread():
         try:
             for case, case_seed in planned:
-                found = tuple(case_findings(kernel, binary, case, case_seed, target, device, keep=keep))
-                findings += found
+                of_case = tuple(case_findings(kernel, binary, case, case_seed, target, device, keep=keep))
+                findings += of_case
                 # On the CPU, figures are known at once and launches are slow, so stop at the first failure.
-                if interpreting() and not all(finding.holds() for finding in found):
+                if interpreting() and not all(finding.holds() for finding in of_case):
                     break
             assert findings, "a kernel without problems is not proven"
             figures = read_figures(findings)
@@ -160,10 +160,10 @@ def read_figures(findings: list[Finding]) -> list[float]:
     """Returns all figures in order. Waits for the device once for each dtype of the figures."""
     values = [0.0] * len(findings)
     for dtype in {finding.figure.dtype for finding in findings}:
-        alike = [place for place, finding in enumerate(findings) if finding.figure.dtype is dtype]
-        found = torch.stack([findings[place].figure for place in alike]).tolist()
-        for place, value in zip(alike, found, strict=True):
-            values[place] = float(value)
+        alike = [index for index, finding in enumerate(findings) if finding.figure.dtype is dtype]
+        read = torch.stack([findings[index].figure for index in alike]).tolist()
+        for index, value in zip(alike, read, strict=True):
+            values[index] = float(value)
     return values
 
 
@@ -175,11 +175,11 @@ def interpretable(problem: Problem) -> Problem:
 def joined(verdicts: list[Verdict]) -> Verdict:
     """Returns one verdict for several variants of a kernel."""
     worst = max(verdicts, key=lambda verdict: (not verdict.passed, verdict.worst_ratio))
-    found = msgspec.structs.replace(worst, checks=sum(verdict.checks for verdict in verdicts))
-    if not found.passed:
-        return found
+    whole = msgspec.structs.replace(worst, checks=sum(verdict.checks for verdict in verdicts))
+    if not whole.passed:
+        return whole
     named = (name for verdict in verdicts for name in verdict.probes or ())
-    return msgspec.structs.replace(found, probes=tuple(dict.fromkeys(named)))
+    return msgspec.structs.replace(whole, probes=tuple(dict.fromkeys(named)))
 
 
 def _variants(
@@ -211,7 +211,7 @@ def _supported(
     """Returns the cases that the kernel's family supports. Families may limit, for example, the queries."""
     family, tensors = find_family(kernel.family), kernel.specialization
     cases = tuple(
-        one for one in planned if unsupported_reason(family, one[0].problem, target, tensors) is None
+        pair for pair in planned if unsupported_reason(family, pair[0].problem, target, tensors) is None
     )
     if not cases:
         raise KernelError(
@@ -279,7 +279,7 @@ def preload(
 
     The kernel need not be compiled. `enough` is called before each case, and ends the run if it returns True.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     met: set[Probe] = set()
     with one_thread():
         for case, _ in planned_cases(kernel, problem, config, Level.QUICK, SEED):
@@ -287,5 +287,7 @@ def preload(
                 return
             if case.probe not in met:
                 met.add(case.probe)
-                found += case_findings(kernel, None, case, SEED, target, device, keep=False, launched=False)
-        read_figures(found)
+                findings += case_findings(
+                    kernel, None, case, SEED, target, device, keep=False, launched=False
+                )
+        read_figures(findings)

@@ -46,7 +46,7 @@ def at_edges(
     keys = problem.seqlen_kv
     shape = (problem.batch, problem.kv_heads, keys + 1, width)
     words = torch.randint(2, shape, generator=generator, device=device) * 2.0 - 1.0
-    if problem.total_q and not problem.page_size:
+    if problem.packed and not problem.page_size:
         for sequence in range(problem.batch - 1):
             words[sequence, :, lengths.keys[sequence]] = words[_next(lengths, sequence), :, 0]
     neighbours = _neighbours(problem, lengths, side, generator)
@@ -104,11 +104,11 @@ def _borders(seen: Tensor) -> Iterator[Borders]:
     padded = torch.nn.functional.pad(seen, (1, 2))
     before, own, after = padded[..., :-2], padded[..., 1:-1], padded[..., 2:]
     border = ~own & (before | after)
-    for one, left in zip(border, before, strict=True):
-        row, hidden = one.nonzero(as_tuple=True)
+    for at_border, left in zip(border, before, strict=True):
+        row, hidden = at_border.nonzero(as_tuple=True)
         # If both neighbours are visible, the left one is used.
         visible = hidden + 1 - 2 * left[row, hidden].long()
-        yield Borders(row.cpu().bincount(minlength=len(one)), hidden.cpu(), visible.cpu())
+        yield Borders(row.cpu().bincount(minlength=len(at_border)), hidden.cpu(), visible.cpu())
 
 
 def _drawn(borders: Borders, drawn: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,8 +121,8 @@ def _drawn(borders: Borders, drawn: Tensor) -> tuple[Tensor, Tensor]:
     if not len(borders.hidden):
         return torch.zeros_like(drawn, dtype=torch.int64), torch.zeros_like(drawn, dtype=torch.int64)
     first = borders.counts.cumsum(0) - borders.counts
-    place = (first + (drawn * borders.counts).long()).clamp_max(len(borders.hidden) - 1)
-    return borders.visible[place], borders.hidden[place]
+    number = (first + (drawn * borders.counts).long()).clamp_max(len(borders.hidden) - 1)
+    return borders.visible[number], borders.hidden[number]
 
 
 def with_latent(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,8 +31,8 @@ OUTLIER_SHARE = 0.001
 OUTLIER_SIZE = 10.0
 # Tensors of at most this many elements are filled on the CPU.
 FEW_ELEMENTS = 2**20
-# Magnitudes of the heads of quantised tensors differ by up to this power of two, so that the scale of another
-# head gives a wrong result.
+# Magnitudes of the heads of quantised tensors differ by up to this power of two. The scale of another head
+# then gives a wrong result.
 HEAD_POWER = 2
 
 
@@ -185,8 +185,8 @@ def _needles(values: Values, probe: Probe, scale: float, block: int, generator: 
     # Neighbouring blocks use different columns.
     column = torch.arange(blocks) * 7 % width
     sign = torch.randint(2, (batch, kv_heads, blocks), generator=generator) * 2.0 - 1.0
-    place = torch.arange(batch)[:, None, None], torch.arange(kv_heads)[None, :, None], key, column
-    v = replaced(0.1 * values.v, place, NEEDLE * sign)
+    indices = torch.arange(batch)[:, None, None], torch.arange(kv_heads)[None, :, None], key, column
+    v = replaced(0.1 * values.v, indices, NEEDLE * sign)
     # Scores of about 0.25 in magnitude: probabilities are nearly equal but still differ between keys.
     calm = 0.5 / (scale**0.5 * values.q.shape[-1] ** 0.25)
     return Values(calm * values.q, calm * values.k, v)

@@ -60,5 +60,5 @@ def delayed(kernel: Kernel) -> Kernel | None:
     """Returns the kernel with random delays of its warps, or None if the compiler inserts all barriers."""
     if "mbarrier.wait(" not in kernel.source:
         return None
-    source = _PLACE.sub(lambda place: f"{place['indent']}fall_behind()\n{place[0]}", kernel.source)
+    source = _PLACE.sub(lambda match: f"{match['indent']}fall_behind()\n{match[0]}", kernel.source)
     return msgspec.structs.replace(kernel, source=source + _SLEEP)

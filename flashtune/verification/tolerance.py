@@ -65,8 +65,8 @@ TRUNCATED_UNIT = 2.0**-13
 PRODUCTS_AT_ONCE = 32
 # Tensor Cores truncate when they sum the products of a score: by up to a unit in the last place, which is two
 # roundoffs, for each step of 16 products, always with the same sign. Other units round in at least as many
-# steps. In roundoffs of the largest possible score of the row, correct kernels of head dim 256 reached 17 in
-# fp16 on an H200 if all products of a row had the same sign.
+# steps. Correct kernels of head dim 256 reached 17 roundoffs of the row's largest possible score, in fp16 on
+# an H200. All products of a row had the same sign.
 PRODUCTS_OF_A_STEP = 16
 ROUNDOFFS_OF_A_STEP = 2.0
 MIN_SCORE_STEPS = 16.0
@@ -222,10 +222,10 @@ def norm(vectors: Tensor) -> Tensor:
     return (vectors * vectors).sum(-1).sqrt()
 
 
-def larger(one: Tensor, other: Tensor) -> Tensor:
+def larger(first: Tensor, second: Tensor) -> Tensor:
     """Returns the elementwise maximum, NaN if either is, without loading another CUDA kernel."""
-    both = one.new_empty(2, *one.shape)
-    both[0], both[1] = one, other
+    both = first.new_empty(2, *first.shape)
+    both[0], both[1] = first, second
     return both.amax(0)
 
 

@@ -154,7 +154,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
     features = frozenset(
         {
             *(Feature.DETERMINISTIC, Feature.DROPOUT, Feature.WINDOW),
-            *(Feature.SOFTCAP, Feature.SINKS, Feature.VARLEN),
+            *(Feature.SOFTCAP, Feature.SINKS, Feature.PACKED),
         }
     )
     direction = Direction.BACKWARD
@@ -174,7 +174,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             return f"backward_hopper takes head dims of q and v above {WIDE} only where they are one"
         if max(dims) > WIDE and problem.dropout:
             return f"backward_hopper drops weights of head dims up to {WIDE}"
-        if problem.dropout and (problem.softcap or problem.total_q):
+        if problem.dropout and (problem.softcap or problem.packed):
             return "backward_hopper drops weights without a softcap, of sequences that are not packed"
         return None
 

@@ -63,7 +63,7 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
 
     name = "decode_latent_hopper"
     config_type = LatentConfig
-    features = frozenset({Feature.MLA, Feature.SEQLENS_K, Feature.PAGES})
+    features = frozenset({Feature.MLA, Feature.KV_LENGTHS, Feature.PAGES})
     direction = Direction.FORWARD
     interpreted = False
 

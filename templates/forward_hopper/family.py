@@ -66,8 +66,8 @@ WORKSPACE = "transposed"
 CLASSIFYING_WARPS = {Bias.BOOLEAN: 2, Bias.ADDITIVE: 8}
 CLASSIFIED = 8
 # Features that a bias or mask, or a block mask, excludes.
-EXCLUDED_WITH_BIAS = {Feature.VARLEN, Feature.PAGES, Feature.SEQLENS_K, Feature.PREFIX}
-EXCLUDED_WITH_BLOCK_MASK = {Feature.VARLEN, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
+EXCLUDED_WITH_BIAS = {Feature.PACKED, Feature.PAGES, Feature.KV_LENGTHS, Feature.PREFIX}
+EXCLUDED_WITH_BLOCK_MASK = {Feature.PACKED, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
 # Additional bytes of the compiler: exchange between roles, and alignment gaps.
 SPARE_BYTES = 1024
 # A full grid replaces a balanced one if it takes less than this fraction of its time.
@@ -260,8 +260,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
     config_type = HopperConfig
     features = frozenset(
         {
-            *(Feature.WINDOW, Feature.VARLEN, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
-            *(Feature.SINKS, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SEQLENS_K),
+            *(Feature.WINDOW, Feature.PACKED, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
+            *(Feature.SINKS, Feature.SINK_TOKENS, Feature.CHUNK, Feature.PREFIX, Feature.KV_LENGTHS),
             *(Feature.BIAS, Feature.QUANTIZED_KV, Feature.BLOCK_MASK),
         }
     )
@@ -273,11 +273,11 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
         if problem.dtype not in DTYPES:
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
-        if problem.total_q and problem.dtype.is_quantized:
+        if problem.packed and problem.dtype.is_quantized:
             return "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
         if problem.dtype.is_quantized and problem.features - QUANTIZED_FEATURES:
             return "forward_hopper takes e4m3 with windows alone"
-        if problem.dropout and (problem.total_q or problem.page_size or problem.dtype.is_quantized):
+        if problem.dropout and (problem.packed or problem.page_size or problem.dtype.is_quantized):
             return (
                 "forward_hopper drops weights in bf16 and fp16, of sequences that are not packed or in pages"
             )
@@ -310,7 +310,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         """
         usual = usual_config(problem)
         is_short = mean_queries(problem) <= GROUP_ROWS
-        if problem.total_q and is_short and usual.num_consumer_groups > 1:
+        if problem.packed and is_short and usual.num_consumer_groups > 1:
             # Other groups have no rows of short sequences.
             usual = msgspec.structs.replace(usual, num_consumer_groups=1, ping_pong=False, q_stages=2)
         room = target.sram_per_block - SPARE_BYTES
@@ -343,7 +343,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return Step("transpose_values", arguments, LaunchOptions(GROUP_WARPS, 1))
 
     def context(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Context:
-        if problem.total_q and config.pack_gqa > 1:
+        if problem.packed and config.pack_gqa > 1:
             raise KernelError("heads share no tiles in varlen batches: set pack_gqa to 1")
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
         v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
@@ -356,7 +356,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             # The lists and words of the blocks include the masks by position.
             mask = {"window_left": UNBOUNDED, "window_right": UNBOUNDED, "chunk": 0, "first_tokens": 0}
         return HopperContext(
-            **fields | mask | {"lengths": problem.seqlens_k},
+            **fields | mask | {"lengths": problem.kv_lengths},
             num_consumer_groups=config.num_consumer_groups,
             rows_per_group=config.rows_per_group,
             pack_gqa=config.pack_gqa,

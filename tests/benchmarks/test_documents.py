@@ -28,8 +28,13 @@ def test_generated_text_matches_the_saved_results() -> None:
 @pytest.mark.parametrize("page", numbers.pages())
 def test_every_measured_number_is_generated_or_exempt(page: str) -> None:
     text = (numbers.ROOT / page).read_text(encoding="utf-8")
-    found = [f"{page}:{one.line}: {one.number!r}: {one.around}" for one in unbacked(page, text, EXEMPTIONS)]
-    assert not found, "bind each to a saved result, or exempt it with a reason: python -m benchmarks.numbers"
+    missing = [
+        f"{page}:{number.line}: {number.number!r}: {number.around}"
+        for number in unbacked(page, text, EXEMPTIONS)
+    ]
+    assert not missing, (
+        "bind each to a saved result, or exempt it with a reason: python -m benchmarks.numbers"
+    )
 
 
 @pytest.mark.parametrize("page", sorted({*numbers.pages(), "CHANGELOG.md", "CONTRIBUTING.md"}))
@@ -48,9 +53,9 @@ def test_every_exemption_matches_a_number_of_its_page() -> None:
 
 
 def test_every_result_has_command_date_gpu_and_versions() -> None:
-    found = saved.sources()
-    assert set(found) == set(saved.result_files())
-    for name, source in found.items():
+    sources = saved.sources()
+    assert set(sources) == set(saved.result_files())
+    for name, source in sources.items():
         assert all((source.command, source.gpu, source.torch, source.triton, source.driver)), name
         assert datetime.date(2026, 1, 1) < source.date, name
 
@@ -95,7 +100,7 @@ def test_versions_shapes_code_and_generated_text_are_not_measured_numbers(senten
 def test_exemption_applies_only_to_its_words_on_its_page() -> None:
     exemption = Exemption("docs/a.md", Kind.LIMIT, "a limit of the code", ("at most 5 s",))
     text = "It takes at most\n5 s. It took 5 s.\n"
-    assert [one.line for one in unbacked("docs/a.md", text, (exemption,))] == [2]
+    assert [number.line for number in unbacked("docs/a.md", text, (exemption,))] == [2]
     assert len(unbacked("docs/b.md", text, (exemption,))) == 2
 
 
@@ -121,9 +126,9 @@ def test_unknown_figure_is_refused() -> None:
 def test_saved_rows_have_the_run_and_round_trip(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     saved.save(path, {"ms": 1.5})
-    found = saved.load(path, dict[str, float])
-    assert found.rows == {"ms": 1.5}
-    assert found.source.date == datetime.datetime.now(datetime.UTC).date()
+    result = saved.load(path, dict[str, float])
+    assert result.rows == {"ms": 1.5}
+    assert result.source.date == datetime.datetime.now(datetime.UTC).date()
     with pytest.raises(TableError, match="holds no such results"):
         saved.load(path, list[str])
 

@@ -62,8 +62,8 @@ def a_problem(**changes: object) -> Problem:
 def test_every_tuned_forward_shape_that_sdpa_computes_is_timed() -> None:
     table = shipped_table("nvidia-h200")
     assert table is not None
-    found = cases(table.records, 0, 0)
-    timed = {case.problem for case in found if case.group == TUNED}
+    listed = cases(table.records, 0, 0)
+    timed = {case.problem for case in listed if case.group == TUNED}
     for record in table.records:
         problem = record.problem
         peers = record.measurement.peers if record.measurement else ()
@@ -81,21 +81,21 @@ def test_masks_come_first_with_every_distinct_sharing() -> None:
     masked = a_problem()
     record = table.records[0]
     records = (record, msgspec.structs.replace(record, problem=masked))
-    found = cases(records, 2, 0)
-    assert found[0] == Case(TUNED, masked)
+    listed = cases(records, 2, 0)
+    assert listed[0] == Case(TUNED, masked)
     ways = ["heads", "batch", "heads and rows", "batch and heads"]
-    assert [case.mask for case in found if case.group == MASKS] == ways
-    assert len([case for case in found if case.group == UNTUNED]) == 2
+    assert [case.mask for case in listed if case.group == MASKS] == ways
+    assert len([case for case in listed if case.group == UNTUNED]) == 2
     alone = msgspec.structs.replace(record, problem=a_problem(batch=1))
     assert [case.mask for case in cases((alone,), 0, 0)] == ["own", "heads", "heads and rows"]
 
 
 def test_random_shapes_are_reproducible_and_untuned() -> None:
-    one, other = list(drawn(30, 1, ())), list(drawn(30, 1, ()))
-    assert one == other
-    assert len({problem.key for problem in one}) == 30
-    assert one[0] not in list(drawn(30, 1, one[:1]))
-    assert {problem.head_dim for problem in one} & {40, 72, 80, 96}
+    first, other = list(drawn(30, 1, ())), list(drawn(30, 1, ()))
+    assert first == other
+    assert len({problem.key for problem in first}) == 30
+    assert first[0] not in list(drawn(30, 1, first[:1]))
+    assert {problem.head_dim for problem in first} & {40, 72, 80, 96}
 
 
 def timer(*ratios: float) -> fastest.Timer:
@@ -146,7 +146,7 @@ def test_summary_has_a_line_for_each_group_and_the_worst_shapes() -> None:
 def test_sdpa_receives_the_unchanged_mask(way: MaskSharing, kind: Bias) -> None:
     problem = a_problem(bias=kind)
     tensors = fastest._sharing(make_tensors(problem, torch.device("cpu")), way)
-    expected = [1 if place in way.dimensions else size for place, size in enumerate((2, 4, 40, 40))]
+    expected = [1 if index in way.dimensions else size for index, size in enumerate((2, 4, 40, 40))]
     assert list(tensors.side.bias.shape) == expected
     attend = fastest._sdpa(problem, tensors)
     assert attend is not None

@@ -37,8 +37,8 @@ def test_grids_that_share_problems_have_results_of_one_gpu_each() -> None:
     paper = grid_problems("paper")
     shared = set(paper) & set(PROBLEMS)
     assert shared
-    h200 = [msgspec.structs.replace(a_bench(one), target="nvidia-h200") for one in paper]
-    h100 = [msgspec.structs.replace(a_bench(one), target="nvidia-h100") for one in PROBLEMS]
+    h200 = [msgspec.structs.replace(a_bench(problem), target="nvidia-h200") for problem in paper]
+    h100 = [msgspec.structs.replace(a_bench(problem), target="nvidia-h100") for problem in PROBLEMS]
     for benches in (h200 + h100, h100 + h200):
         results = by_grid(benches)
         assert {bench.target for bench in results["paper"]} == {"nvidia-h200"}

@@ -37,6 +37,6 @@ def test_checkouts_measure_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     old, new = tmp_path / "old", tmp_path / "new"
     for folder in (old, new):
         folder.mkdir()
-    found = compare._rounds({"old": old, "new": new})
+    times = compare._rounds({"old": old, "new": new})
     rounds = range(compare.ROUNDS)
-    assert found == {"old": [{str(old): n} for n in rounds], "new": [{str(new): n} for n in rounds]}
+    assert times == {"old": [{str(old): n} for n in rounds], "new": [{str(new): n} for n in rounds]}

@@ -21,10 +21,10 @@ def test_tables_have_the_saved_results(tmp_path: Path) -> None:
     save(tmp_path / report.FLASH_ATTN[3], counts)
     suite = Report("00", 0, False, 9.0, 50, 48, 47, 40, 30, 7, {"A.b": "why"}, {}, {})
     save(tmp_path / report.SDPA, suite)
-    found = report.texts(tmp_path)
-    assert "| train | 3.0 | 1.5 | 2.00 |" in found["models"]
-    assert "transformers 5.17.0):" in found["models"]
-    assert "| T5, train | `sdpa` | 3.0 | 2.0 | 1.50 |" in found["transformers-models"]
-    assert "| FlashAttention 3 | 970 | 30 | 0 |" in found["flash-attn-suite"]
-    assert "| pass with torch's operators | 48 |" in found["torch-sdpa-suite"]
-    assert "| of these, pass with flashtune | 47 |" in found["torch-sdpa-suite"]
+    texts = report.texts(tmp_path)
+    assert "| train | 3.0 | 1.5 | 2.00 |" in texts["models"]
+    assert "transformers 5.17.0):" in texts["models"]
+    assert "| T5, train | `sdpa` | 3.0 | 2.0 | 1.50 |" in texts["transformers-models"]
+    assert "| FlashAttention 3 | 970 | 30 | 0 |" in texts["flash-attn-suite"]
+    assert "| pass with torch's operators | 48 |" in texts["torch-sdpa-suite"]
+    assert "| of these, pass with flashtune | 47 |" in texts["torch-sdpa-suite"]

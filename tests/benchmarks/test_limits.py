@@ -35,7 +35,7 @@ def lines(kernels: Sequence[tuple[str, float]], counters: Sequence[str] = COUNTE
 
 
 def test_the_kernel_with_most_matrix_products_of_each_shape_counts() -> None:
-    found = limits.rows_of(
+    rows = limits.rows_of(
         lines(
             [
                 ("prepare", 3000.0),
@@ -48,12 +48,12 @@ def test_the_kernel_with_most_matrix_products_of_each_shape_counts() -> None:
         ),
         SHAPES,
     )
-    assert [(row.shape, row.kernel, row.cycles) for row in found] == [
+    assert [(row.shape, row.kernel, row.cycles) for row in rows] == [
         (SHAPES[0], "main", 2000.0),
         (SHAPES[1], "only", 7.0),
     ]
-    assert found[0].l2_bytes == 1.25
-    assert list(found[0].shares.values()) == [number + 2.25 for number in range(len(limits.SHARES))]
+    assert rows[0].l2_bytes == 1.25
+    assert list(rows[0].shares.values()) == [number + 2.25 for number in range(len(limits.SHARES))]
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def test_failures_name_their_reason(saved: Saved[suite.Report]) -> None:
 
 
 def test_samples_give_functions_equal_numbers(tmp_path: Path) -> None:
-    found = [suite.Case("T", f"test_{name}_{size}", f"test_{name}") for name in "ab" for size in range(9)]
+    listed = [suite.Case("T", f"test_{name}_{size}", f"test_{name}") for name in "ab" for size in range(9)]
     options = Namespace(seed=1, cases=2)
-    drawn = suite.sample(found, options)
-    assert [sum(one.function == f"test_{name}" for one in drawn) for name in "ab"] == [4, 4]
-    assert drawn == suite.sample(found, options)
-    assert drawn != suite.sample(found, Namespace(seed=2, cases=2))
+    drawn = suite.sample(listed, options)
+    assert [sum(case.function == f"test_{name}" for case in drawn) for name in "ab"] == [4, 4]
+    assert drawn == suite.sample(listed, options)
+    assert drawn != suite.sample(listed, Namespace(seed=2, cases=2))

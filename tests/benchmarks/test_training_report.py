@@ -15,11 +15,11 @@ def test_backend_that_never_fits_has_no_line() -> None:
     rows = tuple(
         replace(
             row,
-            peaks=tuple(replace(one, bytes=None) if one.name == UNFUSED else one for one in row.peaks),
+            peaks=tuple(replace(peak, bytes=None) if peak.name == UNFUSED else peak for peak in row.peaks),
         )
         for row in document.rows
     )
-    drawn, usual = memory_picture(replace(document, rows=rows)), memory_picture(document)
-    assert "out of memory" in usual
+    drawn, complete = memory_picture(replace(document, rows=rows)), memory_picture(document)
+    assert "out of memory" in complete
     assert "out of memory" not in drawn
-    assert drawn.count("<polyline") == usual.count("<polyline") - 1
+    assert drawn.count("<polyline") == complete.count("<polyline") - 1

@@ -34,19 +34,19 @@ def a_run(
 
     copied = Copy(2**30, copy, 4000.0) if copy else None
     environment = Environment("NVIDIA H200", "13.0", "9.1", "")
-    return BenchRun("flashtune bench", environment, (), tuple(bench(one) for one in PROBLEMS), copied)
+    return BenchRun("flashtune bench", environment, (), tuple(bench(problem) for problem in PROBLEMS), copied)
 
 
 def test_times_are_relative_to_the_baseline_of_their_run() -> None:
     first = a_run("3.6.0", lambda problem: 2.0, peer=1.0)
     other = a_run("3.9.0", lambda problem: 1.0 if problem.is_backward else 2.0, peer=0.5)
 
-    found = {one.grid: one for one in compare(first, other)}
+    speeds = {speed.grid: speed for speed in compare(first, other)}
 
-    assert [len(found[name].ratios) for name in ("forward", "backward", "decode")] == [36, 12, 8]
-    assert set(found["forward"].ratios.values()) == {0.5}
-    assert set(found["backward"].ratios.values()) == {1.0}
-    assert {one.triton for one in found.values()} == {"3.9.0"}
+    assert [len(speeds[name].ratios) for name in ("forward", "backward", "decode")] == [36, 12, 8]
+    assert set(speeds["forward"].ratios.values()) == {0.5}
+    assert set(speeds["backward"].ratios.values()) == {1.0}
+    assert {speed.triton for speed in speeds.values()} == {"3.9.0"}
 
 
 def test_copy_is_the_reference_without_a_baseline() -> None:

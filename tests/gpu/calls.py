@@ -8,22 +8,17 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.dispatch.tables import tuned_records
+from flashtune import testing
+from flashtune.core.session import SESSION
 from flashtune.request.call import CausalOption, dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime.call_cache import forget_executors
-from tests.support.process_state import forget_verdicts, forget_warnings
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def forget() -> None:
     """Clears all caches of the process: executors, warnings and the database."""
-    forget_executors()
-    forget_warnings()
-    forget_verdicts()
-    tuned_records.cache_clear()
+    SESSION.reset()
 
 
 def tensors(
@@ -44,21 +39,8 @@ def tensors(
     return normal(heads, seqlen_q), normal(kv_heads, seqlen_kv), normal(kv_heads, seqlen_kv)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: CausalOption = False) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in float64, from the definition, heads first."""
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5
-    if causal:
-        diagonal = 0 if causal == "top_left" else k.shape[2] - q.shape[2]
-        seen = torch.ones(scores.shape[2:], dtype=torch.bool, device="cuda").tril(diagonal)
-        scores = scores.masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1).nan_to_num(0.0) @ v.repeat_interleave(group, 1), scores.logsumexp(-1)
-
-
-def close(out: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCE[out.dtype]
-    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+def reference(q: Tensor, k: Tensor, v: Tensor, causal: CausalOption = False) -> testing.Reference:
+    return testing.reference(testing.attention_inputs(q, k, v, causal=causal))
 
 
 def generated(q: Tensor, k: Tensor, v: Tensor, causal: CausalOption = True, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Calls with features on a GPU, compared with float64 on the CPU."""
+"""Calls with features on a GPU, compared with the reference."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.features.records import ExtraInputs
-from flashtune.request.call import Call, dense_call, paged_call, varlen_call
-from tests.problems.features import Paged, expected, paged, starts
+from flashtune import testing
+from tests.problems.features import Paged, paged, starts
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 64
 KEYS = (700, 0, 33, 256, 129)
@@ -19,34 +18,26 @@ GENERATED: Any = {"prefer": "generated", "return_lse": True}
 TOLERANCE = 2e-2
 
 
-def on_cpu(call: Call) -> Call:
-    """A call whose tensors are on the CPU."""
-    q, k, v = (tensor.cpu() for tensor in call[:3])
-    beside: list[Any] = [one.cpu() if isinstance(one, torch.Tensor) else one for one in call.side]
-    side = ExtraInputs(*beside)
-    return call._replace(q=q, k=k, v=k if call.v is call.k else v, side=side)
-
-
-def close(call: Call, result: Any) -> None:
+def close(inputs: testing.Inputs, result: Any) -> None:
     out, lse = result
-    right, right_lse = expected(on_cpu(call))
-    torch.testing.assert_close(out.double().cpu(), right, atol=TOLERANCE, rtol=TOLERANCE)
-    torch.testing.assert_close(lse.double().cpu(), right_lse, atol=1e-3, rtol=1e-3)
+    reference = testing.reference(inputs)
+    testing.close(out, reference.out)
+    testing.close(lse, reference.lse)
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     result = flashtune.attention(q, k, v, **options | GENERATED)
-    close(dense_call(q, k, v, **options | GENERATED), result)
+    close(testing.attention_inputs(q, k, v, **options), result)
 
 
 def check_varlen(*given: Any, **options: Any) -> None:
     result = flashtune.attention_varlen(*given, **options | GENERATED)
-    close(varlen_call(*given, **options | GENERATED), result)
+    close(testing.varlen_inputs(*given, **options), result)
 
 
 def check_paged(*given: Any, **options: Any) -> None:
     result = flashtune.attention_paged(*given, **options | GENERATED)
-    close(paged_call(*given, **options | GENERATED), result)
+    close(testing.paged_inputs(*given, **options), result)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

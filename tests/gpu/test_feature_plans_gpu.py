@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import flashtune
+from flashtune import testing
 from flashtune.launch import kernel_cache
-from flashtune.request.call import paged_call, varlen_call
 from tests.gpu.feature_calls import (
     GENERATED,
     HEADS,
@@ -57,7 +58,7 @@ def test_plan_is_replayed_with_other_lengths_and_pages() -> None:
         lengths.copy_(counts)
         token.copy_(torch.randn_like(token))
         graph.replay()
-        close(paged_call(token, k, v, table, lengths, **GENERATED), result)
+        close(testing.paged_inputs(token, k, v, table, lengths), result)
 
 
 def test_packed_plan_is_replayed_with_other_lengths() -> None:
@@ -70,8 +71,8 @@ def test_packed_plan_is_replayed_with_other_lengths() -> None:
         begins.copy_(starts(queries))
         ends.copy_(starts(keys))
         graph.replay()
-        call = varlen_call(q, k, v, begins, ends, *longest, causal=True, window=(100, 0), **GENERATED)
-        close(call, result)
+        options: dict[str, Any] = {"causal": True, "window": (100, 0)}
+        close(testing.varlen_inputs(q, k, v, begins, ends, *longest, **options), result)
 
 
 def test_a_shared_prefix_in_a_graph() -> None:
@@ -84,7 +85,7 @@ def test_a_shared_prefix_in_a_graph() -> None:
         result = plan(token, k, v, table, lengths)
     lengths.sub_(20)
     graph.replay()
-    close(paged_call(token, k, v, table, lengths, **GENERATED), result)
+    close(testing.paged_inputs(token, k, v, table, lengths), result)
 
 
 def test_compile_traces_one_operator() -> None:

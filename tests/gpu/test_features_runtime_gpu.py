@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune.request.call import paged_call
+from flashtune import testing
 from tests.gpu.feature_calls import (
-    GENERATED,
     HEADS,
     KEYS,
     KV_HEADS,
@@ -25,12 +24,11 @@ from tests.gpu.feature_calls import (
     check_paged,
     check_varlen,
     normal,
-    on_cpu,
     on_gpu,
     packed,
 )
 from tests.gpu.marks import SERVED
-from tests.problems.features import expected, paged, starts
+from tests.problems.features import paged, starts
 
 pytestmark = SERVED
 
@@ -125,8 +123,7 @@ def test_pool_of_more_than_two_to_the_31_elements() -> None:
     out = flashtune.attention_paged(token, pool, pool, table, lengths, prefer="generated")
     few = pool[table.flatten().long()]
     near = torch.arange(16, dtype=torch.int32, device="cuda").view(2, 8)
-    right, _ = expected(on_cpu(paged_call(token, few, few, near, lengths, **GENERATED)))
-    torch.testing.assert_close(out.double().cpu(), right, atol=TOLERANCE, rtol=TOLERANCE)
+    testing.close(out, testing.reference(testing.paged_inputs(token, few, few, near, lengths)).out)
 
 
 @pytest.mark.parametrize("width", [64, 160])

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import flashtune
+from flashtune import testing
 from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.record import Verdict
 from flashtune.verification import check
-from tests.gpu.calls import close, forget, generated, reference, tensors
+from tests.gpu.calls import forget, generated, reference, tensors
 from tests.gpu.marks import SERVED
 
 pytestmark = SERVED
@@ -42,10 +43,10 @@ def test_kernel_that_fails_its_self_check_does_not_serve(monkeypatch: pytest.Mon
     monkeypatch.setattr(check, "check_rendered", refusing)
     q, k, v = tensors()
     with pytest.warns(FlashtuneWarning, match="failed its self-check"):
-        close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
+        testing.close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True).out)
     assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
     out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True)
-    close(out, reference(q, k, v, True)[0])
+    testing.close(out, reference(q, k, v, True).out)
     assert lse.isfinite().all()
     with pytest.raises(VerificationError, match="failed its self-check"):
         generated(q, k, v)
@@ -59,7 +60,7 @@ def test_passed_self_check_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "verified"
     refusing = Refusing()
     monkeypatch.setattr(check, "check_rendered", refusing)
-    close(generated(q, k, v), reference(q, k, v, True)[0])
+    testing.close(generated(q, k, v), reference(q, k, v, True).out)
     assert refusing.calls == 0
 
 
@@ -78,7 +79,7 @@ def test_one_warning_reports_many_failures(monkeypatch: pytest.MonkeyPatch) -> N
         warnings.simplefilter("always")
         for length in (300, 301, 302):
             q, k, v = tensors(length, 400)
-            close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True)[0])
+            testing.close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True).out)
     ours = [one for one in told if one.category is FlashtuneWarning]
     assert ["self-check" in str(one.message) for one in ours] == [True]
 
@@ -95,7 +96,7 @@ def test_plan_runs_the_self_check_before_a_capture(monkeypatch: pytest.MonkeyPat
         with pytest.raises(KernelError, match=r"flashtune\.plan"):
             flashtune.attention(q.float(), k.float(), v.float())
     graph.replay()
-    close(out, reference(q, k, v, True)[0])
+    testing.close(out, reference(q, k, v, True).out)
     assert refusing.calls == 0
 
 
@@ -110,7 +111,7 @@ def test_plan_runs_the_self_check_before_a_capture(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_self_check_takes_under_300_ms(dtype: torch.dtype, head_dim: int, lengths: tuple[int, int]) -> None:
-    generated(*tensors(64, 64, head_dim=32))  # what torch makes at its first use is no check's
+    generated(*tensors(64, 64, head_dim=32))  # loads torch's own kernels, so that the check does not
     q, k, v = tensors(*lengths, head_dim=head_dim, dtype=dtype)
     generated(q, k, v)
     told = flashtune.explain(q, k, v, causal=True, prefer="generated")

@@ -16,7 +16,7 @@ from flashtune.core.kernel import Kernel
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.dispatch.decision import Decision
 from flashtune.launch import binding
-from flashtune.runtime import backward_executors, prepare_training
+from flashtune.runtime import backward_executors, prepare
 from flashtune.runtime.kernel_fallback import Pass, prepared
 from tests.interpreter import autograd_calls
 from tests.interpreter.autograd_calls import (
@@ -158,7 +158,7 @@ def test_packed_sequences() -> None:
     torch.manual_seed(3)
     lengths = (9, 0, 14)
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    # Two rows lie behind the last sequence: nobody's gradients are zeros.
+    # Two rows lie behind the last sequence: their gradients are zeros.
     q, k = torch.randn(25, HEADS, 32, requires_grad=True), torch.randn(25, KV_HEADS, 32, requires_grad=True)
     v = torch.randn(25, KV_HEADS, 16, requires_grad=True)
     out = flashtune.attention_varlen(q, k, v, starts, starts, 14, 14, causal=True, prefer="generated")
@@ -186,7 +186,7 @@ def test_rows_outside_of_sequences_do_not_contribute_to_sinks() -> None:
         return torch.autograd.grad(out[:14].square().sum(), sinks)[0]
 
     try:
-        torch.use_deterministic_algorithms(True)  # memory that nobody wrote is full of NaN
+        torch.use_deterministic_algorithms(True)  # unwritten memory is full of NaN
         close([gradient(20)], [gradient(14)])
     finally:
         torch.use_deterministic_algorithms(False)
@@ -205,7 +205,7 @@ def without_backward_kernels(decision: Decision, one: Pass[Any]) -> Any:
 def test_autocast_does_not_change_types_of_baselines(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(prepare_training, "prepared", without_backward_kernels)
+    monkeypatch.setattr(prepare, "prepared", without_backward_kernels)
     q, k, v = (one.bfloat16() for one in tensors())
 
     def attended() -> tuple[Tensor, ...]:
@@ -220,7 +220,7 @@ def test_autocast_does_not_change_types_of_baselines(
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
 def test_failed_backward_kernel_uses_torch_for_both_passes(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(prepare_training, "prepared", without_backward_kernels)
+    monkeypatch.setattr(prepare, "prepared", without_backward_kernels)
     q, k, v = tensors()
     with pytest.raises(KernelError, match="out of registers"):
         loss(q, k, v)

@@ -28,7 +28,7 @@ from tests.mutants.serving import serving_mutants, serving_mutants_of_a_gpu
 
 
 def interpreted_mutants() -> tuple[Mutant, ...]:
-    """What changes results on a CPU too, where nothing races; small enough for the interpreter."""
+    """Mutants without races that change results on a CPU too, small enough for the interpreter."""
     forward = (mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy)
     return (
         *forward,

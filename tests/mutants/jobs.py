@@ -27,7 +27,7 @@ LAUNCHES = 5
 
 
 class Checked(NamedTuple):
-    """What verifying a kernel gave, and how long it took."""
+    """The verdict on a kernel or the error of verifying it, and how long it took."""
 
     verdict: Verdict | None
     error: str
@@ -35,7 +35,7 @@ class Checked(NamedTuple):
 
     @property
     def wrong(self) -> str:
-        """What is wrong with it, or nothing."""
+        """The error, or the check that failed; empty if there is neither."""
         return self.error or (self.verdict.failed if self.verdict else "")
 
 

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.request.call import Call
-from flashtune.request.read_call import read_call
-from flashtune.request.side_inputs import side_views
-from tests.problems.plain_masks import plain_attention
+from flashtune.testing.inputs import inputs_of
 
 # Lengths of sequences that are packed or in pages: empty ones, one key, on borders of pages and between.
 QUERIES = (5, 0, 1, 16, 3)
@@ -18,7 +17,7 @@ KEYS = (40, 12, 0, 32, 17)
 
 
 class Paged(NamedTuple):
-    """A cache in pages and the sequences that lie in it; page 0 is nobody's."""
+    """A cache in pages and the sequences that lie in it; page 0 belongs to no sequence."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -57,13 +56,9 @@ def paged(
 
 
 def expected(call: Call) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a call in float64 on the CPU, in the call's own forms."""
-    request = read_call(call)
-    q, k, v = request.views(call.q, call.k, call.v)
-    side = side_views(request.problem, call.side, k.shape[0])
-    scale = request.default_scale if call.scale is None else call.scale
-    out, lse = plain_attention(request.problem, q, k, v, side, scale)
-    return request.layout.as_given(out), lse.reshape(request.lse_shape)
+    """Output and log-sum-exp of a call in float64, in the call's own forms."""
+    reference = testing.reference(inputs_of(call))
+    return reference.out.exact, reference.lse.exact
 
 
 def agrees(call: Call, result: Tensor | tuple[Tensor, Tensor], tolerance: float = 2e-5) -> None:

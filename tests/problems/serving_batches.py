@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune import testing
+
 HEADS, KV_HEADS, PAGE = 4, 2, 16
 # Keys and new tokens of each sequence: decoding, a chunk of a prompt, a whole prompt, decoding, padding.
 MIXED = ((37, 1), (45, 6), (9, 9), (1, 1), (0, 0))
@@ -133,38 +135,21 @@ def fill_earlier(
 
 def expected(batch: Batch, case: Case, dtype: torch.dtype | None = None) -> Tensor:
     """The attention of all new tokens in float64; keys and values are rounded as in a cache of `dtype`."""
-    out = []
-    for queries, (total, new), k, v in zip(
-        batch.q[: batch.starts[-1]].split([new for _, new in batch.lengths]),
-        batch.lengths,
-        batch.keys,
-        batch.values,
-        strict=True,
-    ):
-        keys, values = (
-            _stored(rows, factor, dtype).repeat_interleave(HEADS // KV_HEADS, 1)
-            for rows, factor in ((k, case.k_scale), (v, case.v_scale))
-        )
-        scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) * batch.scale
-        if case.softcap:
-            scores = case.softcap * torch.tanh(scores / case.softcap)
-        distance = torch.arange(total - new, total)[:, None] - torch.arange(total)[None]
-        if case.slopes is not None:
-            scores -= torch.tensor(case.slopes).double()[:, None, None] * distance.abs()
-        hidden = distance < 0 if case.causal else torch.zeros_like(distance, dtype=torch.bool)
-        if case.window is not None:
-            hidden = hidden | (distance.abs() >= case.window)
-        if case.chunk is not None:
-            chunks = torch.arange(total) // case.chunk
-            hidden = hidden | (chunks[total - new :, None] != chunks)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if case.sinks is not None:
-            sinks = case.sinks.double()[:, None, None].expand(-1, new, 1)
-            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", weights, values))
-    return torch.cat(out)
+    keys = torch.cat([_stored(rows, case.k_scale, dtype) for rows in batch.keys])
+    values = torch.cat([_stored(rows, case.v_scale, dtype) for rows in batch.values])
+    key_starts = torch.nn.functional.pad(batch.seqlens.cumsum(0), (1, 0)).int()
+    left = None if case.window is None else case.window - 1
+    inputs = testing.varlen_inputs(
+        *(batch.q[: batch.starts[-1]].double(), keys, values, batch.starts, key_starts),
+        *(batch.longest, int(batch.seqlens.max())),
+        causal=case.causal,
+        window=None if left is None else (left, 0 if case.causal else left),
+        chunk=case.chunk or 0,
+        softcap=case.softcap,
+        alibi_slopes=None if case.slopes is None else torch.tensor(case.slopes),
+        sinks=None if case.sinks is None else case.sinks.float(),
+    )
+    return testing.reference(inputs).out.exact
 
 
 def _stored(rows: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:

@@ -125,6 +125,13 @@ def test_sequences_without_keys_give_zeros() -> None:
     assert expected.lse.exact.isneginf().all()
 
 
+def test_no_queries_give_empty_results() -> None:
+    q, starts = torch.randn(0, 2, 16), torch.zeros(2, dtype=torch.int32)
+    expected = testing.reference(testing.varlen_inputs(q, q, q, starts, starts, 0, 0))
+    assert (expected.out.exact.shape, expected.lse.exact.shape) == ((0, 2, 16), (2, 0))
+    assert testing.close(q, expected.out) == 0.0
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [(1.0, r"^out\[1, 2, 3, 4\] is .* times the tolerance"), (float("nan"), r"^out\[1, 2, 3, 4\] is nan")],

@@ -231,14 +231,17 @@ def shipped(target: Target) -> Finding:
         for entry in records
         if standing(entry.record, entry.has_receipt is True) is VerificationStatus.UNPROVEN
     }
-    found = f"{len(shapes)} shapes for {target.name} with {len(kernels)} kernels"
+    summary = f"{len(shapes)} shapes for {target.name} with {len(kernels)} kernels"
     here = current_versions(records[0].record.family) if records else None
     if not unproven or here is None:
-        return Finding(name, Level.OK, f"{found}, all verified")
+        return Finding(name, Level.OK, f"{summary}, all verified")
     driver = "" if here.driver == NO_DRIVER else f" and driver {here.driver}"
     advice = "run flashtune verify to check them now, or they are checked before their first use"
     return Finding(
-        name, Level.WARN, f"{found}, {len(unproven)} not verified under Triton {here.triton}{driver}", advice
+        name,
+        Level.WARN,
+        f"{summary}, {len(unproven)} not verified under Triton {here.triton}{driver}",
+        advice,
     )
 
 

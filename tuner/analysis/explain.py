@@ -239,8 +239,8 @@ def rank(records: tuple[Record, ...]) -> tuple[Rival, ...]:
             continue
         label = record.config.label() if record.config else ""
         rival = Rival(record.family, label, record.ms, record.provenance)
-        known = best.get((record.family, label))
-        if known is None or _order(rival) < _order(known):
+        earlier = best.get((record.family, label))
+        if earlier is None or _order(rival) < _order(earlier):
             best[record.family, label] = rival
     others = (
         Rival(name, "", sorted(times)[len(times) // 2], Provenance.MEASURED) for name, times in peers.items()

@@ -166,7 +166,7 @@ def _standard(call: LayerCall, target: Target) -> Way:
     plain = msgspec.structs.replace(problem, dtype=dtype)
     traffic = sum(item.bytes for item in standard_hbm_items(plain))
     full = msgspec.structs.replace(
-        plain, causal=Causal.NONE, window_left=None, window_right=None, sink_tokens=0, attention_chunk=0
+        plain, causal=Causal.NONE, window_left=None, window_right=None, sink_tokens=0, chunk=0
     )
     copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
     memory = _out_bytes(problem) + int(copies * score_bytes(plain))
@@ -187,8 +187,8 @@ def _way(problem: Problem, memory: int, traffic: int, least_traffic: int, layers
 
 def workspace_bytes(kernel: Kernel, problem: Problem) -> int:
     """Returns the bytes of a backward kernel's workspaces, for contiguous tensors of a problem."""
-    given = make_inputs(problem, torch.device("meta"))
-    q, k, v, out, side = given.q, given.k, given.v, given.out, given.side
+    inputs = make_inputs(problem, torch.device("meta"))
+    q, k, v, out, side = inputs.q, inputs.k, inputs.v, inputs.out, inputs.side
     extra = (getattr(side, name) for name in kernel.all_side if name not in NUMBERS)
     workspaces: tuple[tuple[int, ...], ...]
     _, workspaces, _ = load_module(kernel).launch_plan(q, k, v, out, out, q, k, v, *extra)

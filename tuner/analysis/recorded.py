@@ -37,11 +37,11 @@ def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[WeightedProble
         WeightedProblem(problem, number, number * _least_ms(problem, target))
         for problem, number in calls.items()
     ]
-    return tuple(sorted(weighted, key=lambda found: -found.least_ms))
+    return tuple(sorted(weighted, key=lambda entry: -entry.least_ms))
 
 
 def _least_ms(problem: Problem, target: Target) -> float:
-    if problem.attention_chunk and problem.seqlen_q // problem.attention_chunk > MAX_CHUNKS:
+    if problem.chunk and problem.seqlen_q // problem.chunk > MAX_CHUNKS:
         raise UsageError(
             f"{problem.key} has more than {MAX_CHUNKS:,} chunks: leave it out of what is recorded"
         )
@@ -62,8 +62,8 @@ def read_weighted(path: Path, target: Target) -> tuple[WeightedProblem, ...]:
 def summary(weighted: tuple[WeightedProblem, ...], top: int) -> str:
     """Returns the fraction of the recorded time that the first problems cover, in one sentence."""
     taken = weighted[:top]
-    whole = sum(found.least_ms for found in weighted)
-    share = sum(found.least_ms for found in taken) / whole if whole else 1.0
+    whole = sum(entry.least_ms for entry in weighted)
+    share = sum(entry.least_ms for entry in taken) / whole if whole else 1.0
     return (
         f"{len(taken)} of {len(weighted)} recorded problems are searched, {share:.0%} of the time that all "
         "recorded calls take by peak rates"

@@ -46,13 +46,7 @@ def run_bench(
     rounds: int = ROUNDS,
     sustained: bool = False,
 ) -> Bench:
-    """Times the contestants at one problem: interleaved, or with `sustained` each alone.
-
-    Raises:
-        TargetError: There is no such GPU.
-        ProblemError: No family computes the problem on this GPU.
-        UsageError: The problem is empty, or cannot be benchmarked.
-    """
+    """Times the contestants at one problem: interleaved, or with `sustained` each alone."""
     require_gpu()
     require_work(problem)
     start = time.perf_counter()
@@ -89,11 +83,7 @@ def run_bench(
 
 
 def require_gpu() -> None:
-    """Checks that a GPU is visible.
-
-    Raises:
-        TargetError: No GPU is visible.
-    """
+    """Checks that a GPU is visible."""
     if not torch.cuda.is_available():
         raise TargetError(
             "bench times kernels and no GPU is visible here: run it on a machine with one, or let "
@@ -102,11 +92,7 @@ def require_gpu() -> None:
 
 
 def require_work(problem: Problem) -> None:
-    """Checks that the problem can be timed.
-
-    Raises:
-        UsageError: The problem is empty, or no call computes it.
-    """
+    """Checks that the problem can be timed."""
     require_call(problem)
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv):
         raise UsageError(f"{problem.key} has nothing to compute: give it a batch and lengths above zero")

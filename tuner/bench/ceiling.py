@@ -24,9 +24,6 @@ def measure_ceiling(dtype: Dtype, device: torch.device, *, rounds: int) -> Ceili
     """Times a square product of an element type.
 
     Values are random, since power and thus the clock depend on them.
-
-    Raises:
-        RuntimeError: torch multiplies no such matrices on this GPU.
     """
     with torch.cuda.device(device), precision_of(dtype):
         run = _product(TORCH_DTYPES[dtype], device)

@@ -149,11 +149,7 @@ def _is_of_paper(problem: Problem) -> bool:
 
 
 def read_figures(data: bytes, name: str) -> PeerFile:
-    """Returns figures of others: a list of cases, or an object with their `source` and `cases`.
-
-    Raises:
-        UsageError: The data is neither, names a case twice, or has values out of bounds.
-    """
+    """Returns figures of others: a list of cases, or an object with their `source` and `cases`."""
     try:
         found = msgspec.json.decode(data, type=PeerFile | tuple[Figures, ...])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

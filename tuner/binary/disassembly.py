@@ -99,9 +99,9 @@ def parse(lines: Iterable[str]) -> Iterator[tuple[int, Instruction]]:
     """Returns the instructions of the first function, by address."""
     pending: tuple[int, Instruction] | None = None
     for line in lines:
-        found = LINE.search(line)
-        if found:
-            address, predicate, name, modifiers, operands = found.groups()
+        match = LINE.search(line)
+        if match:
+            address, predicate, name, modifiers, operands = match.groups()
             if pending:
                 yield pending
                 if int(address, 16) <= pending[0]:
@@ -135,11 +135,11 @@ def blocks_of(code: dict[int, Instruction]) -> list[list[int]]:
 
 def successors_of(code: dict[int, Instruction], blocks: Sequence[Sequence[int]]) -> list[list[int]]:
     """Returns the indices of each block's possible successors."""
-    places = {block[0]: place for place, block in enumerate(blocks)}
+    places = {block[0]: number for number, block in enumerate(blocks)}
     successors = []
-    for place, block in enumerate(blocks):
+    for number, block in enumerate(blocks):
         last = code[block[-1]]
-        after = [place + 1] if last.goes_on and place + 1 < len(blocks) else []
+        after = [number + 1] if last.goes_on and number + 1 < len(blocks) else []
         jumps = [places[last.target]] if last.target in places else []
         successors.append(after + jumps)
     return successors
@@ -155,9 +155,9 @@ def unwritten(listing: str) -> str:
     blocks = blocks_of(code)
     uses = {address: _uses(instruction) for address, instruction in code.items()}
     wrote = [_union(uses[address][1] for address in block) for block in blocks]
-    for place, arriving in sorted(_arriving(_followers(code, blocks), wrote).items()):
+    for number, arriving in sorted(_arriving(_followers(code, blocks), wrote).items()):
         written = arriving
-        for address in blocks[place]:
+        for address in blocks[number]:
             read, writes = uses[address]
             if read & ~written:
                 instruction = code[address]
@@ -181,9 +181,9 @@ def _arriving(followers: Sequence[Sequence[int]], wrote: Sequence[int]) -> dict[
     arriving = {0: 0} if followers else {}
     waiting = list(arriving)
     while waiting:
-        place = waiting.pop()
-        leaving = arriving[place] | wrote[place]
-        for other in followers[place]:
+        number = waiting.pop()
+        leaving = arriving[number] | wrote[number]
+        for other in followers[number]:
             if other not in arriving or leaving & ~arriving[other]:
                 arriving[other] = arriving.get(other, 0) | leaving
                 waiting.append(other)
@@ -198,10 +198,10 @@ def _uses(instruction: Instruction) -> tuple[int, int]:
     written = 0
     # Comparisons write only predicates.
     if operands and not instruction.name.endswith("SETP"):
-        found = REGISTER.fullmatch(operands[0])
-        if found:
+        register = REGISTER.fullmatch(operands[0])
+        if register:
             width = max((WIDTHS.get(modifier, 1) for modifier in instruction.modifiers), default=1)
-            written = ((1 << width) - 1) << int(found[1])
+            written = ((1 << width) - 1) << int(register[1])
             operands.pop(0)
     if instruction.name not in ARITHMETIC:
         return 0, written

@@ -89,10 +89,10 @@ def read_sizes(kernel: Kernel, target: Target) -> Resources:
     a tool for each kernel.
     """
     with machine_errors():
-        found = [compile_kernel(part, target).metadata for part in kernel.parts]
+        compiled = [compile_kernel(part, target).metadata for part in kernel.parts]
     return Resources(
-        sram_bytes=max(one.shared for one in found),
-        tensor_memory_columns=max(getattr(one, "tmem_size", None) or 0 for one in found),
+        sram_bytes=max(metadata.shared for metadata in compiled),
+        tensor_memory_columns=max(getattr(metadata, "tmem_size", None) or 0 for metadata in compiled),
     )
 
 
@@ -104,12 +104,12 @@ def combined(parts: tuple[Part, ...]) -> Resources:
     """
     taken = [part.resources for part in parts]
     return Resources(
-        sram_bytes=max(one.sram_bytes for one in taken),
-        tensor_memory_columns=max(one.tensor_memory_columns for one in taken),
+        sram_bytes=max(resources.sram_bytes for resources in taken),
+        tensor_memory_columns=max(resources.tensor_memory_columns for resources in taken),
         registers=taken[0].registers,
-        spill_bytes=max(one.spill_bytes for one in taken),
-        serialized_wgmma=any(one.serialized_wgmma for one in taken),
-        compile_seconds=sum(one.compile_seconds for one in taken),
+        spill_bytes=max(resources.spill_bytes for resources in taken),
+        serialized_wgmma=any(resources.serialized_wgmma for resources in taken),
+        compile_seconds=sum(resources.compile_seconds for resources in taken),
         warps=taken[0].warps,
     )
 

@@ -29,8 +29,7 @@ INTERRUPTED = 128
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 # Sections of the list of commands, with names and one line of help each. Command NAME is the attribute
-# `command` of the module of that name, with `_` for `-`, and with a trailing `_` if the name is a Python
-# keyword.
+# `command` of the module of that name, with `_` for `-`. A Python keyword gets a trailing `_`.
 SECTIONS: dict[str, dict[str, str]] = {
     "Tune": {
         "search": "Find the fastest correct kernel for a shape; without a GPU, rank candidates.",
@@ -51,8 +50,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "export": "Write selected kernels: json (a table), python (files), triton-config (lists), "
         "hf-kernel (a package for Hugging Face's kernels library).",
         "import": "Read a JSON table into the database.",
-        "db": "Databases: path, upgrade, merge, forget (delete records), restamp (after a template changed), "
-        "compare (two tables).",
+        "db": "Databases: path, upgrade, merge, forget (delete records), compare (two tables).",
     },
     "List names": {
         "shapes": "Explain the keys of --shape.",
@@ -173,15 +171,15 @@ def _give_up_output() -> None:
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
     """Shows flashtune's own warnings as sentences on stderr, and leaves those of other libraries."""
-    usual = warnings.showwarning
+    before = warnings.showwarning
 
-    def show(message: Warning | str, category: type[Warning], *place: Any, **rest: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], *location: Any, **rest: Any) -> None:
         if category.__module__.startswith("flashtune."):
             from flashtune.tuner.cli.output import warn
 
             warn(str(message))
         else:
-            usual(message, category, *place, **rest)
+            before(message, category, *location, **rest)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -194,21 +192,25 @@ def ended_by_signals() -> Iterator[None]:
 
     A second signal ends the program. A signal that is ignored, as with nohup, stays ignored.
     """
-    usual = signal.SIG_DFL
-    handled = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is usual]
+    default = signal.SIG_DFL
+    handled = [
+        signal_number
+        for signal_number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(signal_number) is default
+    ]
     if threading.current_thread() is not threading.main_thread():
         handled = []
 
     def restore() -> None:
-        for one in handled:
-            signal.signal(one, usual)
+        for signal_number in handled:
+            signal.signal(signal_number, default)
 
     def interrupt(number: int, _: object) -> None:
         restore()
         raise KeyboardInterrupt(number)
 
-    for one in handled:
-        signal.signal(one, interrupt)
+    for signal_number in handled:
+        signal.signal(signal_number, interrupt)
     try:
         yield
     finally:

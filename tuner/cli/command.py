@@ -66,10 +66,10 @@ class Command(click.Command):
             row = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if row is not None:
                 rows[section_of(param)].append(row)
-        for name, found in rows.items():
-            if found:
+        for name, listed in rows.items():
+            if listed:
                 with formatter.section(name):
-                    formatter.write_dl(found)
+                    formatter.write_dl(listed)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the examples as commands that can be copied."""

@@ -164,11 +164,7 @@ def optional_problem_options(command: AnyCommand) -> AnyCommand:
 
 
 def _refuse_no_shape(arguments: Mapping[str, Any], others: Mapping[str, str]) -> NoReturn:
-    """Raises an error that names everything that the command line lacks: a shape, and maybe a GPU.
-
-    Raises:
-        UsageError: Always.
-    """
+    """Raises an error that names everything that the command line lacks: a shape, and maybe a GPU."""
     *first, last = ("--shape", "--model", "--hf-config", "--shapes-file", *others.values())
     sentence = f"no shape given: use {', '.join(first)} or {last}"
     if "target_name" in arguments:
@@ -179,24 +175,33 @@ def _refuse_no_shape(arguments: Mapping[str, Any], others: Mapping[str, str]) ->
     raise UsageError(sentence)
 
 
+class _Shapes(NamedTuple):
+    """The values of `SHAPE_OPTIONS`, by the names of their parameters, without the phase."""
+
+    shapes: tuple[str, ...]
+    models: tuple[str, ...]
+    hf_configs: tuple[Path, ...]
+    shapes_files: tuple[Path, ...]
+    seqlen: str | None
+    batch: str | None
+    dtype: str | None
+    page_size: str | None
+    packed: bool
+
+    @classmethod
+    def take(cls, arguments: dict[str, Any]) -> _Shapes:
+        """Removes the values from a command's arguments, and returns them."""
+        return cls(*(arguments.pop(name) for name in cls._fields))
+
+    def sizes(self, phase: str) -> ModelSizes:
+        """Returns the sizes of the models' calls."""
+        return ModelSizes(Phase(phase), self.seqlen, self.batch, self.dtype, self.page_size, self.packed)
+
+
 def _with_problems(command: AnyCommand, others: Mapping[str, str] | None) -> AnyCommand:
     @functools.wraps(command)
-    def with_problems(
-        *args: Any,
-        shapes: tuple[str, ...],
-        models: tuple[str, ...],
-        hf_configs: tuple[Path, ...],
-        shapes_files: tuple[Path, ...],
-        phase: str,
-        seqlen: str | None,
-        batch: str | None,
-        dtype: str | None,
-        page_size: str | None,
-        packed: bool,
-        **kwargs: Any,
-    ) -> Any:
-        sizes = ModelSizes(Phase(phase), seqlen, batch, dtype, page_size, packed)
-        problems = gather_problems(shapes, models, hf_configs, shapes_files, sizes)
+    def with_problems(*args: Any, phase: str, **kwargs: Any) -> Any:
+        problems = _gather_problems(_Shapes.take(kwargs), phase)
         if others is not None and not problems and not any(kwargs[name] for name in others):
             _refuse_no_shape(kwargs, others)
         return command(*args, problems=problems, **kwargs)
@@ -204,48 +209,36 @@ def _with_problems(command: AnyCommand, others: Mapping[str, str] | None) -> Any
     return apply_options(SHAPE_OPTIONS, with_problems)
 
 
-def gather_problems(
-    shapes: tuple[str, ...],
-    models: tuple[str, ...],
-    hf_configs: tuple[Path, ...],
-    shapes_files: tuple[Path, ...],
-    sizes: ModelSizes,
-) -> tuple[Problem, ...]:
-    """Returns the problems of shape options without duplicates; `sizes` are the models'.
+def _gather_problems(named: _Shapes, phase: str) -> tuple[Problem, ...]:
+    """Returns the problems of shape options without duplicates.
 
     In training, each problem has its gradients too.
-
-    Raises:
-        UsageError: An option names nothing, or an impossible shape.
     """
-    if not (shapes or models or hf_configs or shapes_files or sizes.any_size):
+    sizes = named.sizes(phase)
+    if not (any(named[:4]) or sizes.any_size):
         return ()
     from flashtune.tuner.workloads.models import model_problems, training_passes
     from flashtune.tuner.workloads.shapes import parse_shape
     from flashtune.tuner.workloads.shapes_file import read_shapes_file
 
-    found: list[Problem] = []
-    for text in shapes:
-        found.extend(parse_shape(text))
-    attentions = gather_models(models, hf_configs)
+    problems: list[Problem] = []
+    for text in named.shapes:
+        problems.extend(parse_shape(text))
+    attentions = gather_models(named.models, named.hf_configs)
     if not attentions and sizes.any_size:
         raise UsageError(
             "--phase decode, --seqlen, --batch, --dtype, --page-size and --packed need --model or "
             "--hf-config: give these values in --shape instead"
         )
     for attention in attentions:
-        found.extend(model_problems(attention, sizes))
-    for path in shapes_files:
-        found.extend(read_shapes_file(path))
-    return training_passes(found) if sizes.phase is Phase.TRAINING else tuple(dict.fromkeys(found))
+        problems.extend(model_problems(attention, sizes))
+    for path in named.shapes_files:
+        problems.extend(read_shapes_file(path))
+    return training_passes(problems) if sizes.phase is Phase.TRAINING else tuple(dict.fromkeys(problems))
 
 
 def gather_models(models: tuple[str, ...], hf_configs: tuple[Path, ...]) -> tuple[ModelAttention, ...]:
-    """Returns the named models, and those of config files.
-
-    Raises:
-        UsageError: There is no such model, or a file is not a config.
-    """
+    """Returns the named models, and those of config files."""
     from flashtune.tuner.workloads.hf_config import read_hf_config
     from flashtune.tuner.workloads.presets import find_model
 
@@ -384,34 +377,21 @@ def shape_or_model_options(command: AnyCommand) -> AnyCommand:
     """
 
     @functools.wraps(command)
-    def with_either(
-        *args: Any,
-        shapes: tuple[str, ...],
-        models: tuple[str, ...],
-        hf_configs: tuple[Path, ...],
-        shapes_files: tuple[Path, ...],
-        model_phase: str | None,
-        seqlen: str | None,
-        batch: str | None,
-        dtype: str | None,
-        page_size: str | None,
-        packed: bool,
-        **kwargs: Any,
-    ) -> Any:
+    def with_either(*args: Any, model_phase: str | None, **kwargs: Any) -> Any:
+        named = _Shapes.take(kwargs)
         problems: tuple[Problem, ...] = ()
         whole: WholeModels | None = None
         if model_phase is None:
-            sizes = ModelSizes(Phase.PREFILL, seqlen, batch, dtype, page_size, packed)
-            problems = gather_problems(shapes, models, hf_configs, shapes_files, sizes)
+            problems = _gather_problems(named, Phase.PREFILL)
             if not problems:
                 _refuse_no_shape(kwargs, {})
-        elif shapes or shapes_files or not (models or hf_configs):
+        elif named.shapes or named.shapes_files or not (named.models or named.hf_configs):
             raise UsageError(
                 "--phase explains whole models: name them by --model or --hf-config, and leave shapes out"
             )
         else:
-            sizes = ModelSizes(Phase(model_phase), seqlen or LENGTHS, batch, dtype, page_size, packed)
-            whole = WholeModels(gather_models(models, hf_configs), sizes)
+            named = named._replace(seqlen=named.seqlen or LENGTHS)
+            whole = WholeModels(gather_models(named.models, named.hf_configs), named.sizes(model_phase))
         return command(*args, problems=problems, models=whole, **kwargs)
 
     phase = click.option(

@@ -121,9 +121,9 @@ def _settle(job: Future[Compiled], lost: LostJob | None, target: Target, settled
     if lost is not None:
         outcome = Outcome.TIMEOUT if lost.timed_out else Outcome.COMPILE_ERROR
         compiled = Compiled(outcome, message=f"compiling {lost.words}")
-        known = outside_fault(lost, COMPILER)
-        if known:
-            settled.set_exception(stopped(known))
+        fault = outside_fault(lost, COMPILER)
+        if fault:
+            settled.set_exception(stopped(fault))
         else:
             settle_after_probe(target, settled, lambda probe: fault_of(lost, probe, COMPILER), compiled)
     elif isinstance(error, MachineError):

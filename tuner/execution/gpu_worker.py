@@ -159,19 +159,22 @@ class GpuWorker:
             settled.set_exception(stopped(outside))
             return
         outcome = Outcome.TIMEOUT if lost.timed_out else Outcome.LAUNCH_ERROR
-        known = fatal_error(exit_code_of(job))
-        evaluation = Evaluation(outcome, message=how + (known or f"running {lost.words}"))
+        fatal = fatal_error(exit_code_of(job))
+        evaluation = Evaluation(outcome, message=how + (fatal or f"running {lost.words}"))
 
         def settle(probe: Future[None]) -> None:
             if self._worker.stopped:
                 settled.cancel()
             elif failure_of(probe):
                 settled.set_exception(lost_device(self._device, "a new process cannot reach it"))
-            elif known or probe.exception():
+            elif fatal or probe.exception():
                 _pass_on(probe, settled, evaluation)
             else:
                 settle_after_probe(
-                    scope.target, settled, lambda found: fault_of(lost, found, RUNNER), evaluation
+                    scope.target,
+                    settled,
+                    lambda probe_result: fault_of(lost, probe_result, RUNNER),
+                    evaluation,
                 )
 
         self._scheduled(prepare, (self._device,), START_SECONDS, settled, settle)

@@ -62,9 +62,9 @@ def kernel_run(
         backward = bind(kernel, target, tensors.backward, tensors.side)
         return functools.partial(backward, tensors.backward, tensors.scale, tensors.side)
     lse = tensors.lse if specialization.lse else None
-    given = ForwardTensors(tensors.q, tensors.k, tensors.v, tensors.out, lse)
-    launch = bind(kernel, target, given, tensors.side)
-    return functools.partial(launch, given, tensors.scale, tensors.side)
+    arguments = ForwardTensors(tensors.q, tensors.k, tensors.v, tensors.out, lse)
+    launch = bind(kernel, target, arguments, tensors.side)
+    return functools.partial(launch, arguments, tensors.scale, tensors.side)
 
 
 def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
@@ -76,21 +76,21 @@ def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
     forward = forward_of(problem)
     if forward.dtype.is_quantized or forward.features & OTHER_LAYOUTS:
         return
-    given = differentiable(tensors) if problem.is_backward else tensors
-    yield from sdpa_runs(forward, given)
+    inputs = differentiable(tensors) if problem.is_backward else tensors
+    yield from sdpa_runs(forward, inputs)
     free, _ = torch.cuda.mem_get_info(tensors.q.device)
     copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
     if copies * score_bytes(forward) < MEMORY_SHARE * free:
-        timed = _timed(standard_run(forward, given), given)
+        timed = _timed(standard_run(forward, inputs), inputs)
         if timed is not None:
             yield "unfused", timed
 
 
-def sdpa_runs(forward: Problem, given: Tensors) -> Iterator[tuple[str, Run]]:
+def sdpa_runs(forward: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
     """Yields the SDPA backends that compute a forward problem, or its gradients if `given` has them."""
     for name, backend in BACKENDS.items():
-        run = sdpa_run(forward, given, backend)
-        timed = None if run is None else _timed(run, given)
+        run = sdpa_run(forward, tensors, backend)
+        timed = None if run is None else _timed(run, tensors)
         if timed is not None:
             yield name, timed
 
@@ -108,8 +108,8 @@ def _timed(forward: Run, tensors: Tensors) -> Run | None:
 
 def standard_run(problem: Problem, tensors: Tensors) -> Run:
     """Returns a run of unfused attention on these tensors."""
-    given = (tensors.q, tensors.k, tensors.v)
-    return functools.partial(unfused_attention, problem, *given, tensors.side, scale=tensors.scale)
+    inputs = (tensors.q, tensors.k, tensors.v)
+    return functools.partial(unfused_attention, problem, *inputs, tensors.side, scale=tensors.scale)
 
 
 def _works(run: Run) -> bool:
@@ -145,16 +145,16 @@ def run_finals(
         runs = [kernel_run(problem, candidate, specialization, target, tensors) for candidate in candidates]
         measured, peers = _with_peers(runs, list(peer_runs(problem, tensors)), device, rounds)
         own = _time_closest(runs, measured, device, rounds)
-        found = [msgspec.structs.replace(one, peers=peers) for one in own]
-        if found and timed_ways(problem):
-            fastest = min(own, key=lambda one: one.ms)
+        results = [msgspec.structs.replace(measurement, peers=peers) for measurement in own]
+        if results and timed_ways(problem):
+            fastest = min(own, key=lambda measurement: measurement.ms)
             # Any tie of the fastest candidate may be selected.
-            level = [number for number, one in enumerate(own) if is_tied(one, fastest)]
+            level = [number for number, measurement in enumerate(own) if is_tied(measurement, fastest)]
             best = [candidates[number] for number in level]
             times = _shared_times(problem, best, specialization, target, tensors, rounds)
             for number, shared in zip(level, times, strict=True):
-                found[number] = msgspec.structs.replace(found[number], shared=shared)
-    return tuple(found)
+                results[number] = msgspec.structs.replace(results[number], shared=shared)
+    return tuple(results)
 
 
 def _shared_times(
@@ -175,10 +175,10 @@ def _shared_times(
     by_way = []
     for way in timed_ways(problem):
         side = tensors.side._replace(bias=narrowed(bias, way).expand_as(bias))
-        given = msgspec.structs.replace(tensors, side=side)
-        runs = [kernel_run(problem, candidate, specialization, target, given) for candidate in candidates]
-        measured, peers = _with_peers(runs, list(sdpa_runs(problem, given)), device, rounds)
-        by_way.append([SharedTime(way, one.ms, peers) for one in measured])
+        masked = msgspec.structs.replace(tensors, side=side)
+        runs = [kernel_run(problem, candidate, specialization, target, masked) for candidate in candidates]
+        measured, peers = _with_peers(runs, list(sdpa_runs(problem, masked)), device, rounds)
+        by_way.append([SharedTime(way, measurement.ms, peers) for measurement in measured])
     return list(zip(*by_way, strict=True))
 
 
@@ -188,7 +188,7 @@ def _with_peers(
     """Times kernels and baselines interleaved, in one run."""
     measured = measure_interleaved([*runs, *(run for _, run in peers)], device, rounds=rounds)
     times = zip(peers, measured[len(runs) :], strict=True)
-    return measured[: len(runs)], tuple(PeerTime(name, one.ms) for (name, _), one in times)
+    return measured[: len(runs)], tuple(PeerTime(name, measurement.ms) for (name, _), measurement in times)
 
 
 def _time_closest(
@@ -198,9 +198,9 @@ def _time_closest(
 
     They are interleaved, or, if the power limit matters, timed alone.
     """
-    fastest = min((one.ms for one in measured), default=0.0)
-    close = [number for number, one in enumerate(measured) if one.ms <= CLOSE * fastest]
-    is_limited = fastest >= LONG_MS or any(one.throttled for one in measured)
+    fastest = min((measurement.ms for measurement in measured), default=0.0)
+    close = [number for number, measurement in enumerate(measured) if measurement.ms <= CLOSE * fastest]
+    is_limited = fastest >= LONG_MS or any(measurement.throttled for measurement in measured)
     if is_limited and fastest <= SUSTAINED_MS:
         return _time_alone(runs, measured, close, device)
     before = sum(measured[number].ms for number in close)
@@ -208,7 +208,7 @@ def _time_closest(
     if len(close) < 2 or more <= rounds:
         return tuple(measured)
     again = measure_interleaved([runs[number] for number in close], device, rounds=more)
-    return _replaced(measured, close, again, before / sum(one.ms for one in again))
+    return _replaced(measured, close, again, before / sum(measurement.ms for measurement in again))
 
 
 def _time_alone(
@@ -230,10 +230,14 @@ def _replaced(
     measured: Sequence[Measurement], numbers: Sequence[int], again: Sequence[Measurement], clock: float
 ) -> tuple[Measurement, ...]:
     """Returns measurements with those of `numbers` replaced, their times multiplied by `clock`."""
-    found = list(measured)
-    for number, one in zip(numbers, again, strict=True):
-        throttled = one.throttled or measured[number].throttled
-        found[number] = msgspec.structs.replace(
-            one, ms=one.ms * clock, p20=one.p20 * clock, p80=one.p80 * clock, throttled=throttled
+    replaced = list(measured)
+    for number, measurement in zip(numbers, again, strict=True):
+        throttled = measurement.throttled or measured[number].throttled
+        replaced[number] = msgspec.structs.replace(
+            measurement,
+            ms=measurement.ms * clock,
+            p20=measurement.p20 * clock,
+            p80=measurement.p80 * clock,
+            throttled=throttled,
         )
-    return tuple(found)
+    return tuple(replaced)

@@ -84,10 +84,10 @@ def usual_compile_seconds(*sources: Iterable[Record]) -> float:
 
 def outlook(expected: tuple[Expectation, ...]) -> str:
     """Describes the expected extent of all searches together in one sentence."""
-    candidates = sum(one.candidates for one in expected)
-    tried = sum(one.tried for one in expected)
+    candidates = sum(expectation.candidates for expectation in expected)
+    tried = sum(expectation.tried for expectation in expected)
     share = f"about {tried:,} of {candidates:,} candidates ({_percent(tried / max(1, candidates))})"
-    seconds = duration(sum(one.seconds for one in expected))
+    seconds = duration(sum(expectation.seconds for expectation in expected))
     if len(expected) == 1:
         return f"{share} in about {seconds}"
     return f"{len(expected)} shapes: {share} in about {seconds} in all"

@@ -50,8 +50,8 @@ def run_search(
     `KeyboardInterrupt` again.
     """
     scope = search_scope(request)
-    given = contextlib.nullcontext(equipment) if equipment else open_workers(request.device, request.jobs)
-    with given as tools:
+    workers = contextlib.nullcontext(equipment) if equipment else open_workers(request.device, request.jobs)
+    with workers as tools:
         clock, measures = tools.clock, tools.measurer
         started = clock.now()
         journal = TrialLog(store, scope, measures.provenance, retry_failed=request.retry_failed)
@@ -59,10 +59,10 @@ def run_search(
         reporter.report(Phase.STARTING)
         experience = request.experience or WarmStart(warm_configs(known_winners(store), scope), shipped_fit())
         enqueued = _promised(request, scope, experience)
-        known = SearchContext(
+        context = SearchContext(
             scope, enqueued, journal.answers(), request.budget.trials, request.seed, experience.fit
         )
-        pipeline = Pipeline(scope, policy(known), tools, journal, frozenset(enqueued))
+        pipeline = Pipeline(scope, policy(context), tools, journal, frozenset(enqueued))
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)

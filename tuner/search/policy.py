@@ -54,10 +54,10 @@ class SearchContext(msgspec.Struct, frozen=True):
 Policy = Callable[[SearchContext], Strategy]
 
 
-def default_policy(known: SearchContext) -> DefaultStrategy:
+def default_policy(context: SearchContext) -> DefaultStrategy:
     """Returns the default proposer. It tries small spaces entirely, in the order of predicted times."""
-    ranked = rank(known.scope, known.seed, known.fit)
+    ranked = rank(context.scope, context.seed, context.fit)
     everything = tuple(entry.candidate for entry in ranked)
-    few = len(everything) <= ENUMERATED and (known.trials is None or len(everything) <= known.trials)
-    start = (*known.enqueued, *(everything if few else initial_design(ranked, NUM_STARTUP_TRIALS)))
-    return DefaultStrategy(known.scope, start, ranked, known.answers, known.seed)
+    few = len(everything) <= ENUMERATED and (context.trials is None or len(everything) <= context.trials)
+    start = (*context.enqueued, *(everything if few else initial_design(ranked, NUM_STARTUP_TRIALS)))
+    return DefaultStrategy(context.scope, start, ranked, context.answers, context.seed)

@@ -40,7 +40,7 @@ class CandidateGrid:
             if len(axis.values) > 1
         ]
         self.candidates = tuple(candidates)
-        self.places = {candidate: place for place, candidate in enumerate(self.candidates)}
+        self.places = {candidate: index for index, candidate in enumerate(self.candidates)}
         self.axes = tuple(f"{family}.{axis.name}" for family, axis in self._axes)
         self._ordered = np.array([axis.ordered for _, axis in self._axes], dtype=bool)
         self._points = np.array([self._point(candidate) for candidate in self.candidates], dtype=np.float64)
@@ -119,12 +119,12 @@ class Surrogate:
                 have a time.
             trying: Indices of unfinished candidates. Each counts with its expected time.
         """
-        logs = {place: math.log(ms) for place, ms in known.items() if ms is not None}
+        logs = {index: math.log(ms) for index, ms in known.items() if ms is not None}
         slow = float(np.median(list(logs.values()))) + self._beliefs.failed
-        values = {place: logs.get(place, slow) for place in known}
+        values = {index: logs.get(index, slow) for index in known}
         if trying:
             mean, _, _ = self._mean(values)
-            values = {**{place: float(mean[place]) for place in trying}, **values}
+            values = {**{index: float(mean[index]) for index in trying}, **values}
         mean, lower, across = self._mean(values)
         deviation = self._deviation(lower, across)
         gain = min(logs.values()) - mean
@@ -140,7 +140,7 @@ class Surrogate:
             The means; the Cholesky factor of the given candidates' covariances; their covariances with all.
         """
         places = np.array(list(values))
-        across = np.stack([self._covariances(place) for place in values])
+        across = np.stack([self._covariances(index) for index in values])
         noise = self._beliefs.noise**2 * np.eye(len(places))
         lower = np.linalg.cholesky(across[:, places] + noise).astype(np.float64)
         surprise = np.array(list(values.values())) - self._prior[places]
@@ -157,16 +157,16 @@ class Surrogate:
         deviation: Floats = np.sqrt(variance)
         return deviation
 
-    def _covariances(self, place: int) -> Floats:
+    def _covariances(self, index: int) -> Floats:
         """Returns the prior covariances of one candidate with all. They are constant, so they are cached."""
-        row = self._rows.get(place)
+        row = self._rows.get(index)
         if row is None:
             believed = self._beliefs
-            apart = self._pool.steps(self._pool.candidates[place]).sum(axis=1)
+            apart = self._pool.steps(self._pool.candidates[index]).sum(axis=1)
             row = (
                 believed.shared**2
-                + believed.trust**2 * self._centred[place] * self._centred
+                + believed.trust**2 * self._centred[index] * self._centred
                 + believed.grid**2 * np.exp(-believed.fading * apart)
             )
-            self._rows[place] = row
+            self._rows[index] = row
         return row

@@ -72,8 +72,8 @@ def _answers(record: Record, scope: SearchTask, provenance: Provenance) -> bool:
 def known_winners(store: Store) -> list[Record]:
     """Returns the selections and fallbacks of the database and of the shipped tables."""
     shipped = filter(None, (shipped_table(target.name) for target in TARGETS))
-    known = [entry.record for entry in (*store.selections(), *store.fallbacks())]
-    return known + [record for table in shipped for record in table.records]
+    stored = [entry.record for entry in (*store.selections(), *store.fallbacks())]
+    return stored + [record for table in shipped for record in table.records]
 
 
 def warm_configs(winners: Iterable[Record], scope: SearchTask) -> tuple[Candidate, ...]:

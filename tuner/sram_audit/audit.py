@@ -122,15 +122,15 @@ class Audit(msgspec.Struct, frozen=True):
 
         A target with fewer than `FEWEST` configs that do not fit is not judged by their fraction.
         """
-        found = [
+        sentences = [
             f"{row.family} on {row.target}: {row.wrongly_pruned} configs that fit were pruned"
             for row in self.rows
             if row.wrongly_pruned
         ]
         for target, (caught, misfits) in self._caught().items():
             if misfits >= FEWEST and caught < BAR * misfits:
-                found.append(f"{target}: {caught} of {misfits} that do not fit were caught")
-        return tuple(found)
+                sentences.append(f"{target}: {caught} of {misfits} that do not fit were caught")
+        return tuple(sentences)
 
     def unjudged(self) -> tuple[str, ...]:
         """Returns the targets with too few configs that do not fit, one sentence each."""
@@ -142,11 +142,11 @@ class Audit(msgspec.Struct, frozen=True):
 
     def _caught(self) -> dict[str, tuple[int, int]]:
         """Returns the configs that were caught, and those that do not fit, by target."""
-        found: dict[str, tuple[int, int]] = {}
+        counts: dict[str, tuple[int, int]] = {}
         for row in self.rows:
-            caught, misfits = found.get(row.target, (0, 0))
-            found[row.target] = caught + row.caught, misfits + row.misfits
-        return found
+            caught, misfits = counts.get(row.target, (0, 0))
+            counts[row.target] = caught + row.caught, misfits + row.misfits
+        return counts
 
 
 def audit_targets() -> tuple[Target, ...]:

@@ -28,17 +28,17 @@ DTYPES = (Dtype.BF16, Dtype.BF16, Dtype.FP16, Dtype.FP16, Dtype.FP32)
 FEATURES: tuple[dict[str, Any], ...] = (
     {"window_left": 256},
     {"window_left": 256, "sink_tokens": 4, "sinks": True},
-    {"attention_chunk": 256},
+    {"chunk": 256},
     {"prefix": True},
     {"softcap": True},
     {"alibi": True},
     {"bias": Bias.ADDITIVE},
     {"bias": Bias.BOOLEAN},
     {"block_mask": 128},
-    {"total_q": 4096},
-    {"seqlens_k": True},
+    {"packed": 4096},
+    {"kv_lengths": True},
     {"page_size": 16},
-    {"page_size": 64, "total_q": 4096},
+    {"page_size": 64, "packed": 4096},
     {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     {"kv_dtype": KvDtype.E4M3},
     {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE, "page_size": 16},
@@ -187,8 +187,8 @@ def unrolled(point: Point, target: Target) -> int:
     if not problem.dtype.is_float32 or not target.is_nvidia or not isinstance(config, Tiled):
         return 0
     width = power_of_two(max(problem.head_dim, problem.value_head_dim))
-    one = Loop(config.block_m, config.block_n, config.num_warps, config.num_stages)
-    loops = backward_loops(config) if problem.is_backward else (one,)
+    forward = Loop(config.block_m, config.block_n, config.num_warps, config.num_stages)
+    loops = backward_loops(config) if problem.is_backward else (forward,)
     return max(loop.rows * loop.looped * width // (loop.warps * target.warp_size) for loop in loops)
 
 

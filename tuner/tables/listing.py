@@ -33,29 +33,29 @@ class Listed(msgspec.Struct, frozen=True):
     is_fallback: bool = False
 
 
-def list_selections(found: Iterable[Found]) -> tuple[Listed, ...]:
+def list_selections(entries: Iterable[Found]) -> tuple[Listed, ...]:
     """Returns the selections with their figures, in the same order. A fallback follows its selection."""
     listed: list[Listed] = []
     seen: set[tuple[str, str, str]] = set()
-    for entry in found:
+    for entry in entries:
         record = entry.record
-        place = entry.source, record.target, record.problem.key
+        key = entry.source, record.target, record.problem.key
         listed.append(
             Listed(
                 entry,
                 tflops(record),
                 best_sdpa_ms(record),
                 standing(record, entry.has_receipt is True),
-                place in seen,
+                key in seen,
             )
         )
-        seen.add(place)
+        seen.add(key)
     return tuple(listed)
 
 
-def ranked(found: Iterable[Found]) -> tuple[Found, ...]:
+def ranked(entries: Iterable[Found]) -> tuple[Found, ...]:
     """Sorts records by problem and target, then successful ones by time, then failures."""
-    return tuple(sorted(found, key=_order))
+    return tuple(sorted(entries, key=_order))
 
 
 def tflops(record: Record) -> float | None:

@@ -51,7 +51,7 @@ class Change(msgspec.Struct, frozen=True):
             return None
         if before == after:
             return 1.0
-        old, new = ({peer.name: peer.ms for peer in one.peers} for one in (before, after))
+        old, new = ({peer.name: peer.ms for peer in measurement.peers} for measurement in (before, after))
         machine = [new[name] / ms for name, ms in old.items() if name in new]
         return statistics.median(machine) * before.ms / after.ms if machine else None
 
@@ -88,8 +88,8 @@ def compare(old: TunedTable, new: TunedTable) -> tuple[Change, ...]:
         raise TableError(f"the tables are of {old.target} and {new.target}: compare tables of one GPU")
     after = _serving(new)
     changes: list[Change] = []
-    for place, before in _serving(old).items():
-        change = Change(place[0], before, after.get(place))
+    for key, before in _serving(old).items():
+        change = Change(key[0], before, after.get(key))
         if change.new != before and change not in changes[-1:]:
             changes.append(change)
     return tuple(changes)
@@ -126,12 +126,12 @@ def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Reti
     lost = tuple(lost)
     records = {_place(record): record for record in table.records}
     rows, times = [], []
-    place = _gpu(table) if any(change.new is not None for change in lost) else None
+    gpu = _gpu(table) if any(change.new is not None for change in lost) else None
     for change in lost:
-        if change.new is None or place is None:
+        if change.new is None or gpu is None:
             records[_place(change.old)] = change.old
             continue
-        row, (before, after) = retime(change, *place)
+        row, (before, after) = retime(change, *gpu)
         rows.append(row)
         if before.ms < after.ms:
             _put_back(change.old, change.new, records)

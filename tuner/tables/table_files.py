@@ -239,8 +239,8 @@ def _checked(path: Path, watch: Watch) -> TunedTable:
         position = table.receipts.index(strays[0]) + 1
         raise TableError(f"{path}, receipt {position} cannot be used: no record has its kernel")
     # Kernels of other template versions do not render here, so they cannot be matched with records.
-    known = {template_hash(record.family) for record in table.records if record.config is not None}
-    receipts = tuple(one for one in table.receipts if one.versions.template in known)
+    templates = {template_hash(record.family) for record in table.records if record.config is not None}
+    receipts = tuple(receipt for receipt in table.receipts if receipt.versions.template in templates)
     return msgspec.structs.replace(table, receipts=receipts)
 
 

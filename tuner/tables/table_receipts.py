@@ -55,10 +55,10 @@ def with_receipts(
         resources: Resources of kernels that differ from their records' kernels, by digest.
     """
     times = tuple(times)
-    wrong = {(one.digest, one.versions.makers) for one in failed}
-    proven = {(one.digest, one.versions.makers): one for one in table.receipts}
-    proven = {place: one for place, one in proven.items() if place not in wrong}
-    measured = {(one.problem, one.kernel): one for one in times}
+    wrong = {(check.digest, check.versions.makers) for check in failed}
+    proven = {(check.digest, check.versions.makers): check for check in table.receipts}
+    proven = {binary: check for binary, check in proven.items() if binary not in wrong}
+    measured = {(timing.problem, timing.kernel): timing for timing in times}
     checks = dict(passed)
     records = tuple(
         _renewed(
@@ -70,22 +70,22 @@ def with_receipts(
     for record in records:
         if record.verdict is not None and record.verdict.passed:
             makers.setdefault(record.kernel, set()).add(record.versions.makers)
-    proven |= {(one.digest, one.versions.makers): one for one in receipts}
+    proven |= {(check.digest, check.versions.makers): check for check in receipts}
     # Records with the verdict need no receipt.
-    proven = {place: one for place, one in proven.items() if makers.get(place[0]) != {place[1]}}
+    proven = {binary: check for binary, check in proven.items() if makers.get(binary[0]) != {binary[1]}}
     timed = {
-        (one.problem, one.kernel, one.versions.makers): one
+        (timing.problem, timing.kernel, timing.versions.makers): timing
         for listed in (table.times, times)
-        for one in listed
+        for timing in listed
     }
     # Records with the time need no entry in the table's times.
-    own = {(one.problem.key, one.kernel, one.versions.makers) for one in records}
+    own = {(record.problem.key, record.kernel, record.versions.makers) for record in records}
     return without_strays(
         msgspec.structs.replace(
             table,
             records=records,
             receipts=tuple(proven.values()),
-            times=tuple(one for place, one in timed.items() if place not in own),
+            times=tuple(timing for key, timing in timed.items() if key not in own),
         )
     )
 
@@ -147,11 +147,11 @@ def stray_receipts(table: TunedTable) -> tuple[Check, ...]:
     The kernels of a record are its own one and its sibling, as they render here.
     """
     versions = {template_hash(family.name) for family in families()}
-    current = [one for one in table.receipts if one.versions.template in versions]
+    current = [receipt for receipt in table.receipts if receipt.versions.template in versions]
     if not current:
         return ()
     kernels = {kernel for record in table.records for kernel in _kernels(record)}
-    return tuple(one for one in current if (one.digest, one.versions.template) not in kernels)
+    return tuple(receipt for receipt in current if (receipt.digest, receipt.versions.template) not in kernels)
 
 
 def _kernels(record: Record) -> tuple[tuple[str, str], ...]:
@@ -160,7 +160,7 @@ def _kernels(record: Record) -> tuple[tuple[str, str], ...]:
         return ()
     both = (record, msgspec.structs.replace(record, specialization=sibling(record)))
     try:
-        return tuple((digest_of(one), template_hash(one.family)) for one in both)
+        return tuple((digest_of(variant), template_hash(variant.family)) for variant in both)
     except FlashtuneError:
         # Other checks report records that cannot be rendered here.
         return ()
@@ -168,12 +168,14 @@ def _kernels(record: Record) -> tuple[tuple[str, str], ...]:
 
 def without_strays(table: TunedTable) -> TunedTable:
     """Returns a table without stray receipts, and without times of kernels that no record names."""
-    strays = {(one.digest, one.versions.makers) for one in stray_receipts(table)}
+    strays = {(receipt.digest, receipt.versions.makers) for receipt in stray_receipts(table)}
     named = {(record.problem.key, record.kernel) for record in table.records}
     return msgspec.structs.replace(
         table,
-        receipts=tuple(one for one in table.receipts if (one.digest, one.versions.makers) not in strays),
-        times=tuple(one for one in table.times if (one.problem, one.kernel) in named),
+        receipts=tuple(
+            receipt for receipt in table.receipts if (receipt.digest, receipt.versions.makers) not in strays
+        ),
+        times=tuple(timing for timing in table.times if (timing.problem, timing.kernel) in named),
     )
 
 
@@ -186,6 +188,6 @@ def part_of(table: TunedTable, problems: Collection[Problem]) -> TunedTable:
     return msgspec.structs.replace(
         table,
         records=records,
-        receipts=tuple(one for one in table.receipts if one.digest in kernels),
-        times=tuple(one for one in table.times if one.problem in keys),
+        receipts=tuple(receipt for receipt in table.receipts if receipt.digest in kernels),
+        times=tuple(timing for timing in table.times if timing.problem in keys),
     )

@@ -88,9 +88,9 @@ def calls_of(problems: Iterable[Problem]) -> tuple[Call, ...]:
 
 def tables_with(target: Target, tables: Iterable[TunedTable]) -> Tables:
     """Returns the tables of dispatch for a target as if some tables were imported."""
-    usual = tuned_records(target.name)
+    tuned = tuned_records(target.name)
     added = by_problem(record for table in tables for record in table.records)
-    return Tables(database={**usual.database, **added}, shipped=usual.shipped)
+    return Tables(database={**tuned.database, **added}, shipped=tuned.shipped)
 
 
 def needs_of(calls: Iterable[Call], target: Target, tables: Tables) -> Needs:
@@ -195,8 +195,8 @@ def _why_not_loaded(need: Need, target: Target, device: int) -> str:
     from flashtune.request.request import Prefer
     from flashtune.runtime.kernel_fallback import chosen
 
-    place = torch.device("cuda", device)
-    key = KernelKey(need.problem, need.kernel.specialization, Prefer.GENERATED, place)
+    gpu = torch.device("cuda", device)
+    key = KernelKey(need.problem, need.kernel.specialization, Prefer.GENERATED, gpu)
     try:
         chosen(need.selection, target, key)
     except (KernelError, VerificationError) as error:

@@ -192,8 +192,8 @@ def time_on_gpu(record: Record, index: int, with_peers: bool) -> Measurement:
     candidate, target = Candidate(record.family, record.config), device_target(index)
     with _whole_context(device):
         if with_peers:
-            (found,) = run_finals(record.problem, (candidate,), record.specialization, target, device)
-            return found
+            (measurement,) = run_finals(record.problem, (candidate,), record.specialization, target, device)
+            return measurement
         tensors = make_tensors(record.problem, device, lse=record.specialization.lse)
         run = kernel_run(record.problem, candidate, record.specialization, target, tensors)
         return measure(run, device, throttled=clock_probe(index).is_throttled())
@@ -294,10 +294,10 @@ class Runs:
             pending: set[Future[Any]] = set(futures.values())
             while pending and not self.ended:
                 finished, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-                for one in finished:
-                    self._result(one)
+                for job in finished:
+                    self._result(job)
                 self._progress(phase, len(futures) - len(pending), len(futures))
-            results = {key: self._result(one) for key, one in futures.items() if one.done()}
+            results = {key: self._result(job) for key, job in futures.items() if job.done()}
             return {key: result for key, result in results.items() if result is not None}
         finally:
             stop_pool(pool)
@@ -321,18 +321,18 @@ class Runs:
 @contextlib.contextmanager
 def stopped_by_signals(runs: Runs) -> Iterator[None]:
     """Makes SIGINT and SIGTERM stop a run instead of the program. A second signal ends the program."""
-    usual = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
-        for one, handler in usual.items():
-            signal.signal(one, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def stop(*_: object) -> None:
         restore()
         runs.stop()
 
-    for one in usual:
-        signal.signal(one, stop)
+    for number in handlers:
+        signal.signal(number, stop)
     try:
         yield
     finally:

@@ -62,8 +62,8 @@ def layers_of(fields: LayerFields, layers: int, path: Path) -> tuple[Layers, ...
         Layers(counts[kind], *size, softcap, sinks) for kind, size in sizes.items() if counts.get(kind)
     )
     if not kinds:
-        known = ", ".join(map(quoted, list(counts)[:3]))
-        raise UsageError(f"the model config {path} has layers of {known} alone: none of them attends")
+        named = ", ".join(map(quoted, list(counts)[:3]))
+        raise UsageError(f"the model config {path} has layers of {named} alone: none of them attends")
     return kinds
 
 

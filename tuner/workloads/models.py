@@ -150,15 +150,15 @@ def _decode(attention: ModelAttention, sizes: ModelSizes) -> tuple[Problem, ...]
 
 def as_called(number: int) -> int:
     """Returns the number of tokens or pages in the problem that dispatch derives from a call."""
-    found = rounded_up(number)
-    if found > MAX_LENGTH:
-        raise UsageError(f"{number} tokens are rounded up to {found}, beyond {MAX_LENGTH:,}: make it fewer")
-    return found
+    rounded = rounded_up(number)
+    if rounded > MAX_LENGTH:
+        raise UsageError(f"{number} tokens are rounded up to {rounded}, beyond {MAX_LENGTH:,}: make it fewer")
+    return rounded
 
 
 def _packed(problem: Problem) -> Problem:
     longest, tokens = as_called(problem.seqlen_q), as_called(problem.batch * problem.seqlen_q)
-    return msgspec.structs.replace(problem, seqlen_q=longest, seqlen_kv=longest, total_q=tokens)
+    return msgspec.structs.replace(problem, seqlen_q=longest, seqlen_kv=longest, packed=tokens)
 
 
 def _paged(problem: Problem) -> Problem:
@@ -189,7 +189,7 @@ def _of_kind(problem: Problem, kind: Layers) -> Problem:
         window_left=kind.window - 1 if kind.window else None,
         # An encoder's window is symmetric.
         window_right=kind.window - 1 if kind.window and problem.causal is Causal.NONE else None,
-        attention_chunk=kind.chunk,
+        chunk=kind.chunk,
         softcap=kind.softcap,
         sinks=kind.sinks,
     )
@@ -211,7 +211,7 @@ def backward_of(problem: Problem) -> Problem:
 def training_passes(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     """Returns both passes of each problem, forward first, without duplicates."""
     return tuple(
-        dict.fromkeys(one for problem in problems for one in (forward_of(problem), backward_of(problem)))
+        dict.fromkeys(pass_ for problem in problems for pass_ in (forward_of(problem), backward_of(problem)))
     )
 
 

@@ -23,7 +23,7 @@ from flashtune.core.canonical import normal_form
 from flashtune.core.errors import UsageError
 from flashtune.core.features.records import DEFAULTS
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
-from flashtune.tuner.workloads.shape_values import ALONE, KEYS, Value, Window, field_of, parse_values, shown
+from flashtune.tuner.workloads.shape_values import ALONE, KEYS, Value, Window, parse_values
 
 MAX_PROBLEMS = 10_000
 
@@ -36,13 +36,12 @@ def parse_shape(text: str) -> tuple[Problem, ...]:
     choices: dict[str, tuple[Value, ...]] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = (piece.strip() for piece in part.partition("="))
-        key = field_of(key)
         if not separator and key in ALONE:
             value = ALONE[key]
         elif not separator and key in KEYS:
-            raise UsageError(f"{shown(key)} has no value: write {shown(key)}=...")
+            raise UsageError(f"{key} has no value: write {key}=...")
         if key in choices:
-            raise UsageError(f"{shown(key)} is given twice: list its values with |, as in {shown(key)}=a|b")
+            raise UsageError(f"{key} is given twice: list its values with |, as in {key}=a|b")
         choices[key] = parse_values(key, value)
     return expand(choices)
 
@@ -55,9 +54,9 @@ def expand(choices: Choices) -> tuple[Problem, ...]:
     return tuple(dict.fromkeys(_build(dict(zip(choices, values, strict=True))) for values in combinations))
 
 
-def _build(given: dict[str, Value]) -> Problem:
+def _build(values: dict[str, Value]) -> Problem:
     """Returns one combination of values as a problem, with defaults for missing keys."""
-    numbers = {key: value for key, value in given.items() if type(value) is int}
+    numbers = {key: value for key, value in values.items() if type(value) is int}
     for key in ("heads", "head_dim"):
         if key not in numbers:
             raise UsageError(f"a shape needs {key}: add {key}=...")
@@ -67,18 +66,18 @@ def _build(given: dict[str, Value]) -> Problem:
         raise UsageError("a shape needs its lengths: add seqlen=..., or seqlen_q=... and seqlen_kv=...")
     if {"seqlen", "seqlen_q", "seqlen_kv"} <= numbers.keys():
         raise UsageError("seqlen, seqlen_q and seqlen_kv exclude each other: leave one of the three out")
-    if "kv_scale" in given and "kv_dtype" not in given:
+    if "kv_scale" in values and "kv_dtype" not in values:
         raise UsageError("kv_scale says what shares a scale in a quantised cache: add kv_dtype=e4m3 or int8")
-    if "block_lists" in given and not given.get("block_mask"):
+    if "block_lists" in values and not values.get("block_mask"):
         raise UsageError("block_lists says which heads share a block mask's lists: add block_mask=64 or 128")
-    window = _window(given)
-    features: dict[str, Any] = {name: given[name] for name in DEFAULTS if name in given}
+    window = _window(values)
+    features: dict[str, Any] = {name: values[name] for name in DEFAULTS if name in values}
     features |= {"window_left": window.left, "window_right": window.right}
     if features.get("kv_dtype") is None:
         # Without a quantised cache there is no scale to share.
         features.pop("kv_scale", None)
     problem = Problem(
-        dtype=_word(given.get("dtype"), Dtype.BF16),
+        dtype=_word(values.get("dtype"), Dtype.BF16),
         head_dim=numbers["head_dim"],
         value_head_dim=numbers.get("value_head_dim", numbers["head_dim"]),
         heads=numbers["heads"],
@@ -86,8 +85,8 @@ def _build(given: dict[str, Value]) -> Problem:
         batch=_batch(numbers, seqlen_q),
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
-        causal=_word(given.get("causal"), Causal.NONE),
-        direction=_direction(given),
+        causal=_word(values.get("causal"), Causal.NONE),
+        direction=_direction(values),
         **features,
     )
     # Use the form that dispatch uses: a record under another form would never be found.
@@ -98,16 +97,16 @@ def _word(value: Value, default: Word) -> Word:
     return value if isinstance(value, type(default)) else default
 
 
-def _direction(given: dict[str, Value]) -> Direction:
-    if "backward" not in given:
-        return _word(given.get("direction"), Direction.FORWARD)
-    if "direction" in given:
+def _direction(values: dict[str, Value]) -> Direction:
+    if "backward" not in values:
+        return _word(values.get("direction"), Direction.FORWARD)
+    if "direction" in values:
         raise UsageError("backward and direction=backward are the same: use one of them")
-    return Direction.BACKWARD if given["backward"] is True else Direction.FORWARD
+    return Direction.BACKWARD if values["backward"] is True else Direction.FORWARD
 
 
-def _window(given: dict[str, Value]) -> Window:
-    window, left, right = (given.get(key) for key in ("window", "window_left", "window_right"))
+def _window(values: dict[str, Value]) -> Window:
+    window, left, right = (values.get(key) for key in ("window", "window_left", "window_right"))
     if isinstance(window, Window):
         if left is not None or right is not None:
             raise UsageError(

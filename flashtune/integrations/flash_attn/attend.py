@@ -87,7 +87,7 @@ def packed(
     if q.dtype is E4M3:
         q, finish = _widened(q, k, features.descales, starts[0])
         options |= _unit_scales(k)
-    starts_q, starts_k = (_int32(one) for one in starts)
+    starts_q, starts_k = (_int32(offsets) for offsets in starts)
     # flash_attn accepts any upper bound.
     lengths = starts_q, starts_k, min(longest[0], q.shape[0]), longest[1]
 
@@ -173,7 +173,7 @@ def without_gradient(why: str, out: Tensor, *inputs: Tensor | None) -> Tensor:
     # A traced program with a function of Python cannot be saved.
     if is_tracing() or not torch.is_grad_enabled():
         return out
-    if any(one is not None and one.requires_grad for one in inputs):
+    if any(tensor is not None and tensor.requires_grad for tensor in inputs):
         return cast("Tensor", NoGradient.apply(why, out, *inputs))  # type: ignore[no-untyped-call]
     return out
 
@@ -211,10 +211,10 @@ def flash_attn_combine(
         out: A tensor for the output.
         out_dtype: Type of the output; by default that of `out_partial`.
     """
-    found, lse = combined(out_partial, lse_partial)
+    total, lse = combined(out_partial, lse_partial)
     if out is not None:
-        return out.copy_(found), lse
-    return found.to(out_dtype or out_partial.dtype), lse
+        return out.copy_(total), lse
+    return total.to(out_dtype or out_partial.dtype), lse
 
 
 def _in_parts(serve: Callable[[Tensor, bool], Result], v: Tensor, wants_lse: bool) -> Attended:
@@ -249,10 +249,10 @@ def _int32(tensor: Tensor) -> Tensor:
 def _native_scales(q: Tensor, k: Tensor, descales: Descales) -> dict[str, Tensor]:
     """Returns the scales of a dense call with 8-bit queries. A scale of q is one for each query head."""
     group = q.shape[2] // k.shape[2]
-    found = {"k_scale": descales.k, "v_scale": descales.v}
+    scales = {"k_scale": descales.k, "v_scale": descales.v}
     if descales.q is not None:
-        found["q_scale"] = descales.q.repeat_interleave(group, 1)
-    return {name: scale.contiguous() for name, scale in found.items() if scale is not None}
+        scales["q_scale"] = descales.q.repeat_interleave(group, 1)
+    return {name: scale.contiguous() for name, scale in scales.items() if scale is not None}
 
 
 def _unit_scales(k: Tensor) -> dict[str, Tensor]:
@@ -275,7 +275,7 @@ def _widened(
         return wide[:, None] if starts is None else wide[sequence_numbers(starts, q.shape[0])]
 
     wide = q.to(torch.bfloat16)
-    factors = [one for one in (descales.q, descales.k) if one is not None]
+    factors = [descale for descale in (descales.q, descales.k) if descale is not None]
     if factors:
         factor = factors[0] if len(factors) == 1 else factors[0] * factors[1]
         wide = (q.float() * for_rows(factor)).to(torch.bfloat16)

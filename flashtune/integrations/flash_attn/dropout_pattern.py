@@ -52,15 +52,15 @@ def dropout_pattern(q: Tensor, k: Tensor, queries: Sequences, keys: Sequences, f
         block = block_of_keys(q.shape[-1], True, features.causal, capability_of(q.device))
         for b in range(batch):
             scores = _scores(wide_q[b], wide_k[b], lengths_q[b], lengths_k[b], scale, features, b)
-            found = torch.exp(scores - _largest(scores, block))
-            place = torch.arange(rows, device=q.device)
+            weights = torch.exp(scores - _largest(scores, block))
+            row = torch.arange(rows, device=q.device)
             number = torch.arange(heads, device=q.device)
             if queries.starts is None:
                 number = number + b * heads
             else:
-                place = place + queries.starts[b]
-            kept = kept_weights(features.seed, number, place, scores.shape[-1], features.dropout)
-            pattern[b, :, :rows, : scores.shape[-1]] = torch.where(kept, found, -found)
+                row = row + queries.starts[b]
+            kept = kept_weights(features.seed, number, row, scores.shape[-1], features.dropout)
+            pattern[b, :, :rows, : scores.shape[-1]] = torch.where(kept, weights, -weights)
         return pattern
 
 

@@ -157,8 +157,8 @@ def flash_attn_combine(
 
     Packed tokens are combined one by one, also those that do not count by `seqused`.
     """
-    found, lse = combined(out_partial, lse_partial)
-    result = found.to(out_dtype or out_partial.dtype) if out is None else out.copy_(found)
+    total, lse = combined(out_partial, lse_partial)
+    result = total.to(out_dtype or out_partial.dtype) if out is None else out.copy_(total)
     return result, lse if return_lse else None
 
 
@@ -206,9 +206,9 @@ def _flash_attn_fwd_combine(
         raise UnsupportedError(
             "num_splits_dynamic_ptr and semaphore_to_reset have no kernels: leave them out"
         )
-    _, found = flash_attn_combine(out_partial, lse_partial, out)
-    if lse is not None and found is not None:
-        lse.copy_(found)
+    _, total_lse = flash_attn_combine(out_partial, lse_partial, out)
+    if lse is not None and total_lse is not None:
+        lse.copy_(total_lse)
 
 
 def _flash_attn_fwd(
@@ -252,12 +252,12 @@ def _flash_attn_fwd(
     )
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     with torch.no_grad():
-        found, found_lse = _attended(
+        result, result_lse = _attended(
             (q, k, v, qv), starts, longest, (seqused_q, seqused_k), page_table, features
         )
-        if lse is not None and found_lse is not None:
-            found_lse = lse.copy_(found_lse)
-        return (found if out is None else out.copy_(found)), found_lse, None, None
+        if lse is not None and result_lse is not None:
+            result_lse = lse.copy_(result_lse)
+        return (result if out is None else out.copy_(result)), result_lse, None, None
 
 
 def _flash_attn_bwd(
@@ -357,10 +357,10 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _refuse(given: dict[str, Any]) -> None:
+def _refuse(arguments: dict[str, Any]) -> None:
     """Raises an error for arguments without kernels."""
     for name in UNSUPPORTED:
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise UnsupportedError(f"{name} has no kernels in flashtune: leave it out, or call flash_attn")
-    if given.get("q", given) is None or given.get("k", given) is None:
+    if arguments.get("q", arguments) is None or arguments.get("k", arguments) is None:
         raise UnsupportedError("q or k is None, for which flashtune has no kernels: pass all of q, k and v")

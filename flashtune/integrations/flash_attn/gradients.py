@@ -72,8 +72,8 @@ def gradients(
 
 def _backward(call: Call, dout: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None) -> Gradients:
     call = call._replace(side=call.side._replace(seed=seed))
-    found = torch.ops.flashtune.attention_backward(dout, None, out, lse, *operands(call))
-    return found[0], found[1], found[2]
+    results = torch.ops.flashtune.attention_backward(dout, None, out, lse, *operands(call))
+    return results[0], results[1], results[2]
 
 
 def _in_place(rows: Tensor, like: Tensor, sequences: Sequences, how: Packed) -> Tensor:

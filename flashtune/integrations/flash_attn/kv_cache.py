@@ -85,19 +85,19 @@ def check_room(lengths: int | Tensor, k: Tensor, starts: Tensor | None, capacity
     """Checks that new tokens fit a cache, by numbers of the host, and by values that are checked."""
     if starts is None and k.shape[1] > capacity:
         raise ProblemError(f"k has {k.shape[1]} new tokens and the cache has room for {capacity}: pass fewer")
-    known = next((one for one in (lengths, starts) if isinstance(one, Tensor)), torch.empty(0))
-    if torch.compiler.is_compiling() or not values_are_checked(known.device) or is_capturing(known):
+    values = next((tensor for tensor in (lengths, starts) if isinstance(tensor, Tensor)), torch.empty(0))
+    if torch.compiler.is_compiling() or not values_are_checked(values.device) or is_capturing(values):
         return
     if not isinstance(lengths, Tensor):
-        lengths = torch.tensor([lengths], device=known.device)
+        lengths = torch.tensor([lengths], device=values.device)
     ends = lengths + (k.shape[1] if starts is None else as_lengths(starts))
     wrong = ((lengths < 0) | (ends > capacity)).nonzero()
     if len(wrong):
-        place = int(wrong[0])
-        length = int(lengths.expand_as(ends)[place])
+        sequence = int(wrong[0])
+        length = int(lengths.expand_as(ends)[sequence])
         raise ProblemError(
-            f"cache_seqlens[{place}] is {length}, with {int(ends[place]) - length} new tokens, and the cache "
-            f"has room for {capacity}: pass lengths from 0 that leave room for the new tokens"
+            f"cache_seqlens[{sequence}] is {length}, with {int(ends[sequence]) - length} new tokens, and the "
+            f"cache has room for {capacity}: pass lengths from 0 that leave room for the new tokens"
         )
 
 

@@ -110,10 +110,10 @@ def _module(name: str) -> ModuleType:
     if name in PACKAGES:
         module.__path__ = []
     module.__dict__["__version__"] = VERSION
-    found: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for source in MODULES[name]:
-        found |= vars(importlib.import_module(f"flashtune.integrations.flash_attn.{source}"))
-    own = {key: value for key, value in found.items() if key.startswith(PUBLIC) and callable(value)}
-    own |= {key: found[value] for key, value in PRIVATE.get(name, {}).items()}
+        names |= vars(importlib.import_module(f"flashtune.integrations.flash_attn.{source}"))
+    own = {key: value for key, value in names.items() if key.startswith(PUBLIC) and callable(value)}
+    own |= {key: names[value] for key, value in PRIVATE.get(name, {}).items()}
     module.__dict__.update(own)
     return module

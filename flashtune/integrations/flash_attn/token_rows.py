@@ -60,8 +60,8 @@ class Packed(NamedTuple):
 def sequence_numbers(starts: Tensor, rows: int) -> Tensor:
     """Returns the sequence of each row, int64 [rows]. Rows after the last sequence belong to that one."""
     places = torch.arange(rows, dtype=starts.dtype, device=starts.device)
-    found = torch.searchsorted(starts[1:].contiguous(), places, right=True)
-    return found.clamp_(max=max(starts.numel() - 2, 0))
+    numbers = torch.searchsorted(starts[1:].contiguous(), places, right=True)
+    return numbers.clamp_(max=max(starts.numel() - 2, 0))
 
 
 def as_lengths(starts: Tensor) -> Tensor:

@@ -102,9 +102,9 @@ def _with_features(
     for turn, shape in enumerate((*shapes, Shape(Probe.EDGE, *tile[:2]), *borders, *square)):
         # The probe `edge` replaces `diagonal`.
         edge = shape.probe is Probe.DIAGONAL
-        one = msgspec.structs.replace(shape, probe=Probe.EDGE) if edge else shape
+        posed = msgspec.structs.replace(shape, probe=Probe.EDGE) if edge else shape
         heads, batch = POSED_HEADS[turn % len(POSED_HEADS)], BATCHES[turn % len(BATCHES)]
-        yield with_lengths(problem, one, heads, turn, batch, quick=quick)
+        yield with_lengths(problem, posed, heads, turn, batch, quick=quick)
     for shape, (many, kv_heads, batch) in zip(rounds, itertools.cycle(ROUNDS), strict=False):
         yield even_lengths(problem, shape, (many, kv_heads), batch)
 
@@ -229,7 +229,7 @@ def mask_squares(tile: Tile, problem: Problem, *, quick: bool, reduced: bool) ->
     m, n = tile.queries, tile.keys
     left = 0 if problem.window_left is None else problem.window_left + 1
     farthest = FARTHEST_REDUCED if reduced else FARTHEST_SQUARE
-    for border in sorted({left, problem.attention_chunk} - {0}):
+    for border in sorted({left, problem.chunk} - {0}):
         if border <= farthest:
             yield Shape(Probe.EDGE, border + m // 2 + 1, border + m // 2 + 1)
             if quick:

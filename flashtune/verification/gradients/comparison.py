@@ -48,12 +48,12 @@ def backward_pass(kernel: Kernel, case: Case, prepared: Prepared) -> Pass:
 
 
 def _compare(case: Case, prepared: Prepared, rows: dict[str, Tensor]) -> Iterator[Finding]:
-    for name, one in prepared.written.items():
+    for name, tensor in prepared.written.items():
         gradient = prepared.expected.gradients[name]
         ratio = worst_ratio(rows[name], gradient.exact, gradient.allowed)
         yield Finding(f"{case.label}: row errors of {name}", ratio, 1.0)
         # Infinity or NaN times zero is NaN, and a finite number times zero is zero.
-        lost = nonzero(_owned(name, case.problem, prepared, one.view) * 0)
+        lost = nonzero(_owned(name, case.problem, prepared, tensor.view) * 0)
         yield Finding(f"{case.label}: elements of {name} not written or not finite", lost, 0.0)
 
 
@@ -62,7 +62,7 @@ def _held(case: Case, prepared: Prepared, rows: dict[str, Tensor]) -> dict[str, 
 
     Float32 gradients are left out: the order of summation may be their only error.
     """
-    views = {name: one.view for name, one in prepared.written.items()}
+    views = {name: tensor.view for name, tensor in prepared.written.items()}
     if case.problem.deterministic:
         return {name: bits_of(view) for name, view in views.items()}
     return {name: rows[name] for name, view in views.items() if view.dtype.itemsize == 2}
@@ -85,7 +85,7 @@ def _unlike(
 
 def _owned(name: str, problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     """Returns the part of a gradient that belongs to sequences: varlen tensors without keys have one row."""
-    if not problem.total_q or name not in ("dk", "dv"):
+    if not problem.packed or name not in ("dk", "dv"):
         return written
     return written[:, :, : sum(capacities(problem, prepared.lengths))]
 
@@ -100,7 +100,7 @@ def _of_queries(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor
 def _of_keys(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     """Returns the key rows of the compared pairs, [pairs, seqlen_kv, columns]. Absent ones are any."""
     pairs = prepared.chosen.pairs
-    if not problem.total_q:
+    if not problem.packed:
         return pairs.of_keys(problem, written)
     room = capacities(problem, prepared.lengths)
     if not sum(room):

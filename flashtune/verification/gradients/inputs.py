@@ -73,20 +73,22 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
     """
     problem = case.problem
     generator, lengths = generator_of(case, device, seed), lengths_of(case)
-    given = given_values(case, lengths, generator, dlse)
+    inputs = given_values(case, lengths, generator, dlse)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
-    expected = expect_gradients(problem, given, chosen)
+    expected = expect_gradients(problem, inputs, chosen)
     gradients = {
-        name: one._replace(allowed=excused(one.allowed, _absent(name, problem, lengths, chosen.pairs)))
-        for name, one in expected.gradients.items()
+        name: gradient._replace(
+            allowed=excused(gradient.allowed, _absent(name, problem, lengths, chosen.pairs))
+        )
+        for name, gradient in expected.gradients.items()
     }
     expected = expected._replace(gradients=gradients)
     frame = MemoryFrame(alignment, case.layout, case.far, behind=ROWS_AFTER)
-    memory = placed(problem, Dense(*given[:3], given.side), lengths, frame, aside(generator))
-    came = came_back(problem, given, _results(problem, given, chosen, expected), memory, frame)
+    memory = placed(problem, Dense(*inputs[:3], inputs.side), lengths, frame, aside(generator))
+    came = came_back(problem, inputs, _results(problem, inputs, chosen, expected), memory, frame)
     written = written_to(problem, memory, frame)
     read = (memory.q, memory.k, memory.v, *came.values(), *memory.extra_inputs)
-    taken = {name: one.given for name, one in (*came.items(), *written.items())}
+    taken = {name: tensor.given for name, tensor in (*came.items(), *written.items())}
     tensors = BackwardTensors(memory.q.given, memory.k.given, memory.v.given, **taken)
     return Prepared(read, written, tensors, memory.side, lengths, chosen, expected, checksum(read))
 
@@ -107,50 +109,50 @@ def _absent(name: str, problem: Problem, lengths: Lengths, pairs: Pairs) -> Tens
         heads = pairs.numbers(problem)
         absent = missing(problem, lengths, heads.flatten(), torch.arange(problem.seqlen_q))
         return None if absent is None else absent.unflatten(0, tuple(heads.shape))
-    if problem.total_q and name in ("dk", "dv"):
+    if problem.packed and name in ("dk", "dv"):
         room = torch.tensor(capacities(problem, lengths))[pairs.batch]
         return torch.arange(problem.seqlen_kv) >= room[:, None]
     return None
 
 
 def _results(
-    problem: Problem, given: BackwardCase, chosen: Chosen, expected: Expected
+    problem: Problem, inputs: BackwardCase, chosen: Chosen, expected: Expected
 ) -> tuple[Tensor, Tensor]:
     """Returns the output and the log-sum-exp, which are exact only in compared heads."""
     if chosen.pairs.are_all(problem):
-        return expected.out.reshape(given.dout.shape), expected.lse.reshape(given.dout.shape[:3])
-    out, lse = about_right(problem, given)
+        return expected.out.reshape(inputs.dout.shape), expected.lse.reshape(inputs.dout.shape[:3])
+    out, lse = about_right(problem, inputs)
     batch, heads = chosen.pairs.batch[:, None], chosen.pairs.heads(problem)
     out[batch, heads] = expected.out
     lse[batch, heads] = expected.lse
     return out, lse
 
 
-def about_right(problem: Problem, given: BackwardCase) -> tuple[Tensor, Tensor]:
+def about_right(problem: Problem, inputs: BackwardCase) -> tuple[Tensor, Tensor]:
     """Returns an output of zeros, and a log-sum-exp with which probabilities are finite."""
-    out = torch.zeros_like(given.dout)
+    out = torch.zeros_like(inputs.dout)
     size = torch.tensor(float(max(1, problem.seqlen_kv))).log().item() + ABOUT_ONE
     return out, torch.full(out.shape[:3], size, dtype=torch.float32, device=out.device)
 
 
 def came_back(
-    problem: Problem, given: BackwardCase, results: tuple[Tensor, Tensor], memory: Memory, frame: MemoryFrame
+    problem: Problem, inputs: BackwardCase, results: tuple[Tensor, Tensor], memory: Memory, frame: MemoryFrame
 ) -> dict[str, Guarded]:
     """Returns the output, the log-sum-exp and their gradients in the memory layout of the kernel."""
-    places = query_places(problem, given.lengths)
+    places = query_places(problem, inputs.lengths)
     came = {
         "out": memory.out._replace(role=Role.INPUT),
         "dout": _like(memory.out, problem, frame, Role.INPUT, 8, 3),
         "lse": memory.lse._replace(role=Role.INPUT),
     }
-    values = {"out": results[0], "dout": given.dout, "lse": results[1]}
-    if given.dlse is not None:
+    values = {"out": results[0], "dout": inputs.dout, "lse": results[1]}
+    if inputs.dlse is not None:
         shape = tuple(memory.lse.given.shape)
-        came["dlse"] = guarded_flat(shape, given.dout.device, Role.INPUT).without(memory.lse.behind)
-        values["dlse"] = given.dlse
-    for name, one in came.items():
-        poison(one)
-        fill(one.view, values[name], places)
+        came["dlse"] = guarded_flat(shape, inputs.dout.device, Role.INPUT).without(memory.lse.behind)
+        values["dlse"] = inputs.dlse
+    for name, tensor in came.items():
+        poison(tensor)
+        fill(tensor.view, values[name], places)
     return came
 
 
@@ -158,8 +160,8 @@ def written_to(problem: Problem, memory: Memory, frame: MemoryFrame) -> dict[str
     """Returns the poisoned tensors that receive the gradients, by name."""
     # Row strides differ between tensors, so that the stride of another tensor gives a wrong result.
     written = {
-        name: _like(one, problem, frame, Role.OUTPUT, 10 + 2 * index, index)
-        for index, (name, one) in enumerate((("dq", memory.q), ("dk", memory.k), ("dv", memory.v)))
+        name: _like(tensor, problem, frame, Role.OUTPUT, 10 + 2 * index, index)
+        for index, (name, tensor) in enumerate((("dq", memory.q), ("dk", memory.k), ("dv", memory.v)))
     }
     device = memory.q.view.device
     if problem.bias is Bias.ADDITIVE:
@@ -172,13 +174,15 @@ def written_to(problem: Problem, memory: Memory, frame: MemoryFrame) -> dict[str
     return written
 
 
-def _like(one: Guarded, problem: Problem, frame: MemoryFrame, role: Role, spare: int, number: int) -> Guarded:
+def _like(
+    model: Guarded, problem: Problem, frame: MemoryFrame, role: Role, spare: int, number: int
+) -> Guarded:
     """Returns a tensor of the same shape with another row stride. It is far if `number` is `frame.far`."""
     tensor = guarded(
-        tuple(one.given.shape), problem.dtype, frame.alignment, frame.layout, one.view.device, role,
+        tuple(model.given.shape), problem.dtype, frame.alignment, frame.layout, model.view.device, role,
         spare=spare, far=frame.far == number,
     )  # fmt: skip
-    return tensor.without(one.behind)
+    return tensor.without(model.behind)
 
 
 prepare_and_keep = CaseCache(prepare)

@@ -113,8 +113,8 @@ def sink_sums(problem: Problem, rows: SinkRows, steps: Tensor) -> OfHeads:
     """Returns the partial sums of the sinks' gradients. `steps` are those of the rows' errors."""
     group = problem.group_size
 
-    def of_heads(one: Tensor) -> Tensor:
-        total: Tensor = one.unflatten(1, (group, -1)).sum(-1)
+    def of_heads(of_rows: Tensor) -> Tensor:
+        total: Tensor = of_rows.unflatten(1, (group, -1)).sum(-1)
         return total
 
     return OfHeads(
@@ -230,10 +230,10 @@ class OfRows(NamedTuple):
     dbias: Gradient | None
 
 
-def expect_gradients(problem: Problem, given: BackwardCase, chosen: Chosen) -> Expected:
+def expect_gradients(problem: Problem, inputs: BackwardCase, chosen: Chosen) -> Expected:
     """Returns the gradients of the chosen pairs and their tolerances."""
-    some = pieces(problem, chosen.pairs, given.q.device.type)
-    parts = [_of_pairs(problem, given, piece, chosen.rows) for piece in some]
+    some = pieces(problem, chosen.pairs, inputs.q.device.type)
+    parts = [_of_pairs(problem, inputs, piece, chosen.rows) for piece in some]
     gradients = {name: _joined([part.gradients[name] for part in parts], 0) for name in parts[0].gradients}
     return Expected(together([part.out for part in parts]), together([part.lse for part in parts]), gradients)
 
@@ -242,21 +242,21 @@ def _joined(parts: list[Gradient], axis: int) -> Gradient:
     return Gradient(*(together(tensors, axis) for tensors in zip(*parts, strict=True)))
 
 
-def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tensor) -> Expected:
+def _of_pairs(problem: Problem, inputs: BackwardCase, piece: Piece, chosen: Tensor) -> Expected:
     parts: list[OfRows] = []
     of_keys: OfKeys | None = None
     of_slopes: OfHeads | None = None
     of_sinks: OfHeads | None = None
     for rows in piece.rows:
-        work = work_on(problem, given, piece.pairs, rows)
-        parts.append(_of_rows(problem, given, work, chosen))
+        work = work_on(problem, inputs, piece.pairs, rows)
+        parts.append(_of_rows(problem, inputs, work, chosen))
         of_keys = added(of_keys, key_sums(work))
         if problem.alibi:
-            of_slopes = added(of_slopes, slope_sums(problem, work, piece.pairs, given.lengths))
+            of_slopes = added(of_slopes, slope_sums(problem, work, piece.pairs, inputs.lengths))
         if work.sinks is not None:
             of_sinks = added(of_sinks, sink_sums(problem, work.sinks, work.errors.steps))
     assert of_keys is not None
-    dk, dv = key_gradients(problem, given.scale, of_keys)
+    dk, dv = key_gradients(problem, inputs.scale, of_keys)
     gradients = {"dq": _joined([part.dq for part in parts], 2), "dk": dk, "dv": dv}
     of_bias = [part.dbias for part in parts if part.dbias is not None]
     if of_bias:
@@ -270,13 +270,13 @@ def _of_pairs(problem: Problem, given: BackwardCase, piece: Piece, chosen: Tenso
     )
 
 
-def _of_rows(problem: Problem, given: BackwardCase, work: Work, chosen: Tensor) -> OfRows:
+def _of_rows(problem: Problem, inputs: BackwardCase, work: Work, chosen: Tensor) -> OfRows:
     """Returns the results of some query rows."""
-    exact = (work.exact.slopes @ work.wide.k).mul_(given.scale)
-    plain = once((work.plain.slopes @ work.wide.k).mul_(given.scale), problem)
+    exact = (work.exact.slopes @ work.wide.k).mul_(inputs.scale)
+    plain = once((work.plain.slopes @ work.wide.k).mul_(inputs.scale), problem)
     figures = RowFigures(
         plain=largest(plain - exact),
-        typical=given.scale * _typical(work),
+        typical=inputs.scale * _typical(work),
         largest=largest(exact),
         terms=work.keys,
         steps=work.errors.steps,

@@ -96,7 +96,7 @@ class Weights(NamedTuple):
     queries: Tensor
 
 
-def widened(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -> Float64Rows:
+def widened(problem: Problem, inputs: BackwardCase, pairs: Pairs, rows: Tensor) -> Float64Rows:
     """Returns some rows of some pairs in float64."""
 
     def stacked(tensor: Tensor) -> Tensor:
@@ -105,22 +105,22 @@ def widened(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -
     def own(tensor: Tensor) -> Tensor:
         return pairs.of_keys(problem, tensor).double()
 
-    dlse = 0.0 if given.dlse is None else stacked(given.dlse)
-    return Float64Rows(stacked(given.q), own(given.k), own(given.v), stacked(given.dout), dlse)
+    dlse = 0.0 if inputs.dlse is None else stacked(inputs.dlse)
+    return Float64Rows(stacked(inputs.q), own(inputs.k), own(inputs.v), stacked(inputs.dout), dlse)
 
 
 def weights_of(
-    problem: Problem, given: BackwardCase, wide: Float64Rows, pairs: Pairs, rows: Tensor
+    problem: Problem, inputs: BackwardCase, wide: Float64Rows, pairs: Pairs, rows: Tensor
 ) -> Weights:
     """Returns the forward pass of some rows of some pairs."""
-    device, group, side = wide.q.device, problem.group_size, given.side
+    device, group, side = wide.q.device, problem.group_size, inputs.side
     some = Rows(pairs.batch.repeat_interleave(group), pairs.heads(problem).flatten(), rows)
-    scores = (wide.q @ wide.k.mT).mul_(given.scale)
+    scores = (wide.q @ wide.k.mT).mul_(inputs.scale)
     by_head = scores.view(len(some.head), len(rows), -1)
-    features = score_rows(problem, given.lengths, side, some, device)
+    features = score_rows(problem, inputs.lengths, side, some, device)
     slope = score_derivative(by_head, features)
     slope = None if slope is None else slope.expand(by_head.shape).reshape(scores.shape)
-    seen = seen_by(problem, given.lengths, side, some, device)
+    seen = seen_by(problem, inputs.lengths, side, some, device)
     biased = changed_scores(by_head, features, sizes=True)
     sinks = sinks_of(side, some, device)
     by_head, levels = levelled(problem, biased.scores.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
@@ -138,7 +138,7 @@ def weights_of(
     visible = (~seen.hidden).expand(by_head.shape)
     queries = visible.unflatten(0, (-1, group)).sum((1, 2)).double()
     keys = seen.keys.expand(by_head.shape[:2]).reshape(lse.shape)
-    kept = factors(problem, given.lengths, side, some, device)
+    kept = factors(problem, inputs.lengths, side, some, device)
     kept = None if kept is None else kept.view_as(exact)
     out = (exact if kept is None else exact * kept) @ wide.v
     return Weights(scores, exact, slope, kept, out, lse, levels, added, keys, queries)
@@ -214,10 +214,10 @@ class Work(NamedTuple):
     sinks: SinkRows | None
 
 
-def work_on(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -> Work:
+def work_on(problem: Problem, inputs: BackwardCase, pairs: Pairs, rows: Tensor) -> Work:
     """Returns the quantities that gradients are computed from, for some query rows of some pairs."""
-    wide = widened(problem, given, pairs, rows)
-    weights = weights_of(problem, given, wide, pairs, rows)
+    wide = widened(problem, inputs, pairs, rows)
+    weights = weights_of(problem, inputs, wide, pairs, rows)
     out, lse = rounded(weights.out, problem), weights.lse.float()
     products = wide.dout @ wide.v.mT
     if weights.kept is not None:
@@ -226,10 +226,10 @@ def work_on(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -
     plain_delta = ((wide.dout * out.double()).sum(-1) - wide.dlse).float()
     exact = _scores(weights.exact, products, exact_delta, weights.slope, weights.kept)
     plain = _plain(problem, weights, lse, products.float(), plain_delta)
-    errors = query_errors(problem, _sizes(given, wide, weights, exact_delta), given.side.softcap or 0.0)
+    errors = query_errors(problem, _sizes(inputs, wide, weights, exact_delta), inputs.side.softcap or 0.0)
     sinks = None
-    if given.side.sinks is not None:
-        sinks = _sink_rows(problem, given, pairs, rows, (weights.lse, exact_delta, plain_delta), errors)
+    if inputs.side.sinks is not None:
+        sinks = _sink_rows(problem, inputs, pairs, rows, (weights.lse, exact_delta, plain_delta), errors)
     if weights.levels is not None:
         lse = (weights.lse + weights.levels).float()
     return Work(rows, wide, out, lse, weights.keys, weights.queries, exact, plain, errors, sinks)
@@ -237,7 +237,7 @@ def work_on(problem: Problem, given: BackwardCase, pairs: Pairs, rows: Tensor) -
 
 def _sink_rows(
     problem: Problem,
-    given: BackwardCase,
+    inputs: BackwardCase,
     pairs: Pairs,
     rows: Tensor,
     of_rows: tuple[Tensor, Tensor, Tensor],
@@ -246,10 +246,10 @@ def _sink_rows(
     """Returns the gradients of sinks. `of_rows` are the log-sum-exps and both deltas of the rows."""
     lse, exact_delta, plain_delta = of_rows
     heads = pairs.heads(problem)
-    assert given.side.sinks is not None
-    sink = given.side.sinks.cpu()[heads].double().repeat_interleave(len(rows), 1).to(lse.device)
+    assert inputs.side.sinks is not None
+    sink = inputs.side.sinks.cpu()[heads].double().repeat_interleave(len(rows), 1).to(lse.device)
     exists = torch.ones_like(lse)
-    absent = missing(problem, given.lengths, pairs.numbers(problem).flatten(), rows)
+    absent = missing(problem, inputs.lengths, pairs.numbers(problem).flatten(), rows)
     if absent is not None:
         exists = (~absent).double().view(lse.shape).to(lse.device)
     # A sink of -inf has no weight, in rows without visible keys too.
@@ -281,11 +281,11 @@ def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, de
     return Scores(rounded_p, kept, slopes, biased)
 
 
-def _sizes(given: BackwardCase, wide: Float64Rows, weights: Weights, delta: Tensor) -> Sizes:
-    kept = 1.0 / (1.0 - (given.side.dropout or 0.0))
+def _sizes(inputs: BackwardCase, wide: Float64Rows, weights: Weights, delta: Tensor) -> Sizes:
+    kept = 1.0 / (1.0 - (inputs.side.dropout or 0.0))
     product = norm(wide.dout) * norm(wide.v).amax(-1, keepdim=True) * kept
     return Sizes(
-        score=given.scale * norm(wide.q) * norm(wide.k).amax(-1, keepdim=True),
+        score=inputs.scale * norm(wide.q) * norm(wide.k).amax(-1, keepdim=True),
         lse=finite(weights.lse).abs(),
         added=weights.added,
         product=product,

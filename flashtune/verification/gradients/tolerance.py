@@ -212,6 +212,6 @@ def beyond_order(first: Tensor, later: Tensor, allowed: Tensor, stored: torch.dt
         stored: The 16-bit dtype of the rows.
     """
     numbers = torch.finfo(stored)
-    one = first.double()
-    room = numbers.eps * (one.abs() + numbers.tiny) + ORDER_SHARE * allowed[..., None]
-    return ((one - later.double()).abs() - room).amax()
+    wide = first.double()
+    room = numbers.eps * (wide.abs() + numbers.tiny) + ORDER_SHARE * allowed[..., None]
+    return ((wide - later.double()).abs() - room).amax()

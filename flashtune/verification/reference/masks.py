@@ -98,11 +98,11 @@ def visible_keys(
     Rows after a sequence's last query have no visible keys. `batch` has the sequence of each head. Prefix
     lengths are on any device.
     """
-    place = places(problem, lengths, batch, rows, device)
+    positions = places(problem, lengths, batch, rows, device)
     queries, keys = _lengths(lengths, batch, device)
     key = torch.arange(problem.seqlen_kv, device=device)
     prefix = None if side.prefix is None else side.prefix.cpu()[batch].to(device, torch.int64)[:, None, None]
-    seen = seen_keys(problem, place, key, prefix)
+    seen = seen_keys(problem, positions, key, prefix)
     return both(both(seen, key < keys), rows[None, :, None].to(device) < queries)
 
 
@@ -138,8 +138,8 @@ def _block_keys(problem: Problem, side: ExtraInputs, some: Rows) -> Tensor:
     # Indexing on the CPU loads no CUDA kernels.
     counts, indices = side.block_counts.cpu(), side.block_indices.cpu()
     of_list = some.head if problem.block_lists is BlockLists.HEAD else some.head // problem.group_size
-    place = some.batch[:, None], of_list[:, None], (some.rows // size)[None, :]
-    blocks = seen_blocks(counts[place], indices[place], -(-problem.seqlen_kv // size))
+    indices_of_lists = some.batch[:, None], of_list[:, None], (some.rows // size)[None, :]
+    blocks = seen_blocks(counts[indices_of_lists], indices[indices_of_lists], -(-problem.seqlen_kv // size))
     return blocks.repeat_interleave(size, -1)[..., : problem.seqlen_kv]
 
 
@@ -178,7 +178,7 @@ def factors(
     if side.seed is None or side.dropout is None:
         return None
     number, rows = some.batch * problem.heads + some.head, some.rows
-    if problem.total_q:
+    if problem.packed:
         begins = torch.tensor([0, *itertools.accumulate(lengths.queries)])
         number, rows = some.head, begins[some.batch][:, None] + rows
     where = compared_on(COMPARISONS_OF_A_STATE * len(number) * len(some.rows), device)

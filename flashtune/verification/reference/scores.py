@@ -171,8 +171,10 @@ def score_rows(
         return bias_of(problem, bias, some).double().nan_to_num(neginf=0.0)
 
     def positions() -> Tensor:
-        place: Tensor = places(problem, lengths, some.batch, some.rows, some.batch.device).double().to(device)
-        return place
+        position: Tensor = (
+            places(problem, lengths, some.batch, some.rows, some.batch.device).double().to(device)
+        )
+        return position
 
     def distances() -> Tensor:
         return (positions() - torch.arange(problem.seqlen_kv, dtype=torch.float64).to(device)).abs_()

@@ -16,8 +16,8 @@ CONVERTS_E4M3 = 89
 # The features that `common/masks.jinja` computes.
 FEATURES = frozenset(
     {
-        *(Feature.WINDOW, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SOFTCAP),
-        *(Feature.ALIBI, Feature.BIAS, Feature.SINKS, Feature.VARLEN, Feature.SEQLENS_K, Feature.PAGES),
+        *(Feature.WINDOW, Feature.SINK_TOKENS, Feature.CHUNK, Feature.PREFIX, Feature.SOFTCAP),
+        *(Feature.ALIBI, Feature.BIAS, Feature.SINKS, Feature.PACKED, Feature.KV_LENGTHS, Feature.PAGES),
         *(Feature.QUANTIZED_KV, Feature.DROPOUT),
     }
 )
@@ -134,5 +134,5 @@ def feature_arguments(
         *rest[split:-COUNT],
         *side_strides(problem, specialization),
         *rest[-COUNT:],
-        *((Argument("sequences", "i32"),) if problem.total_q else ()),
+        *((Argument("sequences", "i32"),) if problem.packed else ()),
     )

@@ -65,14 +65,14 @@ def test_code_without_mma_loop_has_no_inner_loop() -> None:
     [
         ([[1], [2], [1, 3], []], [{1, 2}]),
         ([[1], [2, 4], [3], [1, 2], []], [{1, 2, 3}, {2, 3}]),
-        # Entered in two places: nobody is its head.
+        # Entered in two places, so no block is its head.
         ([[1, 2], [2], [1, 3], []], []),
         ([[0]], [{0}]),
     ],
 )
 def test_natural_loops(successors: list[list[int]], expected: list[set[int]]) -> None:
-    found = [set(body) for body in loops(successors)]
-    assert sorted(found, key=sorted) == sorted(expected, key=sorted)
+    bodies = [set(body) for body in loops(successors)]
+    assert sorted(bodies, key=sorted) == sorted(expected, key=sorted)
 
 
 @pytest.mark.slow

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +22,6 @@ from benchmarks.dispatch_regret.analysis import (
     regret,
     thinned,
 )
-from benchmarks.reports import read_report
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Record
@@ -97,7 +92,9 @@ def test_finalists_include_the_tuned_configs_and_can_be_rendered(
     static = timing._static(problems[0])
     for entrant in finalists(problems[0], TARGET, records):
         family = find_family(entrant.family)
-        kernels = (render(family, one, entrant.config, Specialization()) for one in (static, problems[0]))
+        kernels = (
+            render(family, problem, entrant.config, Specialization()) for problem in (static, problems[0])
+        )
         assert len({kernel.digest for kernel in kernels}) == 1
 
 
@@ -108,81 +105,43 @@ def timed(candidate: Candidate, ms: float) -> Timed:
 def test_regret_is_relative_to_the_fastest(
     problems: tuple[Problem, ...], records: tuple[Record, ...]
 ) -> None:
-    one, two, three = finalists(problems[0], TARGET, records)[:3]
-    point = Point(problems[0], (timed(one, 1.1), timed(two, 1.0)))
-    assert regret(point, one) == pytest.approx(0.1)
-    assert regret(point, two) == 0.0
-    assert regret(point, three) is None
+    first, second, third = finalists(problems[0], TARGET, records)[:3]
+    point = Point(problems[0], (timed(first, 1.1), timed(second, 1.0)))
+    assert regret(point, first) == pytest.approx(0.1)
+    assert regret(point, second) == 0.0
+    assert regret(point, third) is None
     same = Point(problems[1], point.timed)
-    found = figures(
-        (point, same), records, 1.0, lambda problem, kept: one if problem == problems[0] else three
+    summary = figures(
+        (point, same), records, 1.0, lambda problem, kept: first if problem == problems[0] else third
     )
-    assert (found.points, found.unknown) == (1, 1)
-    assert (found.median, found.p95, found.worst) == pytest.approx((0.1, 0.1, 0.1))
-    assert math.isnan(figures((), records, 0.5, lambda problem, kept: one).median)
+    assert (summary.points, summary.unknown) == (1, 1)
+    assert (summary.median, summary.p95, summary.worst) == pytest.approx((0.1, 0.1, 0.1))
+    assert math.isnan(figures((), records, 0.5, lambda problem, kept: first).median)
 
 
 def test_times_from_before_an_axis_was_added_count(
     problems: tuple[Problem, ...], records: tuple[Record, ...]
 ) -> None:
     entrants = finalists(problems[0], TARGET, records)
-    one = next(entrant for entrant in entrants if entrant.family == "forward_hopper")
-    label = one.config.label()
+    candidate = next(entrant for entrant in entrants if entrant.family == "forward_hopper")
+    label = candidate.config.label()
     assert " p_stages=0" in label
-    before = Timed(one.family, label.replace(" p_stages=0", ""), 1.0, 1.0, 1.0, 15)
-    assert regret(Point(problems[0], (before,)), one) == 0.0
-    since = Candidate(one.family, msgspec.structs.replace(one.config, p_stages=1))
+    before = Timed(candidate.family, label.replace(" p_stages=0", ""), 1.0, 1.0, 1.0, 15)
+    assert regret(Point(problems[0], (before,)), candidate) == 0.0
+    since = Candidate(candidate.family, msgspec.structs.replace(candidate.config, p_stages=1))
     assert regret(Point(problems[0], (before,)), since) is None
     gone = msgspec.structs.replace(before, config=f"{label} left_out=1")
-    assert regret(Point(problems[0], (gone,)), one) is None
+    assert regret(Point(problems[0], (gone,)), candidate) is None
 
 
 def test_percentiles_are_observed_regrets(problems: tuple[Problem, ...], records: tuple[Record, ...]) -> None:
-    one, two = finalists(problems[0], TARGET, records)[:2]
+    first, second = finalists(problems[0], TARGET, records)[:2]
     points = [
-        Point(problem, (timed(one, 1 + 0.01 * index), timed(two, 1.0)))
+        Point(problem, (timed(first, 1 + 0.01 * index), timed(second, 1.0)))
         for index, problem in enumerate(problems[:20])
     ]
-    found = figures(points, records, 1.0, lambda problem, kept: one)
-    assert (found.median, found.p95, found.worst) == pytest.approx((0.095, 0.18, 0.19))
-
-
-@pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """Measuring makes times up, and notes of which problems."""
-    measured: list[Problem] = []
-
-    def measure(problem: Problem, candidates: Sequence[Candidate], *_: Any) -> Point:
-        measured.append(problem)
-        return Point(problem, tuple(timed(one, 1.0 + 0.001 * index) for index, one in enumerate(candidates)))
-
-    monkeypatch.setattr(timing, "device_target", lambda index: TARGET)
-    monkeypatch.setattr(timing, "compile_all", lambda *_: frozenset())
-    monkeypatch.setattr(timing, "_measure", measure)
-    return measured
-
-
-def test_interrupted_run_resumes(
-    problems: tuple[Problem, ...],
-    records: tuple[Record, ...],
-    without_gpu: list[Problem],
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "deep" / "regret.json.gz"
-    said: list[str] = []
-    report = RegretReport(TARGET.name, 3, current_versions("forward_hopper"), ())
-    run = functools.partial(timing.measure_regret, records=records, device=0, path=path, tell=said.append)
-    late = time.monotonic() + 600
-    report = run(report, problems[:3], until=late)
-    assert without_gpu == list(problems[:3])
-    assert read_report(path, RegretReport) == report
-    assert run(report, problems[:5], until=0.0) == report
-    assert "2 shapes were not measured" in said[-1]
-    report = run(read_report(path, RegretReport), problems[:5], until=late)
-    assert without_gpu == list(problems[:5])
-    choose = functools.partial(dispatched, TARGET)
-    for share in SHARES:
-        assert figures(report.points, records, share, choose).unknown == 0
+    summary = figures(points, records, 1.0, lambda problem, kept: first)
+    assert (summary.median, summary.p95, summary.worst) == pytest.approx((0.095, 0.18, 0.19))
 
 
 @pytest.mark.gpu

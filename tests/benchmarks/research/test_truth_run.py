@@ -88,9 +88,9 @@ class FakeWorkers:
 
 
 def made(workers: FakeWorkers, path: Path, **drawing: Any) -> TruthTable:
-    given: Any = workers
+    fake: Any = workers
     return make_table(
-        given, a_problem(), "forward_hopper", find_target("h200"), Drawing(**{"configs": 40, **drawing}), path
+        fake, a_problem(), "forward_hopper", find_target("h200"), Drawing(**{"configs": 40, **drawing}), path
     )
 
 

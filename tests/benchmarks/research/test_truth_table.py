@@ -83,11 +83,11 @@ def test_draws_for_problems_with_equal_spaces_are_equal() -> None:
     def drawn(shape: str, count: int) -> tuple[Any, ...]:
         problem, target = a_problem(shape), find_target("h200")
         spaces = open_spaces(problem, target, ("forward_hopper",))
-        fitting, found = draw(
+        fitting, candidates = draw(
             SearchTask(problem, target, contiguous_specialization(problem), spaces), count, 0
         )
-        assert len(found) == count <= fitting
-        return found
+        assert len(candidates) == count <= fitting
+        return candidates
 
     short, long = drawn(SHAPE, 100), drawn(SHAPE.replace("2048", "8192"), 100)
     assert short == long

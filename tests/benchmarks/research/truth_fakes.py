@@ -51,7 +51,7 @@ def a_table(
             first = Sampled(rounded(ms), rounded(0.995 * ms), rounded(1.005 * ms), 9)
             row = Row(values, Outcome.OK, "", resources, first=first)
         rows.append(row)
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "problem": problem,
         "target": target.name,
         "family": family,
@@ -67,4 +67,4 @@ def a_table(
         "fields": spaces[0].family.config_type.__struct_fields__,
         "rows": tuple(rows),
     }
-    return TruthTable(**(given | changes))
+    return TruthTable(**(fields | changes))

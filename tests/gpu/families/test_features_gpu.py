@@ -14,8 +14,9 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import Target, device_target
 from flashtune.launch.binding import compile_binary
 from flashtune.templates.family import unsupported_reason
@@ -36,142 +37,56 @@ pytestmark = pytest.mark.gpu
 
 SAMPLES = int(os.environ.get("FLASHTUNE_SAMPLES", "120"))
 SEED = int(os.environ.get("FLASHTUNE_SEED", "1"))
-# What a self-check may take beyond compiling, with torch's own kernels loaded.
+# The most seconds that a self-check may take without compilation, with torch's own kernels loaded.
 QUICK_SECONDS = 0.3
-PACKED_PAGES: dict[str, Any] = {"total_q": 4000, "page_size": 16, "batch": 12}
-TUNED: dict[str, dict[str, Any]] = {
-    "window": {"window_left": 1024},
-    "window, cap, sinks": {"window_left": 127, "softcap": True, "sinks": True},
-    "chunk": {"attention_chunk": 1000},
-    "alibi and prefix": {"alibi": True, "prefix": True},
-    "additive": {"bias": Bias.ADDITIVE},
-    "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
-    "boolean, causal": {"bias": Bias.BOOLEAN},
-    "boolean, d64, odd lengths": {
-        "head_dim": 64,
-        "value_head_dim": 64,
-        "bias": Bias.BOOLEAN,
-        "causal": Causal.NONE,
-        "seqlen_q": 777,
-        "seqlen_kv": 3001,
-    },
-    "boolean, window and cap": {"bias": Bias.BOOLEAN, "window_left": 1000, "softcap": True},
-    "additive, odd lengths": {
-        "bias": Bias.ADDITIVE,
-        "causal": Causal.NONE,
-        "seqlen_q": 777,
-        "seqlen_kv": 3001,
-    },
-    "additive, d64 and window": {
-        "head_dim": 64,
-        "value_head_dim": 64,
-        "bias": Bias.ADDITIVE,
-        "window_left": 1000,
-    },
-    "blocks": {"block_mask": 128, "causal": Causal.NONE},
-    "blocks, causal": {"block_mask": 128},
-    "blocks of groups": {"block_mask": 128, "block_lists": BlockLists.GROUP},
-    "blocks and lengths": {"block_mask": 128, "seqlens_k": True, "window_left": 1000},
-    "small blocks": {"block_mask": 64},
-    "small blocks of groups": {"block_mask": 64, "block_lists": BlockLists.GROUP, "causal": Causal.NONE},
-    "small blocks of groups and lengths": {
-        "head_dim": 64,
-        "value_head_dim": 64,
-        "block_mask": 64,
-        "block_lists": BlockLists.GROUP,
-        "seqlens_k": True,
-    },
-    "packed": {"total_q": 9000, "batch": 12},
-    "packed pages": {"total_q": 4000, "page_size": 16, "batch": 12},
-    "packed pages of 1": {"total_q": 4000, "page_size": 1, "batch": 12},
-    "packed pages of 4, padded": {
-        "total_q": 4000,
-        "page_size": 4,
-        "batch": 12,
-        "head_dim": 96,
-        "value_head_dim": 80,
-    },
-    "pages of 1 in int8": {"page_size": 1, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
-    "packed pages scaled": {
-        "total_q": 4000,
-        "page_size": 16,
-        "batch": 12,
-        "kv_dtype": KvDtype.INT8,
-        "kv_scale": KvScale.PAGE,
-    },
-    "packed pages in e4m3, window": {**PACKED_PAGES, "kv_dtype": KvDtype.E4M3, "window_left": 1000},
-    "packed pages in int8, cap": {
-        **PACKED_PAGES,
-        "head_dim": 64,
-        "value_head_dim": 64,
-        "page_size": 64,
-        "kv_dtype": KvDtype.INT8,
-        "kv_scale": KvScale.HEAD,
-        "softcap": True,
-    },
-    "packed pages of 1 in e4m3, sinks": {
-        **PACKED_PAGES,
-        "page_size": 1,
-        "kv_dtype": KvDtype.E4M3,
-        "kv_scale": KvScale.HEAD,
-        "sinks": True,
-    },
-    "packed pages scaled, window, cap, sinks": {
-        **PACKED_PAGES,
-        "kv_dtype": KvDtype.E4M3,
-        "kv_scale": KvScale.PAGE,
-        "window_left": 127,
-        "softcap": True,
-        "sinks": True,
-    },
-    "pages in int8": {"page_size": 64, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
-    "pages in int8, fp16": {
-        "dtype": Dtype.FP16,
-        "page_size": 128,
-        "kv_dtype": KvDtype.INT8,
-        "kv_scale": KvScale.TENSOR,
-    },
-    "pages scaled, d64": {
-        "head_dim": 64,
-        "value_head_dim": 64,
-        "page_size": 8,
-        "kv_dtype": KvDtype.E4M3,
-        "kv_scale": KvScale.PAGE,
-        "window_left": 1000,
-        "sink_tokens": 4,
-    },
-    "decode": {"seqlen_q": 1, "seqlen_kv": 4096, "batch": 9},
-    "decode pages": {"seqlen_q": 1, "seqlen_kv": 8192, "page_size": 64, "batch": 9},
-    "decode scaled": {
-        "seqlen_q": 2,
-        "seqlen_kv": 4096,
-        "page_size": 16,
-        "kv_dtype": KvDtype.E4M3,
-        "kv_scale": KvScale.PAGE,
-    },
-    "decode window": {
-        "seqlen_q": 1,
-        "seqlen_kv": 8192,
-        "page_size": 16,
-        "batch": 16,
-        "head_dim": 256,
-        "value_head_dim": 256,
-        "window_left": 4095,
-        "softcap": True,
-    },
-    "latent": {
-        "seqlen_q": 1,
-        "seqlen_kv": 4096,
-        "page_size": 64,
-        "mla": True,
-        "head_dim": 576,
-        "value_head_dim": 512,
-        "heads": 16,
-        "kv_heads": 1,
-    },
+HEADS = "heads=8,kv_heads=2"
+D64, D128 = f"{HEADS},seqlen=2048,head_dim=64", f"{HEADS},seqlen=2048,head_dim=128"
+ODD = f"{HEADS},seqlen_q=777,seqlen_kv=3001,batch=2"
+LATENT = "heads=16,kv_heads=1,head_dim=576,value_head_dim=512,mla"
+CAPPED = "window=127,softcap,sinks"
+PACKED = "causal,batch=12,packed=4000"
+D256 = f"{HEADS},head_dim=256,causal"
+DECODE = f"{HEADS},head_dim=128,causal"
+E4M3_PAGES, INT8_HEADS = "kv_dtype=e4m3,kv_scale=page", "kv_dtype=int8,kv_scale=head"
+TUNED = {
+    "window": f"{D128},causal,batch=2,window=1024",
+    "window, cap, sinks": f"{D128},causal,batch=2,{CAPPED}",
+    "chunk": f"{D128},causal,batch=2,chunk=1000",
+    "alibi and prefix": f"{D128},causal,batch=2,prefix,alibi",
+    "additive": f"{D128},causal,batch=2,bias=additive",
+    "boolean": f"{D128},batch=2,bias=boolean",
+    "boolean, causal": f"{D128},causal,batch=2,bias=boolean",
+    "boolean, d64, odd lengths": f"{ODD},head_dim=64,bias=boolean",
+    "boolean, window and cap": f"{D128},causal,batch=2,window=1000,softcap,bias=boolean",
+    "additive, odd lengths": f"{ODD},head_dim=128,bias=additive",
+    "additive, d64 and window": f"{D64},causal,batch=2,window=1000,bias=additive",
+    "blocks": f"{D128},batch=2,block_mask=128",
+    "blocks, causal": f"{D128},causal,batch=2,block_mask=128",
+    "blocks of groups": f"{D128},causal,batch=2,block_mask=128,block_lists=group",
+    "blocks and lengths": f"{D128},causal,batch=2,window=1000,block_mask=128,kv_lengths",
+    "small blocks": f"{D128},causal,batch=2,block_mask=64",
+    "small blocks of groups": f"{D128},batch=2,block_mask=64,block_lists=group",
+    "small blocks of groups and lengths": f"{D64},causal,batch=2,block_mask=64,block_lists=group,kv_lengths",
+    "packed": f"{D128},causal,batch=12,packed=9000",
+    "packed pages": f"{D128},{PACKED},page_size=16",
+    "packed pages of 1": f"{D128},{PACKED},page_size=1",
+    "packed pages of 4, padded": f"{HEADS},seqlen=2048,head_dim=96,value_head_dim=80,{PACKED},page_size=4",
+    "pages of 1 in int8": f"{D128},causal,batch=2,page_size=1,{INT8_HEADS}",
+    "packed pages scaled": f"{D128},{PACKED},page_size=16,kv_dtype=int8,kv_scale=page",
+    "packed pages in e4m3, window": f"{D128},{PACKED},window=1000,page_size=16,kv_dtype=e4m3",
+    "packed pages in int8, cap": f"{D64},{PACKED},softcap,page_size=64,{INT8_HEADS}",
+    "packed pages of 1 in e4m3, sinks": f"{D128},{PACKED},sinks,page_size=1,kv_dtype=e4m3,kv_scale=head",
+    "packed pages scaled, window, cap, sinks": f"{D128},{PACKED},{CAPPED},page_size=16,{E4M3_PAGES}",
+    "pages in int8": f"{D128},causal,batch=2,page_size=64,{INT8_HEADS}",
+    "pages in int8, fp16": f"{D128},dtype=fp16,causal,batch=2,page_size=128,kv_dtype=int8",
+    "pages scaled, d64": f"{D64},causal,batch=2,window=1000,sink_tokens=4,page_size=8,{E4M3_PAGES}",
+    "decode": f"{DECODE},seqlen_q=1,seqlen_kv=4096,batch=9",
+    "decode pages": f"{DECODE},seqlen_q=1,seqlen_kv=8192,batch=9,page_size=64",
+    "decode scaled": f"{DECODE},seqlen_q=2,seqlen_kv=4096,batch=2,page_size=16,{E4M3_PAGES}",
+    "decode window": f"{D256},seqlen_q=1,seqlen_kv=8192,batch=16,window=4095,softcap,page_size=16",
+    "latent": f"{LATENT},seqlen_q=1,seqlen_kv=4096,causal,batch=2,page_size=64",
 }
-
-BLOCKS = [name for name, changes in TUNED.items() if "block_mask" in changes]
+BLOCKS = [name for name, shape in TUNED.items() if "block_mask" in shape]
 # Changes of the default Hopper config. Programs take tiles in a fixed order, or as they finish. In the last
 # one, a tile has queries of several blocks, and each group of the tile has its own list.
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -188,18 +103,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def tuned(name: str) -> Problem:
-    plain: dict[str, Any] = {
-        "dtype": Dtype.BF16,
-        "head_dim": 128,
-        "value_head_dim": 128,
-        "heads": 8,
-        "kv_heads": 2,
-        "batch": 2,
-        "seqlen_q": 2048,
-        "seqlen_kv": 2048,
-        "causal": Causal.BOTTOM_RIGHT,
-    }
-    return Problem(**{**plain, **TUNED[name]})
+    return testing.problem(TUNED[name])
 
 
 def scheduled(problem: Problem, target: Target, schedule: str) -> HopperConfig:

@@ -19,7 +19,7 @@ from tests.gpu.hopper.hopper_jobs import DEVICE, context_lost_ends_the_process
 from tests.problems.plain_masks import plain_attention
 
 Lengths = tuple[tuple[int, int], ...]
-# What rounding to 16 bits may do to weights and to averages of normal values.
+# Errors that rounding to 16 bits may cause in weights and in averages of normal values.
 OUT_ALLOWED = 0.03
 LSE_ALLOWED = 0.003
 UNTOUCHED = 777.0
@@ -60,7 +60,7 @@ def _faults(kernel: Kernel, problem: Problem, shape: tuple[int, int, int], side:
     scale = problem.head_dim**-0.5
     expected = plain_attention(problem, q, k, v, side, scale)
     if side.cu_seqlens_q is not None:
-        # What lies behind the last sequence must not matter.
+        # Rows behind the last sequence must not matter.
         k[:, :, keys - SPARE :] = v[:, :, keys - SPARE :] = math.nan
     q, k, v = (one.to(DEVICE) for one in (q, k, v))
     out = torch.empty(batch, rows, problem.heads, problem.value_head_dim, dtype=q.dtype, device=DEVICE)

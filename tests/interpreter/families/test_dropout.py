@@ -15,15 +15,14 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.session import SESSION
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
 from flashtune.launch.tensors import ForwardTensors
 from flashtune.request.dropout import kept_weights
-from flashtune.runtime.call_cache import forget_executors
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from tests.support.process_state import forget_warnings
 
 TARGET = find_target("h200")
 FAMILY = find_family("forward_masked")
@@ -34,11 +33,10 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
-    forget_executors()
-    forget_warnings()
+    SESSION.reset()
     torch._dynamo.reset()
     yield
-    forget_executors()
+    SESSION.forget()
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> Triple:
@@ -130,7 +128,7 @@ def test_checkpointing_repeats_the_dropout_mask() -> None:
     plain = torch.autograd.grad(block(*inputs).square().sum(), inputs)
     torch.manual_seed(5)
     out = checkpoint(block, *inputs, use_reentrant=False)
-    # What is drawn in between is not what is drawn again.
+    # Random numbers drawn in between do not change the numbers that are drawn again.
     torch.rand(3)
     saved = torch.autograd.grad(out.square().sum(), inputs)
     for found, right in zip(saved, plain, strict=True):
@@ -168,7 +166,7 @@ def test_mean_over_seeds_is_the_result_without_dropout() -> None:
     plain = flashtune.attention(q, k, v)
     drawn = torch.stack([flashtune.attention(q, k, v, dropout_p=dropout) for _ in range(repeats)])
     weights = (q @ k.mT / 4).softmax(-1)
-    # Each weight is independent of the others: what the output varies by follows.
+    # Each weight is independent of the others, which determines the variance of the output.
     spread = (weights.square() @ v.square() * dropout / (1 - dropout) / repeats).sqrt()
     assert ((drawn.mean(0) - plain) / spread).abs().max() < 4.5
 

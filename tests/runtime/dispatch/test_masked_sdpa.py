@@ -22,7 +22,7 @@ from flashtune.dispatch import masked_sdpa
 from flashtune.dispatch.masked_sdpa import additive_mask, chosen_backend, masked_attention, refusal
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import prepare
+from flashtune.runtime import passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables import hub_dispatcher
@@ -140,12 +140,12 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return launch
 
-    monkeypatch.setattr(prepare, "bind", bind)
+    monkeypatch.setattr(passes, "bind", bind)
     return found
 
 
 def masked_record(make_record: Make, problem: Problem, **peers: float) -> Record:
-    """A record of a bias problem, with times of peers in ms beside its own 1 ms."""
+    """Returns a record of a bias problem with a time of 1 ms, and with the times of peers in ms."""
     family = find_family("forward_masked")
     config = family.default(problem, TARGET)
     return make_record(

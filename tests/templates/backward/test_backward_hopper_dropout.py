@@ -1,4 +1,4 @@
-"""Tests of emulated Hopper backward kernels against autograd, with and without dropout."""
+"""Tests of emulated Hopper backward kernels against the reference, with and without dropout."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
+from flashtune import testing
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Problem
-from flashtune.request.dropout import kept_weights, row_states
+from flashtune.request.dropout import row_states
 from flashtune.templates.backward_hopper.space import HopperBackwardConfig, width_of
 from flashtune.templates.rendering import render
 from tests.emulator.gradients import emulate_backward
@@ -30,47 +31,29 @@ def a_small(head_dim: int, causal: Causal, **changes: Any) -> Problem:
     return a_problem(head_dim, causal=causal, **shape)
 
 
-def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in float64, of tensors as [batch, heads, seqlen, head_dim]."""
-    group = problem.heads // problem.kv_heads
-    scores = q @ k.repeat_interleave(group, 1).mT * SCALE
-    rows, keys = problem.seqlen_q, problem.seqlen_kv
-    if problem.causal is not Causal.NONE:
-        diagonal = keys - rows if problem.causal is Causal.BOTTOM_RIGHT else 0
-        seen = torch.arange(keys)[None] <= torch.arange(rows)[:, None] + diagonal
-        scores = scores.masked_fill(~seen, -math.inf)
-    weights = scores.softmax(-1)
-    if problem.dropout:
-        numbers = torch.arange(problem.batch * problem.heads)
-        stay = kept_weights(SEED, numbers, torch.arange(rows), keys, DROPOUT)
-        weights = weights * stay.view_as(weights) / (1 - DROPOUT)
-    return weights @ v.repeat_interleave(group, 1), scores.logsumexp(-1)
-
-
 def worst_error(kernel: Kernel, problem: Problem, config: HopperBackwardConfig) -> float:
-    """Between what a kernel makes of random tensors and autograd, of dq, dk and dv."""
+    """Between what a kernel makes of random tensors and the reference, of dq, dk and dv."""
     chance = torch.Generator().manual_seed(1)
     planned = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in like(problem)]
     q, k, v, _, dout, *_ = (torch.randn(one.shape, generator=chance, dtype=torch.float64) for one in planned)
-    for one in (q, k, v):
-        one.requires_grad_()
-    out, lse = attend(problem, q, k, v)
-    out.backward(dout)
-    # What `prepare` writes, for which there is a test of its own.
+    extra = ExtraInputs(seed=SEED, dropout=DROPOUT) if problem.dropout else NO_EXTRA_INPUTS
+    expected = testing.reference(testing.Inputs(problem, q, k, v, SCALE, extra, dout))
+    out, lse = expected.out.exact, expected.lse.exact
+    # The values that `prepare` writes; another test checks `prepare`.
     heads = problem.batch * problem.heads
     tiles = math.ceil(problem.seqlen_q / config.block_m)
     stats = torch.zeros(heads, 4 if problem.dropout else 2, tiles * config.block_m, dtype=torch.float64)
     share = 1 - DROPOUT if problem.dropout else 1.0
     lengths = slice(problem.seqlen_q)
-    row_lse = lse.detach().reshape(heads, -1) + math.log(share)
+    row_lse = lse.reshape(heads, -1) + math.log(share)
     stats[:, 0] = -math.inf
     stats[:, 0, lengths] = -row_lse / SCALE if config.init_accumulators else -row_lse / math.log(2)
-    stats[:, 1, lengths] = -(out * dout).sum(-1).detach().reshape(heads, -1) * share
+    stats[:, 1, lengths] = -(out * dout).sum(-1).reshape(heads, -1) * share
     if problem.dropout:
         places = torch.arange(stats.shape[2])
         for row, words in enumerate(row_states(SEED, torch.arange(heads)[:, None], places), start=2):
             stats[:, row] = words.double()
-    memory = {name: one.detach().numpy().reshape(-1) for name, one in zip("qkv", (q, k, v), strict=True)}
+    memory = {name: one.numpy().reshape(-1) for name, one in zip("qkv", (q, k, v), strict=True)}
     memory |= {"dout": dout.numpy().reshape(-1), "workspace_0": stats.numpy().reshape(-1)}
     memory |= {"dk": np.full(k.numel(), np.nan), "dv": np.full(v.numel(), np.nan)}
     width = width_of(problem)
@@ -80,9 +63,9 @@ def worst_error(kernel: Kernel, problem: Problem, config: HopperBackwardConfig) 
     dq = sums[:, lengths, : problem.head_dim] * SCALE
     made = {"dq": dq, "dk": memory["dk"], "dv": memory["dv"]}
     worst = 0.0
-    for name, one in (("dq", q), ("dk", k), ("dv", v)):
-        assert one.grad is not None
-        error = float(np.abs(made[name].reshape(-1) - one.grad.numpy().reshape(-1)).max())
+    for gradient in (expected.dq, expected.dk, expected.dv):
+        assert gradient is not None
+        error = float(np.abs(made[gradient.name].reshape(-1) - gradient.exact.numpy().reshape(-1)).max())
         worst = max(worst, math.inf if math.isnan(error) else error)
     return worst
 
@@ -111,7 +94,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
         (128, Causal.BOTTOM_RIGHT, False),
     ],
 )
-def test_gradients_match_autograd(head_dim: int, causal: Causal, dropout: bool) -> None:
+def test_gradients_match_the_reference(head_dim: int, causal: Causal, dropout: bool) -> None:
     problem = a_small(head_dim, causal, dropout=dropout)
     for changes in CHANGES:
         config = config_of(problem, **changes)

@@ -47,7 +47,7 @@ def test_eight_bits_need_half_the_sram(kind: KvDtype) -> None:
         ({"head_dim": 64, "value_head_dim": 64}, {"num_warps": 8}, Alignment.SIXTEEN, False),
         ({"head_dim": 32, "value_head_dim": 32}, {"num_warps": 2}, Alignment.SIXTEEN, False),
         ({"head_dim": 96, "value_head_dim": 96}, {"split_head_dim": True}, Alignment.SIXTEEN, False),
-        ({"head_dim": 127}, {}, Alignment.SIXTEEN, False),
+        ({"head_dim": 127, "value_head_dim": 128}, {}, Alignment.SIXTEEN, False),
         ({"dtype": Dtype.FP32}, {"block_n": 32}, Alignment.SIXTEEN, False),
         (LATENT, {"block_m": 64}, Alignment.SIXTEEN, True),
     ],

@@ -91,8 +91,8 @@ class FakeFlashInfer:
         PAGES | {"window_left": 20},
         PAGES | PACKED,
         PAGES | PACKED | {"softcap": True},
-        PACKED | {"head_dim": 32},
-        PAGES | PACKED | {"head_dim": 32},
+        PACKED | {"head_dim": 32, "value_head_dim": 16},
+        PAGES | PACKED | {"head_dim": 32, "value_head_dim": 16},
         PAGES | {"seqlen_q": 1},
         PAGES | {"seqlen_q": 1, "window_left": 20, "softcap": True},
     ],
@@ -121,7 +121,7 @@ def test_flashinfer_computes_packed_sequences_and_pages(
         (PACKED | {"window_left": 9, "window_right": 3, "causal": Causal.NONE}, "bound on the right"),
         (CACHES["e4m3 pages"], "not timed with"),
         (PAGES | {"seqlen_q": 90, "causal": Causal.TOP_LEFT}, "bottom-right"),
-        (PAGES | {"seqlen_q": 1, "head_dim": 32}, "as wide as the keys"),
+        (PAGES | {"seqlen_q": 1, "head_dim": 32, "value_head_dim": 16}, "as wide as the keys"),
     ],
 )
 def test_flashinfer_refuses_other_problems(changes: dict[str, Any], reason: str) -> None:

@@ -24,7 +24,6 @@ from flashtune.tuner.cli.output import (
     print_counts,
     print_json,
     print_rows,
-    progress_bars,
     say,
     write_result,
 )
@@ -50,7 +49,7 @@ class Location(msgspec.Struct, frozen=True):
 
 @click.group("db", cls=Group)
 def command() -> None:
-    """Locate, upgrade and merge databases."""
+    """Locate, create and merge databases."""
 
 
 @command.command("path", examples=("flashtune db path",))
@@ -74,19 +73,16 @@ def path(db: str | None, as_json: bool) -> None:
 @database_option
 @json_option
 def upgrade(db: str | None, as_json: bool) -> None:
-    """Upgrade the database to this version's schema, or create it."""
-    from flashtune.db import migrate
+    """Create the database if there is none, and check that it has this version's schema."""
+    from flashtune.db import creation
     from flashtune.db.location import database_url, describe
 
-    done = migrate.upgrade(db)
+    done = creation.upgrade(db)
     if as_json:
         print_json(done)
         return
     where = describe(database_url(db))
-    if done.before == done.after:
-        say(f"{where} has schema {done.after} already")
-    else:
-        say(f"{where} was brought from {done.before or 'nothing'} to schema {done.after}")
+    say(f"{where} {'has' if done.before else 'was created with'} schema {done.after}")
 
 
 @command.command("merge", examples=("flashtune db merge other.sqlite",))
@@ -174,10 +170,10 @@ def forget(
     if path is not None and not file_exists(path):
         raise StoreError(f"there is no database {describe(address)}: nothing is stored yet")
     with open_store(db) as store:
-        known = {record.target for record in store.preview(Forgettable())[0]}
+        targets = {record.target for record in store.preview(Forgettable())[0]}
         meant = Forgettable(
             problems=tuple(problem.key for problem in problems),
-            target=resolved_target(target_name, known),
+            target=resolved_target(target_name, targets),
             family=family,
             outcomes=outcomes,
             before=moment(older_than) if older_than else None,
@@ -200,9 +196,13 @@ def forget(
         print_json(done)
         return
     say(f"{count} records were deleted, and {len(taken)} selections taken back")
-    for one in taken:
-        now = f"{one.family} {one.config or ''} is selected" if one.family else "nothing is selected"
-        say(f"  {printable(f'{one.problem} on {one.target}: {now} now')}", indent="    ")
+    for selection in taken:
+        now = (
+            f"{selection.family} {selection.config or ''} is selected"
+            if selection.family
+            else "nothing is selected"
+        )
+        say(f"  {printable(f'{selection.problem} on {selection.target}: {now} now')}", indent="    ")
 
 
 def _agreed(count: int, selections: int) -> bool:
@@ -220,70 +220,14 @@ def moment(age: str, now: datetime | None = None) -> str:
     Raises:
         UsageError: The text is not an age.
     """
-    found = AGE.fullmatch(age)
-    if found is None:
+    match = AGE.fullmatch(age)
+    if match is None:
         raise UsageError(f"{age!r} is not an age: write a number and a unit, such as 90m, 12h, 30d or 8w")
     try:
-        past = (now or datetime.now(UTC)) - timedelta(**{UNITS[found[2]]: int(found[1])})
+        past = (now or datetime.now(UTC)) - timedelta(**{UNITS[match[2]]: int(match[1])})
     except OverflowError as error:
         raise UsageError(f"{age!r} reaches before year 1: write a smaller number") from error
     return past.isoformat(timespec="microseconds")
-
-
-@command.command("restamp", examples=("flashtune db restamp", "flashtune db restamp --table h200.json"))
-@click.option(
-    "--table",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Restamp a table in place instead of the database.",
-)
-@click.option(
-    "--kernels",
-    "folders",
-    multiple=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Another folder with sources of earlier kernels, besides the kernel cache. Its files are run if "
-    "a record or receipt has their digest: name only folders that you trust. Repeatable.",
-)
-@database_option
-@json_option
-def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_json: bool) -> None:
-    """Keep receipts valid after templates changed but machine code did not.
-
-    A record names the digest of its kernel. This command compiles the earlier and the current source for the
-    record's target. It compares instructions, constants, parameters and launch metadata. It also compares
-    grids, arguments and descriptors on the verifier's cases. If all are equal, the record gets the new digest
-    and keeps its receipt and time, and those of other drivers. Evidence under other Triton versions is not
-    kept. Records that differ stay unchanged and count as unproven.
-
-    With --table, receipts of the table are updated in the same way, including those of siblings: the same
-    kernel with the other setting of the log-sum-exp. To update receipts of another Triton version, run the
-    command again under it. Times of other Triton versions are removed if the record gets a new digest.
-    """
-    from flashtune.tuner.restamp.restamp import fates
-    from flashtune.tuner.restamp.store import restamp_database, restamp_table
-
-    if table is not None and db is not None:
-        raise UsageError("--table and --db each name what to restamp: give one of the two")
-    with progress_bars() as progress:
-        if table is not None:
-            done, receipts = restamp_table(table, folders, progress)
-        else:
-            done, receipts = restamp_database(db, folders, progress), None
-    counts = fates(done)
-    if as_json:
-        print_json(counts if receipts is None else {**counts, "receipts": receipts})
-        return
-    say(
-        f"{counts['carried']} records were carried over and {counts['current']} were current; "
-        f"{counts['changed']} name another kernel, {counts['no_source']} have no source here and "
-        f"{counts['other_triton']} are of another Triton"
-    )
-    if receipts is not None:
-        say(f"{receipts} further receipts were carried over")
-    for reason in sorted({one.reason for one in done if one.reason}):
-        say(f"  {printable(reason)}", indent="    ")
 
 
 @command.command(
@@ -330,9 +274,9 @@ def compare_tables(old: Path, new: Path, limit: float, retime: Path | None, as_j
     if as_json:
         print_json({"changes": len(changes), "losses": lost, "retimed": retimed})
     elif lost:
-        rows = [(one.problem, _ms(one.old), _ms(one.new), one.words) for one in lost]
+        rows = [(change.problem, _ms(change.old), _ms(change.new), change.words) for change in lost]
         print_rows(("problem", "old ms", "new ms", "new speed over old"), rows)
-    unknown = sum(one.ratio is None for one in lost)
+    unknown = sum(change.ratio is None for change in lost)
     summary = (
         f"{len(lost) - unknown} problems lose more than {limit:g}%, {unknown} are lost or not comparable"
     )

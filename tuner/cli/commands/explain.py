@@ -90,7 +90,7 @@ def command(
     for problem in problems:
         chosen = choose(problem, target, db, family, config)
         rivals = records_of(chosen.problem, target.name, db)
-        explanations.append(explain(chosen, tuple(found.record for found in rivals)))
+        explanations.append(explain(chosen, tuple(entry.record for entry in rivals)))
     if as_json:
         print_json(explanations)
         return

@@ -69,8 +69,8 @@ def command(
     """Write selected kernels as files: of a database, of some shapes or of one GPU."""
     from flashtune.tuner.tables.lookup import database_selections, narrowed, place, shipped_selections
 
-    found = shipped_selections() if shipped else database_selections(db)
-    records = tuple(entry.record for entry in narrowed(found, target_name, problems))
+    entries = shipped_selections() if shipped else database_selections(db)
+    records = tuple(entry.record for entry in narrowed(entries, target_name, problems))
     if not records:
         raise FlashtuneError(f"{place(db, shipped)} has no such selection: run flashtune search first")
     if str(out) == "-":
@@ -89,14 +89,14 @@ def _of_known_gpus(records: tuple[Record, ...]) -> tuple[Record, ...]:
     """Returns the records of GPUs whose properties are known here, and names the others; all if none is."""
     from flashtune.tuner.tables.admission import facts_of
 
-    known = tuple(record for record in records if facts_of(record) is not None)
-    unknown = {record.target for record in records} - {record.target for record in known}
-    if known and unknown:
+    usable = tuple(record for record in records if facts_of(record) is not None)
+    unknown = {record.target for record in records} - {record.target for record in usable}
+    if usable and unknown:
         note(
             f"the selections of {', '.join(sorted(map(printable, unknown)))} were left out: export them on a "
             "machine with that GPU"
         )
-    return known or records
+    return usable or records
 
 
 def _json(records: tuple[Record, ...], out: Path | None, shipped: bool) -> None:
@@ -128,7 +128,7 @@ def _table(target: str, records: list[Record], shipped: bool, watch: Watch) -> b
     from flashtune.tuner.tables.lookup import shipped_tables
     from flashtune.tuner.tables.table_receipts import part_of
 
-    table = next(one for one in shipped_tables() if one.target == target)
+    table = next(shipped_table for shipped_table in shipped_tables() if shipped_table.target == target)
     return table_file(part_of(table, {record.problem for record in records}), watch)
 
 

@@ -51,5 +51,5 @@ def command(as_json: bool) -> None:
     if as_json:
         print_json(described)
     else:
-        rows = [(one.name, one.direction, one.language, ", ".join(one.features)) for one in described]
+        rows = [(row.name, row.direction, row.language, ", ".join(row.features)) for row in described]
         print_rows(HEADS, rows)

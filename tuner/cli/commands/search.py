@@ -138,8 +138,8 @@ def command(
     if click.get_current_context().params["phase"] == Phase.TRAINING:
         # Recorded calls contain only the forward pass.
         problems = training_passes(problems)
-    given = trials is not None or seconds is not None
-    budget = Budget(trials, seconds, None) if given else Budget()
+    is_limited = trials is not None or seconds is not None
+    budget = Budget(trials, seconds, None) if is_limited else Budget()
     trained = saving_lse(problems)
     requests = tuple(
         SearchRequest(
@@ -182,7 +182,7 @@ def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) 
 
     if not is_set("quiet"):
         note(outlook(expected_of(requests, db)))
-    place, width = describe(database_url(db)), line_width()
+    database, width = describe(database_url(db)), line_width()
     results: list[SearchResult] = []
     console, progress = Console(stderr=True), Place(len(requests))
     latest: list[Progress] = []
@@ -192,7 +192,7 @@ def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) 
                 with observed(console, progress, latest) as observer:
                     results.append(run_search(request, store, observer, equipment))
                 if not as_json:
-                    click.echo("\n".join(summary_lines(results[-1], place, db, width)))
+                    click.echo("\n".join(summary_lines(results[-1], database, db, width)))
         except KeyboardInterrupt:
             # Before the processes end, which takes seconds.
             print_interrupted(latest)
@@ -212,7 +212,7 @@ def _with_recorded(
 
     recorded = read_weighted(path, target)
     # torch served the calls that no family computes.
-    weighted = tuple(found for found in recorded if _is_computed(found.problem, target))
+    weighted = tuple(entry for entry in recorded if _is_computed(entry.problem, target))
     if not weighted:
         raise UsageError(
             f"no kernel family computes any problem of {path} on {target.name}: record other calls"
@@ -223,7 +223,7 @@ def _with_recorded(
         )
     top = top or DEFAULT_TOP
     note(summary(weighted, top))
-    return tuple(dict.fromkeys((*problems, *(found.problem for found in weighted[:top]))))
+    return tuple(dict.fromkeys((*problems, *(entry.problem for entry in weighted[:top]))))
 
 
 def _is_computed(problem: Problem, target: Target) -> bool:
@@ -272,10 +272,10 @@ def print_interrupted(latest: list[Progress]) -> None:
 
     for progress in latest:
         best = progress.best
-        found = "nothing right was found yet"
+        result = "nothing right was found yet"
         if best is not None and best.config is not None:
-            found = f"best so far {describe_time(best)}, {best.family}: {config_text(best)}"
-        say(f"{progress.problem.key}: {found}", indent="  ", err=True)
+            result = f"best so far {describe_time(best)}, {best.family}: {config_text(best)}"
+        say(f"{progress.problem.key}: {result}", indent="  ", err=True)
     click.echo(f"resume with: {folded_command(command_line(), line_width(err=True))}", err=True)
 
 
@@ -303,10 +303,11 @@ def print_expected(expected: tuple[Expectation, ...], as_json: bool) -> None:
     if as_json:
         print_json(expected)
         return
-    for one in expected:
-        spaces = ", ".join(f"{name} {count:,}" for name, count in one.families.items())
+    for expectation in expected:
+        spaces = ", ".join(f"{name} {count:,}" for name, count in expectation.families.items())
         say(
-            f"{one.problem} on {one.target}: {one.candidates:,} candidates ({spaces}), {one.known:,} known "
-            f"from before, about {one.tried:,} in about {duration(one.seconds)}"
+            f"{expectation.problem} on {expectation.target}: {expectation.candidates:,} candidates "
+            f"({spaces}), {expectation.known:,} known from before, about {expectation.tried:,} in about "
+            f"{duration(expectation.seconds)}"
         )
     say(outlook(expected))

@@ -88,12 +88,12 @@ def command(
             raise UsageError(
                 "--records lists what a database holds of a shape: name one by --shape or --model"
             )
-        found = tuple(row for problem in problems for row in records_of(problem, None, db))
+        entries = tuple(row for problem in problems for row in records_of(problem, None, db))
         rows: tuple[msgspec.Struct, ...]
-        rows, tables = _records(narrowed(found, target_name, ()), limit)
+        rows, tables = _records(narrowed(entries, target_name, ()), limit)
     else:
-        found = shipped_selections() if shipped else database_selections(db)
-        rows, tables = _selections(narrowed(found, target_name, problems), limit, wide)
+        entries = shipped_selections() if shipped else database_selections(db)
+        rows, tables = _selections(narrowed(entries, target_name, problems), limit, wide)
     if as_json:
         print_json(rows)
     elif rows:
@@ -104,19 +104,19 @@ def command(
         note(f"nothing is stored for this in {place(db, shipped)}: run flashtune search first")
 
 
-def _records(found: tuple[Found, ...], limit: int) -> tuple[tuple[Found, ...], Tables]:
+def _records(entries: tuple[Found, ...], limit: int) -> tuple[tuple[Found, ...], Tables]:
     from flashtune.tuner.cli.report.listing import records_tables
     from flashtune.tuner.tables.listing import ranked
 
-    rows = ranked(found)
+    rows = ranked(entries)
     return rows, tuple(records_tables(rows[:limit]))
 
 
-def _selections(found: tuple[Found, ...], limit: int, wide: bool) -> tuple[tuple[Listed, ...], Tables]:
+def _selections(entries: tuple[Found, ...], limit: int, wide: bool) -> tuple[tuple[Listed, ...], Tables]:
     from flashtune.tuner.cli.report.listing import selections_tables, wide_selections_table
     from flashtune.tuner.tables.listing import list_selections
 
-    rows = list_selections(found)
+    rows = list_selections(entries)
     if wide:
         return rows, (("", wide_selections_table(rows[:limit])),)
     return rows, tuple(selections_tables(rows[:limit]))

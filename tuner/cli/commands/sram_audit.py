@@ -150,7 +150,7 @@ def _tables(audit: Audit) -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...
         sums = [(name, *_counts(rows)) for name, rows in {**groups, "all": list(audit.rows)}.items()]
         yield (head, *COUNTS), sums
     rows = [
-        (one.family, one.target, one.arch, *_counts([one]), f"{one.median_ratio:.3f}") for one in audit.rows
+        (row.family, row.target, row.arch, *_counts([row]), f"{row.median_ratio:.3f}") for row in audit.rows
     ]
     yield (*NAMES, *COUNTS, "model / compiler"), rows
 

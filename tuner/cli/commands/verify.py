@@ -190,10 +190,10 @@ def _written_table(table: Path | None, db: str | None) -> TunedTable:
     gpu = _gpu()
     if gpu is None or db is not None:
         raise UsageError("--write needs the table's GPU and a table: run it there, without --db")
-    found = load_table(table) if table else shipped_table(gpu[1].name)
-    if found is None or found.target != gpu[1].name:
+    whole = load_table(table) if table else shipped_table(gpu[1].name)
+    if whole is None or whole.target != gpu[1].name:
         raise UsageError(f"--write needs a table of {gpu[1].name}, the GPU here: name one with --table")
-    return found
+    return whole
 
 
 def _tables(table: Path | None, db: str | None) -> tuple[TunedTable, ...]:
@@ -205,9 +205,9 @@ def _tables(table: Path | None, db: str | None) -> tuple[TunedTable, ...]:
     if table is not None and db is not None:
         raise UsageError("--table and --db each name what to verify: give one of the two")
     if table is not None:
-        found = load_table(table)
-        require_sound_evidence(found, str(table))
-        return (found,)
+        loaded = load_table(table)
+        require_sound_evidence(loaded, str(table))
+        return (loaded,)
     return shipped_tables() if db is None else ()
 
 
@@ -216,10 +216,10 @@ def _records(
 ) -> tuple[Record, ...]:
     from flashtune.tuner.tables.lookup import Found, database_selections, narrowed, place
 
-    found = tuple(Found(record, "table") for each in tables for record in each.records)
+    entries = tuple(Found(record, "table") for each in tables for record in each.records)
     if db is not None:
-        found = database_selections(db)
-    records = tuple(entry.record for entry in narrowed(found, target_name, ()))
+        entries = database_selections(db)
+    records = tuple(entry.record for entry in narrowed(entries, target_name, ()))
     if not records:
         where = str(table) if table else place(db, shipped=db is None)
         raise UsageError(f"{where} holds nothing to verify: search first, or name another --table or --db")

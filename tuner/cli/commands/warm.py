@@ -91,8 +91,8 @@ def command(
     calls = (*calls_of(problems), *_recorded(recorded_file), *_of_tables(tables, target))
     if not calls:
         raise UsageError("the files contain no calls: record a program again, or name shapes")
-    known = tables_with(target, tables)
-    needs = with_buckets(needs_of(calls, target, known), calls, target, known)
+    tuned = tables_with(target, tables)
+    needs = with_buckets(needs_of(calls, target, tuned), calls, target, tuned)
     for sentence in dict.fromkeys(needs.left_out):
         note(f"left out: {sentence}")
     with progress_bars() as bars:

@@ -55,7 +55,7 @@ def _made_by(run: BenchRun) -> Iterator[str]:
     yield f"GPU time of CUDA-graph replays with a cold L2, {order}."
     yield "TFLOP/s count 4·B·H·Sq·Sk·D operations, half of them when causal. Host time is that of queueing"
     yield "one call. Error is the largest row error against a float64 reference, over what the gate allows."
-    if any(one.problem.is_backward for one in run.benches):
+    if any(bench.problem.is_backward for bench in run.benches):
         yield "Gradients count 2.5 times as many, and are timed alone, as autograd runs them."
     for ceiling in run.ceilings:
         yield f"{ceiling_text(ceiling)}."
@@ -100,8 +100,8 @@ def _against(against: Against) -> Iterator[str]:
     )
 
 
-def _of_copy(found: Sequence[OfCopy]) -> Iterator[str]:
-    rows = [(point.case, f"{point.gbps:.0f}", f"{point.share:.3f}") for point in found]
+def _of_copy(points: Sequence[OfCopy]) -> Iterator[str]:
+    rows = [(point.case, f"{point.gbps:.0f}", f"{point.share:.3f}") for point in points]
     return _table(("case", "flashtune, GB/s of keys and values", "of the copy"), rows)
 
 
@@ -109,8 +109,8 @@ def _panel(panel: Panel, run: BenchRun) -> Iterator[str]:
     """Yields speeds of contestants by length, with a dash for a missing row; and the ceiling."""
     rows: list[tuple[str, ...]] = []
     for name in panel.names:
-        found = ((bench.problem, bench.row(name)) for bench in panel.benches)
-        rows.append((name, *(f"{speed_of(problem, row):.1f}" if row else "–" for problem, row in found)))
+        speeds = ((bench.problem, bench.row(name)) for bench in panel.benches)
+        rows.append((name, *(f"{speed_of(problem, row):.1f}" if row else "–" for problem, row in speeds)))
     rows += [(name, *[f"{speed:.1f}"] * len(panel.benches)) for name, speed in panel.ceilings(run)]
     return _table(("", *(lengths_of(bench.problem) for bench in panel.benches)), rows)
 
@@ -121,5 +121,5 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
     yield from map(_line, rows)
 
 
-def _line(found: Sequence[str]) -> str:
-    return f"| {' | '.join(printable(cell).replace('|', chr(92) + '|') for cell in found)} |"
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(printable(cell).replace('|', chr(92) + '|') for cell in cells)} |"

@@ -59,16 +59,16 @@ def figure(run: BenchRun) -> Figure:
     from plotly.graph_objects import Scatter
     from plotly.subplots import make_subplots
 
-    found = panels(run.benches)
-    rows = math.ceil(len(found) / COLUMNS)
+    drawn = panels(run.benches)
+    rows = math.ceil(len(drawn) / COLUMNS)
     plot = make_subplots(
         rows=rows,
-        cols=min(COLUMNS, len(found)),
-        subplot_titles=[panel.title for panel in found],
+        cols=min(COLUMNS, len(drawn)),
+        subplot_titles=[panel.title for panel in drawn],
         vertical_spacing=0.3 / (rows + 1),
     )
     shown: set[str] = set()
-    for number, panel in enumerate(found):
+    for number, panel in enumerate(drawn):
         lines = _lines(panel)
         ends = [_lengths(panel)[0], _lengths(panel)[-1]]
         lines += [(name, ends, [speed] * 2) for name, speed in panel.ceilings(run)]

@@ -145,13 +145,13 @@ def bench_line(bench: Bench) -> str:
 
 def notes(bench: Bench) -> tuple[str, ...]:
     """Returns the notes under the table."""
-    found = [f"{row.name} is {row.detail}." for row in bench.rows if row.detail]
-    found += [f"{left.name} is left out: {_why(left)}." for left in bench.left_out]
+    sentences = [f"{row.name} is {row.detail}." for row in bench.rows if row.detail]
+    sentences += [f"{left.name} is left out: {_why(left)}." for left in bench.left_out]
     if bench.sustained:
-        found.append("Each was timed alone, under sustained load.")
+        sentences.append("Each was timed alone, under sustained load.")
     if bench.throttled:
-        found.append("The clock was held down while sampling: compare within this run alone.")
-    return tuple(map(printable, found))
+        sentences.append("The clock was held down while sampling: compare within this run alone.")
+    return tuple(map(printable, sentences))
 
 
 def _why(left: LeftOut) -> str:
@@ -189,8 +189,8 @@ def summary(report: Report) -> Iterator[str]:
         yield f"{ceiling_text(ceiling)}."
     if run.copy is not None and report.of_copy:
         yield f"{copy_text(run.copy)}."
-    for found in report.of_copy:
-        yield printable(f"{found.case}: {found.gbps:.0f} GB/s, {found.share:.3f} of the copy.")
+    for point in report.of_copy:
+        yield printable(f"{point.case}: {point.gbps:.0f} GB/s, {point.share:.3f} of the copy.")
     for entry in report.ratios:
         mean = f"{entry.geometric_mean:.3f} in the geometric mean of {len(entry.points)}"
         yield printable(
