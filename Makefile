@@ -84,9 +84,20 @@ UNDER_OTHERS := -m tritons
 TIMES := out/times
 
 .PHONY: check test test-all slowest
-check: lint prose lines imports types quick ## Run the fast checks, while you work
+# Runs lists of targets at the same time: static checks use one core for most of their time.
+STATIC := lint prose lines imports types
+define at-once
+	+@printf '%s\n' $(1) | xargs -P 2 -I{} bash -c '$(MAKE) --no-print-directory KERNELS="$(KERNELS)" {}'
+endef
 
-test: no-times lint prose lines types imports unit interpreter tables other-tritons slowest ## Run what a change must pass before it is merged; needs no GPU
+check: $(DEVELOPS) ## Run the fast checks, while you work
+	$(call at-once,'$(STATIC)' quick)
+
+test: no-times static-and-tables unit interpreter other-tritons slowest ## Run what a change must pass before it is merged; needs no GPU
+
+.PHONY: static-and-tables
+static-and-tables: $(DEVELOPS)
+	$(call at-once,'$(STATIC)' tables)
 
 test-all: CASES := --timeout 3600
 test-all: KERNELS := --allow-unproven
@@ -140,7 +151,7 @@ interpreter: $(DEVELOPS) ## Run the kernels on the CPU
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup $(CASES) --times $(TIMES)/interpreter.tsv tests/interpreter
 
 tables: $(DEVELOPS) ## Verify kernels of the shipped tables
-	$(if $(wildcard db/tuned/*.json),$(BIN)/flashtune verify $(KERNELS),@echo 'No table ships yet: nothing to verify.')
+	@ls db/tuned/*.json | xargs -P $(WORKERS) -n 1 $(BIN)/flashtune verify $(KERNELS) --table
 
 other-tritons: $(OTHER_TRITONS:%=triton-%) ## Render, compile and interpret under other Tritons
 

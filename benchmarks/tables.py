@@ -1,22 +1,16 @@
 """Makes tables of results of `flashtune bench --save`.
 
-    python -m benchmarks.tables                                    # prints them, from benchmarks/results
-    python -m benchmarks.tables grid.json gqa.json fp8.json
-
 Reports may hold parts of the benchmark's grids, in any order. `python -m benchmarks.documents --write` puts
 the tables of benchmarks/results into the pages.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.saved import content
-from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Causal, Problem
 from flashtune.tuner.bench.driver import read_report
 from flashtune.tuner.bench.grids import GRIDS, case_of, grid_problems, read_figures
@@ -38,19 +32,6 @@ FLASH = "sdpa-flash"
 SHORTEST, USUAL, USUAL_WIDTHS, WIDE = 512, 8192, (64, 128), (256,)
 
 Results = dict[str, list[Bench]]
-
-
-def main() -> None:
-    """Reads and prints."""
-    parser = argparse.ArgumentParser(description="Tables of the pages, from flashtune bench.")
-    parser.add_argument("reports", nargs="*", type=Path, default=RESULTS, help="what --save has written")
-    options = parser.parse_args()
-    try:
-        tables = texts(options.reports)
-    except FlashtuneError as error:
-        sys.exit(str(error))
-    for name, text in tables.items():
-        print(f"## {name}\n\n{text}\n")
 
 
 def texts(paths: Iterable[Path]) -> dict[str, str]:
@@ -280,7 +261,3 @@ def _values(line: Sequence[dict[str, str]], axis: str) -> str:
     values = [config.get(axis, "–") for config in line]
     distinct = set(values) - {"–"}
     return distinct.pop() if len(distinct) == 1 else " ".join(values)
-
-
-if __name__ == "__main__":
-    main()

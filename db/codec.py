@@ -13,7 +13,6 @@ from typing import Any, overload
 import msgspec
 
 from flashtune.core.config import Config
-from flashtune.core.earlier_names import present_record
 from flashtune.core.errors import TableError
 from flashtune.core.record import Digest, Provenance, Record, Seconds, Verdict, Versions
 from flashtune.core.target import TargetName
@@ -66,24 +65,14 @@ _ENVELOPE = msgspec.json.Decoder(_envelope_type())
 
 
 def encode_record(record: Record) -> bytes:
-    """Returns the record as compact JSON with its fields in a fixed order.
-
-    Raises:
-        TableError: A field is outside its bounds, so the record could not be read again.
-    """
+    """Returns the record as compact JSON with its fields in a fixed order."""
     raw = _plain_json(msgspec.structs.replace(record, verdict=_finite(record.verdict)))
     decode_record(raw)
     return raw
 
 
 def decode_record(raw: bytes) -> Record:
-    """Returns the record in JSON that `encode_record` made, or in a row or file.
-
-    Raises:
-        TableError: The bytes are not JSON, have unknown or missing fields or values outside their bounds,
-            name an unknown family, have a config of another family, or have fields that contradict one
-            another.
-    """
+    """Returns the record in JSON that `encode_record` made, or in a row or file."""
     if len(raw) > MAX_RECORD_BYTES:
         raise TableError(
             f"a record of {len(raw)} bytes is too large for a record: the limit is {MAX_RECORD_BYTES}"
@@ -101,33 +90,11 @@ def decode_record(raw: bytes) -> Record:
     return record
 
 
-def decode_earlier_record(raw: bytes) -> Record:
-    """Returns the record in JSON of table schema 1 or 2, with earlier names of fields.
-
-    Raises:
-        TableError: As `decode_record`.
-    """
-    return decode_record(present_record(raw) if len(raw) <= MAX_RECORD_BYTES else raw)
-
-
 def decode_stored(payload: object, problem_key: object, target: object) -> Record:
-    """Returns the record of a row, also one with earlier names. It must match the row's problem and target.
-
-    A database may have such rows: the runtime migrates none, and a program of an earlier version may still
-    write to one that another program migrated.
-
-    Raises:
-        TableError: The row holds no record, or the record of another row.
-    """
-    if payload is None:
-        raise TableError(f"a row has no record, or one of more than {MAX_RECORD_BYTES} bytes")
+    """Returns the record of a row. It must match the row's problem and target."""
     if not isinstance(payload, str):
         raise TableError(f"a row holds {type(payload).__name__} where a record's JSON should be")
-    raw = raw_bytes(payload)
-    try:
-        record = decode_record(raw)
-    except TableError:
-        record = decode_earlier_record(raw)
+    record = decode_record(raw_bytes(payload))
     if (record.problem.key, record.target) != (problem_key, target):
         raise TableError(
             f"a record of {record.problem.key} on {record.target} is stored under another problem or target"
@@ -141,22 +108,14 @@ def raw_bytes(text: str) -> bytes:
 
 
 def encode_check(check: Check) -> bytes:
-    """Returns the check as compact JSON.
-
-    Raises:
-        TableError: A field is outside its bounds.
-    """
+    """Returns the check as compact JSON."""
     raw = _plain_json(msgspec.structs.replace(check, verdict=_finite(check.verdict)))
     decode_check(raw)
     return raw
 
 
 def decode_check(raw: bytes) -> Check:
-    """Returns the check in JSON that `encode_check` made.
-
-    Raises:
-        TableError: The bytes are not a check.
-    """
+    """Returns the check in JSON that `encode_check` made."""
     try:
         return msgspec.json.decode(raw, type=Check)
     except UNDECODABLE as error:

@@ -32,9 +32,6 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
     letters, are Python: `remove_dead_branches` replaces them. `remove_absent_rows` keeps the rows of
     docstrings that explain the result. `parameters` has the parameters of each launched function, by its
     name; `side_names` and others have the names of extra inputs.
-
-    Raises:
-        KernelError: The context holds a value that is not a number, bool or enum.
     """
     environment = _environment()
     values = _values(config) | _values(family.context(problem, config, specialization))

@@ -1,7 +1,6 @@
 """Speeds of the shipped kernels under other Triton versions, from runs of `flashtune bench`.
 
     flashtune bench --grid paper --grid backward --grid decode --peer sdpa-cudnn --save FILE  # under each
-    python -m benchmarks.kernels.tritons FILE_3.6.0 FILE_3.7.1 FILE_3.9.0  # prints the table
 
 Runs of two Triton versions are in two processes, between which clocks differ. Each time is therefore relative
 to cuDNN's in its own run. If cuDNN has no row, the reference is a copy of device memory.
@@ -9,16 +8,14 @@ to cuDNN's in its own run. If cuDNN has no row, the reference is a copy of devic
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.saved import RESULTS, ROOT, content, sources
-from flashtune.core.errors import FlashtuneError, TableError
+from flashtune.core.errors import TableError
 from flashtune.core.problem import Problem
 from flashtune.tuner.bench.driver import read_report
 from flashtune.tuner.bench.grids import case_of, grid_problems
@@ -46,18 +43,6 @@ class Comparison(msgspec.Struct, frozen=True):
     grid: str
     triton: str
     ratios: dict[str, float]
-
-
-def main() -> None:
-    """Prints the table of the files; the first one is the reference."""
-    parser = argparse.ArgumentParser(description="Speeds under other Triton versions.")
-    parser.add_argument("first", type=Path, help="what --save wrote under the version to compare with")
-    parser.add_argument("others", type=Path, nargs="+", help="what it wrote under other versions")
-    options = parser.parse_args()
-    try:
-        print(_text((options.first, *options.others)))
-    except (FlashtuneError, OSError) as error:
-        sys.exit(f"error: {error}")
 
 
 def texts() -> dict[str, str]:
@@ -126,7 +111,3 @@ def _times(problem: Problem, run: BenchRun) -> tuple[float, dict[str, float]]:
     peer = bench.row(CUDNN)
     times = {CUDNN: peer.ms if peer else None, COPY: run.copy.ms if run.copy else None}
     return ours.ms, {name: ms for name, ms in times.items() if ms is not None}
-
-
-if __name__ == "__main__":
-    main()

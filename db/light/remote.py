@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import inspect, text
+from sqlalchemy import text
 
-from flashtune.core.earlier_names import TABLES
 from flashtune.core.errors import StoreError
+from flashtune.db.creation import has_tables
 from flashtune.db.engine import make_engine, reading
 from flashtune.db.server import Result, within
 
 Rows = list[tuple[Any, ...]]
 Values = dict[str, str | int]
-# Arguments: a table's name, a SELECT statement and its values.
-Query = Callable[[str, str, Values], Rows]
+# Arguments: a SELECT statement and its values.
+Query = Callable[[str, Values], Rows]
 
 SECONDS = 1.0
 
@@ -35,11 +35,7 @@ class Server:
         self._seconds = SECONDS
 
     def ask(self, run: Callable[[], Result]) -> Result:
-        """Returns the result of a function that uses the server.
-
-        Raises:
-            StoreError: The server failed now or before, or takes too long.
-        """
+        """Returns the result of a function that uses the server."""
         if self._url in _failed:
             raise StoreError(*_failed[self._url].args)
         start = time.monotonic()
@@ -53,22 +49,16 @@ class Server:
 
 
 def server_query(url: str) -> Query:
-    """Returns a function that sends a server the reader's SQL.
-
-    Raises:
-        StoreError: The URL names no supported database, or its driver is missing.
-    """
+    """Returns a function that sends a server the reader's SQL."""
     engine = make_engine(url)
     server = Server(url)
 
-    def query(table: str, question: str, values: Values) -> Rows:
+    def query(question: str, values: Values) -> Rows:
         def run() -> Rows:
             with reading(engine, url) as connection:
-                tables = inspect(connection).get_table_names()
-                name = table if table in tables else TABLES.get(table, table)
-                if name not in tables:
+                if not has_tables(connection, url):
                     return []
-                return [tuple(row) for row in connection.execute(text(question.format(table=name)), values)]
+                return [tuple(row) for row in connection.execute(text(question), values)]
 
         return server.ask(run)
 

@@ -17,11 +17,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from flashtune.core.session import SESSION, keep
+
 POLL_SECONDS = 0.02
 OPENED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 # Results of `lock_fault`.
-_lock_faults: dict[Path, str | None] = {}
+_lock_faults: dict[Path, str | None] = SESSION.process_cache("lock faults")
 
 
 @contextlib.contextmanager
@@ -87,7 +89,7 @@ def lock_fault(folder: Path) -> str | None:
     """Returns why a database in a folder cannot be locked. None if it can, or if nothing can be written."""
     if folder not in _lock_faults:
         with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
-            _lock_faults[folder] = _fault(file.fileno())
+            keep(_lock_faults, folder, _fault(file.fileno()))
     return _lock_faults.get(folder)
 
 

@@ -9,8 +9,9 @@ import warnings
 from flashtune.core.canonical import shape_text
 from flashtune.core.errors import Printable
 from flashtune.core.problem import Problem
+from flashtune.core.session import SESSION, keep
 
-_seen_messages: set[str] = set()
+_seen_messages: dict[str, bool] = SESSION.process_cache("messages")
 _telling = threading.Lock()
 
 
@@ -23,7 +24,7 @@ def warn_once(matter: str, message: str) -> None:
     with _telling:
         if matter in _seen_messages:
             return
-        _seen_messages.add(matter)
+        keep(_seen_messages, matter, True)
     warnings.warn(message, FlashtuneWarning, stacklevel=3)
 
 

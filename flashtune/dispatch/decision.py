@@ -89,14 +89,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def choose(bound: BoundRequest) -> tuple[Decision, ...]:
-    """Returns the decision for each pass of a request: forward and, if it needs gradients, backward.
-
-    Raises:
-        ProblemError: No backend supports the call: the tensors are on the CPU and there is no interpreter,
-            the inputs are 8-bit or paged and an input requires grad, or no family computes the problem. The
-            latter is an error only if `prefer` is "generated", or without gradients if families compute each
-            of its features, but not their combination.
-    """
+    """Returns the decision for each pass of a request: forward and, if it needs gradients, backward."""
     request = bound.request
     check_supported(request)
     simple = _without_lookup(request)
@@ -127,9 +120,6 @@ def choose_over(
         gradients: Names of the side inputs that require grad.
         sharing: How the call's mask is shared.
         known: The GPU and its tuned records, or None under the interpreter.
-
-    Raises:
-        ProblemError: No kernel family computes a pass.
     """
     if _without_gradient(gradients):
         return None
@@ -167,11 +157,7 @@ def _for_all_passes(request: Request, decision: Decision) -> tuple[Decision, ...
 
 
 def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
-    """Returns the result of `choose` for a request that kernels may serve.
-
-    Raises:
-        ProblemError: No family computes a pass.
-    """
+    """Returns the result of `choose` for a request that kernels may serve."""
     request = bound.request
     blocked = _without_gradient(bound.gradients) if request.needs_grad else ()
     if blocked:
@@ -299,7 +285,7 @@ def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = Non
 def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
     """Returns the baseline that is faster than the generated kernel and may replace it, or None."""
     request, problem, target = bound.request, bound.request.problem, bound.target
-    if problem.total_q or problem.page_size or problem.seqlens_k:
+    if problem.packed or problem.page_size or problem.kv_lengths:
         # The unfused computation would read lengths from the device, which synchronizes.
         return None
     backend = None
@@ -329,7 +315,7 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
 def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Selection) -> str | None:
     """Returns the baseline that is faster over both passes and may replace both kernels, or None."""
     problem, target = bound.request.problem, bound.target
-    if bound.request.deterministic or problem.total_q or problem.seqlens_k:
+    if bound.request.deterministic or problem.packed or problem.kv_lengths:
         return None
     passes = forward, backward
     is_untimed = any(selection.measured.measurement is None for selection in passes)
@@ -372,12 +358,7 @@ def _forecast_in_words(selection: Selection) -> str:
 
 
 def check_supported(request: Request) -> None:
-    """Checks that some backend supports the device of the tensors and, if needed, their gradients.
-
-    Raises:
-        ProblemError: The tensors are on the CPU, and there is no interpreter or it does not support their
-            type. Or the call needs gradients and its inputs are 8-bit or paged.
-    """
+    """Checks that some backend supports the device of the tensors and, if needed, their gradients."""
     check_device(request)
     if not request.needs_grad:
         return

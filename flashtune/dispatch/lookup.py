@@ -65,9 +65,6 @@ def select(
     """Returns the selection for a problem on a GPU.
 
     A family that requires more than the specialization is not selected. With `generated`, no baseline is.
-
-    Raises:
-        ProblemError: No family computes it on this GPU.
     """
 
     def serves(record: Record) -> bool:
@@ -120,11 +117,7 @@ def nearest_selection(selection: Selection) -> Selection | None:
 
 
 def default_selection(problem: Problem, target: Target, specialization: Specialization) -> Selection:
-    """Returns a default config that fits the GPU, for a problem without a tuned shape.
-
-    Raises:
-        ProblemError: No family computes it on this GPU.
-    """
+    """Returns a default config that fits the GPU, for a problem without a tuned shape."""
     selection = next(default_selections(problem, target, specialization), None)
     if selection is not None:
         return selection

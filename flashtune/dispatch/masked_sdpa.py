@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, nearest_way
 from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
+from flashtune.core.session import SESSION, keep
 from flashtune.core.target import find_target
 from flashtune.dispatch.sdpa_times import MATH, unfused_leads
 from flashtune.launch.compilation import first_line
@@ -44,8 +45,8 @@ MEASURED_TARGET = "nvidia-h200"
 # Every refused call has its own entry.
 REFUSALS_LIMIT = 1024
 
-_refusals: dict[tuple[object, ...], str] = {}
-_meanings: dict[tuple[object, ...], str | None] = {}
+_refusals: dict[tuple[object, ...], str] = SESSION.process_cache("SDPA's refusals")
+_meanings: dict[tuple[object, ...], str | None] = SESSION.process_cache("SDPA's masks")
 
 
 def is_masked(problem: Problem) -> bool:
@@ -254,16 +255,15 @@ def refusal(
     try:
         with torch.no_grad():
             if kind not in _meanings:
-                _meanings[kind] = _misunderstanding(backend, q, k, v, shared)
+                keep(_meanings, kind, _misunderstanding(backend, q, k, v, shared))
             if _meanings[kind] is None:
                 _masked(q, k, v, bias, request.default_scale, request.problem.causal, shared)
     except torch.OutOfMemoryError as failure:
         # Memory may suffice for a later call, so the failure is not cached.
         return f"has no memory for its mask ({first_line(failure)})"
     except RuntimeError as failure:
-        if len(_refusals) >= REFUSALS_LIMIT:
-            _refusals.clear()
-        _refusals[_call(request, backend, q, k, v, bias)] = f"refuses its mask ({first_line(failure)})"
+        key = _call(request, backend, q, k, v, bias)
+        keep(_refusals, key, f"refuses its mask ({first_line(failure)})", REFUSALS_LIMIT)
     return known_refusal(request, backend, q, k, v, bias)
 
 

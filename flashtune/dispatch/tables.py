@@ -6,7 +6,6 @@ read the same tables agree.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -14,6 +13,7 @@ import msgspec
 from flashtune.core.errors import StoreError, UsageError
 from flashtune.core.notices import warn_once
 from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.core.session import SESSION
 from flashtune.db.eligibility import by_problem, serves_any_tensors
 from flashtune.dispatch.versions import current_versions
 
@@ -51,7 +51,7 @@ class Tables(msgspec.Struct, frozen=True):
                 return
 
 
-@functools.cache
+@SESSION.computed_once
 def tuned_records(target_name: str) -> Tables:
     """Returns the tables of a GPU. A database that cannot be read counts as empty and causes a warning."""
     from flashtune.db.evidence import under
@@ -71,9 +71,6 @@ def table_hash(target_name: str | None = None) -> str:
 
     Args:
         target_name: Name of a target, such as `nvidia-h200`. None for the current GPU.
-
-    Raises:
-        TargetError: No name was given and there is no GPU.
     """
     from flashtune.db import table
 

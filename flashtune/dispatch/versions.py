@@ -57,11 +57,7 @@ def driver_version() -> str:
 
 @functools.cache
 def _ptxas_version() -> str:
-    """Returns the version of the ptxas that Triton runs for Hopper, of those that it contains.
-
-    Raises:
-        MachineError: The tool is missing or not executable.
-    """
+    """Returns the version of the ptxas that Triton runs for Hopper, of those that it contains."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     from flashtune.core.machine import machine_errors

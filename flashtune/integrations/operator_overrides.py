@@ -17,9 +17,10 @@ import torch
 
 from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.notices import warn_once
+from flashtune.core.session import SESSION, keep
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
-from flashtune.recording.recorder import on_change, recording
+from flashtune.recording.recorder import recording
 from flashtune.runtime import deferred
 from flashtune.runtime.gradients import BackwardInputs
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from flashtune.runtime.deferred import Passes
     from flashtune.runtime.gradients import Gradients
 
-# Caches are cleared at this size.
-LIMIT = 4096
+# The first word in the names of the caches here.
+OWNER = "torch"
 # The address of a served call's first random state, modulo a number that divides those of other states.
 # Compilers assert that it is a multiple of 16.
 MARK, MEMORY_ALIGNMENT = 16, 64
@@ -44,11 +45,9 @@ same_bits = torch.are_deterministic_algorithms_enabled
 Inputs = tuple["Tensor", "Tensor", "Tensor", "ExtraInputs"]
 # A kernel of an operator, called with the dispatcher's keys and then the operator's arguments.
 Kernel = Callable[..., Any]
+# Properties of calls that an override passes on.
+Refused = dict[tuple[object, ...], bool]
 
-# Properties of calls that are passed on, by operator, so that later calls are passed on at once.
-_refused: dict[str, set[tuple[object, ...]]] = {}
-# The executors of calls that are served, likewise.
-_served: dict[str, dict[tuple[object, ...], Served]] = {}
 # The reasons to pass calls on in this context.
 _pauses: ContextVar[tuple[Pause, ...]] = ContextVar("flashtune_pauses", default=())
 # Bound once, because each call uses it.
@@ -157,8 +156,9 @@ class BackwardOperator(Protocol):
 
 def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
     """Returns the override of a forward operator with an original kernel."""
-    refused = _refused.setdefault(operator.name, set())
-    served = _served.setdefault(operator.name, {})
+    # Properties of calls that are passed on at once, and the executors of calls that are served.
+    refused: Refused = SESSION.cache(f"{OWNER} refused by {operator.name}")
+    served: dict[tuple[object, ...], Served] = SESSION.cache(f"{OWNER} served by {operator.name}")
     skipped = operator.flags
 
     def override(
@@ -188,9 +188,7 @@ def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
         reading, passes = known
         call = reading.call
         if not recording() and operator.inputs(q, k, v, other, call.options) is not None:
-            if len(served) >= LIMIT:
-                served.clear()
-            served[key] = Served(passes.forward, call.options)
+            keep(served, key, Served(passes.forward, call.options))
         result = passes.forward(call.q, call.k, call.v, call.scale, call.side)
         return operator.results(result, args, call.options)
 
@@ -232,7 +230,7 @@ def _known(
     operator: ForwardOperator | BackwardOperator,
     args: tuple[Any, ...],
     options: dict[str, Any],
-    refused: set[tuple[object, ...]] | None = None,
+    refused: Refused | None = None,
     short: tuple[object, ...] = (),
 ) -> tuple[Reading, Passes] | None:
     """Returns a call and its executors, or None if it is passed on."""
@@ -241,28 +239,18 @@ def _known(
         reading = operator.read(args, options)
         if reading is None:
             return None
-        kind = deferred.kind_of(reading.call, reading.usual, reading.needs_grad, "torch")
-        passes = None if kind is None else deferred.passes_of(kind, reading.call)
+        entry = deferred.entry_of(reading.call, reading.usual, reading.needs_grad, "torch")
     except Exception as failure:  # noqa: BLE001 - a call must not fail because another operator was tried
         warn_once("override", f"torch's operator serves, because its override failed: {failure!r}")
         return None
+    if entry is None:
+        return None
+    if entry.passes is not None:
+        return reading, entry.passes
     # With other strides kernels are no faster, so that these can refuse other calls too.
-    if refused is not None and kind is not None and kind.is_refused and kind.count is None and kind.is_usual:
-        if len(refused) >= LIMIT:
-            refused.clear()
-        refused.add(short)
-    return None if passes is None else (reading, passes)
-
-
-def forget() -> None:
-    """Forgets which calls are served and which are passed on."""
-    for refused in _refused.values():
-        refused.clear()
-    for served in _served.values():
-        served.clear()
-
-
-on_change(forget)
+    if refused is not None and entry.may_be_skipped and entry.has_best_tensors:
+        keep(refused, short, True)
+    return None
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from torch.nn import attention as torch_attention
 
 from flashtune.core.arguments import kind_of, shown
 from flashtune.core.errors import UsageError
+from flashtune.core.session import SESSION
 from flashtune.integrations.flash_operators import (
     CudnnBackward,
     CudnnForward,
@@ -35,6 +36,7 @@ from flashtune.integrations.flash_operators import (
     has_known_results,
 )
 from flashtune.integrations.operator_overrides import (
+    OWNER,
     BackwardOperator,
     ForwardOperator,
     Kernel,
@@ -43,7 +45,6 @@ from flashtune.integrations.operator_overrides import (
     begin_pause,
     disabled,
     end_pause,
-    forget,
     forward_override,
     last_pause,
 )
@@ -287,7 +288,7 @@ def deactivate() -> None:
             return
         dense, names = _dense, _names
         _dense, _names = None, None
-        forget()
+        SESSION.forget(OWNER)
         dense.remove()
         names.remove()
 

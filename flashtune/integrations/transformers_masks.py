@@ -30,8 +30,10 @@ BOOLEAN = "flashtune_boolean"
 
 MaskFunction = Callable[..., Any]
 
-# The module above, set by `flashtune.integrations.transformers.register`.
+# The module above and its function that merges masks into a bias, set by
+# `flashtune.integrations.transformers.register`.
 host: Any = None
+bias_mask: Callable[..., Tensor] | None = None
 
 
 class Structure(NamedTuple):
@@ -53,6 +55,11 @@ class Structure(NamedTuple):
     def has_window(self) -> bool:
         """Whether one side has a limit."""
         return self.left is not None or self.right is not None
+
+    @property
+    def hides_more(self) -> bool:
+        """Whether other keys than those after the query's position are hidden."""
+        return self.has_window or self.segments is not None
 
 
 class Pattern:
@@ -131,35 +138,29 @@ def attention_mask(
     if found.causal and q_length > 1 and isinstance(keys, int):
         kv_length = min(keys, kv_length)  # the rest of a static cache is hidden
     found = _needed(found, kv_length)
-    may_skip = allow_is_causal_skip if found.causal else allow_is_bidirectional_skip
     valid = None if attention_mask is None else _valid(attention_mask, kv_length, kv_offset)
     is_aligned = isinstance(keys, int) and keys == kv_length
-    hides = found.has_window or found.segments is not None
-    if found.causal and q_length == 1:
-        if not is_aligned or hides:
-            return complete()
-        if valid is not None:
-            return valid[:, None, None]
-        return None if may_skip else complete()
-    if not hides and not found.causal:
+    is_own = is_aligned and q_length == kv_length
+    may_skip = allow_is_causal_skip if found.causal else allow_is_bidirectional_skip
+    if q_length == 1 and found.causal and (found.hides_more or not is_aligned):
+        return complete()
+    if not found.hides_more and (q_length == 1 or not found.causal):
+        # All queries see the same keys.
         if valid is not None:
             return valid[:, None, None].expand(-1, -1, q_length, -1)
         return None if may_skip else complete()
     config = others.get("config")
     # Layers with the keys of another layer may get only the last queries. These need a mask.
     may_skip = may_skip and not getattr(config, "num_kv_shared_layers", 0)
-    if found.causal and not hides and valid is None and is_aligned and q_length == kv_length and may_skip:
+    if may_skip and is_own and found.causal and not found.hides_more and valid is None:
         return None
     # Models that select keys read their mask.
-    reads = found.segments is None or getattr(config, "index_topk", None)
-    if not allow_is_causal_skip and reads and found.causal:
-        return complete()
-    if not found.causal and not is_aligned:
+    is_read = found.segments is None or getattr(config, "index_topk", None)
+    if (is_read and not allow_is_causal_skip) if found.causal else not is_aligned:
         return complete()
     lengths = None
     if not is_aligned:
         lengths = torch.full((batch_size,), 0, dtype=torch.int32, device=device) + keys
-    is_own = is_aligned and q_length == kv_length
     spans = _spans(found, valid, q_length, kv_length, kv_offset - q_offset, device)
     setattr(spans, PATTERN, Pattern(found, valid, lengths, is_own))
     return spans

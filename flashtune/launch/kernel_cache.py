@@ -15,6 +15,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.files import read_own
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record
+from flashtune.core.session import SESSION, keep
 from flashtune.launch.binding import Binary, compile_binary
 from flashtune.launch.compilation import MAX_SOURCE_BYTES, kernel_folder
 from flashtune.launch.launcher import load
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from flashtune.core.target import Target
 
 
-_rendered: dict[tuple[object, ...], Kernel] = {}
+_rendered: dict[tuple[object, ...], Kernel] = SESSION.process_cache("rendered kernels")
 
 
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
@@ -45,7 +46,7 @@ def known_kernel(record: Record, specialization: Specialization) -> Kernel | Non
 
 def remember_kernel(record: Record, specialization: Specialization, kernel: Kernel) -> None:
     """Keeps a kernel that another process rendered."""
-    _rendered[_properties(record, specialization)] = kernel
+    keep(_rendered, _properties(record, specialization), kernel)
 
 
 def _properties(record: Record, specialization: Specialization) -> tuple[object, ...]:

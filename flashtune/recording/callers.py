@@ -7,11 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from flashtune.core.session import SESSION, keep
+
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
-
-# The names are cleared at this number.
-LIMIT = 4096
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -22,7 +21,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_names: dict[Problem, str] = {}
+_names: dict[Problem, str] = SESSION.cache("callers")
 
 
 def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
@@ -46,16 +45,9 @@ def note_caller(problem: Problem, name: str = "") -> None:
     """Stores the caller of a problem: `name`, or else the module that this thread calls for, if any."""
     name = name or _current.name
     if name:
-        if len(_names) >= LIMIT:
-            _names.clear()
-        _names[problem] = name
+        keep(_names, problem, name)
 
 
 def caller_of(problem: Problem) -> str:
     """Returns the module that last prepared calls of a problem, or an empty text."""
     return _names.get(problem, "")
-
-
-def forget_callers() -> None:
-    """Clears the names."""
-    _names.clear()

@@ -21,13 +21,13 @@ from typing import Annotated, ParamSpec, TypeVar
 
 import msgspec
 
-from flashtune.core.earlier_names import present_call
 from flashtune.core.errors import UsageError
 from flashtune.core.files import alone_with, read_bounded, replace_file
 from flashtune.core.kernel import Specialization
 from flashtune.core.machine import RECORD_VARIABLE, user_path, variable
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
+from flashtune.core.session import SESSION
 
 # The limits of a file. Problems with the fewest calls are omitted.
 MAX_LINES = 4096
@@ -41,7 +41,6 @@ Result = TypeVar("Result")
 
 _lock = threading.Lock()
 _recordings: list[Recording] = []
-_forget: list[Callable[[], None]] = []
 
 
 class CallCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,7 +87,7 @@ def read_counts(path: Path) -> tuple[CallCount, ...]:
 
 def _decoded(path: Path, number: int, line: bytes) -> CallCount:
     try:
-        return _decoder.decode(present_call(line))
+        return _decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         # The text may quote a name with control codes.
         quoted = str(error).encode("unicode_escape").decode()
@@ -189,11 +188,6 @@ def counted(
     return counted_call
 
 
-def on_change(forget: Callable[[], None]) -> None:
-    """Registers a function that clears a call cache when a recording starts or ends."""
-    _forget.append(forget)
-
-
 @contextlib.contextmanager
 def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
     """Counts this process's calls of attention in the context, and merges the counts into a file.
@@ -221,18 +215,13 @@ def _begin(path: Path) -> Recording:
     known_counts(path)
     recording = Recording(path)
     _recordings.append(recording)
-    _forget_executors()
+    SESSION.forget()
     return recording
 
 
 def _end(recording: Recording) -> None:
     _recordings.remove(recording)
-    _forget_executors()
-
-
-def _forget_executors() -> None:
-    for forget in _forget:
-        forget()
+    SESSION.forget()
 
 
 def _write_at_exit(recording: Recording) -> None:

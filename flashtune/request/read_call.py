@@ -33,10 +33,6 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
     """Returns the request of a call.
 
     `needs_grad` is whether it has a backward pass. By default the tensors determine this.
-
-    Raises:
-        ProblemError: The tensors do not match one another, no kernel takes them, or an option has an
-            invalid value.
     """
     options, side = call.options, call.side
     read_scale(call.scale)
@@ -63,7 +59,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
     kv_dtype = KV_DTYPES.get(k.dtype) if k.dtype is not q.dtype else None
     places = k.shape[0]
     # With pages, there are always lengths.
-    flags = flags_of(side) | ({"seqlens_k": False} if paged else {})
+    flags = flags_of(side) | ({"kv_lengths": False} if paged else {})
     problem = Problem(
         dtype=dtype_of(q),
         head_dim=q.shape[3],
@@ -77,11 +73,11 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         window_left=options.window_left,
         window_right=options.window_right,
         sink_tokens=options.sink_tokens,
-        attention_chunk=options.chunk,
+        chunk=options.chunk,
         block_mask=options.block_size,
         block_lists=block_lists(side, q.shape[1], k.shape[1]),
         bias=_bias_kind(call),
-        total_q=rounded_up(q.shape[2]) if packed else 0,
+        packed=rounded_up(q.shape[2]) if packed else 0,
         page_size=page_size,
         kv_dtype=kv_dtype,
         kv_scale=_scale_kind(call, kv_dtype, paged, places, k.shape[1]),
@@ -118,11 +114,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
 
 
 def require_tensors(call: Call) -> None:
-    """Checks that queries, keys and values are tensors with strides.
-
-    Raises:
-        ProblemError: One of them is not.
-    """
+    """Checks that queries, keys and values are tensors with strides."""
     for name in ("q", "k", "v"):
         require_dense(name, getattr(call, name))
 
@@ -160,11 +152,7 @@ def _scale_kind(call: Call, kv_dtype: KvDtype | None, paged: bool, places: int, 
 
 
 def _check_tensors(call: Call, layout: Layout, kv_layout: Layout) -> None:
-    """Checks q, k and v one by one, and that they match.
-
-    Raises:
-        ProblemError: A tensor is invalid, or they do not match.
-    """
+    """Checks q, k and v one by one, and that they match."""
     q, k, v = call.q, call.k, call.v
     orders = PAGES if call.side.block_table is not None else ORDERS
     for name, tensor, order in (

@@ -186,9 +186,6 @@ def restored(tensor: Tensor | None, form: Form | None) -> Tensor | None:
     """Returns a saved tensor, which a hook may have replaced, with its earlier type and device.
 
     It has its earlier strides or is contiguous. Kernels are bound to either.
-
-    Raises:
-        ProblemError: The shape is another.
     """
     if tensor is None or form is None:
         return tensor
@@ -224,11 +221,7 @@ class FirstDerivative(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Raises an error, because kernels compute first derivatives only.
-
-        Raises:
-            ProblemError: Always.
-        """
+        """Raises an error, because kernels compute first derivatives only."""
         del ctx, gradients
         raise ProblemError(TWICE)
 

@@ -156,9 +156,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     """Returns the stream of all jobs on a device, which must be the current one.
 
     torch hands out each of its 32 streams repeatedly. Another thread may capture a graph on such a stream.
-
-    Raises:
-        RuntimeError: The driver creates no stream.
     """
     if torch.version.hip:
         return torch.cuda.Stream(device)

@@ -66,11 +66,7 @@ class BoundBackward:
         self._launches: dict[tuple[object, ...], Bound | None] = {}
 
     def __call__(self, inputs: BackwardInputs) -> Gradients:
-        """Returns the gradients.
-
-        Raises:
-            KernelError: Copies of the tensors have strides that the kernel cannot address.
-        """
+        """Returns the gradients."""
         q, k, v, out, lse, dout, dlse, scale, side = inputs
         if dout.data_ptr() % POINTER_ALIGNMENT:
             dout = dout.clone()
@@ -110,11 +106,7 @@ class BoundBackward:
         return dq, dk, dv
 
     def bind_usual(self, bound: BoundRequest) -> None:
-        """Binds the kernel to a gradient with the strides of the output.
-
-        Raises:
-            KernelError: The kernel does not load.
-        """
+        """Binds the kernel to a gradient with the strides of the output."""
         out = torch.empty(self._request.out_shape, dtype=self._request.out_dtype, device="meta")
         self._launches[_strides(*bound.tensors, out, out, bound.side)] = self._bind(bound, out, out)
 
@@ -166,7 +158,7 @@ def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor, writes: tuple[
     """Allocates the gradients that a kernel writes. `writes` are the names of those of side inputs."""
     problem = request.problem
     # Kernels do not write rows after the last packed sequence, whose gradients are zero.
-    make = torch.zeros_like if problem.total_q else torch.empty_like
+    make = torch.zeros_like if problem.packed else torch.empty_like
     heads = problem.batch, problem.heads
     dbias = dslopes = dsinks = None
     if "dbias" in writes:

@@ -31,7 +31,7 @@ from flashtune.runtime.backward_executors import with_rows
 from flashtune.runtime.call_cache import call_key, remembered, unsigned
 from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
-from flashtune.runtime.prepare_training import baseline_of_pair, prepare_alone
+from flashtune.runtime.prepare import baseline_of, prepare_alone
 from flashtune.runtime.torch_modes import transforms
 
 NAME = "attention_backward"
@@ -52,13 +52,10 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
         request: The request of the call, with gradients.
         call: The call's tensors and options. The scale is not negative.
         forward: Returns the result of such a call by an operator.
-
-    Raises:
-        ProblemError: No backend supports the call.
     """
     _, decision = choose(TracedRequest(_hinted(request), call.q, call.k, call.v, call.side))
     if not decision.generated:
-        return baseline_of_pair(decision, request)(call.q, call.k, call.v, call.scale, call.side)
+        return baseline_of(decision, request)(call.q, call.k, call.v, call.scale, call.side)
     options = call.options._replace(return_lse=request.return_lse, deterministic=request.deterministic)
     call = call._replace(options=options)
     pair = Pair(

@@ -8,7 +8,6 @@ kinds share the selected kernel and its binary, which are slow to make (`flashtu
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,18 +17,17 @@ from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.canonical import rounded_up
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS
+from flashtune.core.session import SESSION, keep
 from flashtune.dispatch.bound_request import BoundRequest, side_gradients
 from flashtune.dispatch.decision import without_values
 from flashtune.recording.callers import note_caller
-from flashtune.recording.recorder import counted, on_change, recording
+from flashtune.recording.recorder import counted, recording
 from flashtune.request.autocast import any_autocast, autocast_dtype
 from flashtune.request.call import requires_grad
 from flashtune.request.quantization import with_positive_scale
 from flashtune.request.tensor_checks import allows_tf32
 from flashtune.runtime.executors import write_output
-from flashtune.runtime.kernel_fallback import forget_choices
 from flashtune.runtime.prepare import prepare
-from flashtune.runtime.prepare_training import prepare_pair
 from flashtune.runtime.torch_modes import runs_eagerly
 from flashtune.runtime.value_checks import with_checks
 
@@ -38,9 +36,6 @@ if TYPE_CHECKING:
 
     from flashtune.request.call import Call
     from flashtune.request.request import Executor, Result
-
-# The cache is cleared at this size. Kernels stay loaded.
-MEMO_LIMIT = 4096
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
 
@@ -52,8 +47,7 @@ is_grad_enabled = torch.is_grad_enabled
 float32 = torch.float32
 is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
-_executors: dict[tuple[object, ...], Any] = {}
-_preparing = threading.RLock()
+_executors: dict[tuple[object, ...], Any] = SESSION.cache("executors")
 
 
 def known_executor(
@@ -155,13 +149,7 @@ def _gradient_kind(deterministic: bool) -> str:
 
 
 def run_call(call: Call) -> Result:
-    """Returns attention of tensors with memory, by the executor of their kind of call.
-
-    Raises:
-        ProblemError: The call is invalid, or no backend supports it.
-        KernelError: The call is new, and a CUDA graph is being captured or no kernel can be loaded.
-        VerificationError: The call is new, `prefer` is "generated" and the kernels are wrong on this GPU.
-    """
+    """Returns attention of tensors with memory, by the executor of their kind of call."""
     call = unsigned(call)
     return executor_of(call_key(call), call)(call.q, call.k, call.v, call.scale, call.side)
 
@@ -207,11 +195,7 @@ def signed(tensor: Tensor) -> Tensor:
 
 
 def unsigned(call: Call) -> Call:
-    """Returns a call with signs in memory, and with negated queries in place of a negative scale.
-
-    Raises:
-        ProblemError: The scale is not a finite number.
-    """
+    """Returns a call with signs in memory, and with negated queries in place of a negative scale."""
     call = resolved(call)
     scale = call.scale
     if scale is None or (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
@@ -221,17 +205,11 @@ def unsigned(call: Call) -> Call:
 
 
 def executor_of(key: tuple[object, ...], call: Call) -> Executor:
-    """Returns the executor of a kind of call. It is prepared if the cache does not contain it.
-
-    Raises:
-        ProblemError: The call is invalid, or no backend supports it.
-        KernelError: A CUDA graph is being captured, or `prefer` is "generated" and no kernel loads.
-        VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
-    """
+    """Returns the executor of a kind of call. It is prepared if the cache does not contain it."""
 
     def make(bound: BoundRequest) -> Executor:
         request = bound.request
-        executor = with_checks((prepare_pair if request.needs_grad else prepare)(bound), request)
+        executor = with_checks(prepare(bound), request)
         if not recording() or request.is_double or without_values(request) is not None:
             return executor
         for one in bound.passes:
@@ -247,15 +225,11 @@ def remembered(
     make: Callable[[BoundRequest], AnyExecutor],
     needs_grad: bool | None = None,
 ) -> AnyExecutor:
-    """Returns the cached entry of a key, or a new one: `make` of the call's bound request.
-
-    Raises:
-        KernelError: A CUDA graph is being captured. Errors of `read_call` and `make` are passed on.
-    """
+    """Returns the cached entry of a key, or a new one: `make` of the call's bound request."""
     executor: AnyExecutor | None = _executors.get(key)
     if executor is not None:
         return executor
-    with _preparing:
+    with SESSION.preparing:
         executor = _executors.get(key)
         if executor is None:
             bound = BoundRequest.of(call, needs_grad)
@@ -268,9 +242,7 @@ def remembered(
                 return executor
             executor = make(bound)
             note_caller(bound.request.problem)
-            if len(_executors) >= MEMO_LIMIT:
-                _executors.clear()
-            _executors[key] = executor
+            keep(_executors, key, executor)
         return executor
 
 
@@ -288,16 +260,6 @@ def _for_any_address(key: tuple[object, ...]) -> Any:
         if executor is not None:
             return executor
     return None
-
-
-def forget_executors() -> None:
-    """Clears the cache."""
-    with _preparing:
-        _executors.clear()
-        forget_choices()
-
-
-on_change(forget_executors)
 
 
 def _refuse_capture(q: Tensor) -> None:

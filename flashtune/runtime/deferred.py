@@ -8,11 +8,12 @@ only binds the loaded kernels.
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -21,6 +22,7 @@ from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.canonical import rounded_extents
 from flashtune.core.errors import FlashtuneError, KernelError, ProblemError, VerificationError
 from flashtune.core.notices import warn_once
+from flashtune.core.session import SESSION, keep
 from flashtune.core.target import device_target
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import (
@@ -35,13 +37,12 @@ from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.compiler_process import CompilerProcess
-from flashtune.recording.callers import forget_callers, note_caller
-from flashtune.recording.recorder import counted, on_change, recording
+from flashtune.recording.callers import note_caller
+from flashtune.recording.recorder import counted, recording
 from flashtune.runtime.background import Worker, beside_captures
 from flashtune.runtime.call_cache import call_key, is_negated
 from flashtune.runtime.kernel_fallback import LoadedKernel, Pass, prepared, warn_of_failure
-from flashtune.runtime.prepare import clearer_of, forward_pass
-from flashtune.runtime.prepare_training import backward_pass, paired
+from flashtune.runtime.passes import clearer_of, joined, passes_of
 from flashtune.runtime.value_checks import is_capturing, with_checks
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import families, find_family
@@ -56,14 +57,10 @@ if TYPE_CHECKING:
     from flashtune.request.request import Executor, Request
     from flashtune.runtime.gradients import BackwardExecutor
 
-# The cache is cleared at this size. Kernels stay loaded.
-MEMO_LIMIT = 4096
 # Calls beyond this number of unprepared buckets do not add another one.
 QUEUE_LIMIT = 64
 # In warnings.
 REPLACED = "the replaced operator"
-
-AnyExecutor = TypeVar("AnyExecutor", bound=Callable[..., Any])
 
 
 class Passes(NamedTuple):
@@ -150,8 +147,16 @@ class Bucket:
 Choice = LoadedKernel | Decision
 
 
-class Kind:
-    """One kind of call.
+class State(enum.Enum):
+    """Whether the kernels of a kind of call are in preparation, bound, or refused."""
+
+    PENDING = enum.auto()
+    READY = enum.auto()
+    REFUSED = enum.auto()
+
+
+class Entry:
+    """The cache entry of one kind of call.
 
     Attributes:
         passes: The bound executors. None before they are bound, and if the replaced operator serves.
@@ -177,7 +182,19 @@ class Kind:
         self.properties = properties
 
     @property
-    def is_usual(self) -> bool:
+    def state(self) -> State:
+        """Whether kernels serve such calls."""
+        if self.passes is not None:
+            return State.READY
+        return State.REFUSED if self.is_refused else State.PENDING
+
+    @property
+    def may_be_skipped(self) -> bool:
+        """Whether later calls need no look-up: all are refused, and none is counted."""
+        return self.state is State.REFUSED and self.count is None
+
+    @property
+    def has_best_tensors(self) -> bool:
         """Whether kernels may assume the most of the tensors."""
         assumed = (
             msgspec.structs.replace(one, lse=False, constant_bias=msgspec.UNSET) for one in self.properties
@@ -185,18 +202,17 @@ class Kind:
         return all(one == BEST_TENSORS for one in assumed)
 
 
-# The kind of all calls that no kernel computes.
-REFUSED = Kind(None, None)
+# The entry of all calls that no kernel computes.
+REFUSED = Entry(None, None)
 
-_kinds: dict[tuple[object, ...], Kind] = {}
-_buckets: dict[BucketKey, Bucket] = {}
+_entries: dict[tuple[object, ...], Entry] = SESSION.cache("entries")
+_buckets: dict[BucketKey, Bucket] = SESSION.cache("buckets")
 # The tuned records of each device, or None if they cannot be loaded, and the devices whose records are being
 # loaded.
-_tables: dict[torch.device, Known | None] = {}
-_loading: set[torch.device] = set()
+_tables: dict[torch.device, Known | None] = SESSION.cache("tuned records")
+_loading: dict[torch.device, bool] = SESSION.cache("loading devices")
 # Calls that came before these records were loaded, with their own extents.
-_early: set[BucketKey] = set()
-_adding = threading.RLock()
+_early: dict[BucketKey, bool] = SESSION.cache("early calls")
 _compiler = CompilerProcess()
 _worker = Worker("flashtune-prepare", _compiler.close, _compiler.kill)
 
@@ -205,30 +221,24 @@ def ready(call: Call, usual: str | None, caller: str = "") -> Executor | None:
     """Returns the executor of a call, or None if the replaced operator serves it. It never waits.
 
     The executor is called as (q, k, v, scale, side) and returns the output, or the output and the
-    log-sum-exp. It is differentiable if an input requires grad.
-
-    Args:
-        call: The call.
-        usual: Name of the replaced operator in records, such as `sdpa-cudnn`. None if there is no operator
-            with measurements. The kernels then serve as soon as they are prepared.
-        caller: Name of the calling module of `flashtune.integrations`, for explanations.
+    log-sum-exp. It is differentiable if an input requires grad. The arguments are those of `entry_of`.
     """
-    kind = kind_of(call, usual, caller=caller)
-    passes = None if kind is None else passes_of(kind, call)
-    return None if passes is None else passes.executor
+    entry = entry_of(call, usual, caller=caller)
+    return None if entry is None or entry.passes is None else entry.passes.executor
 
 
-def kind_of(call: Call, usual: str | None, needs_grad: bool | None = None, caller: str = "") -> Kind | None:
-    """Returns the kind of a call, and queues the preparation of its kernels if it is new.
+def entry_of(call: Call, usual: str | None, needs_grad: bool | None = None, caller: str = "") -> Entry | None:
+    """Returns the entry of a call. The preparation of its kernels is queued if its kind is new.
 
     Returns None if the kind cannot be cached now: a CUDA graph is being captured, or the queue is full. Also
     for tensors that have their sign in a flag.
 
     Args:
         call: The call.
-        usual: As in `ready`.
+        usual: Name of the replaced operator in records, such as `sdpa-cudnn`. None if there is no operator
+            with measurements. The kernels then serve as soon as they are prepared.
         needs_grad: Whether the call has a backward pass. By default the tensors determine this.
-        caller: As in `ready`.
+        caller: Name of the calling module of `flashtune.integrations`, for explanations.
     """
     scale = call.scale
     if scale is not None and not (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32):
@@ -240,34 +250,36 @@ def kind_of(call: Call, usual: str | None, needs_grad: bool | None = None, calle
         if needs_grad is not None:
             # The tensors of operators below autograd do not show whether gradients are needed.
             key = (*key[:-1], needs_grad, needs_grad and torch.are_deterministic_algorithms_enabled())
-        kind = _kinds.get(key)
+        entry = _entries.get(key)
     except (AttributeError, RuntimeError, TypeError):
         # A tensor has no strides, or an argument has another type. The replaced operator reports it.
         return None
-    if kind is None:
-        kind = _added(key, call, usual, needs_grad)
-        if kind is not None and kind.request is not None:
-            note_caller(kind.request.problem, caller)
-    if kind is not None and kind.count is not None:
-        kind.count()
-    return kind
+    if entry is None:
+        entry = _added(key, call, usual, needs_grad)
+        if entry is not None and entry.request is not None:
+            note_caller(entry.request.problem, caller)
+    if entry is not None:
+        if entry.count is not None:
+            entry.count()
+        if entry.passes is None and not entry.is_refused:
+            _bind_prepared(entry, call)
+    return entry
 
 
-def passes_of(kind: Kind, call: Call) -> Passes | None:
-    """Returns the bound executors of a kind of call, or None if the replaced operator serves this call."""
-    bucket, request = kind.bucket, kind.request
-    if kind.passes is not None or bucket is None or request is None or not bucket.is_settled:
-        return kind.passes
+def _bind_prepared(entry: Entry, call: Call) -> None:
+    """Binds the kernels of a pending entry to a call's strides if they are prepared."""
+    bucket, request = entry.bucket, entry.request
+    if bucket is None or request is None or not bucket.is_settled:
+        return
     if bucket.choices is None:
-        kind.is_refused = True
-    elif not kind.is_refused and not is_capturing(call.q):
+        entry.is_refused = True
+    elif not is_capturing(call.q):
         try:
             bound = BoundRequest(request, call.q, call.k, call.v, call.side)
-            kind.passes = _bound(bound, kind.properties, bucket.choices)
+            entry.passes = _bound(bound, entry.properties, bucket.choices)
         except (FlashtuneError, RuntimeError) as failure:
             _warn(failure)
-        kind.is_refused = kind.passes is None
-    return kind.passes
+        entry.is_refused = entry.passes is None
 
 
 def warm_up() -> None:
@@ -298,42 +310,26 @@ def wait(timeout: float | None = None) -> bool:
     return _worker.wait(timeout)
 
 
-def forget() -> None:
-    """Clears the caches. Kernels stay loaded."""
-    with _adding:
-        _kinds.clear()
-        forget_callers()
-        _buckets.clear()
-        _tables.clear()
-        _loading.clear()
-        _early.clear()
-
-
-on_change(forget)
-
-
-def _added(key: tuple[object, ...], call: Call, usual: str | None, needs_grad: bool | None) -> Kind | None:
+def _added(key: tuple[object, ...], call: Call, usual: str | None, needs_grad: bool | None) -> Entry | None:
     """Returns a new kind of call, or None if it cannot be cached now. A new bucket is queued."""
     if is_capturing(call.q):
         return None
-    with _adding:
-        kind: Kind | None = REFUSED
+    with SESSION.adding:
+        entry: Entry | None = REFUSED
         try:
             bound = BoundRequest.of(call, needs_grad)
             if not (bound.request.is_empty or bound.request.is_double):
-                kind = _kind(bound, usual)
+                entry = _entry(bound, usual)
         except ProblemError:
             pass  # the replaced operator serves, or reports the error
         except (FlashtuneError, RuntimeError) as failure:
             _warn(failure)
-        if kind is not None:
-            if len(_kinds) >= MEMO_LIMIT:
-                _kinds.clear()
-            _kinds[key] = kind
-    return kind
+        if entry is not None:
+            keep(_entries, key, entry)
+    return entry
 
 
-def _kind(bound: BoundRequest, usual: str | None) -> Kind | None:
+def _entry(bound: BoundRequest, usual: str | None) -> Entry | None:
     request = bound.request
     check_supported(request)
     properties = tuple(one.specialization for one in bound.passes)
@@ -345,9 +341,9 @@ def _kind(bound: BoundRequest, usual: str | None) -> Kind | None:
         # Extents are rounded, and kernels chosen, after the records are loaded.
         load, add = functools.partial(_load, request.device), functools.partial(_add_bucket, key)
         if request.device not in _loading and _worker.put(load, QUEUE_LIMIT):
-            _loading.add(request.device)
+            keep(_loading, request.device, True)
         if key not in _early and _worker.put(add, QUEUE_LIMIT):
-            _early.add(key)
+            keep(_early, key, True)
         return None
     key = key._replace(request=_rounded(request, known))
     bucket = _buckets.get(key)
@@ -355,14 +351,8 @@ def _kind(bound: BoundRequest, usual: str | None) -> Kind | None:
         bucket = Bucket()
         if not _worker.put(functools.partial(_settle, key, bucket, known), QUEUE_LIMIT):
             return None
-        _keep(key, bucket)
-    return Kind(request, bucket, properties, _counter(bound))
-
-
-def _keep(key: BucketKey, bucket: Bucket) -> None:
-    if len(_buckets) >= MEMO_LIMIT:
-        _buckets.clear()
-    _buckets[key] = bucket
+        keep(_buckets, key, bucket)
+    return Entry(request, bucket, properties, _counter(bound))
 
 
 def _add_bucket(key: BucketKey) -> None:
@@ -371,11 +361,11 @@ def _add_bucket(key: BucketKey) -> None:
     if known is None:
         return
     key = key._replace(request=_rounded(key.request, known))
-    with _adding:
+    with SESSION.adding:
         if key in _buckets:
             return
         bucket = Bucket()
-        _keep(key, bucket)
+        keep(_buckets, key, bucket)
     _settle(key, bucket, known)
 
 
@@ -384,7 +374,7 @@ def _rounded(request: Request, known: Known | None) -> Request:
     problem = request.problem
     if known is None or not known.has(problem):
         problem = rounded_extents(problem)
-    return msgspec.structs.replace(request, problem=problem, tokens=problem.total_q)
+    return msgspec.structs.replace(request, problem=problem, tokens=problem.packed)
 
 
 def _load(device: torch.device) -> None:
@@ -393,9 +383,9 @@ def _load(device: torch.device) -> None:
         target = device_target(torch.cuda.current_device() if device.index is None else device.index)
         records = tuned_records(target.name)
         extents = frozenset(_extents(record.problem) for record in records.effective())
-        _tables[device] = Known(target, records, extents)
+        keep(_tables, device, Known(target, records, extents))
     except Exception as failure:  # noqa: BLE001 (a call must not fail because another operator was tried)
-        _tables[device] = None
+        keep(_tables, device, None)
         _warn(failure)
 
 
@@ -419,19 +409,13 @@ def _settle(key: BucketKey, bucket: Bucket, known: Known | None) -> None:
 
 
 def _chosen(key: BucketKey, known: Known | None) -> tuple[Choice, ...] | None:
-    """Returns the kernel or the decision of each pass, or None if the replaced operator is faster.
-
-    Raises:
-        ProblemError: No kernel family computes the bucket.
-        KernelError: No kernel compiles and loads.
-        VerificationError: The kernels are wrong on this GPU.
-    """
+    """Returns the kernel or the decision of each pass, or None if the replaced operator is faster."""
     request = key.request
     given = None if known is None else (known.target, known.records)
     decisions = choose_over(key.usual, key.passes, key.gradients, key.sharing, given)
     if decisions is None or known is None:
         return decisions
-    if request.problem.total_q:
+    if request.problem.packed:
         # Calls that bind another clearer need no compilation then.
         clearer_of(request, request.problem.batch, known.target)
     return tuple(_loaded(*one) for one in zip(decisions, key.passes, strict=True))
@@ -450,16 +434,17 @@ def _bound(
 ) -> Passes | None:
     """Returns the executors of loaded kernels for a call's strides, or None if one cannot compute it."""
     request = bound.request
-    first = _executor(forward_pass(bound), request.problem, properties[0], choices[0])
-    if first is None or not request.needs_grad:
-        return None if first is None else Passes(first, None, with_checks(first, request))
-    last = _executor(backward_pass(bound), request.backward, properties[1], choices[1])
-    return None if last is None else Passes(first, last, with_checks(paired(first, last, bound), request))
+    problems = request.problem, request.backward
+    executors = [
+        _executor(*of_pass) for of_pass in zip(passes_of(bound), problems, properties, choices, strict=False)
+    ]
+    if None in executors:
+        return None
+    executor = with_checks(joined(executors, bound), request)
+    return Passes(executors[0], executors[1] if request.needs_grad else None, executor)
 
 
-def _executor(
-    one: Pass[AnyExecutor], problem: Problem, needed: Specialization, choice: Choice
-) -> AnyExecutor | None:
+def _executor(one: Pass[Any], problem: Problem, needed: Specialization, choice: Choice) -> Any:
     if isinstance(choice, Decision):
         return one.interpret(choice)
     family = find_family(choice.kernel.family)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -34,10 +33,6 @@ from flashtune.request.quantization import check_scales, given_scales
 from flashtune.request.request import Executor, Request, Result
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.unfused import unfused_attention
-
-# Functions that launch the kernel of an executor with another output, and return whether it can be written.
-# Executors that return a log-sum-exp, and those without a kernel, have none.
-_writers: WeakKeyDictionary[Executor, Callable[..., bool]] = WeakKeyDictionary()
 
 
 def launcher(
@@ -72,7 +67,8 @@ def launcher(
         return out if lse is None else (out, lse)
 
     if new_lse is None:
-        _writers[run] = _writer(launch, default_scale, out_like, q.device)
+        # Launches the kernel with another output, and returns whether it can be written.
+        run.write = _writer(launch, default_scale, out_like, q.device)  # type: ignore[attr-defined]
     return run
 
 
@@ -133,7 +129,8 @@ def write_output(
     The executor returns no log-sum-exp. `out` has the shape of its output and overlaps no input. Its rows
     after the last packed sequence are zero or stay as they are.
     """
-    write = _writers.get(executor)
+    # Executors that return a log-sum-exp, and those without a kernel, have no such function.
+    write: Callable[..., bool] | None = getattr(executor, "write", None)
     if write is None or not write(out, q, k, v, scale, side):
         result = executor(q, k, v, scale, side)
         assert isinstance(result, Tensor)
@@ -186,7 +183,7 @@ def interpreted(
     extra = side_views(problem, side, tensors.k.shape[0])
     launch = bind(kernel_of(record, needed), decision.target, tensors, extra)
     launch(tensors, request.default_scale if scale is None else scale, extra)
-    if problem.total_q:
+    if problem.packed:
         clear_tail_on_cpu(out, lse, side.cu_seqlens_q)
     return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
 

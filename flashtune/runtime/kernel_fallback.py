@@ -9,6 +9,7 @@ import msgspec
 
 from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import search_command, warn_once
+from flashtune.core.session import SESSION, keep
 from flashtune.dispatch.decision import Backend
 from flashtune.dispatch.lookup import default_selections, nearest_selection, proven_by
 from flashtune.dispatch.nearest import is_far
@@ -31,7 +32,7 @@ Usable = TypeVar("Usable")
 # Maximum number of cached kernels of calls with features, which are a few for each kind of model and batch.
 CHOICES_LIMIT = 1024
 
-_choices: dict[KernelKey, LoadedKernel] = {}
+_choices: dict[KernelKey, LoadedKernel] = SESSION.cache("kernels")
 
 
 class LoadedKernel(NamedTuple):
@@ -49,25 +50,12 @@ def known_choice(key: KernelKey) -> LoadedKernel | None:
 
 def remember_choice(key: KernelKey, choice: LoadedKernel) -> None:
     """Caches a kernel for later calls with the same key."""
-    if not key.problem.features:
-        return
-    if len(_choices) >= CHOICES_LIMIT:
-        _choices.clear()
-    _choices[key] = choice
-
-
-def forget_choices() -> None:
-    """Clears the cache of kernels."""
-    _choices.clear()
+    if key.problem.features:
+        keep(_choices, key, choice, CHOICES_LIMIT)
 
 
 def chosen(selection: Selection, target: Target, key: KernelKey) -> LoadedKernel:
-    """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it.
-
-    Raises:
-        KernelError: The kernel does not compile or load.
-        VerificationError: The kernel is wrong on this GPU.
-    """
+    """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it."""
     record = selection.record
     assert record.config is not None
     kernel = kernel_of(record, key.specialization)
@@ -104,12 +92,7 @@ class Pass(NamedTuple, Generic[Usable]):
 
 
 def prepared(decision: Decision, one: Pass[Usable]) -> Usable:
-    """Returns the executor of a decision's generated kernel or of its fallback, in one pass.
-
-    Raises:
-        KernelError: No kernel compiles and loads.
-        VerificationError: The kernels are wrong on this GPU.
-    """
+    """Returns the executor of a decision's generated kernel or of its fallback, in one pass."""
     if decision.backend is Backend.INTERPRETER:
         return one.interpret(decision)
     key = one.key()
@@ -142,12 +125,7 @@ def prepared_or(
 def first_usable(
     decision: Decision, key: KernelKey, attempt: Callable[[Selection, Target], Usable]
 ) -> Usable:
-    """Returns the result of `attempt` for the first selection with which it succeeds, and warns of fallbacks.
-
-    Raises:
-        KernelError: No kernel compiles and loads.
-        VerificationError: The decision's kernel is wrong on this GPU, and there is no working fallback.
-    """
+    """Returns the result of `attempt` for the first selection with which it succeeds. Warns of fallbacks."""
     assert decision.selection is not None
     assert decision.target is not None
     failure: KernelError | VerificationError

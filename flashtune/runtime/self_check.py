@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 from flashtune.core.errors import FlashtuneError, StoreError, UsageError
 from flashtune.core.files import alone_with
 from flashtune.core.notices import warn_once
+from flashtune.core.session import SESSION, keep
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import kernel_folder
 
@@ -29,18 +29,17 @@ if TYPE_CHECKING:
 LOCK_SECONDS = 30.0
 
 # Verdicts that this process computed or read, by (digest, target's name).
-_known: dict[tuple[str, str], bool] = {}
+_known: dict[tuple[str, str], bool] = SESSION.process_cache("verdicts")
 # Kinds of checks whose modules and CUDA kernels this process has preloaded.
-_preloaded: set[tuple[Direction, Dtype, frozenset[Feature]]] = set()
+_preloaded: dict[tuple[Direction, Dtype, frozenset[Feature]], bool] = SESSION.process_cache(
+    "preloaded checks"
+)
 
 
 def known_verdict(kernel: Kernel, target: Target) -> bool | None:
     """Returns whether a kernel passed its self-check here, or verification for the shipped table.
 
     None if there is no verdict. Only verdicts with the installed versions count.
-
-    Raises:
-        StoreError: The database is damaged, locked or not reachable.
     """
     from flashtune.db.light.reader import open_reader
 
@@ -54,11 +53,11 @@ def known_verdict(kernel: Kernel, target: Target) -> bool | None:
             passed = True
         if passed is None:
             return None
-        _known[key] = passed
+        keep(_known, key, passed)
     return _known[key]
 
 
-@functools.cache
+@SESSION.computed_once
 def _shipped_receipts(target_name: str) -> frozenset[tuple[str, tuple[str, ...]]]:
     """Returns the digests and versions of the kernels that were verified for the shipped table."""
     from flashtune.db.table import shipped_table
@@ -69,11 +68,7 @@ def _shipped_receipts(target_name: str) -> frozenset[tuple[str, tuple[str, ...]]
 
 
 def known_seconds(kernel: Kernel, target: Target) -> float | None:
-    """Returns the time of a kernel's self-check on this machine after loading, in s, or None if not known.
-
-    Raises:
-        StoreError: The database is damaged, locked or not reachable.
-    """
+    """Returns the time of a kernel's self-check on this machine after loading, in s, or None if not known."""
     from flashtune.db.light.reader import open_reader
 
     reader = open_reader()
@@ -94,9 +89,6 @@ def passes_self_check(
     One process of this machine checks while the others wait for its verdict. The verdict is stored in the
     user's database. If that cannot be read or written, a warning is given, and only this process caches the
     verdict. Only the static features of the problem matter.
-
-    Raises:
-        KernelError: The kernel does not compile, load or launch.
     """
     known = _remembered(kernel, target)
     if known is not None:
@@ -108,7 +100,7 @@ def passes_self_check(
         start = time.perf_counter()
         verdict = _verdict(kernel, problem, config, target, device, compiled)
         seconds = time.perf_counter() - start
-        _known[kernel.digest, target.name] = verdict.passed
+        keep(_known, (kernel.digest, target.name), verdict.passed)
         _remember(kernel, target, verdict, seconds)
     return verdict.passed
 
@@ -128,7 +120,7 @@ def preloading(
     if kind in _preloaded or _remembered(kernel, target) is not None:
         yield
         return
-    _preloaded.add(kind)
+    keep(_preloaded, kind, True)
     enough = threading.Event()
     # Memory freed on this stream can be reused by later work on it.
     stream = torch.cuda.current_stream(device)

@@ -41,11 +41,7 @@ def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raises an error for forward-mode derivatives, which would be zeros.
-
-    Raises:
-        ProblemError: A tensor has a tangent.
-    """
+    """Raises an error for forward-mode derivatives, which would be zeros."""
     if not _derives_forward():
         return
     if any(one is not None and forward_ad.unpack_dual(one).tangent is not None for one in tensors):
@@ -57,11 +53,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def refuse_batches(gradients: tuple[Tensor | None, ...]) -> None:
-    """Raises an error for batches of gradients of an eager call's results, which have no address.
-
-    Raises:
-        ProblemError: One of them is a batch.
-    """
+    """Raises an error for batches of gradients of an eager call's results, which have no address."""
     if any(one is not None and _is_batched(one) for one in gradients):
         raise ProblemError(
             "flashtune.attention's backward pass takes one gradient of the output, not a batch "

@@ -94,13 +94,7 @@ OPERATORS = (
 
 
 def attend(call: Call) -> Result:
-    """Returns the attention of any call, directly or by the operator if torch must see one.
-
-    Raises:
-        ProblemError: The call is invalid, or no backend supports it.
-        KernelError: The call is new, and a CUDA graph is being captured or no kernel can be loaded.
-        VerificationError: The call is new, `prefer` is "generated" and the kernels are wrong on this GPU.
-    """
+    """Returns the attention of any call, directly or by the operator if torch must see one."""
     if runs_eagerly(call.q, call.k, call.v) and not is_tracing():
         return checked(run_call, read_call, seeded(call))
     require_tensors(call)

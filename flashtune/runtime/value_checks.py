@@ -33,7 +33,7 @@ def values_are_checked(device: torch.device) -> bool:
 def with_checks(executor: Executor, request: Request) -> Executor:
     """Returns an executor that checks the values of each call's lengths, or `executor` without checks."""
     problem = request.problem
-    lengths = problem.total_q or problem.page_size or problem.seqlens_k or problem.prefix
+    lengths = problem.packed or problem.page_size or problem.kv_lengths or problem.prefix
     has_scales = problem.dtype.is_quantized or problem.kv_dtype is not None
     has_values = lengths or problem.block_mask or has_scales
     if not has_values or not values_are_checked(request.device):
@@ -47,9 +47,6 @@ def check_slot_values(slots: Tensor, rows: int) -> None:
     Args:
         slots: Int64 [tokens]. Negative slots are skipped.
         rows: Number of rows of all pages.
-
-    Raises:
-        ProblemError: A slot is beyond the last page, or two are the same.
     """
     if is_capturing(slots):
         return
@@ -76,9 +73,6 @@ def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> N
         q: Queries, in the call's layout.
         k: Keys or pages, in the call's layout.
         side: The call's side inputs.
-
-    Raises:
-        ProblemError: A value is beyond the tensors, sequences overlap, or a scale is negative.
     """
     problem = request.problem
     if side.cu_seqlens_q is not None:
@@ -116,9 +110,6 @@ def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) ->
         table: The pages of each sequence, int32 [batch, max_pages].
         lengths: Number of keys of each sequence, int32 [batch].
         pages: Number of pages of the cache.
-
-    Raises:
-        ProblemError: A sequence is longer than its row, or has a page number that is not in the cache.
     """
     _check_lengths("kv_lengths", lengths, "a row of block_table", table.shape[1] * problem.page_size)
     starts = torch.arange(table.shape[1], device=table.device) * problem.page_size
@@ -132,11 +123,7 @@ def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) ->
 
 
 def _check_lists(problem: Problem, counts: Tensor, indices: Tensor) -> None:
-    """Checks the lists of a block mask.
-
-    Raises:
-        ProblemError: A list is longer than its row, names a block that does not exist, or is not ascending.
-    """
+    """Checks the lists of a block mask."""
     width, blocks = indices.shape[-1], -(-problem.seqlen_kv // problem.block_mask)
     place = _first((counts < 0) | (counts > width))
     if place is not None:

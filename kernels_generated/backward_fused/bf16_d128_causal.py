@@ -86,7 +86,7 @@ def delta(
     seqlen_q,
     sum_pieces,
 ):
-    # What others add up begins at zero.
+    # Sums that other programs add to start at zero.
     piece_numbers = tl.arange(0, SUM_PIECE)
     for piece in tl.range(tl.program_id(0), sum_pieces, tl.num_programs(0)):
         nothing = tl.zeros([SUM_PIECE], tl.float32)
@@ -201,7 +201,7 @@ def backward_fused(
     m_min = m_min // BLOCK_M * BLOCK_M
     m_full_min = tl.cdiv(m_full_min, BLOCK_M) * BLOCK_M
     m_full_max = tl.maximum(m_full_max, 0) // BLOCK_M * BLOCK_M
-    # The last block of keys is masked throughout: nothing of what is not there may get into dq.
+    # The last block of keys is masked throughout: keys that do not exist must not change dq.
     m_full_max = tl.where(key_begin + BLOCK_N <= seqlen_kv, m_full_max, 0)
     # Blocks of all heads of the group in one loop: sums that cross two loops cost registers.
     full_blocks = tl.maximum(m_full_max - m_full_min, 0) // BLOCK_M

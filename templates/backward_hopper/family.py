@@ -29,6 +29,7 @@ from flashtune.templates.backward_hopper.space import (
     usual_config,
     width_of,
 )
+from flashtune.templates.common.args.problem_context import ProblemContext, bound, problem_fields
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
 from flashtune.templates.family import Context, FamilyOf
 
@@ -38,13 +39,11 @@ DTYPES = (Dtype.BF16, Dtype.FP16)
 COLUMN_STEP = 8
 # Warps of the prologue and the epilogue.
 STEP_WARPS = 4
-# Value for no bound of a window.
-UNBOUNDED = -1
 # Longer windows hide nothing, and sums of positions fit 32 bits.
 FARTHEST = 2**29 - 1
 
 
-class HopperBackwardContext(Context, frozen=True):
+class HopperBackwardContext(ProblemContext, frozen=True, kw_only=True):
     """The values for the template in addition to the config.
 
     Attributes:
@@ -52,29 +51,14 @@ class HopperBackwardContext(Context, frozen=True):
         rows: Keys of a warpgroup.
         interleaves: Whether programs are numbered by blocks of keys first, over some heads.
         dlse: Whether the log-sum-exp has a gradient.
-        softcap: Whether scores have a softcap.
-        sinks: Whether each head has a sink.
-        packed: Whether the batch has packed sequences.
-        window_left: Visible keys before a query's position, or -1.
-        window_right: Visible keys after a query's position, or -1 if there is no bound or a causal mask.
     """
 
     config: HopperBackwardConfig
-    dtype: Dtype
-    causal: Causal
-    head_dim: int
-    value_head_dim: int
     width: int
     stagger_start: bool
     deterministic: bool
     interleaves: bool
     dlse: bool
-    dropout: bool
-    softcap: bool
-    sinks: bool
-    packed: bool
-    window_left: int
-    window_right: int
     rows: int = ROWS
     swizzle: int = SWIZZLE
     multiprocessors: int = MULTIPROCESSORS
@@ -84,11 +68,11 @@ class HopperBackwardContext(Context, frozen=True):
 
     @property
     def has_left(self) -> bool:
-        return self.window_left != UNBOUNDED
+        return self.has_window_left
 
     @property
     def has_right(self) -> bool:
-        return self.window_right != UNBOUNDED
+        return self.has_window_right
 
     @property
     def is_bounded(self) -> bool:
@@ -170,7 +154,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
     features = frozenset(
         {
             *(Feature.DETERMINISTIC, Feature.DROPOUT, Feature.WINDOW),
-            *(Feature.SOFTCAP, Feature.SINKS, Feature.VARLEN),
+            *(Feature.SOFTCAP, Feature.SINKS, Feature.PACKED),
         }
     )
     direction = Direction.BACKWARD
@@ -190,7 +174,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             return f"backward_hopper takes head dims of q and v above {WIDE} only where they are one"
         if max(dims) > WIDE and problem.dropout:
             return f"backward_hopper drops weights of head dims up to {WIDE}"
-        if problem.dropout and (problem.softcap or problem.total_q):
+        if problem.dropout and (problem.softcap or problem.packed):
             return "backward_hopper drops weights without a softcap, of sequences that are not packed"
         return None
 
@@ -222,29 +206,21 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
     def context(
         self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
     ) -> Context:
+        # A causal mask is the right bound.
+        right = None if problem.causal is not Causal.NONE else problem.window_right
+        window = {
+            "window_left": bound(problem.sight.left, FARTHEST),
+            "window_right": bound(right, FARTHEST),
+        }
         return HopperBackwardContext(
+            **problem_fields(problem) | window,
             config=config,
-            dtype=problem.dtype,
-            causal=problem.causal,
-            head_dim=problem.head_dim,
-            value_head_dim=problem.value_head_dim,
             width=width_of(problem),
             stagger_start=config.stagger_start and may_rotate(problem),
             deterministic=problem.deterministic,
             interleaves=interleaves(problem, config),
             dlse=specialization.lse,
-            dropout=problem.dropout,
-            softcap=problem.softcap,
-            sinks=problem.sinks,
-            packed=problem.total_q > 0,
-            window_left=_bound(problem.sight.left),
-            window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),
         )
-
-
-def _bound(keys: int | None) -> int:
-    """Returns one side of a window for templates."""
-    return UNBOUNDED if keys is None else min(keys, FARTHEST)
 
 
 FAMILY = BackwardHopper()

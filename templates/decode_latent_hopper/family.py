@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
-from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.problem import Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import combine_step
+from flashtune.templates.common.args.problem_context import ProblemContext, problem_fields
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.decode_latent_hopper.arguments import latent_arguments
 from flashtune.templates.decode_latent_hopper.perf_model import LatentModel
@@ -30,40 +31,22 @@ MIN_VALUES, MAX_VALUES = 128, 512
 MIN_REST, MAX_REST = 16, 64
 
 
-class LatentContext(Context, frozen=True):
+class LatentContext(ProblemContext, frozen=True, kw_only=True):
     """The values for the template in addition to the config."""
 
-    dtype: Dtype
-    causal: Causal
-    head_dim: int
-    value_head_dim: int
     half: int
     rest: int
     split_tile: int
     combined: int
     combine_warps: int
     registers: tuple[int, int]
-    lengths: bool
-    page_size: int
     copied_keys: int
     num_splits: int
     lse: bool
 
     @property
-    def is_causal(self) -> bool:
-        return self.causal is not Causal.NONE
-
-    @property
-    def is_top_left(self) -> bool:
-        return self.causal is Causal.TOP_LEFT
-
-    @property
     def is_split(self) -> bool:
         return self.num_splits > 1
-
-    @property
-    def is_paged(self) -> bool:
-        return self.page_size > 0
 
     @property
     def has_small_pages(self) -> bool:
@@ -80,7 +63,7 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
 
     name = "decode_latent_hopper"
     config_type = LatentConfig
-    features = frozenset({Feature.MLA, Feature.SEQLENS_K, Feature.PAGES})
+    features = frozenset({Feature.MLA, Feature.KV_LENGTHS, Feature.PAGES})
     direction = Direction.FORWARD
     interpreted = False
 
@@ -132,18 +115,13 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
 
     def context(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Context:
         return LatentContext(
-            dtype=problem.dtype,
-            causal=problem.causal,
-            head_dim=problem.head_dim,
-            value_head_dim=problem.value_head_dim,
+            **problem_fields(problem),
             half=problem.value_head_dim // 2,
             rest=problem.head_dim - problem.value_head_dim,
             split_tile=split_tile(config),
             combined=combined_columns(problem, config),
             combine_warps=COMBINE_WARPS,
             registers=worker_registers(problem),
-            lengths=problem.seqlens_k or problem.page_size > 0,
-            page_size=problem.page_size,
             copied_keys=copied_keys(problem),
             num_splits=config.num_splits,
             lse=specialization.lse,

@@ -10,7 +10,6 @@ from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import (
     MAX_HEAD_DIM,
     Bias,
-    BlockLists,
     Causal,
     Direction,
     Dtype,
@@ -21,6 +20,12 @@ from flashtune.core.problem import (
 )
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
+from flashtune.templates.common.args.problem_context import (
+    UNBOUNDED,
+    ProblemContext,
+    bound,
+    problem_fields,
+)
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH, Chunk, columns, head_chunks, power_of_two
 from flashtune.templates.common.model.traffic import mean_queries
 from flashtune.templates.family import Context, FamilyOf
@@ -61,24 +66,17 @@ WORKSPACE = "transposed"
 CLASSIFYING_WARPS = {Bias.BOOLEAN: 2, Bias.ADDITIVE: 8}
 CLASSIFIED = 8
 # Features that a bias or mask, or a block mask, excludes.
-EXCLUDED_WITH_BIAS = {Feature.VARLEN, Feature.PAGES, Feature.SEQLENS_K, Feature.PREFIX}
-EXCLUDED_WITH_BLOCK_MASK = {Feature.VARLEN, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
-NO_BOUND = -1
-# Wider than any sequence, and positions beyond it still fit 32 bits.
-WIDEST_WINDOW = 2**30 - 1
+EXCLUDED_WITH_BIAS = {Feature.PACKED, Feature.PAGES, Feature.KV_LENGTHS, Feature.PREFIX}
+EXCLUDED_WITH_BLOCK_MASK = {Feature.PACKED, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
 # Additional bytes of the compiler: exchange between roles, and alignment gaps.
 SPARE_BYTES = 1024
 # A full grid replaces a balanced one if it takes less than this fraction of its time.
 UNEVEN = 0.95
 
 
-class HopperContext(Context, frozen=True):
+class HopperContext(ProblemContext, frozen=True, kw_only=True):
     """The values for the template in addition to the config."""
 
-    dtype: Dtype
-    causal: Causal
-    head_dim: int
-    value_head_dim: int
     num_consumer_groups: int
     rows_per_group: int
     pack_gqa: int
@@ -93,28 +91,13 @@ class HopperContext(Context, frozen=True):
     v_columns: int
     padded_values: int
     lse: bool
-    window_left: int
-    window_right: int
-    packed: bool
-    page_size: int
     copied_keys: int
     gathers: bool
     kv_dtype: KvDtype | Dtype
     kv_scale: KvScale
     converter_registers: int
     raw_stages: int
-    dropout: bool
     p_stages: int
-    softcap: bool
-    alibi: bool
-    sinks: bool
-    chunk: int
-    first_tokens: int
-    prefix: bool
-    lengths: bool
-    bias: Bias
-    block_mask: int
-    block_groups: bool
     one_list: bool
     classified: int
     classifying_warps: int
@@ -124,34 +107,14 @@ class HopperContext(Context, frozen=True):
     listed_first: int
 
     @property
-    def has_bias(self) -> bool:
-        """Whether there is an additive bias, which tiles in shared memory hold."""
-        return self.bias is Bias.ADDITIVE
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether there is a mask tensor. Its blocks and words include the masks by position."""
-        return self.bias is Bias.BOOLEAN
-
-    @property
     def has_lists(self) -> bool:
         """Whether a prologue lists the blocks of each tile."""
         return self.has_pairs or self.has_block_mask
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether a bias or mask tensor has an element for each pair of a query and a key."""
-        return self.bias is not Bias.NONE
-
-    @property
     def shares_rows(self) -> bool:
         """Whether a mask with the same row for all queries has the same lists for all tiles."""
         return self.has_mask and self.listed_left < 0 and self.listed_right < 0 and not self.listed_chunk
-
-    @property
-    def has_block_mask(self) -> bool:
-        """Whether lists name the visible blocks of keys of a block of queries."""
-        return self.block_mask > 0
 
     @property
     def has_group_lists(self) -> bool:
@@ -167,10 +130,6 @@ class HopperContext(Context, frozen=True):
     @property
     def is_quantized(self) -> bool:
         return self.dtype.is_quantized
-
-    @property
-    def is_fp16(self) -> bool:
-        return self.dtype is Dtype.FP16
 
     @property
     def bits(self) -> int:
@@ -200,23 +159,6 @@ class HopperContext(Context, frozen=True):
     def has_head_scales(self) -> bool:
         """Whether scores and outputs are multiplied by the scales of keys and values."""
         return self.is_converted and self.kv_scale is not KvScale.PAGE
-
-    @property
-    def is_causal(self) -> bool:
-        return self.causal is not Causal.NONE
-
-    @property
-    def is_top_left(self) -> bool:
-        return self.causal is Causal.TOP_LEFT
-
-    @property
-    def has_window_left(self) -> bool:
-        return self.window_left >= 0
-
-    @property
-    def has_chunk(self) -> bool:
-        """Whether queries see only keys of their own chunk."""
-        return self.chunk > 0
 
     @property
     def has_left(self) -> bool:
@@ -260,11 +202,6 @@ class HopperContext(Context, frozen=True):
     def ends_early(self) -> bool:
         """Whether a sequence has fewer keys than its tensor."""
         return self.packed or self.lengths or self.is_paged
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether keys and values are in pages."""
-        return self.page_size > 0
 
     @property
     def copies_pages(self) -> bool:
@@ -323,8 +260,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
     config_type = HopperConfig
     features = frozenset(
         {
-            *(Feature.WINDOW, Feature.VARLEN, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
-            *(Feature.SINKS, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SEQLENS_K),
+            *(Feature.WINDOW, Feature.PACKED, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
+            *(Feature.SINKS, Feature.SINK_TOKENS, Feature.CHUNK, Feature.PREFIX, Feature.KV_LENGTHS),
             *(Feature.BIAS, Feature.QUANTIZED_KV, Feature.BLOCK_MASK),
         }
     )
@@ -336,11 +273,11 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
         if problem.dtype not in DTYPES:
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
-        if problem.total_q and problem.dtype.is_quantized:
+        if problem.packed and problem.dtype.is_quantized:
             return "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
         if problem.dtype.is_quantized and problem.features - QUANTIZED_FEATURES:
             return "forward_hopper takes e4m3 with windows alone"
-        if problem.dropout and (problem.total_q or problem.page_size or problem.dtype.is_quantized):
+        if problem.dropout and (problem.packed or problem.page_size or problem.dtype.is_quantized):
             return (
                 "forward_hopper drops weights in bf16 and fp16, of sequences that are not packed or in pages"
             )
@@ -373,7 +310,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         """
         usual = usual_config(problem)
         is_short = mean_queries(problem) <= GROUP_ROWS
-        if problem.total_q and is_short and usual.num_consumer_groups > 1:
+        if problem.packed and is_short and usual.num_consumer_groups > 1:
             # Other groups have no rows of short sequences.
             usual = msgspec.structs.replace(usual, num_consumer_groups=1, ping_pong=False, q_stages=2)
         room = target.sram_per_block - SPARE_BYTES
@@ -406,20 +343,20 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return Step("transpose_values", arguments, LaunchOptions(GROUP_WARPS, 1))
 
     def context(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Context:
-        if problem.total_q and config.pack_gqa > 1:
+        if problem.packed and config.pack_gqa > 1:
             raise KernelError("heads share no tiles in varlen batches: set pack_gqa to 1")
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
         v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
         consumer_registers, producer_registers = role_registers(problem, config)
-        left = _bound(problem.sight.left)
-        right = _bound(None if problem.causal is not Causal.NONE else problem.window_right)
-        chunk, first = (min(size, WIDEST_WINDOW) for size in (problem.attention_chunk, problem.sink_tokens))
-        masked = problem.bias is Bias.BOOLEAN
+        fields = problem_fields(problem)
+        left = bound(problem.sight.left)
+        right = UNBOUNDED if problem.causal is not Causal.NONE else fields["window_right"]
+        mask = {"window_left": left, "window_right": right}
+        if problem.bias is Bias.BOOLEAN:
+            # The lists and words of the blocks include the masks by position.
+            mask = {"window_left": UNBOUNDED, "window_right": UNBOUNDED, "chunk": 0, "first_tokens": 0}
         return HopperContext(
-            dtype=problem.dtype,
-            causal=problem.causal,
-            head_dim=problem.head_dim,
-            value_head_dim=problem.value_head_dim,
+            **fields | mask | {"lengths": problem.kv_lengths},
             num_consumer_groups=config.num_consumer_groups,
             rows_per_group=config.rows_per_group,
             pack_gqa=config.pack_gqa,
@@ -434,35 +371,20 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             v_columns=columns(v_chunks),
             padded_values=power_of_two(problem.value_head_dim),
             lse=specialization.lse,
-            window_left=NO_BOUND if masked else left,
-            window_right=NO_BOUND if masked else right,
-            packed=problem.total_q > 0,
-            page_size=problem.page_size,
             copied_keys=copied_keys(problem, config),
             gathers=gathers(problem),
             kv_dtype=stored_dtype(problem),
             kv_scale=problem.kv_scale,
             converter_registers=CONVERTER_REGISTERS,
             raw_stages=raw_stages(config),
-            dropout=problem.dropout,
             p_stages=config.p_stages,
-            softcap=problem.softcap,
-            alibi=problem.alibi,
-            sinks=problem.sinks,
-            chunk=0 if masked else chunk,
-            first_tokens=0 if masked else first,
-            prefix=problem.prefix,
-            lengths=problem.seqlens_k,
-            bias=problem.bias,
-            block_mask=problem.block_mask,
-            block_groups=problem.block_mask > 0 and problem.block_lists is BlockLists.GROUP,
             one_list=has_one_list(problem, config),
             classified=CLASSIFIED if problem.bias is Bias.ADDITIVE else 1,
             classifying_warps=CLASSIFYING_WARPS.get(problem.bias, 0),
             listed_left=left,
-            listed_right=_bound(problem.sight.right),
-            listed_chunk=chunk,
-            listed_first=first,
+            listed_right=bound(problem.sight.right),
+            listed_chunk=fields["chunk"],
+            listed_first=fields["first_tokens"],
         )
 
 
@@ -477,11 +399,6 @@ def _unsupported_cache(problem: Problem) -> str | None:
     if problem.head_dim != problem.value_head_dim or problem.head_dim not in CONVERTED_HEAD_DIMS:
         return "forward_hopper takes 8-bit keys of head dims 64 and 128, as wide as their values"
     return None
-
-
-def _bound(window: int | None) -> int:
-    """Returns one side of a window for templates: -1 means no bound."""
-    return NO_BOUND if window is None else min(window, WIDEST_WINDOW)
 
 
 FAMILY = ForwardHopper()

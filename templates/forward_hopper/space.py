@@ -165,7 +165,7 @@ def tiles_differ(problem: Problem) -> bool:
 def shares_rows(problem: Problem) -> bool:
     """Returns whether a mask of keys alone, as of padded sequences, has one list for all tiles of queries."""
     sight = problem.sight
-    by_position = sight.left is not None or sight.right is not None or problem.attention_chunk > 0
+    by_position = sight.left is not None or sight.right is not None or problem.chunk > 0
     return problem.bias is Bias.BOOLEAN and not by_position
 
 
@@ -176,7 +176,7 @@ def has_lists(problem: Problem) -> bool:
 
 def _is_local(problem: Problem) -> bool:
     """Returns whether queries see only keys near them."""
-    return problem.window_left is not None or problem.attention_chunk > 0
+    return problem.window_left is not None or problem.chunk > 0
 
 
 def _is_narrow(problem: Problem) -> bool:
@@ -186,7 +186,7 @@ def _is_narrow(problem: Problem) -> bool:
 
 
 def _sections(problem: Problem) -> tuple[int, ...]:
-    if problem.total_q:
+    if problem.packed:
         return (0, 4)
     if _is_local(problem) or has_lists(problem):
         return (0, 1, 2, 4, 8)
@@ -203,7 +203,7 @@ def _packs(problem: Problem) -> tuple[int, ...]:
         shared = problem.block_lists is BlockLists.GROUP
         return tuple(pack for pack in PACKS if pack < 2 * problem.group_size) if shared else (1,)
     many = problem.seqlen_q >= FEW_QUERIES and not _is_narrow(problem)
-    if problem.total_q or many or problem.dtype.is_quantized or problem.bias is not Bias.NONE:
+    if problem.packed or many or problem.dtype.is_quantized or problem.bias is not Bias.NONE:
         return (1,)
     return tuple(pack for pack in PACKS if pack < 2 * problem.group_size)
 
@@ -285,42 +285,88 @@ def usual_config(problem: Problem) -> HopperConfig:
     )
 
 
-def _usual_tiles(problem: Problem) -> HopperConfig:
-    """Returns the default tiles and stages without a block mask, by head dims."""
-    width, differ = _widest(problem), tiles_differ(problem)
-    narrow = width <= NARROW and problem.dtype is not Dtype.E4M3
-    wide = width > WIDE
-    # 8-bit probabilities of three groups do not fit registers, but fit shared memory.
-    shared = problem.dtype.is_quantized and NARROW < width <= WIDE and problem.seqlen_q >= MANY_QUERIES
-    # Three groups do not have the registers for dropout, softcap or a converter with so many keys at a time.
-    crowded = problem.dropout or problem.softcap or problem.kv_dtype
-    groups = 3 if shared or (narrow and not crowded) else 2
-    pack = max(pack for pack in _packs(problem) if pack == 1 or _is_full(problem, pack, groups))
-    # Few keys are seen of a tile, so that its fixed cost matters: it has more rows.
-    tall = _is_narrow(problem) and narrow and pack > 1 and not problem.dropout
-    # With three groups of fewer keys, the exponentials of softcaps overlap with more products.
-    plain = not (problem.dropout or problem.kv_dtype or problem.total_q or _is_local(problem))
-    triple = problem.softcap and _is_in_one_order(problem) and plain and not wide
-    additive = problem.bias is Bias.ADDITIVE
-    if triple:
-        groups = 3
-    elif tall:
-        groups = 2
-    elif additive:
-        # Tiles of the bias take registers, and the shared memory of a group or of queries.
-        groups = 1 if wide else 2
+def _tiles(
+    groups: int,
+    keys: int,
+    q_stages: int,
+    *,
+    rows: int = GROUP_ROWS,
+    stages: int = 2,
+    ping_pong: bool = True,
+    defer_pv_wait: bool = True,
+    p_stages: int = 0,
+) -> HopperConfig:
     return HopperConfig(
         num_warps=GROUP_WARPS,
-        num_stages=3 if tall else 2,
+        num_stages=stages,
         num_consumer_groups=groups,
-        rows_per_group=2 * GROUP_ROWS if tall else GROUP_ROWS,
-        block_n=64 if wide or triple or _is_narrow(problem) else 128,
-        q_stages=1 if wide or problem.kv_dtype or ((additive or triple) and not narrow) else 2,
-        ping_pong=not wide and groups > 1 and (narrow or not triple),
-        defer_pv_wait=not narrow and not triple and not (shared and not differ),
-        p_stages=(1 if differ else 2) if shared else 0,
+        rows_per_group=rows,
+        block_n=keys,
+        q_stages=q_stages,
+        ping_pong=ping_pong,
+        defer_pv_wait=defer_pv_wait,
+        p_stages=p_stages,
+    )
+
+
+# Default tiles and stages, by `_kind` of the problem and `_width` of the head dims.
+USUAL_TILES = {
+    ("plain", "narrow"): _tiles(3, 128, 2, defer_pv_wait=False),
+    ("plain", "middle"): _tiles(2, 128, 2),
+    ("plain", "wide"): _tiles(2, 64, 1, ping_pong=False),
+    # Three groups do not have the registers for dropout, softcap or a converter with so many keys at a time.
+    ("crowded", "narrow"): _tiles(2, 128, 2, defer_pv_wait=False),
+    ("crowded", "middle"): _tiles(2, 128, 2),
+    ("crowded", "wide"): _tiles(2, 64, 1, ping_pong=False),
+    # With three groups of fewer keys, the exponentials of softcaps overlap with more products.
+    ("capped", "narrow"): _tiles(3, 64, 2, defer_pv_wait=False),
+    ("capped", "middle"): _tiles(3, 64, 1, ping_pong=False, defer_pv_wait=False),
+    # Tiles of the bias take registers, and the shared memory of a group or of queries.
+    ("biased", "narrow"): _tiles(2, 128, 2, defer_pv_wait=False),
+    ("biased", "middle"): _tiles(2, 128, 1),
+    ("biased", "wide"): _tiles(1, 64, 1, ping_pong=False),
+    # 8-bit probabilities of three groups do not fit registers, but fit shared memory.
+    ("8-bit, masked", "middle"): _tiles(3, 128, 2, p_stages=1),
+    ("8-bit", "middle"): _tiles(3, 128, 2, defer_pv_wait=False, p_stages=2),
+    # Few keys are seen of a tile, so that its fixed cost matters: it has more rows.
+    ("packed heads", "narrow"): _tiles(2, 64, 2, rows=2 * GROUP_ROWS, stages=3, defer_pv_wait=False),
+}
+
+
+def _usual_tiles(problem: Problem) -> HopperConfig:
+    """Returns the default tiles and stages without a block mask."""
+    width, kind = _width(problem), _kind(problem)
+    # Heads that share a tile fill two groups, also if the scores are capped.
+    groups = USUAL_TILES["crowded" if kind == "capped" else kind, width].num_consumer_groups
+    pack = max(pack for pack in _packs(problem) if pack == 1 or _is_full(problem, pack, groups))
+    if pack > 1 and _is_narrow(problem) and width == "narrow" and not problem.dropout:
+        kind = "packed heads"
+    tiles = USUAL_TILES[kind, width]
+    return msgspec.structs.replace(
+        tiles,
+        block_n=64 if _is_narrow(problem) else tiles.block_n,
+        q_stages=1 if problem.kv_dtype else tiles.q_stages,
         pack_gqa=pack,
     )
+
+
+def _width(problem: Problem) -> str:
+    """Returns the column of `USUAL_TILES`."""
+    if _widest(problem) > WIDE:
+        return "wide"
+    return "narrow" if _widest(problem) <= NARROW and problem.dtype is not Dtype.E4M3 else "middle"
+
+
+def _kind(problem: Problem) -> str:
+    """Returns the row of `USUAL_TILES`, before heads share a tile."""
+    if problem.dtype.is_quantized and NARROW < _widest(problem) <= WIDE and problem.seqlen_q >= MANY_QUERIES:
+        return "8-bit, masked" if tiles_differ(problem) else "8-bit"
+    is_plain = not (problem.dropout or problem.kv_dtype or problem.packed or _is_local(problem))
+    if problem.softcap and is_plain and _is_in_one_order(problem) and _width(problem) != "wide":
+        return "capped"
+    if problem.bias is Bias.ADDITIVE:
+        return "biased"
+    return "crowded" if problem.dropout or problem.softcap or problem.kv_dtype else "plain"
 
 
 def _usual_tiles_of_blocks(problem: Problem) -> HopperConfig:
@@ -355,13 +401,13 @@ def _is_in_one_order(problem: Problem) -> bool:
     Then tiles of varlen batches that end in the same round differ least.
     """
     long = tiles_differ(problem) and (problem.seqlen_kv > LONG or _is_local(problem))
-    return (problem.total_q > 0 or long) and not has_lists(problem)
+    return (problem.packed > 0 or long) and not has_lists(problem)
 
 
 def _has_chunks_alone(problem: Problem) -> bool:
     """Returns whether tiles of one chunk follow each other, so that they share keys and values in L2."""
-    others = problem.window_left is not None or problem.total_q or has_lists(problem)
-    return problem.attention_chunk > 0 and not others
+    others = problem.window_left is not None or problem.packed or has_lists(problem)
+    return problem.chunk > 0 and not others
 
 
 def _usual_swizzle(problem: Problem) -> int:
@@ -388,7 +434,7 @@ def _usual_order(problem: Problem) -> Order:
     similar = small_pages and problem.seqlen_kv >= SIMILAR_TILES * problem.seqlen_q
     if similar or _has_chunks_alone(problem) or not tiles_differ(problem):
         return Order.LINEAR
-    return Order.LPT if problem.total_q or problem.window_left is not None else Order.SERPENTINE
+    return Order.LPT if problem.packed or problem.window_left is not None else Order.SERPENTINE
 
 
 def copied_keys(problem: Problem, config: HopperConfig) -> int:

@@ -85,7 +85,7 @@ def _may_split(problem: Problem) -> bool:
 
 def _ends_differ(problem: Problem) -> bool:
     """Returns whether later tiles have more blocks: no window or chunk limits them."""
-    near = problem.window_left is not None or problem.attention_chunk > 0
+    near = problem.window_left is not None or problem.chunk > 0
     return problem.causal is not Causal.NONE and not near
 
 

@@ -10,7 +10,7 @@ import torch
 from flashtune.core.kernel import Kernel
 from flashtune.launch.compilation import load_module
 from tests.emulator.hardware import Array, Clock, Descriptor, Pointer, Shared, Tensor, plain
-from tests.emulator.program import Program, counted, small_steps
+from tests.emulator.program import Program, functions_of, small_steps
 
 
 class Base(int):
@@ -114,7 +114,7 @@ def emulate_backward(
     def multiprocessor() -> None:
         for number in waiting:
             names = BackwardProgram(number, programs, module, sums).names()
-            exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
+            exec(functions_of(kernel, names), names)
             further = (*[Base(0)] * workspaces, *map(Pointer, extra_inputs))
             names[kernel.entry](*descriptors, *further, scale, *numbers, *integers)
 

@@ -11,7 +11,7 @@ import torch
 from flashtune.core.kernel import Kernel
 from flashtune.launch.compilation import load_module
 from tests.emulator.hardware import Array, Descriptor, Tensor, plain
-from tests.emulator.program import Program, counted, small_steps
+from tests.emulator.program import Program, functions_of, small_steps
 
 
 class Sums:
@@ -69,6 +69,6 @@ def emulate_backward(
                 "broadcast_row": lambda row: row.load(None),
                 "atomic_add": sums.add,
             }
-            exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
+            exec(functions_of(kernel, names), names)
             names[kernel.entry](*descriptors, sums, *numbers, *integers)
     return sums.tiles.reshape(shapes[1][0], -1, width)

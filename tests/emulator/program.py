@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -314,7 +314,7 @@ def emulate(
         for number in range(programs):
             program = Program(number, programs, module)
             names = program.names()
-            exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
+            exec(functions_of(kernel, names), names)
             pointers = [Pointer(one.reshape(-1)) for one in (*passed, *workspaces)]
             rows = [Pointer(flat) for flat in addressed]
             names[kernel.entry](*descriptors, *rows, Pointer(lse), *pointers, scale, *numbers, *integers)
@@ -333,11 +333,15 @@ def _is_run(node: ast.stmt, emulated: Collection[str]) -> bool:
     return any(ast.unparse(one).startswith(RUN) for one in node.decorator_list)
 
 
-def counted(kernel: Kernel, emulated: Collection[str]) -> ast.Module:
-    """Returns the aggregates and the jitted functions of a kernel that have no emulation.
+def functions_of(kernel: Kernel, emulated: Collection[str]) -> CodeType:
+    """Returns the code of the aggregates and the jitted functions of a kernel that have no emulation."""
+    return _functions(kernel.source, kernel.entry, frozenset(emulated))
 
-    Integer conversions are removed, except for those to 32-bit words.
-    """
+
+# All programs of a kernel run the same code.
+@functools.lru_cache(maxsize=16)
+def _functions(source: str, entry: str, emulated: Collection[str]) -> CodeType:
+    """Returns the compiled functions. Integer conversions are removed, except for those to 32-bit words."""
 
     class Widths(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -349,7 +353,7 @@ def counted(kernel: Kernel, emulated: Collection[str]) -> ast.Module:
                 return ast.Call(ast.Name("as_word", ast.Load()), [node.func.value], [])
             return node.func.value if ast.unparse(node).endswith(".to(gl.int64)") else node
 
-    roles: list[ast.stmt] = [node for node in parsed(kernel.source).body if _is_run(node, emulated)]
+    roles: list[ast.stmt] = [node for node in parsed(source).body if _is_run(node, emulated)]
     module = ast.Module(roles, [])
     Widths().visit(module)
-    return ast.fix_missing_locations(module)
+    return compile(ast.fix_missing_locations(module), entry, "exec")

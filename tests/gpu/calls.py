@@ -9,21 +9,16 @@ from torch import Tensor
 
 import flashtune
 from flashtune import testing
-from flashtune.dispatch.tables import tuned_records
+from flashtune.core.session import SESSION
 from flashtune.request.call import CausalOption, dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime.call_cache import forget_executors
-from tests.support.process_state import forget_verdicts, forget_warnings
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def forget() -> None:
     """Clears all caches of the process: executors, warnings and the database."""
-    forget_executors()
-    forget_warnings()
-    forget_verdicts()
-    tuned_records.cache_clear()
+    SESSION.reset()
 
 
 def tensors(

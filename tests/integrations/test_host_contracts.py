@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from flashtune import FlashtuneWarning, UsageError
-from flashtune.core import notices
+from flashtune.core.session import SESSION
 from flashtune.integrations import sglang, sglang_backend, transformers_masks, vllm
 from scripts import host_contracts
 from tests.support import host_stubs
@@ -260,7 +260,7 @@ def test_a_missing_or_old_library_is_named(
 def test_an_old_library_starts_with_a_warning(
     library: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notices, "_seen_messages", set())
+    SESSION.reset()
     monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")
     with pytest.warns(FlashtuneWarning, match=f"(?i)backend flashtune: {library} 0.0.1 is too old"):
         plugin()
@@ -282,7 +282,7 @@ def test_a_name_that_a_newer_library_lacks_is_named(
     says = f"{library} 99.1 has no {missing}: install {library} {least} or a newer flashtune$"
     with pytest.raises(UsageError, match=f"^{says}"):
         host.register()
-    monkeypatch.setattr(notices, "_seen_messages", set())
+    SESSION.reset()
     with pytest.warns(FlashtuneWarning, match=says):
         host.plugin()
 

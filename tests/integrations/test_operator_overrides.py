@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.integrations import operator_overrides
+from flashtune.core.session import SESSION
 from flashtune.integrations.flash_operators import FlashBackward, FlashForward
 from flashtune.integrations.operator_overrides import Kernel, forward_override, random_states
 from flashtune.integrations.sdpa_operators import CUDNN, EFFICIENT, DenseBackward, DenseForward
 from flashtune.request.call import Call
 from flashtune.runtime import deferred
-from flashtune.runtime.deferred import Kind, Passes
-from tests.support.process_state import forget_warnings
+from flashtune.runtime.deferred import Entry, Passes
 
 
 @pytest.fixture(name="served")
@@ -30,18 +29,17 @@ def served_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
         served.append(q)
         return torch.empty_like(q), torch.empty(q.shape[:3])
 
-    kind = Kind(None, None)
+    kind = Entry(None, None)
     kind.passes, kind.is_refused = Passes(forward, None, forward), False
 
-    def kind_of(call: Call, *_: object) -> Kind | None:
+    def kind_of(call: Call, *_: object) -> Entry | None:
         tensors = call.q, call.k, call.v, *call.side.tensors
         return None if any(one.is_meta for one in tensors) else kind
 
-    monkeypatch.setattr(deferred, "kind_of", kind_of)
-    monkeypatch.setattr(deferred, "passes_of", lambda kind, _: kind.passes)
-    operator_overrides.forget()
+    monkeypatch.setattr(deferred, "entry_of", kind_of)
+    SESSION.forget()
     yield served
-    operator_overrides.forget()
+    SESSION.forget()
 
 
 def override_of(name: str) -> Kernel:
@@ -62,7 +60,7 @@ def test_a_known_call_with_a_tensor_elsewhere_is_read_again(served: list[Tensor]
 
 def test_calls_with_unknown_arguments_are_passed_on() -> None:
     q = torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16)
-    forget_warnings()
+    SESSION.reset()
     override = forward_override(FlashForward(), lambda *_, **__: "torch")
     with pytest.warns(FlashtuneWarning, match="its override failed"):
         assert override(None, q, q, q, None, None, 16, 16, 0.0, False, False, "new") == "torch"
@@ -101,15 +99,15 @@ def test_a_refused_call_of_flash_refuses_no_other_kind(
     q = torch.zeros(1, 16, 4, 32, dtype=torch.bfloat16)
     given = q, q, q, None, None, 16, 16, 0.0, True, False
     override = forward_override(FlashForward(), lambda *_, **__: "torch")
-    usual = deferred.kind_of
+    usual = deferred.entry_of
 
-    def kind_of(call: Call, *others: Any) -> Kind | None:
-        refused = Kind(None, None)
+    def kind_of(call: Call, *others: Any) -> Entry | None:
+        refused = Entry(None, None)
         refused.is_refused, refused.count, refused.properties = True, None, ()
         is_refused = call.options.window_left is not None or torch.is_grad_enabled()
         return refused if is_refused else usual(call, *others)
 
-    monkeypatch.setattr(deferred, "kind_of", kind_of)
+    monkeypatch.setattr(deferred, "entry_of", kind_of)
     for _ in range(2):
         with torch.enable_grad():
             assert override(None, *given) == "torch"

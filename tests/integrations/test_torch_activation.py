@@ -20,6 +20,7 @@ from torch.nn import attention as torch_attention
 
 from flashtune import UsageError
 from flashtune.core.errors import MachineError
+from flashtune.core.session import SESSION
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime import deferred
@@ -33,8 +34,7 @@ NAMES = (CUDNN, f"{CUDNN}_backward", EFFICIENT, f"{EFFICIENT}_backward", FLASH, 
 @pytest.fixture
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     monkeypatch.setattr(integration, "KEY", "CPU")
-    deferred.forget()
-    operator_overrides.forget()
+    SESSION.forget()
     with registered() as found:
         yield found
         integration.deactivate()
@@ -308,7 +308,7 @@ def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.Mo
     def kind_of(*_: Any) -> None:
         asked.append(threading.current_thread().name)
 
-    monkeypatch.setattr(deferred, "kind_of", kind_of)
+    monkeypatch.setattr(deferred, "entry_of", kind_of)
     q = torch.randn(1, 2, 4, 16)
     with integration.activate():
         with integration.disabled(), integration.disabled():
@@ -449,22 +449,20 @@ def test_a_refused_call_is_not_read_again(originals: Originals, monkeypatch: pyt
     # Without the interpreter nothing is computed on the CPU, so that all calls are passed on.
     q = torch.randn(1, 2, 4, 16)
     reads = []
-    kind_of = deferred.kind_of
+    kind_of = deferred.entry_of
 
     def counted(*args: Any) -> Any:
         reads.append(args)
         return kind_of(*args)
 
-    monkeypatch.setattr(deferred, "kind_of", counted)
-    monkeypatch.setattr(operator_overrides, "LIMIT", 4)
+    monkeypatch.setattr(deferred, "entry_of", counted)
     with integration.activate():
         for _ in range(3):
             attend(q)
         assert len(reads) == 1
         for seqlen in range(5, 15):
             attend(torch.randn(1, 2, seqlen, 16))
-        assert len(operator_overrides._refused[CUDNN]) <= 4
-        operator_overrides.forget()
+        SESSION.forget()
         attend(q)
     assert len(reads) == 12
 

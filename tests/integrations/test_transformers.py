@@ -14,8 +14,9 @@ from torch import Tensor
 
 from flashtune.core.errors import UsageError
 from flashtune.integrations import transformers as integration
+from flashtune.integrations import transformers_jobs
 from flashtune.integrations import transformers_masks as masks
-from flashtune.integrations.transformers import Job
+from flashtune.integrations.transformers_jobs import Job
 from flashtune.request.call import Call
 from flashtune.runtime.call_cache import run_call
 from tests.support.models.transformers_models import (
@@ -59,8 +60,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     found = Served()
     monkeypatch.setattr(integration, "prepared", found.prepared)
     monkeypatch.setattr(integration, "DEVICES", {"cpu"})
-    monkeypatch.setattr(integration, "HALF", (DOUBLE,))
-    monkeypatch.setattr(integration, "MIN_MOVED", 2)
+    monkeypatch.setattr(transformers_jobs, "HALF", (DOUBLE,))
+    monkeypatch.setattr(transformers_jobs, "MIN_MOVED", 2)
     integration.register()
     return found
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.runtime.call_cache import forget_executors
-from tests.support.process_state import forget_warnings
+from flashtune.core.session import SESSION
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HEADS, KV_HEADS = 4, 2
@@ -19,11 +18,10 @@ HEADS, KV_HEADS = 4, 2
 
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
-    forget_executors()
-    forget_warnings()
+    SESSION.reset()
     torch._dynamo.reset()
     yield
-    forget_executors()
+    SESSION.forget()
 
 
 def tensors(seqlen_q: int = 20, seqlen_kv: int = 28, head_dim: int = 32, value_head_dim: int = 16) -> Triple:

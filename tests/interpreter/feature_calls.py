@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 import flashtune
+from flashtune.core.session import SESSION
 from flashtune.launch.compilation import interpreting
 from flashtune.request.call import dense_call, paged_call, varlen_call
-from flashtune.runtime.call_cache import forget_executors
 from tests.problems.features import KEYS, QUERIES, agrees, starts
-from tests.support.process_state import forget_warnings
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
 
@@ -22,11 +21,10 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 32
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
     assert interpreting()
-    forget_executors()
-    forget_warnings()
+    SESSION.reset()
     torch.manual_seed(0)
     yield
-    forget_executors()
+    SESSION.forget()
 
 
 def dense(batch: int = 2, seqlen_q: int = 20, seqlen_kv: int = 28) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import ProblemError
+from flashtune.core.session import SESSION
 from flashtune.request.call import dense_call, paged_call
-from flashtune.runtime.call_cache import forget_executors
 from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import HEADS, WIDTH, dense, packed
 from tests.problems.features import KEYS, agrees, expected, paged, starts
@@ -60,7 +60,7 @@ def test_plan_with_a_shared_prefix_caches_its_executors(monkeypatch: pytest.Monk
     plan = flashtune.plan_paged(q, *cache, shared_prefix=16, scale=-0.2, return_lse=True)
     out, lse = plan(q, *cache)
     agrees(paged_call(q, *cache, scale=-0.2, return_lse=True), (out, lse))
-    forget_executors()
+    SESSION.forget()
     monkeypatch.delattr("flashtune.runtime.call_cache.remembered")
     assert torch.equal(plan(q, *cache)[0], out)
 

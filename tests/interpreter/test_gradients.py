@@ -16,7 +16,7 @@ from flashtune.core.kernel import Kernel
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.dispatch.decision import Decision
 from flashtune.launch import binding
-from flashtune.runtime import backward_executors, prepare_training
+from flashtune.runtime import backward_executors, prepare
 from flashtune.runtime.kernel_fallback import Pass, prepared
 from tests.interpreter import autograd_calls
 from tests.interpreter.autograd_calls import (
@@ -205,7 +205,7 @@ def without_backward_kernels(decision: Decision, one: Pass[Any]) -> Any:
 def test_autocast_does_not_change_types_of_baselines(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(prepare_training, "prepared", without_backward_kernels)
+    monkeypatch.setattr(prepare, "prepared", without_backward_kernels)
     q, k, v = (one.bfloat16() for one in tensors())
 
     def attended() -> tuple[Tensor, ...]:
@@ -220,7 +220,7 @@ def test_autocast_does_not_change_types_of_baselines(
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
 def test_failed_backward_kernel_uses_torch_for_both_passes(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(prepare_training, "prepared", without_backward_kernels)
+    monkeypatch.setattr(prepare, "prepared", without_backward_kernels)
     q, k, v = tensors()
     with pytest.raises(KernelError, match="out of registers"):
         loss(q, k, v)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 import flashtune
+from flashtune.core.session import SESSION
 from flashtune.launch.compilation import interpreting
 from flashtune.request.call import CausalOption, LayoutOption
-from flashtune.runtime.call_cache import forget_executors
-from tests.support.process_state import forget_warnings
 
 # Bounds for the errors of float32, and of rounding the result to 16 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -24,10 +23,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
     assert interpreting()
-    forget_executors()
-    forget_warnings()
+    SESSION.reset()
     yield
-    forget_executors()
+    SESSION.forget()
 
 
 def reference(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -95,7 +95,8 @@ def mutants_of(
 ) -> tuple[Mutant, ...]:
     """The mutants of one kernel; their names begin with `prefix`."""
     mutants = []
-    for name, *fields in rows:
+    for row in rows:
+        name, *fields = cast(tuple[Any, ...], row)
         patches = (Patch(*fields),) if isinstance(fields[0], str) else fields[0]
         mutants.append(Mutant(prefix + name, subject, patches, racy, hangs))
     return tuple(mutants)

@@ -80,8 +80,8 @@ def _moved(point: Point, chance: random.Random, target: Target) -> Problem:
     heads, kv_heads, batch, seqlen_q, seqlen_kv = chance.choice(SHAPES)
     page = problem.page_size or 1
     fields: dict[str, Any] = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": -(-seqlen_kv // page) * page}
-    if problem.total_q:
-        fields["total_q"] = batch * seqlen_q // 2 + 1
+    if problem.packed:
+        fields["packed"] = batch * seqlen_q // 2 + 1
     if not problem.mla:
         fields |= {"heads": heads, "kv_heads": kv_heads}
         if not chance.randrange(EVERY_NARROW):

@@ -31,8 +31,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "right_alone": {"window_right": 3},
     "wide_window": {"window_left": 2**31 - 1, "window_right": 2**31 - 1},
     "first_tokens": {"window_left": 9, "sink_tokens": 4},
-    "chunk": {"attention_chunk": 16},
-    "odd_chunk": {"attention_chunk": 13, "sink_tokens": 18},
+    "chunk": {"chunk": 16},
+    "odd_chunk": {"chunk": 13, "sink_tokens": 18},
     "prefix": {"prefix": True},
     "softcap": {"softcap": True},
     "alibi": {"alibi": True},
@@ -40,8 +40,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "boolean": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
     "dropout": {"dropout": True},
-    "packed": {"total_q": 75},
-    "lengths": {"seqlens_k": True},
+    "packed": {"packed": 75},
+    "lengths": {"kv_lengths": True},
 }
 
 
@@ -66,11 +66,11 @@ def make_call(problem: Problem, *, with_dlse: bool = False) -> Call:
 
 def make_inputs(problem: Problem, *, with_dlse: bool = False) -> testing.Inputs:
     lengths = equal_lengths(problem)
-    if problem.total_q:
+    if problem.packed:
         queries, keys = zip(*LENGTHS, strict=True)
         problem = msgspec.structs.replace(problem, seqlen_q=max(queries), seqlen_kv=max(keys))
-        lengths = Lengths(queries, tuple(own - 5 * (own > 5) for own in keys) if problem.seqlens_k else keys)
-    elif problem.seqlens_k:
+        lengths = Lengths(queries, tuple(own - 5 * (own > 5) for own in keys) if problem.kv_lengths else keys)
+    elif problem.kv_lengths:
         lengths = lengths._replace(keys=(problem.seqlen_kv - 7, 0, 16)[: problem.batch])
     return testing.tensors(problem, scale=SCALE, layout="bshd", lengths=lengths, dlse=with_dlse)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.templates.forward_hopper.family import SPARE_BYTES
 from flashtune.templates.forward_hopper.space import HopperConfig
@@ -20,22 +20,10 @@ H200 = find_target("h200")
 PLAIN = Specialization()
 
 
-def a_problem(
-    head_dim: int = 128,
-    value_head_dim: int = 0,
-    dtype: Dtype = Dtype.BF16,
-    causal: Causal = Causal.NONE,
-    **changes: Any,
-) -> Problem:
+def a_problem(head_dim: int = 128, value_head_dim: int = 0, **changes: Any) -> Problem:
     """8 heads of 1024 queries and keys, twice."""
-    return testing.problem(
-        "heads=8,seqlen=1024,head_dim=64,batch=2",
-        dtype=dtype,
-        head_dim=head_dim,
-        value_head_dim=value_head_dim or head_dim,
-        causal=causal,
-        **changes,
-    )
+    widths = {"head_dim": head_dim, "value_head_dim": value_head_dim or head_dim}
+    return testing.problem("heads=8,seqlen=1024,head_dim=128,batch=2", **widths, **changes)
 
 
 def a_config(problem: Problem, **changes: Any) -> HopperConfig:

@@ -14,20 +14,18 @@ from triton.runtime import driver
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
+from flashtune.core.session import SESSION
 from flashtune.core.target import find_target
 from flashtune.dispatch import decision, masked_sdpa, sdpa
 from flashtune.dispatch.bound_request import BoundRequest
-from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch import launch, workspaces
 from flashtune.launch.workspaces import Memory
-from flashtune.runtime import backward_executors, deferred, kernel_fallback, prepare
-from flashtune.runtime.call_cache import forget_executors
+from flashtune.runtime import backward_executors, deferred, kernel_fallback, passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.emulator.tensor_maps import Driver
 from tests.support.machine import Machine
-from tests.support.process_state import forget_refusals, forget_verdicts, forget_warnings
 
 TARGET = find_target("h200")
 
@@ -38,12 +36,7 @@ def fresh_runtime() -> Iterator[None]:
 
     def forget() -> None:
         deferred.wait()
-        deferred.forget()
-        forget_executors()
-        forget_warnings()
-        forget_verdicts()
-        forget_refusals()
-        tuned_records.cache_clear()
+        SESSION.reset()
 
     forget()
     yield
@@ -144,7 +137,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(module, "chosen_backend", lambda *_: fake.usual)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernel_fallback, "binary_of", fake.binary_of)
-    monkeypatch.setattr(prepare, "bind", fake.bind)
+    monkeypatch.setattr(passes, "bind", fake.bind)
     monkeypatch.setattr(kernel_fallback, "preloading", fake.preloading)
     monkeypatch.setattr(kernel_fallback, "passes_self_check", fake.passes)
     monkeypatch.setattr(backward_executors, "bind", fake.bind)

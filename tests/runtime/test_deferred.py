@@ -76,7 +76,7 @@ def test_the_replaced_operator_serves_unless_it_is_known_to_be_slower(
     tuned(machine, make_record(problem, peers=peers))
     call = called(problem)
     assert served(call) is None
-    kind = deferred.kind_of(call, USUAL)
+    kind = deferred.entry_of(call, USUAL)
     assert kind is not None
     assert kind.is_refused
     assert not machine.kernels
@@ -216,7 +216,7 @@ def test_records_that_cannot_be_loaded_refuse_all_calls(
         assert served(called(problem)) is None
     assert served(called(with_lengths(problem, 64, 64))) is None
     assert len(warned) == len(loads) == 1
-    assert deferred.kind_of(called(problem), USUAL) is deferred.REFUSED
+    assert deferred.entry_of(called(problem), USUAL) is deferred.REFUSED
 
 
 def test_a_launch_that_cannot_be_bound_is_refused(
@@ -236,7 +236,7 @@ def test_a_capture_neither_queues_nor_binds(
     monkeypatch.setattr(deferred, "is_capturing", lambda tensor: capturing)
     first, second = called(problem), called(with_lengths(problem, 511, 511))
     assert served(first) is None
-    assert not deferred._kinds
+    assert not deferred._entries
     capturing = False
     assert served(first) is not None
     capturing = True
@@ -246,18 +246,6 @@ def test_a_capture_neither_queues_nor_binds(
     assert deferred.ready(second, USUAL) is not None
 
 
-def test_caches_are_bounded(machine: Machine, problem: Problem, make_record: Make, monkeypatch: Any) -> None:
-    tuned(machine, make_record(problem, peers=FASTER))
-    monkeypatch.setattr(deferred, "MEMO_LIMIT", 8)
-    small = msgspec.structs.replace(problem, heads=1, kv_heads=1)
-    served(called(small))
-    for length in range(1, 40):
-        deferred.ready(called(with_lengths(small, length, 2 * length, 1)), USUAL)
-        deferred.wait()
-    assert len(deferred._kinds) <= 8
-    assert len(deferred._buckets) <= 8
-
-
 def test_a_full_queue_is_not_made_longer(machine: Machine, problem: Problem, monkeypatch: Any) -> None:
     served(called(problem))
     monkeypatch.setattr(deferred, "QUEUE_LIMIT", 2)
@@ -265,7 +253,7 @@ def test_a_full_queue_is_not_made_longer(machine: Machine, problem: Problem, mon
     monkeypatch.setattr(deferred, "_chosen", lambda *_: release.wait(600) and None)
     for batch in (1, 4, 8, 16, 32, 64):
         deferred.ready(called(with_lengths(problem, 8, 8, batch)), USUAL)
-    kinds = len(deferred._kinds)
+    kinds = len(deferred._entries)
     release.set()
     assert kinds <= 1 + 3
     deferred.wait()
@@ -354,9 +342,9 @@ def test_a_bias_has_a_gradient_if_it_requires_grad(
     bias = torch.zeros(problem.seqlen_q, problem.seqlen_kv, dtype=q.dtype)
     call = dense_call(q, k, v, causal=True, attn_bias=bias.requires_grad_(is_trained))
     assert served(call, None) is not None
-    kind = deferred.kind_of(call, None)
+    kind = deferred.entry_of(call, None)
     assert kind is not None
-    assert kind.is_usual
+    assert kind.has_best_tensors
     (backward,) = (one for one in machine.kernels if one.writes("dq"))
     assert backward.writes("dbias") is is_trained
 
@@ -364,12 +352,12 @@ def test_a_bias_has_a_gradient_if_it_requires_grad(
 def test_passes_serve_without_autograd(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem, peers=FASTER), backward_record(make_record, problem, FASTER))
     call = called(problem)
-    deferred.kind_of(call, USUAL, needs_grad=True)
+    deferred.entry_of(call, USUAL, needs_grad=True)
     deferred.wait()
-    kind = deferred.kind_of(call, USUAL, needs_grad=True)
+    kind = deferred.entry_of(call, USUAL, needs_grad=True)
     assert kind is not None
     deferred.wait()
-    passes = deferred.passes_of(kind, call)
+    passes = kind.passes
     assert passes is not None
     assert passes.backward is not None
     out, lse = passes.forward(*call[:3], None, call.side)
@@ -403,7 +391,7 @@ def test_calls_that_are_passed_on_are_recorded_too(
     assert count.problem == problem
     # The first call came before the records were loaded.
     assert count.calls == calls + 1
-    assert not deferred._kinds
+    assert not deferred._entries
 
 
 def test_a_worker_goes_on_after_an_error(recwarn: Any) -> None:

@@ -24,7 +24,7 @@ from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_a
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import dense_call, varlen_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import prepare
+from flashtune.runtime import passes, prepare
 from flashtune.templates.registry import find_family
 from tests.problems.features import agrees, paged, starts
 from tests.runtime.conftest import TARGET, MakeRecord
@@ -62,7 +62,7 @@ def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
         found.choices += 1
         return real(bound)
 
-    monkeypatch.setattr(prepare, "bind", bind)
+    monkeypatch.setattr(passes, "bind", bind)
     monkeypatch.setattr(prepare, "choose", choose)
     return found
 
@@ -173,4 +173,4 @@ def test_packed_calls_are_recorded_as_one_problem(bound: Bound, tmp_path: Path) 
             flashtune.attention_varlen(*packed(*lengths), causal=True)
     [count] = read_counts(tmp_path / "calls.jsonl")
     assert count.calls == 3
-    assert (count.problem.total_q, count.problem.seqlen_q) == (128, 128)
+    assert (count.problem.packed, count.problem.seqlen_q) == (128, 128)

@@ -19,7 +19,7 @@ from flashtune.core.problem import Direction, Problem
 from flashtune.dispatch import sdpa
 from flashtune.recording import recorder
 from flashtune.recording.recorder import MAX_CALLS, CallCount, merged, read_counts
-from flashtune.runtime import backward_executors, call_cache, prepare
+from flashtune.runtime import backward_executors, call_cache, passes
 from tests.runtime.conftest import MakeRecord
 from tests.support.machine import Machine, inputs, tuned
 
@@ -140,7 +140,7 @@ def test_both_passes_of_compiled_programs_are_recorded(
 def test_calls_are_recorded_with_their_features(
     problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "bind", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(passes, "bind", lambda *_, **__: lambda *_: None)
     q, k, v = inputs(problem)
     with flashtune.record_calls(file):
         for _ in range(2):

@@ -21,6 +21,7 @@ from flashtune.core.kernel import Kernel
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record, Verdict
+from flashtune.core.session import SESSION
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.store import open_store
@@ -34,7 +35,6 @@ from flashtune.runtime.self_check import (
     preloading,
 )
 from flashtune.verification import check
-from tests.support.process_state import forget_verdicts
 
 Make = Callable[..., Record]
 TARGET = find_target("h200")
@@ -70,10 +70,10 @@ def test_verdict_is_cached_in_process_and_database(
     for _ in range(3):
         assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE) is passed
     assert checker.calls == 1
-    forget_verdicts()
+    SESSION.reset()
     assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE) is passed
     assert checker.calls == 1, "the database remembers for other processes"
-    forget_verdicts()
+    SESSION.reset()
     assert known_verdict(kernel, find_target("a100")) is None
 
 
@@ -189,7 +189,6 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
     monkeypatch.setattr(torch.cuda, "stream", enter)
     monkeypatch.setattr(torch.cuda, "device", enter)
-    monkeypatch.setattr(self_check, "_preloaded", set())
     return found
 
 
@@ -255,7 +254,7 @@ def test_verified_kernel_needs_no_preload(
     assert record.config is not None
     kernel = kernel_for(record)
     passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
-    forget_verdicts()
+    SESSION.reset()
     with preloading(kernel, problem, record.config, TARGET, DEVICE):
         pass
     assert not preload.began.is_set()

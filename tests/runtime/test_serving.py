@@ -17,12 +17,13 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
+from flashtune.core.session import SESSION
 from flashtune.dispatch import sdpa
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.launch import workspaces
 from flashtune.request.call import dense_call
-from flashtune.runtime import call_cache, executors
-from flashtune.runtime.call_cache import forget_executors, run_call, write_call
+from flashtune.runtime import executors
+from flashtune.runtime.call_cache import run_call, write_call
 from tests.support.machine import Machine, expected, inputs, tuned
 
 Make = Callable[..., Record]
@@ -65,7 +66,7 @@ def test_outputs_are_written_to_a_tensor_of_the_caller(
     run_call(call)
     allocated: list[object] = []
     allocate = workspaces.allocator
-    forget_executors()
+    SESSION.forget()
 
     def counting(like: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
         new = allocate(like, device)
@@ -208,16 +209,6 @@ def test_concurrent_threads_prepare_an_executor_once(
     assert len(machine.kernels) == 1
     assert len(results) == 8
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-def test_call_cache_is_bounded(machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "MEMO_LIMIT", 4)
-    q, k, v = inputs(problem)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for length in range(1, 12):
-            flashtune.attention(q[:, :, :length], k, v, causal=True)
-    assert len(call_cache._executors) <= 4
 
 
 def test_explain_names_the_backend_without_a_launch(

@@ -15,16 +15,15 @@ from click.testing import CliRunner
 
 from flashtune.core.kernel import Kernel
 from flashtune.core.record import Outcome, Resources
+from flashtune.core.session import SESSION
 from flashtune.dispatch import decision
 from flashtune.dispatch.tables import tuned_records
-from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as torch_integration
 from flashtune.integrations import transformers as transformers_integration
 from flashtune.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
-from flashtune.recording.callers import caller_of, forget_callers
+from flashtune.recording.callers import caller_of
 from flashtune.recording.recorder import read_counts, record_calls
-from flashtune.runtime import backward_executors, deferred, kernel_fallback, prepare
-from flashtune.runtime.call_cache import forget_executors
+from flashtune.runtime import backward_executors, deferred, kernel_fallback, passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask
@@ -109,7 +108,7 @@ INTEGRATIONS = ("torch", "transformers", "flash_attn", "vllm", "sglang")
 def start(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
     """Calls on a fake H200 with its shipped table. Launches compute nothing."""
     machine.tables = tuned_records(TARGET.name)
-    for module in (prepare, backward_executors):
+    for module in (passes, backward_executors):
         monkeypatch.setattr(module, "bind", lambda *_, **__: lambda *_, **__: None)
     monkeypatch.setattr(decision, "beats", lambda *_: True)
     with ExitStack() as exits:
@@ -119,11 +118,7 @@ def start(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Startin
 
 def first_calls(call: Call) -> None:
     """Calls until the kernels of deferred calls are bound, in a process that knows no call."""
-    forget_executors()
-    forget_callers()
-    deferred.forget()
-    operator_overrides.forget()
-    kernel_fallback.forget_choices()
+    SESSION.forget()
     for _ in range(4):
         call()
         deferred.wait()

@@ -42,7 +42,7 @@ def call_of(name: str) -> Call:
     dtype = DTYPES[dtype_name]
     page_size = asked.get("page_size", 0)
     kv_heads = 1 if asked.get("mla") else KV_HEADS
-    batch = 1 if asked.get("total_q") else BATCH
+    batch = 1 if asked.get("packed") else BATCH
     listed = kv_heads if asked.get("block_lists") is BlockLists.GROUP else HEADS
     stored = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(str(asked.get("kv_dtype")), dtype)
     keys = (PAGES, kv_heads, page_size) if page_size else (batch, kv_heads, SEQLEN_KV)
@@ -120,59 +120,67 @@ def put(tensor: str, made: Callable[[Tensor], Tensor]) -> Change:
     return lambda call: call.update({tensor: made(call[tensor])})
 
 
-TENSORS = [
-    (name, tensor)
-    for name in COMBINATIONS
-    for tensor, value in call_of(name).items()
-    if isinstance(value, Tensor)
-]
-LARGE = [(name, tensor) for name, tensor in TENSORS if tensor in ("q", "k", "v", "out", "dout")]
-ALIGNED = [one for one in LARGE if COMBINATIONS[one[0]][5].alignment is not Alignment.ANY]
+@functools.cache
+def tensors_of(name: str) -> tuple[str, ...]:
+    """Names of the tensors that a wrapper takes."""
+    return tuple(one for one, value in call_of(name).items() if isinstance(value, Tensor))
+
+
+def large_tensors_of(name: str) -> list[str]:
+    return [tensor for tensor in tensors_of(name) if tensor in ("q", "k", "v", "out", "dout")]
+
+
+EVERY = pytest.mark.parametrize("name", COMBINATIONS)
+EVERY_ALIGNED = pytest.mark.parametrize(
+    "name", [name for name, one in COMBINATIONS.items() if one[5].alignment is not Alignment.ANY]
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensor"), TENSORS)
-def test_other_dtype_is_refused(name: str, tensor: str) -> None:
-    expected = call_of(name)[tensor].dtype
-    refused(
-        name,
-        put(tensor, lambda one: one.to(torch.float64)),
-        rf"^{tensor} has dtype torch.float64, expected {expected}$",
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensor"), TENSORS)
-def test_other_device_is_refused(name: str, tensor: str) -> None:
-    if tensor == "q":
+@EVERY
+def test_other_dtype_is_refused(name: str) -> None:
+    for tensor in tensors_of(name):
+        expected = call_of(name)[tensor].dtype
         refused(
-            name, put(tensor, lambda one: one.to("meta")), r"^k is on cpu, expected meta, the device of q$"
+            name,
+            put(tensor, lambda one: one.to(torch.float64)),
+            rf"^{tensor} has dtype torch.float64, expected {expected}$",
         )
-    else:
-        refused(name, put(tensor, lambda one: one.to("meta")), rf"^{tensor} is on meta, expected cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensor"), TENSORS)
-def test_other_last_size_is_refused(name: str, tensor: str) -> None:
+@EVERY
+def test_other_device_is_refused(name: str) -> None:
+    for tensor in tensors_of(name):
+        message = rf"^{tensor} is on meta, expected cpu"
+        if tensor == "q":
+            message = r"^k is on cpu, expected meta, the device of q$"
+        refused(name, put(tensor, lambda one: one.to("meta")), message)
+
+
+@pytest.mark.slow
+@EVERY
+def test_other_last_size_is_refused(name: str) -> None:
     """Head dims among them. The first of `cu_seqlens_q` decides how many sequences others must describe."""
-    if tensor in ("block_table", "block_indices"):
-        # Their last size is any.
-        refused(
-            name, put(tensor, lambda one: one[:1]), rf"^{tensor} has shape \(1, .*\), expected \(2, .*\)$"
-        )
-    elif tensor == "cu_seqlens_q":
-        refused(
-            name, put(tensor, wider), r"^(k_scale|slopes|cu_seqlens_kv|seqlens_kv|cu_seqlens_q) has shape"
-        )
-    else:
-        refused(name, put(tensor, wider), rf"^{tensor} has shape \(.*\), expected \(.*\)$")
+    for tensor in tensors_of(name):
+        if tensor in ("block_table", "block_indices"):
+            # Their last size is any.
+            refused(
+                name, put(tensor, lambda one: one[:1]), rf"^{tensor} has shape \(1, .*\), expected \(2, .*\)$"
+            )
+        elif tensor == "cu_seqlens_q":
+            refused(
+                name, put(tensor, wider), r"^(k_scale|slopes|cu_seqlens_kv|seqlens_kv|cu_seqlens_q) has shape"
+            )
+        else:
+            refused(name, put(tensor, wider), rf"^{tensor} has shape \(.*\), expected \(.*\)$")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensor"), LARGE)
-def test_other_numbers_of_dimensions_are_refused(name: str, tensor: str) -> None:
-    refused(name, put(tensor, lambda one: one[0]), rf"^{tensor} has 3 dimensions, expected 4$")
+@EVERY
+def test_other_numbers_of_dimensions_are_refused(name: str) -> None:
+    for tensor in large_tensors_of(name):
+        refused(name, put(tensor, lambda one: one[0]), rf"^{tensor} has 3 dimensions, expected 4$")
 
 
 @pytest.mark.slow
@@ -198,88 +206,93 @@ def test_unequal_batches_are_refused(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensor"), [one for one in TENSORS if "scale" not in one[1]])
-def test_a_last_dimension_that_is_not_contiguous_is_refused(name: str, tensor: str) -> None:
-    if tensor in ("seed", "block_counts"):
-        pytest.skip("a dimension of one element is contiguous by any stride")
-    refused(
-        name, put(tensor, wrong_strides), rf"^{tensor} has strides \(.*\), expected 1 for the last dimension$"
-    )
+@EVERY
+def test_a_last_dimension_that_is_not_contiguous_is_refused(name: str) -> None:
+    for tensor in tensors_of(name):
+        # A dimension of one element is contiguous by any stride.
+        if "scale" not in tensor and tensor not in ("seed", "block_counts"):
+            message = rf"^{tensor} has strides \(.*\), expected 1 for the last dimension$"
+            refused(name, put(tensor, wrong_strides), message)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensor"), ALIGNED)
-def test_strides_that_break_the_assumed_alignment_are_refused(name: str, tensor: str) -> None:
-    message = rf"^{tensor} has strides \(.*\), expected multiples of (4|8|16) before the last$"
-    if FEATURES.get(name, {}).get("mla"):
-
-        def change(call: Call) -> None:
-            call[tensor] = odd_rows(call[tensor])
-            if tensor != "q":
-                call["k"] = call["k"] if tensor == "k" else odd_rows(call["k"])
-                call["v"] = call["k"][..., : call["v"].shape[-1]]
-
-        refused(name, change, message.replace("^v", "^k"))
-    else:
-        refused(name, put(tensor, odd_rows), message)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensor"), ALIGNED)
-def test_addresses_not_aligned_to_16_bytes_are_refused(name: str, tensor: str) -> None:
-    if FEATURES.get(name, {}).get("mla") and tensor != "q":
-
-        def change(call: Call) -> None:
-            call["k"] = moved(call["k"])
-            call["v"] = call["k"][..., : call["v"].shape[-1]]
-
-        refused(name, change, r"^k has the address \d+, expected a multiple of 16$")
-    else:
-        refused(name, put(tensor, moved), rf"^{tensor} has the address \d+, expected a multiple of 16$")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensor"), LARGE)
-def test_offsets_beyond_32_bits_are_refused(name: str, tensor: str) -> None:
-    """Tensors without memory, which all lie on one device."""
-    family = COMBINATIONS[name][0]
-    if family in ("forward_hopper", "decode_latent_hopper"):
-        pytest.skip("the copy engine addresses these tensors")
+def latent(tensor: str, made: Callable[[Tensor], Tensor]) -> Change:
+    """Changes a tensor of a kernel for latent keys, whose values are columns of the keys."""
 
     def change(call: Call) -> None:
-        for one, value in call.items():
-            if isinstance(value, Tensor):
-                call[one] = value.to("meta")
-        call[tensor] = spread(call[tensor], 1, 2**31)
-        if FEATURES.get(name, {}).get("mla"):
-            if tensor != "q":
-                call["k"] = spread(call["k"], 2, 2**26)
-            call["v"] = call["k"][..., : call["v"].shape[-1]]
+        changed = "q" if tensor == "q" else "k"
+        call[changed] = made(call[changed])
+        call["v"] = call["k"][..., : call["v"].shape[-1]]
 
-    named = "k" if FEATURES.get(name, {}).get("mla") and tensor != "q" else tensor
-    refused(name, change, rf"^{named} spans \d+ elements, expected fewer than 2\*\*31$")
+    return change
 
 
-@pytest.mark.parametrize("name", [name for name, tensor in TENSORS if tensor == "bias"])
-def test_a_bias_beyond_32_bits_is_refused(name: str) -> None:
+def of_layout(name: str, tensor: str, made: Callable[[Tensor], Tensor]) -> tuple[str, Change]:
+    """The tensor that the check names, and the change of a tensor."""
+    if not FEATURES.get(name, {}).get("mla"):
+        return tensor, put(tensor, made)
+    return ("q" if tensor == "q" else "k"), latent(tensor, made)
+
+
+@pytest.mark.slow
+@EVERY_ALIGNED
+def test_strides_that_break_the_assumed_alignment_are_refused(name: str) -> None:
+    for tensor in large_tensors_of(name):
+        named, change = of_layout(name, tensor, odd_rows)
+        message = rf"^{named} has strides \(.*\), expected multiples of (4|8|16) before the last$"
+        refused(name, change, message)
+
+
+@pytest.mark.slow
+@EVERY_ALIGNED
+def test_addresses_not_aligned_to_16_bytes_are_refused(name: str) -> None:
+    for tensor in large_tensors_of(name):
+        named, change = of_layout(name, tensor, moved)
+        refused(name, change, rf"^{named} has the address \d+, expected a multiple of 16$")
+
+
+def far(tensor: str, dimension: int, stride: int, *, is_latent: bool = False) -> Change:
+    """Moves all tensors to the meta device and spreads one of them."""
+
     def change(call: Call) -> None:
         call.update({one: value.to("meta") for one, value in call.items() if isinstance(value, Tensor)})
-        call["bias"] = spread(call["bias"], 1, 2**31)
+        call[tensor] = spread(call[tensor], dimension, stride)
+        if is_latent:
+            call["v"] = call["k"][..., : call["v"].shape[-1]]
 
-    refused(name, change, r"^bias spans \d+ elements in one batch, expected fewer than 2\*\*31")
+    return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tensor"), [one for one in TENSORS if one[1] in ("lse", "dlse") or "e4m3_d128" in one[0]]
+    "name",
+    # The copy engine addresses the tensors of the others.
+    [name for name, one in COMBINATIONS.items() if one[0] not in ("forward_hopper", "decode_latent_hopper")],
 )
-def test_non_contiguous_extra_inputs_are_refused(name: str, tensor: str) -> None:
-    if tensor in ("q", "k", "v") or FEATURES.get(name, {}).get("kv_dtype"):
-        pytest.skip("this tensor may have strides")
+def test_offsets_beyond_32_bits_are_refused(name: str) -> None:
+    """Tensors without memory, which all lie on one device."""
+    for tensor in large_tensors_of(name):
+        is_latent = bool(FEATURES.get(name, {}).get("mla"))
+        named, dimension, stride = ("k", 2, 2**26) if is_latent and tensor != "q" else (tensor, 1, 2**31)
+        change = far(named, dimension, stride, is_latent=is_latent)
+        refused(name, change, rf"^{named} spans \d+ elements, expected fewer than 2\*\*31$")
 
-    def transposed(one: Tensor) -> Tensor:
-        return torch.zeros(*one.shape[:-2], one.shape[-2], one.shape[-1] + 1)[..., :-1]
 
-    refused(name, put(tensor, transposed), rf"^{tensor} has strides \(.*\), expected a contiguous tensor$")
+@pytest.mark.parametrize("name", [name for name in COMBINATIONS if FEATURES.get(name, {}).get("bias")])
+def test_a_bias_beyond_32_bits_is_refused(name: str) -> None:
+    message = r"^bias spans \d+ elements in one batch, expected fewer than 2\*\*31"
+    refused(name, far("bias", 1, 2**31), message)
+
+
+@EVERY
+def test_non_contiguous_extra_inputs_are_refused(name: str) -> None:
+    is_quantized = "e4m3_d128" in name and not FEATURES.get(name, {}).get("kv_dtype")
+    for tensor in tensors_of(name):
+        if tensor in ("lse", "dlse") or (is_quantized and tensor not in ("q", "k", "v")):
+            refused(
+                name,
+                put(tensor, lambda one: torch.zeros(*one.shape[:-1], one.shape[-1] + 1)[..., :-1]),
+                rf"^{tensor} has strides \(.*\), expected a contiguous tensor$",
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if FEATURES.get(name, {}).get("mla")])
@@ -301,7 +314,9 @@ def test_gluon_kernels_refuse_cpu_tensors(name: str) -> None:
 
 @pytest.mark.slow
 def test_checks_do_not_affect_versions_and_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: kernel_of(name) for name in COMBINATIONS}
+    # A kernel of each family.
+    names = {combination[0]: name for name, combination in COMBINATIONS.items()}.values()
+    before = {name: kernel_of(name) for name in names}
     versions = {name: template_hash(name) for name in family_names()}
     read = registry._read
 
@@ -313,12 +328,12 @@ def test_checks_do_not_affect_versions_and_digests(monkeypatch: pytest.MonkeyPat
     for cached in (template_hash, rendering._environment):
         cached.cache_clear()
     try:
-        after = {name: kernel_of(name) for name in COMBINATIONS}
+        after = {name: kernel_of(name) for name in names}
         assert {name: template_hash(name) for name in family_names()} == versions
     finally:
         monkeypatch.undo()
         for cached in (template_hash, rendering._environment):
             cached.cache_clear()
-    for name in COMBINATIONS:
+    for name in names:
         assert after[name].digest == before[name].digest
         assert len(re.findall("wanted", after[name].source)) > 5

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Causal, Dtype, Problem
@@ -129,17 +130,8 @@ def ratios(
 
 
 def make_problem(dtype: Dtype, causal: Causal, seqlen_q: int, seqlen_kv: int, width: int = 64) -> Problem:
-    return Problem(
-        dtype=dtype,
-        head_dim=width,
-        value_head_dim=width,
-        heads=4,
-        kv_heads=2,
-        batch=1,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        causal=causal,
-    )
+    shape = f"heads=4,kv_heads=2,seqlen_q={seqlen_q},seqlen_kv={seqlen_kv},head_dim={width}"
+    return testing.problem(shape, dtype=dtype, causal=causal)
 
 
 @pytest.mark.slow

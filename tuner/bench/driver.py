@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from flashtune.core.earlier_names import present_bench_report
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target, device_target
@@ -71,13 +70,9 @@ def report_of(run: BenchRun, file: PeerFile | None) -> Report:
 
 
 def read_report(data: bytes, name: str) -> BenchRun:
-    """Returns the run of a saved report. Its summaries are computed again.
-
-    Raises:
-        UsageError: This version does not save such data, or it holds no results.
-    """
+    """Returns the run of a saved report. Its summaries are computed again."""
     try:
-        run = msgspec.json.decode(present_bench_report(data), type=Report).run
+        run = msgspec.json.decode(data, type=Report).run
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{name} is no report that this version of flashtune bench saves: {error}; make it anew by --save"
@@ -91,9 +86,6 @@ def run_benches(request: BenchRequest, watch: Callable[[BenchRun], None]) -> Ben
     """Times all problems in order.
 
     `watch` is called after each problem with the results so far.
-
-    Raises:
-        FlashtuneError: As `run_bench`. Nothing was timed if a problem is empty or there is no GPU.
     """
     require_gpu()
     for problem in request.problems:

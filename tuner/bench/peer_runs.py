@@ -81,11 +81,7 @@ def installed_peers() -> tuple[str, ...]:
 
 
 def check_peers(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the named baselines without duplicates.
-
-    Raises:
-        UsageError: One is not installed.
-    """
+    """Returns the named baselines without duplicates."""
     for name in names:
         if name not in installed_peers():
             raise UsageError(
@@ -109,11 +105,7 @@ def cudnn_version() -> str:
 
 
 def bind_peer(name: str, problem: Problem, tensors: Tensors) -> Contestant:
-    """Binds a baseline to these tensors. Its first call may still fail.
-
-    Raises:
-        RefusalError: The baseline does not compute this problem.
-    """
+    """Binds a baseline to these tensors. Its first call may still fail."""
     refused = problem.features - PEER_FEATURES[name]
     if refused:
         raise RefusalError(f"it is not timed with {', '.join(sorted(refused))}")
@@ -150,7 +142,7 @@ def _flash_attn_4(problem: Problem, tensors: Tensors) -> Contestant:
 
 
 def _flashinfer(problem: Problem, tensors: Tensors) -> Contestant:
-    if not (problem.total_q or problem.page_size):
+    if not (problem.packed or problem.page_size):
         raise RefusalError("it is timed with packed sequences and pages")
     if problem.causal is Causal.TOP_LEFT and (problem.page_size or problem.seqlen_q != problem.seqlen_kv):
         raise RefusalError("it aligns its causal mask bottom-right")

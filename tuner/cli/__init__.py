@@ -50,8 +50,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "export": "Write selected kernels: json (a table), python (files), triton-config (lists), "
         "hf-kernel (a package for Hugging Face's kernels library).",
         "import": "Read a JSON table into the database.",
-        "db": "Databases: path, upgrade, merge, forget (delete records), restamp (after a template changed), "
-        "compare (two tables).",
+        "db": "Databases: path, upgrade, merge, forget (delete records), compare (two tables).",
     },
     "List names": {
         "shapes": "Explain the keys of --shape.",

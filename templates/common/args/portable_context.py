@@ -29,16 +29,6 @@ class PortableContext(Context, frozen=True, kw_only=True):
     fixed_precision: InputPrecision
 
     @property
-    def is_causal(self) -> bool:
-        """Whether attention is causal."""
-        return self.causal is not Causal.NONE
-
-    @property
-    def is_top_left(self) -> bool:
-        """Whether query i is at key i, instead of the last query at the last key."""
-        return self.causal is Causal.TOP_LEFT
-
-    @property
     def wide_offsets(self) -> bool:
         """Whether offsets of tensors need 64 bits."""
         return self.index_bits > 32
@@ -47,11 +37,6 @@ class PortableContext(Context, frozen=True, kw_only=True):
     def is_fp32(self) -> bool:
         """Whether queries are in fp32."""
         return self.dtype.is_float32
-
-    @property
-    def is_fp16(self) -> bool:
-        """Whether queries are in fp16."""
-        return self.dtype is Dtype.FP16
 
 
 def portable_fields(

@@ -16,11 +16,11 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Problem
+from flashtune.core.session import SESSION
 from flashtune.core.target import device_target
 from flashtune.dispatch import decision
 from flashtune.dispatch.tables import Tables
 from flashtune.request.quantization import quantize
-from flashtune.runtime.call_cache import forget_executors
 from flashtune.templates.family import Family
 from flashtune.templates.registry import families
 from flashtune.verification.cases import Level
@@ -113,7 +113,7 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inputs]:
     if not quantized_families(problem):
         pytest.skip("no family takes quantised inputs")
     monkeypatch.setattr(decision, "tuned_records", lambda _: Tables({}, {}))
-    forget_executors()
+    SESSION.forget()
     generator = torch.Generator("cuda").manual_seed(5)
     shapes = ((2, 8, 500, 128), (2, 2, 700, 128), (2, 2, 700, 128))
     sizes = (3.0, 0.2, 40.0)
@@ -123,7 +123,7 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inputs]:
     ]
     (q, q_scale), (k, k_scale), (v, v_scale) = pairs
     yield Inputs(problem, (q, k, v), {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
-    forget_executors()
+    SESSION.forget()
 
 
 def assert_right(inputs: Inputs, out: Tensor, scales: Named, scale: float | None = None) -> None:

@@ -60,7 +60,7 @@ def problems(number: int, causal: Causal, changes: dict[str, int]) -> Iterator[P
     """Of two widths by turns, with heads that share keys."""
     for place in (number % 4, (number + 1) % 4):
         widths, dtype = WIDTHS[place], (Dtype.BF16, Dtype.FP16)[place // 2]
-        problem = a_problem(*widths, dtype, causal, heads=4, kv_heads=2)
+        problem = a_problem(*widths, dtype=dtype, causal=causal, heads=4, kv_heads=2)
         yield msgspec.structs.replace(problem, **changes)
 
 
@@ -88,5 +88,5 @@ def test_windows(pool: Any, number: int) -> None:
 @pytest.mark.parametrize("window", [{}, {"window_left": 200}], ids=["all", "window"])
 def test_packed_sequences(pool: Any, causal: Causal, window: dict[str, int]) -> None:
     number = list(Causal).index(causal) + len(window)
-    for problem in problems(number, causal, {"total_q": 1, "batch": 1, **window}):
+    for problem in problems(number, causal, {"packed": 1, "batch": 1, **window}):
         assert wrong(pool, hopper_feature_jobs.check_packed, problem, EQUAL, MIXED, SHORT) == []

@@ -73,7 +73,7 @@ def samples() -> list[Sample]:
     for number, (widths, dtype, causal) in zip(range(SAMPLES), itertools.cycle(kinds), strict=False):
         # Few queries and shared KV heads: tiles that several heads share are in the space as well.
         few = {"kv_heads": 1, "seqlen_q": 32} if number % 3 == 0 else {}
-        problem = a_problem(*widths, dtype, causal, **few)
+        problem = a_problem(*widths, dtype=dtype, causal=causal, **few)
         (config,) = sampled_configs(problem, 1, seed=1000 * SEED + number)
         kernel = render(FAMILY, problem, config, Specialization(lse=number % 2 == 0))
         found.append(Sample(problem, config, kernel))

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from flashtune.core.session import SESSION
+from flashtune.dispatch import decision
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime import deferred
@@ -20,9 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::flashtune.Fla
 @pytest.mark.parametrize("name", ["unet", "transformer"])
 def test_attention_of_models_is_served(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     forget()
-    deferred.forget()
-    operator_overrides.forget()
-    monkeypatch.setattr(deferred, "beats", lambda *_: True)
+    SESSION.forget()
+    monkeypatch.setattr(decision, "beats", lambda *_: True)
     passed_on: list[str] = []
     override = operator_overrides.forward_override
 

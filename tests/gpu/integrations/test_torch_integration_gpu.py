@@ -19,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from flashtune.core.session import SESSION
+from flashtune.dispatch import decision
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime import deferred
@@ -60,8 +62,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """Flashtune is active with its tables, and the calls that it serves are counted."""
     torch.manual_seed(0)
     forget()
-    deferred.forget()
-    operator_overrides.forget()
+    SESSION.forget()
     served = Served()
     overrides: dict[str, Callable[..., Any]] = {
         "forward": operator_overrides.forward_override,
@@ -89,14 +90,13 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     with integration.activate():
         yield served
     deferred.wait()
-    deferred.forget()
-    operator_overrides.forget()
+    SESSION.forget()
 
 
 @pytest.fixture
 def served(table: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
     """As `table`, and torch's operators count as slower."""
-    monkeypatch.setattr(deferred, "beats", lambda *_: True)
+    monkeypatch.setattr(decision, "beats", lambda *_: True)
     return table
 
 
@@ -310,7 +310,7 @@ def test_other_calls_have_the_bits_of_torch(served: Served, kind: str) -> None:
 def test_calls_that_are_not_faster_have_the_bits_of_torch(
     table: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deferred, "beats", lambda *_: False)
+    monkeypatch.setattr(decision, "beats", lambda *_: False)
     given = tensors(requires_grad=True)
     dout = torch.randn_like(given[0])
 
@@ -444,7 +444,7 @@ def test_host_time_of_a_call_that_is_passed_on(table: Served, monkeypatch: pytes
     """Prints the host time that the override adds. It is compared with that of an empty override."""
     monkeypatch.undo()
     integration.deactivate()
-    monkeypatch.setattr(deferred, "beats", lambda *_: False)
+    monkeypatch.setattr(decision, "beats", lambda *_: False)
     given = tensors(16, 16, batch=1)
     library: Any = None
 

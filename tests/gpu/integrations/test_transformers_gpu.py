@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import flashtune.integrations
+from flashtune.core.session import SESSION
 from flashtune.integrations import transformers as integration
-from flashtune.integrations.transformers import Job
+from flashtune.integrations.transformers_jobs import Job
 from flashtune.runtime import deferred
 from tests.gpu.calls import forget
 from tests.support.models.transformers_models import (
@@ -49,14 +50,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         return executor
 
     forget()
-    deferred.forget()
+    SESSION.forget()
     monkeypatch.setattr(integration, "MIN_MOVED", 2)
     monkeypatch.setattr(integration, "prepared", prepared)
     monkeypatch.setattr(integration, "_usual", lambda *_: None)
     integration.register()
     yield found
     deferred.wait()
-    deferred.forget()
+    SESSION.forget()
 
 
 def prepare(run: Any) -> None:

@@ -37,15 +37,15 @@ class Call(NamedTuple):
 
 def make_call(problem: Problem) -> Call:
     """Tensors and side inputs of a problem: packed and paged ones have the sequences of `LENGTHS`."""
-    ragged = problem.total_q > 0 or problem.page_size > 0
+    ragged = problem.packed > 0 or problem.page_size > 0
     lengths = LENGTHS if ragged else [(problem.seqlen_q, problem.seqlen_kv)] * problem.batch
     queries, keys = ([one[axis] for one in lengths] for axis in (0, 1))
-    if problem.page_size and not problem.total_q:
+    if problem.page_size and not problem.packed:
         queries, keys = [problem.seqlen_q] * 3, keys[:3]
-    if problem.seqlens_k:
+    if problem.kv_lengths:
         keys = [problem.seqlen_kv - 7 * index for index in range(len(keys))]
     batch = len(keys)
-    dense_q = (1, sum(queries)) if problem.total_q else (batch, problem.seqlen_q)
+    dense_q = (1, sum(queries)) if problem.packed else (batch, problem.seqlen_q)
     q = torch.randn(dense_q[0], dense_q[1], problem.heads, problem.head_dim).transpose(1, 2)
     k, v, table = make_keys(problem, keys)
     pages = k.shape[0] if problem.page_size else batch
@@ -56,9 +56,9 @@ def make_call(problem: Problem) -> Call:
         bias=make_bias(problem, batch, max(keys)),
         sinks=torch.randn(problem.heads) * 3 if problem.sinks else None,
         prefix=torch.tensor([23, 0, 5, 9, 70][:batch], dtype=torch.int32) if problem.prefix else None,
-        cu_seqlens_q=starts(queries) if problem.total_q else None,
-        cu_seqlens_kv=starts(keys) if problem.total_q and not problem.page_size else None,
-        seqlens_kv=torch.tensor(keys, dtype=torch.int32) if problem.seqlens_k or problem.page_size else None,
+        cu_seqlens_q=starts(queries) if problem.packed else None,
+        cu_seqlens_kv=starts(keys) if problem.packed and not problem.page_size else None,
+        seqlens_kv=torch.tensor(keys, dtype=torch.int32) if problem.kv_lengths or problem.page_size else None,
         block_table=table,
         seed=torch.randint(2**63 - 1, (1,)) if problem.dropout else None,
         softcap=1.5 if problem.softcap else None,
@@ -92,7 +92,7 @@ def make_keys(problem: Problem, keys: list[int]) -> tuple[Tensor, Tensor, Tensor
     heads = problem.kv_heads
     if problem.page_size:
         return make_pages(problem, keys)
-    if problem.total_q:
+    if problem.packed:
         k, v = (stored(problem, 1, sum(keys), heads, width).transpose(1, 2) for width in widths)
         return k, v, None
     # Keys behind the lengths on the device are there, and no sequence's.

@@ -207,7 +207,7 @@ def packed_kernel(width: int, *, lse: bool = False, **changes: Any) -> Kernel:
         seqlen_q=130,
         seqlen_kv=130,
         direction=Direction.BACKWARD,
-        total_q=1,
+        packed=1,
         **changes,
     )
     return render(FAMILY, problem, FAMILY.default(problem, TARGET), Specialization(lse=lse))
@@ -314,4 +314,4 @@ def test_gradients_of_sinks_are_sums_of_their_sequence(width: int, packed: bool,
 @pytest.mark.parametrize("mutant", backward_hopper_features.sinks(), ids=lambda mutant: mutant.name)
 def test_wrong_gradients_of_sinks_are_found(mutant: Mutant) -> None:
     problem = mutant.subject.problem
-    assert not sink_errors(broken(mutant), problem.head_dim, problem.total_q > 0) < 1e-3
+    assert not sink_errors(broken(mutant), problem.head_dim, problem.packed > 0) < 1e-3

@@ -33,7 +33,7 @@ POSITIONS: dict[str, tuple[Causal, dict[str, int]]] = {
     "causal": (Causal.BOTTOM_RIGHT, {}),
     "top left, window": (Causal.TOP_LEFT, {"window_left": 100}),
     "window": (Causal.NONE, {"window_left": 90, "window_right": 40}),
-    "chunks, first tokens": (Causal.BOTTOM_RIGHT, {"attention_chunk": 100, "sink_tokens": 5}),
+    "chunks, first tokens": (Causal.BOTTOM_RIGHT, {"chunk": 100, "sink_tokens": 5}),
 }
 
 

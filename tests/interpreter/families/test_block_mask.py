@@ -24,14 +24,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     "window": {"window_left": 70},
     "two_sided": {"window_left": 90, "window_right": 20},
     "first_tokens": {"window_left": 40, "sink_tokens": 70},
-    "chunk": {"attention_chunk": 100},
+    "chunk": {"chunk": 100},
     "prefix": {"window_left": 40, "prefix": True},
     "softcap": {"softcap": True},
     "alibi": {"alibi": True},
     "additive": {"bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
-    "lengths": {"seqlens_k": True},
+    "lengths": {"kv_lengths": True},
     "dropout": {"dropout": True},
 }
 

@@ -106,9 +106,9 @@ def together(*names: str) -> dict[str, Any] | None:
         if any(asked.get(field, value) != value for field, value in FEATURES[name].items()):
             return None
         asked |= FEATURES[name]
-    if asked.get("seqlens_k") and asked.get("page_size"):
+    if asked.get("kv_lengths") and asked.get("page_size"):
         return None
-    return None if "bias" in asked and "total_q" in asked else asked
+    return None if "bias" in asked and "packed" in asked else asked
 
 
 PAIRS = [pair for pair in itertools.combinations(DECODED, 2) if together(*pair)]
@@ -188,7 +188,7 @@ def test_many_packed_sequences() -> None:
     torch.manual_seed(0)
     lengths = [(index % 4, index % 7) for index in range(150)]
     rows, keys = (sum(one[axis] for one in lengths) for axis in (0, 1))
-    problem = a_problem(total_q=rows, heads=2, kv_heads=1, batch=len(lengths), causal=Causal.BOTTOM_RIGHT)
+    problem = a_problem(packed=rows, heads=2, kv_heads=1, batch=len(lengths), causal=Causal.BOTTOM_RIGHT)
     begins = [torch.tensor([0, *itertools.accumulate(one[axis] for one in lengths)]).int() for axis in (0, 1)]
     call = make_call(problem)
     q = torch.randn(1, 2, rows, problem.head_dim)

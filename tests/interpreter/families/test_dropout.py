@@ -15,15 +15,14 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.session import SESSION
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
 from flashtune.launch.tensors import ForwardTensors
 from flashtune.request.dropout import kept_weights
-from flashtune.runtime.call_cache import forget_executors
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from tests.support.process_state import forget_warnings
 
 TARGET = find_target("h200")
 FAMILY = find_family("forward_masked")
@@ -34,11 +33,10 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
-    forget_executors()
-    forget_warnings()
+    SESSION.reset()
     torch._dynamo.reset()
     yield
-    forget_executors()
+    SESSION.forget()
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> Triple:

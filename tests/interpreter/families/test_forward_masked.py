@@ -78,7 +78,7 @@ def combined(*names: str, **changes: Any) -> Problem | None:
         for field, value in FEATURES[name].items():
             if asked.setdefault(field, value) != value:
                 return None
-    if asked.get("page_size") and asked.get("seqlens_k"):
+    if asked.get("page_size") and asked.get("kv_lengths"):
         return None
     problem = a_problem(**asked, **changes)
     return None if FAMILY.supports(problem, TARGET) else problem
@@ -115,8 +115,8 @@ def contradict(pair: tuple[str, str]) -> bool:
     one, other = (FEATURES[name] for name in pair)
     clash = any(field in other and other[field] != value for field, value in one.items())
     both = {**one, **other}
-    biased = "bias" in both and "total_q" in both
-    return clash or biased or ("page_size" in both and "seqlens_k" in both)
+    biased = "bias" in both and "packed" in both
+    return clash or biased or ("page_size" in both and "kv_lengths" in both)
 
 
 @pytest.mark.parametrize("cap", [0.05, 1.0, 50.0, 3000.0])
@@ -141,7 +141,7 @@ def test_many_sequences_are_found_in_several_search_steps() -> None:
     """More sequences than one search step covers, most of them empty or of one query."""
     torch.manual_seed(0)
     lengths = [index % 3 if index % 40 else 35 for index in range(300)]
-    problem = a_problem(total_q=sum(lengths), heads=1, causal=Causal.BOTTOM_RIGHT, head_dim=16)
+    problem = a_problem(packed=sum(lengths), heads=1, causal=Causal.BOTTOM_RIGHT, head_dim=16)
     packed = starts(lengths)
     q, k, v = (torch.randn(1, 1, sum(lengths), 16) for _ in range(3))
     side = ExtraInputs(cu_seqlens_q=packed, cu_seqlens_kv=packed)

@@ -14,7 +14,6 @@ from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.request.call import Call, dense_call, paged_call
 from flashtune.request.request import Result
 from flashtune.runtime.prepare import prepare
-from flashtune.runtime.prepare_training import prepare_pair
 from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import HEADS, KV_HEADS, WIDTH
 from tests.problems.features import QUERIES, starts
@@ -27,7 +26,7 @@ INT = torch.int32
 
 
 def unchecked(call: Call, needs_grad: bool = False) -> Result:
-    server = (prepare_pair if needs_grad else prepare)(BoundRequest.of(call, needs_grad))
+    server = prepare(BoundRequest.of(call, needs_grad))
     return server(call.q, call.k, call.v, call.scale, call.side)
 
 

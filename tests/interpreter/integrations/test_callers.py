@@ -16,16 +16,16 @@ from click.testing import CliRunner
 
 import flashtune
 from flashtune.api.explain import explain_call
+from flashtune.core.session import SESSION
 from flashtune.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flashtune.recording.callers import called_by, caller_of, forget_callers, note_caller
+from flashtune.recording.callers import called_by, caller_of, note_caller
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import Call, dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime.call_cache import forget_executors
 from flashtune.tuner.cli import main
 from tests.problems import sglang_objects, vllm_objects
 from tests.problems.serving_batches import CASES, DECODING, MIXED, make_batch
@@ -37,8 +37,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(autouse=True)
 def unknown_callers() -> None:
     """No call was met before."""
-    forget_executors()
-    forget_callers()
+    SESSION.forget()
 
 
 def captured(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Call]:

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.integrations import operator_overrides
+from flashtune.core.session import SESSION
 from flashtune.integrations import torch as integration
 from flashtune.runtime import deferred
 from tests.support.attention_operators import CUDNN, Originals, registered
 from tests.support.models import diffusers_models
-from tests.support.process_state import forget_warnings
 
 diffusers = pytest.importorskip("diffusers", minversion="0.42")
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
@@ -24,9 +23,7 @@ functional = torch.nn.functional
 @pytest.fixture
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     """Torch's operators on the CPU, which SDPA calls as on a GPU, with flashtune active over them."""
-    forget_warnings()
-    deferred.forget()
-    operator_overrides.forget()
+    SESSION.reset()
     monkeypatch.setattr(integration, "KEY", "CPU")
 
     def sdpa(
@@ -50,7 +47,7 @@ def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
         monkeypatch.setattr(functional, "scaled_dot_product_attention", sdpa)
         yield found
     deferred.wait()
-    deferred.forget()
+    SESSION.forget()
 
 
 @pytest.mark.parametrize("name", ["unet", "transformer"])

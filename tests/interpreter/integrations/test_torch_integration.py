@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.integrations import operator_overrides
+from flashtune.core.session import SESSION
 from flashtune.integrations import torch as integration
 from flashtune.integrations.flash_operators import CudnnForward, CudnnForwardInto
 from flashtune.recording.recorder import read_counts, record_calls
@@ -28,7 +28,6 @@ from tests.support.attention_operators import (
     by_definition,
     registered,
 )
-from tests.support.process_state import forget_warnings
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -38,14 +37,12 @@ aten = torch.ops.aten
 @pytest.fixture
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     """Torch's operators on the CPU, with flashtune active over them."""
-    forget_warnings()
-    deferred.forget()
-    operator_overrides.forget()
+    SESSION.reset()
     monkeypatch.setattr(integration, "KEY", "CPU")
     with registered() as found, integration.activate():
         yield found
     deferred.wait()
-    deferred.forget()
+    SESSION.forget()
 
 
 def tensors(
@@ -473,7 +470,7 @@ def test_deterministic_mode_takes_reproducible_kernels(originals: Originals) -> 
     torch.use_deterministic_algorithms(True)
     try:
         out = prepared(lambda: aten._scaled_dot_product_cudnn_attention(*given, None, True)[0])
-        kinds = [kind for kind in deferred._kinds.values() if kind.request is not None]
+        kinds = [kind for kind in deferred._entries.values() if kind.request is not None]
         assert [kind.request.deterministic for kind in kinds if kind.request] == [True]
         torch.autograd.grad(out, given, torch.ones_like(out))
     finally:
@@ -559,7 +556,7 @@ def test_an_error_of_the_override_breaks_no_call(
     def fails(*_: object) -> None:
         raise AssertionError("a defect")
 
-    monkeypatch.setattr(deferred, "kind_of", fails)
+    monkeypatch.setattr(deferred, "entry_of", fails)
     given = tensors()
     with pytest.warns(flashtune.FlashtuneWarning, match="a defect"):
         out = aten._scaled_dot_product_cudnn_attention(*given, None, False)[0]

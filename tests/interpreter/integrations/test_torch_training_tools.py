@@ -22,11 +22,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from flashtune.core.session import SESSION
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime import deferred
 from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, by_definition, registered
-from tests.support.process_state import forget_warnings
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -38,14 +38,12 @@ PROCESSES = 2
 @pytest.fixture
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     """Torch's operators on the CPU, with flashtune active over them."""
-    forget_warnings()
-    deferred.forget()
-    operator_overrides.forget()
+    SESSION.reset()
     monkeypatch.setattr(integration, "KEY", "CPU")
     with registered() as found, integration.activate():
         yield found
     deferred.wait()
-    deferred.forget()
+    SESSION.forget()
 
 
 @pytest.fixture

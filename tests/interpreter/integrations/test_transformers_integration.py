@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from flashtune.core.session import SESSION
 from flashtune.integrations import transformers as integration
-from flashtune.integrations.transformers import Job
+from flashtune.integrations import transformers_jobs, transformers_masks
+from flashtune.integrations.transformers_jobs import Job, Layer, job_of, refused_jobs
 from flashtune.request.dropout import draw_seed, kept_weights
 from flashtune.runtime import deferred
 from tests.support.models.transformers_models import (
@@ -39,15 +41,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         found.append(executor is not None)
         return executor
 
-    deferred.forget()
+    SESSION.forget()
     monkeypatch.setattr(integration, "DEVICES", {"cpu"})
-    monkeypatch.setattr(integration, "HALF", (torch.float32,))
-    monkeypatch.setattr(integration, "MIN_MOVED", 2)
+    monkeypatch.setattr(transformers_jobs, "HALF", (torch.float32,))
+    monkeypatch.setattr(transformers_jobs, "MIN_MOVED", 2)
     monkeypatch.setattr(integration, "prepared", prepared)
     integration.register()
     yield found
     deferred.wait()
-    deferred.forget()
+    SESSION.forget()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -76,7 +78,7 @@ def test_bias_is_not_merged_with_a_causal_mask(served: list[bool], monkeypatch: 
     passes_of(model, inputs)
     deferred.wait()
     served.clear()
-    monkeypatch.setattr(integration, "_bias_mask", None)
+    monkeypatch.setattr(transformers_masks, "bias_mask", None)
     found = error(passes_of(model, inputs), want)
     assert served
     assert all(served)
@@ -89,14 +91,14 @@ def test_refused_causal_mask_is_merged_with_the_bias() -> None:
     bias = torch.randn(1, 2, 12, 12)
 
     def made() -> Job | None:
-        return integration._job(q, k, v, None, 1.0, None, True, None, bias, {})
+        return job_of(Layer((q, k, v), None, bias, True, 1.0, {}))
 
     apart = made()
     assert apart is not None
     assert apart.short is not None
     assert apart.call.options.causal == "bottom_right"
     assert apart.call.side.bias is bias
-    integration._refused.add(apart.short)
+    refused_jobs[apart.short] = True
     merged = made()
     assert merged is not None
     assert merged.short is not None
@@ -104,9 +106,9 @@ def test_refused_causal_mask_is_merged_with_the_bias() -> None:
     assert merged.call.side.bias is not None
     assert (merged.call.side.bias[0, 0].tril() == bias[0, 0].tril()).all()
     assert (merged.call.side.bias[0, 0, 0, 1:] == torch.finfo(q.dtype).min).all()
-    integration._refused.add(merged.short)
+    refused_jobs[merged.short] = True
     assert made() is None
-    integration._refused.clear()
+    refused_jobs.clear()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])

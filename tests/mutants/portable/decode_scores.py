@@ -46,7 +46,7 @@ def windows(size: Size) -> tuple[Mutant, ...]:
 def chunks(size: Size) -> tuple[Mutant, ...]:
     """Chunks, which a few queries lie in two of."""
     begin = "first_position = tile * BLOCK_M // group_size"
-    return mutants_of(size.decoding(attention_chunk=size.chunk), (
+    return mutants_of(size.decoding(chunk=size.chunk), (
         ("chunk one query early", START, START.replace("positions", "tl.maximum(positions, 0) + 1")),
         ("chunk one query late", START, START.replace("positions", "positions - 1")),
         ("chunk without its first key", START, f"{START} + 1"),

@@ -108,7 +108,7 @@ def softmax(size: Size) -> tuple[Mutant, ...]:
     """Maxima, sums and the log-sum-exp where sequences have lengths of their own."""
     # In 16 bits no tile of values is narrower.
     columns = "columns_32" if size.dtype is Dtype.FP32 else "columns_64"
-    return mutants_of(size.masked(seqlens_k=True), (
+    return mutants_of(size.masked(kv_lengths=True), (
         ("outputs of masked blocks not rescaled", "accumulator * rescale[:, None]", "accumulator", BAND),
         ("sum of masked blocks not rescaled",
          SUM, SUM.replace("rescale", "(1.0 if IS_PARTIAL else rescale)")),

@@ -12,6 +12,7 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Outcome, Provenance, Record, Selection, Verdict, VerificationStatus
+from flashtune.core.session import SESSION
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.bound_request import BoundRequest
@@ -207,7 +208,7 @@ def test_table_hash_covers_records_of_dispatch(problem: Problem, make_record: Ma
     with open_store() as store:
         store.pin(store.add(make_record(problem, target="nobodys-gpu")))
     assert table_hash("nobodys-gpu") == empty, "a process never changes its mind"
-    tuned_records.cache_clear()
+    SESSION.reset()
     tuned = table_hash("nobodys-gpu")
     assert tuned != empty
     assert tuned_records("nobodys-gpu").find(problem.key) is not None

@@ -96,7 +96,7 @@ def test_keys_of_few_tiles_are_split(
 @pytest.mark.parametrize(("tokens", "groups"), [(34, 1), (200, 2)])
 def test_short_packed_sequences_get_tiles_of_one_group(tokens: int, groups: int) -> None:
     problem = shape(
-        batch=64, seqlen_q=4096, seqlen_kv=4096, total_q=64 * tokens, head_dim=256, value_head_dim=256
+        batch=64, seqlen_q=4096, seqlen_kv=4096, packed=64 * tokens, head_dim=256, value_head_dim=256
     )
     config = find_family("forward_hopper").default(problem, TARGET)
     assert isinstance(config, HopperConfig)
@@ -109,7 +109,7 @@ def test_equal_packed_sequences_take_as_long_as_a_dense_batch(
 ) -> None:
     # Packed shapes are tuned with lengths that differ by a factor of sixteen.
     dense = shape(batch=batch, seqlen_q=seqlen, seqlen_kv=seqlen, causal=Causal.BOTTOM_RIGHT)
-    packed = msgspec.structs.replace(dense, total_q=batch * seqlen)
+    packed = msgspec.structs.replace(dense, packed=batch * seqlen)
     estimates = [forecast(problem, records, TARGET, anyone) for problem in (dense, packed)]
     (_, of_dense), (_, of_packed) = (estimate for estimate in estimates if estimate is not None)
     assert 0.8 < of_packed.ms / of_dense.ms < 1.5
@@ -316,7 +316,7 @@ def test_untuned_chunks_of_prompts_in_pages_use_hopper(
             batch=16,
             seqlen_q=512,
             seqlen_kv=seqlen_kv,
-            total_q=8192,
+            packed=8192,
             page_size=page_size,
             **caches,
         )

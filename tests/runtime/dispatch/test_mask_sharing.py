@@ -19,7 +19,7 @@ from flashtune.dispatch.faster_peers import faster_peer, faster_peer_of_pair
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.masked_sdpa import sharing_of, timed_ways
 from flashtune.dispatch.tables import Tables
-from flashtune.runtime import prepare
+from flashtune.runtime import passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.runtime.conftest import TARGET
@@ -232,7 +232,7 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return launch
 
-    monkeypatch.setattr(prepare, "bind", bind)
+    monkeypatch.setattr(passes, "bind", bind)
     return found
 
 

@@ -22,7 +22,7 @@ from flashtune.dispatch import masked_sdpa
 from flashtune.dispatch.masked_sdpa import additive_mask, chosen_backend, masked_attention, refusal
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import prepare
+from flashtune.runtime import passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables import hub_dispatcher
@@ -140,7 +140,7 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return launch
 
-    monkeypatch.setattr(prepare, "bind", bind)
+    monkeypatch.setattr(passes, "bind", bind)
     return found
 
 

@@ -23,9 +23,9 @@ from flashtune.dispatch.lookup import default_selection, default_selections, sel
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
 from flashtune.request.call import dense_call
-from flashtune.runtime import kernel_fallback, prepare
+from flashtune.runtime import kernel_fallback, passes
 from flashtune.runtime.kernel_fallback import prepared
-from flashtune.runtime.prepare import forward_pass
+from flashtune.runtime.passes import forward_pass
 from flashtune.templates.family import Family
 
 H200 = find_target("h200")
@@ -177,8 +177,8 @@ def test_failed_kernel_is_replaced_by_another_family(
         return None, None, None
 
     monkeypatch.setattr(kernel_fallback, "chosen", refuse_native)
-    monkeypatch.setattr(prepare, "bind", lambda *_, **__: None)
-    monkeypatch.setattr(prepare, "launcher", lambda *_: "served")
+    monkeypatch.setattr(passes, "bind", lambda *_, **__: None)
+    monkeypatch.setattr(passes, "launcher", lambda *_: "served")
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
     bound, decided_for = decided(monkeypatch, tuned, misaligned=False)
     assert decided_for.backend is Backend.GENERATED

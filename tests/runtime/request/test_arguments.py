@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashtune
 from flashtune.core.arguments import read_count, shown
 from flashtune.core.errors import ProblemError, UsageError
-from flashtune.runtime.call_cache import forget_executors
+from flashtune.core.session import SESSION
 from tests.problems.features import KEYS, QUERIES, paged, starts
 
 HUGE = 10**5000
@@ -151,7 +151,7 @@ def test_numbers_are_refused_as_flags_in_first_and_later_calls(
     call: Callable[..., object], flag: tuple[str, bool, Any]
 ) -> None:
     name, right, wrong = flag
-    forget_executors()
+    SESSION.forget()
     for _ in range(2):
         with pytest.raises(ProblemError, match=f"{name} cannot be .*: pass "):
             call(**{name: wrong})
@@ -163,7 +163,7 @@ def test_scales_of_unsupported_types_are_refused_after_valid_calls() -> None:
     for _ in range(2):
         with pytest.raises(ProblemError, match="k_scale is a float: pass a torch tensor"):
             flashtune.attention(wide, wide, wide, k_scale=1.0)  # type: ignore[call-overload]
-        forget_executors()
+        SESSION.forget()
 
 
 def test_numpy_integers_are_accepted() -> None:

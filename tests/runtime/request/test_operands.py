@@ -15,9 +15,9 @@ import flashtune
 from flashtune.core.block_mask import BlockMask
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
+from flashtune.core.session import SESSION
 from flashtune.request.call import Options
-from flashtune.runtime import backward_executors, prepare
-from flashtune.runtime.call_cache import forget_executors
+from flashtune.runtime import backward_executors, passes
 from flashtune.runtime.op_library import OPERANDS
 from tests.problems.features import paged, starts
 from tests.runtime.training.training_calls import quiet
@@ -55,7 +55,7 @@ def launched(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[Launched
 
         return launch
 
-    monkeypatch.setattr(prepare, "bind", bind)
+    monkeypatch.setattr(passes, "bind", bind)
     monkeypatch.setattr(backward_executors, "bind", bind)
     return found
 
@@ -164,7 +164,7 @@ def made(case: Case) -> tuple[Any, tuple[Tensor, ...]]:
 
 def run(case: Case, way: str) -> tuple[Tensor, ...]:
     """Makes the call of a case and its backward pass. Returns the leaves that require gradients."""
-    forget_executors()
+    SESSION.forget()
     mode: Any = Operators if way == "operators" else contextlib.nullcontext
     with mode():
         result, leaves = made(case)

@@ -12,8 +12,9 @@ import flashtune
 from flashtune.core.errors import KernelError, ProblemError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
+from flashtune.core.session import SESSION
 from flashtune.dispatch import decision
-from flashtune.runtime import call_cache, prepare_training
+from flashtune.runtime import call_cache, prepare
 from tests.runtime.training.training_calls import (
     Make,
     backward_record,
@@ -76,7 +77,7 @@ def test_backend_with_the_faster_sum_serves_both_passes(
     q, k, v = leaves(problem, torch.bfloat16)
 
     def backends(forward: float, backward: float) -> tuple[str, str]:
-        call_cache.forget_executors()
+        SESSION.forget()
         tuned(
             machine,
             make_record(problem, ms=1.0, peers={"sdpa-cudnn": forward}),
@@ -120,7 +121,7 @@ def test_kernels_compute_masks_that_sdpa_refuses_or_compilers_trace(
     machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
 ) -> None:
     monkeypatch.setattr(decision, "is_untrusted", lambda *_: True)
-    monkeypatch.setattr(prepare_training, "masked_sdpa_executor", lambda *_: None)
+    monkeypatch.setattr(prepare, "masked_sdpa_executor", lambda *_: None)
     machine.usual = "sdpa-efficient"
     mask = torch.ones(problem.batch, 1, problem.seqlen_q, problem.seqlen_kv, dtype=torch.bool)
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Problem
-from flashtune.runtime import backward_executors, prepare
+from flashtune.runtime import backward_executors, passes
 from flashtune.runtime.gradients import BackwardInputs
 from tests.runtime.training.training_calls import close, executor_of, leaves, quiet
 from tests.support.machine import Machine, expected
@@ -74,7 +74,7 @@ def test_strides_changed_by_hooks_are_bound_again(
         bound.append(side.bias.stride())
         return lambda *_: None
 
-    monkeypatch.setattr(prepare, "bind", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(passes, "bind", lambda *_, **__: lambda *_: None)
     monkeypatch.setattr(backward_executors, "bind", bind)
     q, k, v = leaves(problem, torch.bfloat16)
     bias = torch.randn(512, 512, dtype=torch.bfloat16).expand(2, 8, 512, 512)

@@ -86,9 +86,9 @@ def test_transpose_dq_is_searched_where_it_changes_the_kernel(widths: tuple[int,
 @pytest.mark.parametrize(
     "asked",
     [
-        {"bias": Bias.ADDITIVE, "dropout": True, "seqlens_k": True},
+        {"bias": Bias.ADDITIVE, "dropout": True, "kv_lengths": True},
         {"bias": Bias.BOOLEAN, "dropout": True, "prefix": True, "softcap": True},
-        {"total_q": 8192, "dropout": True, "alibi": True, "window_left": 256, "sink_tokens": 4},
+        {"packed": 8192, "dropout": True, "alibi": True, "window_left": 256, "sink_tokens": 4},
     ],
     ids="-".join,
 )

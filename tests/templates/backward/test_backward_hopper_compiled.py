@@ -57,10 +57,10 @@ def test_dropout_keeps_wgmma_asynchronous(head_dim: int, causal: Causal) -> None
     "features",
     [
         {"causal": Causal.BOTTOM_RIGHT, "window_left": 1023},
-        {"window_left": 512, "window_right": 511, "total_q": 1},
+        {"window_left": 512, "window_right": 511, "packed": 1},
         {"causal": Causal.BOTTOM_RIGHT, "softcap": True},
-        {"causal": Causal.BOTTOM_RIGHT, "softcap": True, "total_q": 1, "sinks": True},
-        {"total_q": 1},
+        {"causal": Causal.BOTTOM_RIGHT, "softcap": True, "packed": 1, "sinks": True},
+        {"packed": 1},
     ],
     ids=["window", "packed window", "softcap", "packed softcap", "packed full"],
 )

@@ -24,7 +24,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.emulator.backward import BackwardProgram, Sums, emulate_backward
 from tests.emulator.hardware import BarrierError
-from tests.emulator.program import counted
+from tests.emulator.program import functions_of
 from tests.problems.plain_masks import plain_attention
 
 FAMILY = find_family("backward_hopper")
@@ -101,7 +101,7 @@ def places(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int, int]]:
     (programs,), _, integers = module.launch_plan(q, k, k, q, q, q, k, k)
     for number in range(programs):
         names = BackwardProgram(number, programs, module, Sums()).names()
-        exec(compile(counted(kernel, names), kernel.entry, "exec"), names)
+        exec(functions_of(kernel, names), names)
         *counts, seqlen_kv, diagonal, interleaved = integers
         yield names["TileScheduler"](*counts, interleaved, seqlen_kv, diagonal).get_tile()
 

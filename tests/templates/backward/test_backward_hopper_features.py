@@ -22,8 +22,7 @@ LENGTHS = ((400, 400), (150, 420), (420, 150))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("causal", "window"), WINDOWS)
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, True), (128, False), (256, True)])
 def test_windows(head_dim: int, causal: Causal, window: dict[str, int], deterministic: bool) -> None:
     for queries, keys in LENGTHS:
         changes: dict[str, Any] = {"seqlen_q": queries, "seqlen_kv": keys, **window}
@@ -59,13 +58,23 @@ EQUAL = [(64, 64), (1, 1), (0, 0), (200, 200), (129, 129), (0, 0), (97, 97)]
 MIXED = [(30, 0), (70, 300), (0, 9), (150, 40), (5, 131)]
 
 
+# Each mask with each order of sums, and with two or three head dims.
+PACKED = (
+    (64, Causal.NONE, True),
+    (64, Causal.BOTTOM_RIGHT, False),
+    (64, Causal.TOP_LEFT, True),
+    (128, Causal.BOTTOM_RIGHT, True),
+    (128, Causal.TOP_LEFT, False),
+    (256, Causal.NONE, False),
+    (256, Causal.BOTTOM_RIGHT, True),
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", list(Causal))
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("head_dim", "causal", "deterministic"), PACKED)
 def test_packed_sequences(head_dim: int, causal: Causal, deterministic: bool) -> None:
-    for lengths in (EQUAL, MIXED, MIXED[1:2]):
-        problem = a_problem(head_dim, causal=causal, deterministic=deterministic, total_q=1)
+    for lengths in (EQUAL, MIXED):
+        problem = a_problem(head_dim, causal=causal, deterministic=deterministic, packed=1)
         sums = emulated(problem, 2, lengths, spare=100)
         if deterministic:
             added = sums.added.values()
@@ -75,8 +84,12 @@ def test_packed_sequences(head_dim: int, causal: Causal, deterministic: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("deterministic", [False, True])
+def test_single_packed_sequence() -> None:
+    emulated(a_problem(64, causal=Causal.BOTTOM_RIGHT, packed=1), 2, MIXED[1:2], spare=100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, False), (128, True), (256, False)])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -89,9 +102,8 @@ def test_packed_sequences(head_dim: int, causal: Causal, deterministic: bool) ->
 def test_packed_sequences_with_other_features(
     head_dim: int, deterministic: bool, changes: dict[str, Any]
 ) -> None:
-    problem = a_problem(head_dim, total_q=1, heads=4, kv_heads=2, deterministic=deterministic, **changes)
-    for lengths in (EQUAL, MIXED):
-        emulated(problem, 3, lengths, spare=10)
+    problem = a_problem(head_dim, packed=1, heads=4, kv_heads=2, deterministic=deterministic, **changes)
+    emulated(problem, 3, MIXED, spare=10)
 
 
 @pytest.mark.slow

@@ -34,9 +34,9 @@ SPACES = [
     a_problem(128, causal=Causal.BOTTOM_RIGHT, window_left=100, kv_heads=2),
     a_problem(64, window_left=300, window_right=20),
     a_problem(128, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT, window_left=1000),
-    a_problem(128, causal=Causal.BOTTOM_RIGHT, total_q=2048),
-    a_problem(96, 80, kv_heads=4, total_q=2048, window_left=64),
-    a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, total_q=2048, page_size=16, kv_dtype=KvDtype.E4M3),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT, packed=2048),
+    a_problem(96, 80, kv_heads=4, packed=2048, window_left=64),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, packed=2048, page_size=16, kv_dtype=KvDtype.E4M3),
     a_problem(64, kv_heads=2, page_size=64, kv_dtype=KvDtype.E4M3),
     a_problem(128, kv_heads=2, page_size=8, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE),
 ]
@@ -46,8 +46,8 @@ BY_SPACE = pytest.mark.parametrize("problem", SPACES, ids=lambda problem: proble
 @pytest.mark.slow
 @BY_SPACE
 def test_every_config_of_a_space_renders(problem: Problem) -> None:
-    configs = sampled_configs(problem, 12)
-    assert len(configs) == 12
+    configs = sampled_configs(problem, 4)
+    assert len(configs) == 4
     for number, config in enumerate(configs):
         kernel = render(FAMILY, problem, config, Specialization(lse=number % 2 == 0))
         names = {node.name for node in ast.parse(kernel.source).body if isinstance(node, ast.FunctionDef)}
@@ -117,7 +117,7 @@ def test_tile_order_is_searched_where_tiles_differ() -> None:
         problem = msgspec.structs.replace(a_problem(causal=causal), **changes)
         return len({config.order for config in sampled_configs(problem, 60)})
 
-    assert orders() == orders(window_left=900) == orders(attention_chunk=256) == 3
+    assert orders() == orders(window_left=900) == orders(chunk=256) == 3
     assert orders(causal=Causal.NONE, window_left=100) == 1
     assert a_config(a_problem(causal=Causal.BOTTOM_RIGHT, window_left=900)).order is Order.LPT
 
@@ -153,7 +153,7 @@ def test_defaults_are_in_the_space_and_fit(dtype: Dtype, causal: Causal, window:
         for value_head_dim in {head_dim, 64, 128, 256}:
             for queries, keys in ((1024, 100), (1, 16384)):
                 shape = {"kv_heads": 1, "seqlen_q": queries, "seqlen_kv": keys, **window}
-                problem = a_problem(head_dim, value_head_dim, dtype, causal, **shape)
+                problem = a_problem(head_dim, value_head_dim, dtype=dtype, causal=causal, **shape)
                 assert FAMILY.supports(problem, H200) is None
                 config = a_config(problem)
                 assert FAMILY.space(problem, H200).contains(config), problem.key
@@ -168,8 +168,8 @@ def test_defaults_of_eight_bit_caches_are_in_the_space_and_fit(
     columns: int, causal: Causal, page_size: int, packed: bool
 ) -> None:
     for queries, keys in ((1024, 1024), (512, 4608), (1, 16384)):
-        shape = {"kv_heads": 1, "seqlen_q": queries, "seqlen_kv": keys, "total_q": queries * packed}
-        plain = a_problem(columns, columns, Dtype.BF16, causal, page_size=page_size, **shape)
+        shape = {"kv_heads": 1, "seqlen_q": queries, "seqlen_kv": keys, "packed": queries * packed}
+        plain = a_problem(columns, columns, causal=causal, page_size=page_size, **shape)
         problem = msgspec.structs.replace(plain, kv_dtype=KvDtype.E4M3)
         config = a_config(problem)
         assert FAMILY.space(problem, H200).contains(config), problem.key
@@ -179,8 +179,8 @@ def test_defaults_of_eight_bit_caches_are_in_the_space_and_fit(
 
 def test_conversion_of_caches_takes_time() -> None:
     # Chunks of prompts on an H200: 655 TFLOP/s with pages of 16 in bf16, and 523 in e4m3.
-    shape = {"heads": 32, "kv_heads": 8, "batch": 16, "seqlen_q": 512, "seqlen_kv": 4608, "total_q": 8192}
-    plain = a_problem(128, 128, Dtype.BF16, Causal.BOTTOM_RIGHT, page_size=16, **shape)
+    shape = {"heads": 32, "kv_heads": 8, "batch": 16, "seqlen_q": 512, "seqlen_kv": 4608, "packed": 8192}
+    plain = a_problem(causal=Causal.BOTTOM_RIGHT, page_size=16, **shape)
     stored = msgspec.structs.replace(plain, kv_dtype=KvDtype.E4M3)
     times = [FAMILY.makespan_ms(problem, a_config(problem), H200) for problem in (plain, stored)]
     assert times[1] / times[0] == pytest.approx(655 / 523, rel=0.05)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune import testing
+from flashtune.core.problem import Causal, Direction, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.db.table import shipped_table
 from flashtune.runtime.unfused import standard_hbm_items
@@ -38,17 +39,8 @@ BLOCK = st.sampled_from([16, 32, 64, 128])
 def a_problem(
     seqlen_q: int, seqlen_kv: int, causal: Causal = Causal.NONE, heads: int = 16, batch: int = 1
 ) -> Problem:
-    return Problem(
-        dtype=Dtype.BF16,
-        head_dim=128,
-        value_head_dim=64,
-        heads=heads,
-        kv_heads=heads,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        causal=causal,
-    )
+    shape = f"heads={heads},seqlen=1,head_dim=128,value_head_dim=64,dtype=bf16"
+    return testing.problem(shape, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, causal=causal)
 
 
 @pytest.mark.slow
@@ -109,12 +101,12 @@ def test_windows_skip_whole_blocks(
 
 
 def test_varlen_counts_as_sequences_between_the_mean_and_the_longest_length() -> None:
-    problem = msgspec.structs.replace(a_problem(1000, 2000, batch=64), total_q=2500)
+    problem = msgspec.structs.replace(a_problem(1000, 2000, batch=64), packed=2500)
     assert mean_queries(problem) == 40
     assert unpacked(problem) == a_problem(200, 400, batch=13)
     in_pages = msgspec.structs.replace(problem, page_size=16)
     assert unpacked(in_pages).seqlen_kv == 2000
-    equal = msgspec.structs.replace(problem, total_q=64 * 1000)
+    equal = msgspec.structs.replace(problem, packed=64 * 1000)
     assert unpacked(equal) == a_problem(1000, 2000, batch=64)
     assert unpacked(a_problem(10, 10)) == a_problem(10, 10)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from flashtune import testing
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Dtype
 from flashtune.launch.compilation import load_module
@@ -35,10 +35,8 @@ def constants_of(
         constants[function.__name__] = [one.name for one in ones if not one.do_not_specialize]
 
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
-    )
-    load_module(kernel).attention(*(tensor.as_subclass(OnGpu) for tensor in tensors))
+    with testing.fake_gpu("h200"):
+        load_module(kernel).attention(*(tensor.as_subclass(OnGpu) for tensor in tensors))
     return constants
 
 

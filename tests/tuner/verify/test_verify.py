@@ -132,6 +132,7 @@ def current(record: Record) -> Record:
     return msgspec.structs.replace(record, kernel=digest_of(record), versions=versions)
 
 
+@pytest.mark.slow
 def test_kernels_of_every_family_are_compiled_and_interpreted() -> None:
     by_family = {one.record.family: current(one.record) for one in shipped_selections() if one.record.config}
     jobs = Jobs()

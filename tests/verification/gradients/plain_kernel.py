@@ -85,7 +85,7 @@ def _one(
 ) -> None:
     rows, count = query_rows(problem, sequence, side), key_count(problem, sequence, side)
     first = 0 if side.cu_seqlens_kv is None else int(side.cu_seqlens_kv[sequence])
-    block, keys = 0 if problem.total_q else sequence, slice(first, first + count)
+    block, keys = 0 if problem.packed else sequence, slice(first, first + count)
     low = tensors.q.dtype
     head = hooks.head(torch.arange(problem.heads) // problem.group_size)
     own = torch.arange(problem.heads) // problem.group_size

@@ -176,7 +176,7 @@ def test_writes_to_other_buffers_are_reported(
 
 
 def test_packed_keys_outside_of_sequences_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = a_problem(total_q=9, batch=2, seqlen_q=5, seqlen_kv=1)
+    problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=1)
     case = Case(
         problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (0, 0)), repeats=3
     )
@@ -184,7 +184,7 @@ def test_packed_keys_outside_of_sequences_have_no_gradient(monkeypatch: pytest.M
 
 
 def test_packed_rows_after_the_last_sequence_must_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = a_problem(total_q=9, batch=2, seqlen_q=5, seqlen_kv=5)
+    problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=5)
     case = Case(
         problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (3, 5)), repeats=3
     )

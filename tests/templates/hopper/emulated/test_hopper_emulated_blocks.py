@@ -30,11 +30,11 @@ BLOCK_CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
 OTHERS: dict[str, tuple[Causal, dict[str, Any]]] = {
     "alone": (Causal.NONE, {}),
     "causal": (Causal.BOTTOM_RIGHT, {}),
-    "lengths": (Causal.NONE, {"seqlens_k": True}),
-    "causal, lengths": (Causal.BOTTOM_RIGHT, {"seqlens_k": True}),
+    "lengths": (Causal.NONE, {"kv_lengths": True}),
+    "causal, lengths": (Causal.BOTTOM_RIGHT, {"kv_lengths": True}),
     "top left, window": (Causal.TOP_LEFT, {"window_left": 100}),
     "window": (Causal.NONE, {"window_left": 90, "window_right": 40}),
-    "chunks, first tokens": (Causal.BOTTOM_RIGHT, {"attention_chunk": 100, "sink_tokens": 5}),
+    "chunks, first tokens": (Causal.BOTTOM_RIGHT, {"chunk": 100, "sink_tokens": 5}),
     "alibi, softcap, sinks": (Causal.BOTTOM_RIGHT, {"alibi": True, "softcap": True, "sinks": True}),
     "alibi, dropout": (Causal.NONE, {"alibi": True, "dropout": True}),
 }

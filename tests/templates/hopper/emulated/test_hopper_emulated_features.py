@@ -30,18 +30,18 @@ FEATURES: dict[str, tuple[Causal, dict[str, int]]] = {
     "sinks": (Causal.BOTTOM_RIGHT, {"sinks": True}),
     "sinks, window": (Causal.BOTTOM_RIGHT, {"sinks": True, "window_left": 70}),
     "sinks, dropout": (Causal.NONE, {"sinks": True, "dropout": True}),
-    "chunks": (Causal.BOTTOM_RIGHT, {"attention_chunk": 128}),
-    "uneven chunks": (Causal.TOP_LEFT, {"attention_chunk": 100}),
-    "chunks, full": (Causal.NONE, {"attention_chunk": 90}),
-    "chunks, window": (Causal.NONE, {"attention_chunk": 150, "window_left": 60, "window_right": 30}),
+    "chunks": (Causal.BOTTOM_RIGHT, {"chunk": 128}),
+    "uneven chunks": (Causal.TOP_LEFT, {"chunk": 100}),
+    "chunks, full": (Causal.NONE, {"chunk": 90}),
+    "chunks, window": (Causal.NONE, {"chunk": 150, "window_left": 60, "window_right": 30}),
     "first tokens, window": (Causal.BOTTOM_RIGHT, {"sink_tokens": 5, "window_left": 40}),
     "first tokens, full": (Causal.NONE, {"sink_tokens": 70, "window_left": 40}),
-    "first tokens, chunks": (Causal.NONE, {"sink_tokens": 120, "attention_chunk": 64, "window_right": 20}),
+    "first tokens, chunks": (Causal.NONE, {"sink_tokens": 120, "chunk": 64, "window_right": 20}),
     "prefix": (Causal.BOTTOM_RIGHT, {"prefix": True}),
     "prefix, alibi": (Causal.TOP_LEFT, {"prefix": True, "alibi": True}),
     "prefix, window": (Causal.BOTTOM_RIGHT, {"prefix": True, "window_left": 50, "sink_tokens": 3}),
     "prefix, window, full": (Causal.NONE, {"prefix": True, "window_left": 50}),
-    "prefix, chunks": (Causal.NONE, {"prefix": True, "attention_chunk": 80}),
+    "prefix, chunks": (Causal.NONE, {"prefix": True, "chunk": 80}),
     "prefix without bounds": (Causal.NONE, {"prefix": True}),
 }
 LENGTHS = [(200, 300), (150, 420), (420, 150)]
@@ -64,7 +64,7 @@ def test_features(config: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_device_lengths(config: dict[str, Any], name: str) -> None:
     causal, features = FEATURES[name]
-    problem = a_small(causal, seqlen_q=150, seqlen_kv=250, batch=4, seqlens_k=True, **features)
+    problem = a_small(causal, seqlen_q=150, seqlen_kv=250, batch=4, kv_lengths=True, **features)
     assert worst_error(kernel_of(problem, **config), problem, 5) < 1e-12
 
 
@@ -75,8 +75,8 @@ def test_device_lengths(config: dict[str, Any], name: str) -> None:
 def test_packed_sequences(config: dict[str, Any], name: str) -> None:
     causal, features = FEATURES[name]
     for lengths in (MIXED, [(30, 0), (70, 3), (0, 9), (5, 0), (190, 200)]):
-        for changes in ({}, {"seqlens_k": True}):
-            problem = a_small(causal, total_q=1, **features, **changes)
+        for changes in ({}, {"kv_lengths": True}):
+            problem = a_small(causal, packed=1, **features, **changes)
             assert worst_error(kernel_of(problem, **config), problem, 7, lengths, spare=100) < 1e-12, lengths
 
 
@@ -85,7 +85,7 @@ def test_packed_sequences(config: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_packed_heads(name: str) -> None:
     causal, features = FEATURES[name]
-    problem = a_small(causal, heads=10, kv_heads=2, seqlen_q=20, batch=2, seqlens_k=True, **features)
+    problem = a_small(causal, heads=10, kv_heads=2, seqlen_q=20, batch=2, kv_lengths=True, **features)
     config = {"num_consumer_groups": 2, "rows_per_group": 64, "block_n": 64, "pack_gqa": 4}
     assert worst_error(kernel_of(problem, **config), problem, 3) < 1e-12
 
@@ -99,12 +99,12 @@ def a_feature_problem(chance: random.Random) -> tuple[Problem, list[tuple[int, i
             ("window_left", (0, 30, 64, 130), 0.4),
             ("window_right", (0, 20, 64, 100), 0.2),
             ("sink_tokens", (1, 5, 64, 100), 0.3),
-            ("attention_chunk", (32, 64, 100, 128), 0.3),
+            ("chunk", (32, 64, 100, 128), 0.3),
             ("prefix", (True,), 0.3),
             ("softcap", (True,), 0.25),
             ("alibi", (True,), 0.3),
             ("sinks", (True,), 0.3),
-            ("seqlens_k", (True,), 0.3),
+            ("kv_lengths", (True,), 0.3),
         )
         if chance.random() < share
     }
@@ -114,7 +114,7 @@ def a_feature_problem(chance: random.Random) -> tuple[Problem, list[tuple[int, i
     lengths = None
     if chance.random() < 0.4:
         lengths = [(chance.randint(0, 200), chance.randint(0, 200)) for _ in range(chance.randint(1, 5))]
-        fields["total_q"] = 1
+        fields["packed"] = 1
     elif chance.random() < 0.2:
         fields["dropout"] = True
     return a_small(causal, **shape, **fields), lengths

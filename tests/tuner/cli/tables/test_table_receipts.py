@@ -12,6 +12,7 @@ import pytest
 from click.testing import Result
 
 from flashtune.core.record import Measurement, Record, Verdict
+from flashtune.core.session import SESSION
 from flashtune.db import table as module
 from flashtune.db.codec import Check
 from flashtune.db.table import Timing, TunedTable, dump_table, load_table
@@ -142,9 +143,9 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
     table = TunedTable(target=record.target, records=(other,), receipts=(check,), times=(time,))
     for place in (module, lookup):
         monkeypatch.setattr(place, "shipped_table", lambda name: table if name == table.target else None)
-    tables.tuned_records.cache_clear()
+    SESSION.reset()
     yield table
-    tables.tuned_records.cache_clear()
+    SESSION.reset()
 
 
 def test_shipped_receipt_without_a_time_verifies_a_record(

@@ -1,0 +1,121 @@
+"""A test that lists the mutable state of modules outside of `flashtune.core.session.SESSION`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1] / "flashtune"
+# Packages that other packages see through a link.
+LINKED = ("db", "kernels_generated", "templates", "tuner")
+CONTAINERS = (
+    "dict",
+    "set",
+    "list",
+    "defaultdict",
+    "deque",
+    "WeakKeyDictionary",
+    "Counter",
+)
+LOCKS = ("Lock", "RLock", "Condition", "Event", "local")
+CACHES = ("cache", "lru_cache")
+
+# The exceptions, each with its reason.
+STATE = {
+    "integrations/flash_attn/patching.py _lock": "guards sys.modules",
+    "integrations/flash_attn/patching.py _replaced": "modules to restore in sys.modules",
+    "integrations/torch.py _changing": "guards torch's table of operators",
+    "integrations/torch.py _removed": "overrides that other threads may still call",
+    "launch/compilation.py _LOADING": "guards the import of rendered files",
+    "launch/compilation.py _launching": "guards Triton's launchers",
+    "launch/tma_descriptors.py _thread": "descriptors of one thread's launches",
+    "launch/workspaces.py _kept": "GPU memory of launches, by stream",
+    "recording/recorder.py _lock": "guards the counts of recordings",
+    "recording/recorder.py _recordings": "the present recordings",
+    "core/notices.py _telling": "guards warnings",
+}
+FUNCTIONS = {
+    "api/merge_states.py _length": "CUDA graphs may read the tensor",
+    "core/canonical_source.py canonical_source": "a function of its argument",
+    "core/target.py device_target": "a GPU does not change",
+    "dispatch/forecast.py _span": "a function of its arguments",
+    "dispatch/masked_sdpa.py _levels": "CUDA graphs may read the tensors",
+    "dispatch/sdpa_times.py _schedule_ms": "a function of its arguments",
+    "dispatch/sdpa_times.py unfused_leads": "a function of its arguments",
+    "dispatch/versions.py _ptxas_version": "an installed version does not change",
+    "dispatch/versions.py current_versions": "installed versions do not change",
+    "dispatch/versions.py driver_version": "a driver does not change",
+    "integrations/operator_overrides.py _allocators": "a function of its arguments",
+    "integrations/sdpa_operators.py _options": "a function of its arguments",
+    "integrations/sglang_backend.py backend_class": "a class is defined once",
+    "integrations/vllm_backend.py host_classes": "a class is defined once",
+    "launch/compilation.py interpreting": "Triton reads the variable once",
+    "launch/kernel_cache.py _compiled": "loaded kernels stay loaded",
+    "launch/packed_tail.py _compiled": "loaded kernels stay loaded",
+    "launch/tma_descriptors.py _maker": "a driver does not change",
+    "request/quantization.py cached_ones": "CUDA graphs may read the tensor",
+    "runtime/background.py _stream": "a stream cannot be freed while a job may use it",
+}
+
+
+def module_trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT)
+        if name.parts[0] not in LINKED:
+            yield str(name), ast.parse(path.read_text())
+
+
+def called(node: ast.expr | None) -> str:
+    """The name of the function that an expression calls or refers to."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def is_state(name: str, value: ast.expr | None) -> bool:
+    """Whether a name of a module is a lock or a container that code may change. Constants are upper-case."""
+    if isinstance(value, ast.Call) and called(value) in LOCKS:
+        return True
+    display = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
+    is_container = isinstance(value, display) or (isinstance(value, ast.Call) and called(value) in CONTAINERS)
+    return is_container and not name.isupper() and name != "__all__"
+
+
+def test_modules_have_no_other_mutable_state() -> None:
+    found = set()
+    for path, tree in module_trees():
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                if is_state(ast.unparse(target), node.value):
+                    found.add(f"{path} {ast.unparse(target)}")
+    assert found == {*STATE}
+
+
+def test_entries_of_caches_are_added_by_a_function_with_a_limit() -> None:
+    unbounded = set()
+    for path, tree in module_trees():
+        nodes = [*ast.walk(tree)]
+        caches = {
+            ast.unparse(node.target)
+            for node in nodes
+            if isinstance(node, ast.AnnAssign) and called(node.value) in ("cache", "process_cache")
+        }
+        unbounded |= {
+            f"{path} {ast.unparse(node)}"
+            for node in nodes
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+            if ast.unparse(node.value) in caches
+        }
+    assert unbounded == set()
+
+
+def test_no_other_functions_keep_their_results() -> None:
+    found = {
+        f"{path} {node.name}"
+        for path, tree in module_trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any(called(one) in CACHES for one in node.decorator_list)
+    }
+    assert found == {*FUNCTIONS}
