@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -95,9 +95,10 @@ def mutants_of(
 ) -> tuple[Mutant, ...]:
     """The mutants of one kernel; their names begin with `prefix`."""
     mutants = []
-    for name, *fields in rows:
+    for row in rows:
+        fields: tuple[Any, ...] = row[1:]
         patches = (Patch(*fields),) if isinstance(fields[0], str) else fields[0]
-        mutants.append(Mutant(prefix + name, subject, patches, racy, hangs))
+        mutants.append(Mutant(prefix + row[0], subject, patches, racy, hangs))
     return tuple(mutants)
 
 
