@@ -1,7 +1,7 @@
-# Two commands do everything on a fresh machine with Python 3.11 or newer:
-#   make demo    installs flashtune into .venv, runs a search on whatever is there, prints the result
-#   make test    runs the checks that a change must pass, which need no GPU
-# `make help` lists the rest.
+# Two commands do everything on a fresh machine with Python 3.11 or newer.
+# - `make demo` installs flashtune into .venv, runs a search, and prints the result.
+# - `make test` runs the checks that a change must pass. They need no GPU.
+# `make help` lists the others.
 
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -14,7 +14,7 @@ WORKERS ?= 2
 # Processes that share a GPU in its tests: most of their time is the compiler's. More threads of theirs than
 # there are cores wait for each other for most of it.
 GPU_WORKERS ?= 8
-# Rendering, compiling and the interpreter are tested under these too, beside the Triton that is installed.
+# Rendering, compiling and the interpreter are tested under these too, in addition to the installed Triton.
 OTHER_TRITONS := 3.6.0 3.9.0
 BY_TRITON := tests/templates tests/tuner/binary/test_unwritten.py tests/runtime/launch/test_descriptors.py tests/runtime/launch/test_descriptor_launch.py tests/runtime/launch/test_descriptor_binding.py tests/runtime/launch/test_queueing.py
 
@@ -74,8 +74,8 @@ demo: $(RUNS) ## Search one shape, for an H100 without a GPU, and show it
 
 # ---- checking ----------------------------------------------------------------------------------
 
-# What `make test` leaves to `make test-all`: most cases of long lists, most kernels of the shipped tables, and
-# most tests under the other Tritons.
+# `make test` leaves to `make test-all`: most cases of long lists, most kernels of the shipped tables, and most
+# tests under the other Tritons.
 CASES := --sample
 # Kernels that changed since they were verified on a GPU pass if they compile, fit and match the reference here.
 KERNELS := --sample --allow-unproven
@@ -84,9 +84,20 @@ UNDER_OTHERS := -m tritons
 TIMES := out/times
 
 .PHONY: check test test-all slowest
-check: lint prose lines imports types quick ## Run the fast checks, while you work
+# Runs lists of targets at the same time: static checks use one core for most of their time.
+STATIC := lint prose lines imports types
+define at-once
+	+@printf '%s\n' $(1) | xargs -P 2 -I{} bash -c '$(MAKE) --no-print-directory KERNELS="$(KERNELS)" {}'
+endef
 
-test: no-times lint prose lines types imports unit interpreter tables other-tritons slowest ## Run what a change must pass before it is merged; needs no GPU
+check: $(DEVELOPS) ## Run the fast checks, while you work
+	$(call at-once,'$(STATIC)' quick)
+
+test: no-times static-and-tables unit interpreter other-tritons slowest ## Run what a change must pass before it is merged; needs no GPU
+
+.PHONY: static-and-tables
+static-and-tables: $(DEVELOPS)
+	$(call at-once,'$(STATIC)' tables)
 
 test-all: CASES := --timeout 3600
 test-all: KERNELS := --allow-unproven
@@ -140,7 +151,7 @@ interpreter: $(DEVELOPS) ## Run the kernels on the CPU
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup $(CASES) --times $(TIMES)/interpreter.tsv tests/interpreter
 
 tables: $(DEVELOPS) ## Verify kernels of the shipped tables
-	$(if $(wildcard db/tuned/*.json),$(BIN)/flashtune verify $(KERNELS),@echo 'No table ships yet: nothing to verify.')
+	@ls db/tuned/*.json | xargs -P $(WORKERS) -n 1 $(BIN)/flashtune verify $(KERNELS) --table
 
 other-tritons: $(OTHER_TRITONS:%=triton-%) ## Render, compile and interpret under other Tritons
 

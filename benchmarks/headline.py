@@ -27,7 +27,7 @@ from flashtune.tuner.bench.driver import read_report
 from flashtune.tuner.bench.grids import case_of
 from flashtune.tuner.bench.results import OURS, Bench
 
-# What the table and the sentences of README.md are made of.
+# Sources of the table and the sentences of README.md.
 MEASURED = ("nvidia-h200-bench.json.gz", "nvidia-h200-backward.json.gz")
 # Lengths, heads and batch do not change what is rendered.
 STATIC = {"heads": 1, "kv_heads": 1, "batch": 1, "seqlen_q": 1024, "seqlen_kv": 1024}

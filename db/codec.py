@@ -13,7 +13,6 @@ from typing import Any, overload
 import msgspec
 
 from flashtune.core.config import Config
-from flashtune.core.earlier_names import present_record
 from flashtune.core.errors import TableError
 from flashtune.core.record import Digest, Provenance, Record, Seconds, Verdict, Versions
 from flashtune.core.target import TargetName
@@ -101,33 +100,15 @@ def decode_record(raw: bytes) -> Record:
     return record
 
 
-def decode_earlier_record(raw: bytes) -> Record:
-    """Returns the record in JSON of table schema 1 or 2, with earlier names of fields.
-
-    Raises:
-        TableError: As `decode_record`.
-    """
-    return decode_record(present_record(raw) if len(raw) <= MAX_RECORD_BYTES else raw)
-
-
 def decode_stored(payload: object, problem_key: object, target: object) -> Record:
-    """Returns the record of a row, also one with earlier names. It must match the row's problem and target.
-
-    A database may have such rows: the runtime migrates none, and a program of an earlier version may still
-    write to one that another program migrated.
+    """Returns the record of a row. It must match the row's problem and target.
 
     Raises:
         TableError: The row holds no record, or the record of another row.
     """
-    if payload is None:
-        raise TableError(f"a row has no record, or one of more than {MAX_RECORD_BYTES} bytes")
     if not isinstance(payload, str):
         raise TableError(f"a row holds {type(payload).__name__} where a record's JSON should be")
-    raw = raw_bytes(payload)
-    try:
-        record = decode_record(raw)
-    except TableError:
-        record = decode_earlier_record(raw)
+    record = decode_record(raw_bytes(payload))
     if (record.problem.key, record.target) != (problem_key, target):
         raise TableError(
             f"a record of {record.problem.key} on {record.target} is stored under another problem or target"

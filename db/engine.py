@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import URL, Engine, create_engine, event, exc
 
 from flashtune.db.errors import sqlite_error
-from flashtune.db.limits import file_exists, restrict, statement_seconds
-from flashtune.db.location import make_file, read_only_uri, read_write_uri, sqlite_path
+from flashtune.db.limits import restrict, statement_seconds
+from flashtune.db.location import read_only_uri, read_write_uri, sqlite_path
 from flashtune.db.server import server_engine, server_error
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ def make_engine(url: str, *, read_only: bool = False) -> Engine:
 
 def _sqlite_engine(path: Path, read_only: bool) -> Engine:
     def connect() -> sqlite3.Connection:
-        if not (file_exists(path) or read_only):
-            make_file(path)
         # With a URI, SQLite itself refuses to write, or to create a missing file.
         name = read_only_uri(path) if read_only else read_write_uri(path)
         # With no isolation level, the driver opens no transactions: the hook below opens them.

@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, delete, func, select
 
 from flashtune.db.eligibility import serves_any_tensors
-from flashtune.db.queries import chosen, fetched, select_records, take_fallback, take_selection
+from flashtune.db.queries import chosen, select_records, take_fallback, take_selection
 from flashtune.db.schema import FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
@@ -115,7 +115,7 @@ def _reselected(
     connection: Connection, target: str, problem: str, choose: Choose, pinned_at: str
 ) -> TakenBack:
     query = select_records().where(RECORDS.c.problem_key == problem, RECORDS.c.target == target)
-    left = list(readable(fetched(connection, query), "this database"))
+    left = list(readable(connection.execute(query).all(), "this database"))
     present = chosen(connection, SELECTIONS, left[0].record) if left else None
     row = present or choose(left)
     if row is None:

@@ -22,19 +22,6 @@ MAX_BETWEEN = 1.0
 STATEMENT_SECONDS = 4.0
 SCANNED_BYTES_PER_SECOND = 20e6
 BLOCK_BYTES = 512
-# Each of these runs SQL of the file's author, and a deadline cannot interrupt a single SQLite function.
-FOREIGN = """
-SELECT name FROM sqlite_master AS object
-WHERE type = 'trigger'
-   OR lower(tbl_name) IN ('alembic_version', 'records', 'selections', 'fallbacks', 'stand_ins', 'checks')
-  AND CASE type
-      WHEN 'index' THEN sql LIKE '%where%'
-        OR EXISTS (SELECT 1 FROM pragma_index_xinfo(object.name) WHERE cid = -2)
-      WHEN 'table' THEN sql NOT LIKE 'CREATE TABLE%' OR replace(lower(sql), 'checks', '') LIKE '%check%'
-        OR EXISTS (SELECT 1 FROM pragma_table_xinfo(object.name) WHERE hidden OR dflt_value IS NOT NULL)
-      ELSE 1 END
-LIMIT 1
-"""
 
 
 class Deadline:
@@ -102,17 +89,3 @@ def file_exists(path: Path) -> bool:
             f"{path} is not a file and holds no database: name another with --db or FLASHTUNE_DB"
         )
     return True
-
-
-def is_too_large(error: BaseException | None) -> bool:
-    """Returns whether SQLite refused a statement because a value exceeds `MAX_VALUE_BYTES`."""
-    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_TOOBIG
-
-
-def foreign_object(name: str, where: str) -> StoreError:
-    """Returns the error for a schema with SQL that runs when a table is read or written."""
-    text = "".join(sign if sign.isprintable() else "?" for sign in name[:60])
-    return StoreError(
-        f"{where} has a trigger, a view in place of a table, or an expression in a table ({text!r}), and no "
-        "flashtune made it: name another with --db or FLASHTUNE_DB"
-    )

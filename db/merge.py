@@ -6,8 +6,8 @@ import enum
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from sqlalchemy import select
@@ -17,11 +17,9 @@ from flashtune.db.codec import decode_check, raw_bytes
 from flashtune.db.eligibility import by_problem, is_better_selection, serves_any_tensors, why_not_selectable
 from flashtune.db.engine import explained
 from flashtune.db.errors import UnreadableRecord
-from flashtune.db.limits import MAX_VALUE_BYTES
 from flashtune.db.location import describe
 from flashtune.db.queries import (
     CHUNK,
-    bounded,
     chosen,
     chosen_among,
     fetched,
@@ -35,14 +33,14 @@ from flashtune.db.queries import (
     take_unchosen,
     write_check,
 )
-from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
+from flashtune.db.schema import CHECKS, FALLBACKS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Select, Table
+    from sqlalchemy import Connection, Table
 
     from flashtune.core.record import Record
-    from flashtune.db.queries import Fetched
+    from flashtune.db.queries import AnyRow
     from flashtune.db.table import TunedTable
 
 # Returns why a record may not become a selection; empty if it may.
@@ -137,17 +135,16 @@ def _take_groups(
                 offer_fallback(ours, record, record_id, written)
 
 
-def _fetched(
-    connection: Connection, query: Select[*tuple[Any, ...]], url: str, table: Table = RECORDS
-) -> Iterator[Fetched]:
-    """As `fetched`, with errors that name this database even during a write to the other."""
+def _from(url: str, rows: Callable[[], Iterable[AnyRow]]) -> Iterator[AnyRow]:
+    """Yields the rows of a query of a database, with errors that name it even during a write to another."""
     with explained(url):
-        yield from fetched(connection, query, table)
+        yield from rows()
 
 
 def _merge_records(theirs: Connection, ours: Connection, source_url: str) -> tuple[int, int]:
     added = known = 0
-    for stored in readable(_fetched(theirs, select_records(), source_url), describe(source_url)):
+    rows = _from(source_url, lambda: fetched(theirs, select_records()))
+    for stored in readable(rows, describe(source_url)):
         _, is_new = insert_record(ours, stored.record, stored.created_at)
         added += is_new
         known += not is_new
@@ -171,8 +168,8 @@ def _chosen(
     theirs: Connection, table: Table, source_url: str, why_refused: WhyRefused
 ) -> list[tuple[StoredRecord, str]]:
     """Returns another database's selections that may be selected here, and their times of selection."""
-    rows = list(_fetched(theirs, select_chosen(table), source_url, table))
-    pinned = {row.id: stored_text(row.pinned_at) for row in rows if row is not None}
+    rows = list(_from(source_url, lambda: theirs.execute(select_chosen(table)).all()))
+    pinned = {row.id: stored_text(row.pinned_at) for row in rows}
     taken, reasons = [], []
     for stored in readable(rows, describe(source_url)):
         reason = why_not_selectable(stored.record) or why_refused(stored.record)
@@ -199,11 +196,9 @@ def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at
 
 def _merge_checks(theirs: Connection, ours: Connection, source_url: str) -> int:
     added = 0
-    query = select(bounded(CHECKS), CHECKS.c.created_at)
-    for row in _fetched(theirs, query, source_url, CHECKS):
+    query = select(CHECKS.c.payload, CHECKS.c.created_at)
+    for row in _from(source_url, lambda: theirs.execute(query).all()):
         try:
-            if row is None:
-                raise TableError(f"a value has more than {MAX_VALUE_BYTES} bytes")
             check = decode_check(raw_bytes(str(row.payload)))
         except TableError as error:
             message = f"a self-check of {describe(source_url)} was skipped: {error}"

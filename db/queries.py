@@ -5,17 +5,15 @@ Only a selection that cannot address every tensor has a fallback.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Table, case, delete, exc, func, literal_column, select, update
+from sqlalchemy import Table, delete, select, update
 
 from flashtune.core.record import Record
 from flashtune.db.codec import (
-    MAX_RECORD_BYTES,
     decode_check,
     encode_check,
     encode_record,
@@ -23,19 +21,18 @@ from flashtune.db.codec import (
     raw_bytes,
 )
 from flashtune.db.eligibility import is_better_selection, serves_any_tensors
-from flashtune.db.limits import is_too_large
 from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Label, Row, Select, Table
+    from sqlalchemy import ColumnElement, Connection, Row, Select
     from sqlalchemy.dialects import postgresql, sqlite
 
     from flashtune.core.record import Record
     from flashtune.db.codec import Check
 
     Upsert = sqlite.Insert | postgresql.Insert
-    Fetched = Row[*tuple[Any, ...],] | None
+    AnyRow = Row[*tuple[Any, ...],]
 
 
 # Rows fetched at a time, so that a large database is never in memory as a whole.
@@ -56,10 +53,6 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
         TableError: A field is outside its bounds.
     """
     values = _columns(record, created_at)
-    earlier = select(RECORDS.c.id).where(RECORDS.c.content_hash == _earlier_hash(values))
-    known_id = connection.execute(earlier).scalar()
-    if known_id is not None:
-        return int(known_id), False
     insert = insert_into(connection, RECORDS).values(values)
     unless_known = insert.on_conflict_do_nothing(index_elements=["content_hash"])
     added = connection.execute(unless_known.returning(RECORDS.c.id)).scalar()
@@ -70,19 +63,13 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
 
 
 def insert_records(connection: Connection, records: list[Record], created_at: str) -> list[tuple[int, bool]]:
-    """Inserts some hundred records as `insert_record` does, with five statements in all.
+    """Inserts some hundred records as `insert_record` does, with three statements in all.
 
     Raises:
         TableError: A field is outside its bounds.
     """
     rows = [_columns(record, created_at) for record in records]
-    earlier = [_earlier_hash(row) for row in rows]
-    query = select(RECORDS.c.content_hash).where(RECORDS.c.content_hash.in_(earlier))
-    known = set(connection.scalars(query))
-    hashes = [
-        content_hash if content_hash in known else str(row["content_hash"])
-        for content_hash, row in zip(earlier, rows, strict=True)
-    ]
+    hashes = [str(row["content_hash"]) for row in rows]
     query = select(RECORDS.c.content_hash, RECORDS.c.id).where(RECORDS.c.content_hash.in_(hashes))
     known = {row.content_hash for row in connection.execute(query)}
     fresh = {
@@ -125,11 +112,6 @@ def _columns(record: Record, created_at: str) -> dict[str, object]:
     }
 
 
-def _earlier_hash(row: dict[str, object]) -> str:
-    """Returns the hash that earlier versions stored for a record: of all its fields."""
-    return fingerprint(str(row["payload"]).encode())
-
-
 def write_check(connection: Connection, check: Check, created_at: str, *, replace: bool) -> bool:
     """Stores a self-check's verdict. Returns whether anything was written."""
     payload = encode_check(check)
@@ -159,57 +141,17 @@ def insert_into(connection: Connection, table: Table) -> Upsert:
 def select_records() -> Select[*tuple[Any, ...]]:
     """Returns a query for the columns that `readable` needs of each record."""
     columns = RECORDS.c.id, RECORDS.c.created_at, RECORDS.c.problem_key, RECORDS.c.target
-    return select(*columns, bounded(RECORDS)).order_by(RECORDS.c.id)
+    return select(*columns, RECORDS.c.payload).order_by(RECORDS.c.id)
 
 
-def bounded(table: Table) -> Label[str | None]:
-    """Returns a table's payloads, NULL for one that is too large to be read into memory."""
-    payload = table.c.payload
-    return case((func.length(payload) <= MAX_RECORD_BYTES, payload)).label("payload")
+def fetched(connection: Connection, query: Select[*tuple[Any, ...]]) -> Iterator[AnyRow]:
+    """Returns the rows of a query of `select_records`, some hundred at a time.
 
-
-def fetched(
-    connection: Connection, query: Select[*tuple[Any, ...]], table: Table = RECORDS
-) -> Iterator[Fetched]:
-    """Returns the rows of a query, some hundred at a time, with None for a row with too large a value.
-
-    Args:
-        connection: The database.
-        query: Selects rows of the table, joined with records or not.
-        table: The table. If such a value is among its rows, they are in another order than the query's.
+    The time limit is for SQLite, so they are used after the last one of each statement was fetched.
     """
-    key = _row_key(connection, table)
-    try:
-        keys = dict.fromkeys(connection.scalars(query.with_only_columns(key, maintain_column_froms=True)))
-    except exc.DBAPIError as error:
-        if not is_too_large(error.orig):
-            raise
-        # The query sorts, filters or joins by such a value, so each row of the table is tried.
-        keys = dict.fromkeys(connection.scalars(select(key).select_from(table)))
-    listed = iter(keys)
-    while some := list(itertools.islice(listed, CHUNK)):
-        yield from _fetched(connection, query, key, some)
-
-
-def _row_key(connection: Connection, table: Table) -> ColumnElement[Any]:
-    """Returns the key by which rows of a table are found; in SQLite the row number."""
-    if connection.dialect.name == "sqlite":
-        return literal_column(f"{table.name}.rowid")
-    return CHECKS.c.digest if table is CHECKS else RECORDS.c.id
-
-
-def _fetched(
-    connection: Connection, query: Select[*tuple[Any, ...]], key: ColumnElement[Any], some: list[Any]
-) -> list[Fetched]:
-    try:
-        return list(connection.execute(query.where(key.in_(some))))
-    except exc.DBAPIError as error:
-        if not is_too_large(error.orig):
-            raise
-    if len(some) == 1:
-        return [None]
-    half = len(some) // 2
-    return [row for part in (some[:half], some[half:]) for row in _fetched(connection, query, key, part)]
+    ids = connection.scalars(query.with_only_columns(RECORDS.c.id)).all()
+    for start in range(0, len(ids), CHUNK):
+        yield from connection.execute(query.where(RECORDS.c.id.in_(ids[start : start + CHUNK]))).all()
 
 
 def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any, ...]]:
@@ -227,7 +169,7 @@ def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any,
             RECORDS.c.created_at,
             table.c.problem_key,
             table.c.target,
-            bounded(RECORDS),
+            RECORDS.c.payload,
             table.c.pinned_at,
         )
         .join_from(table, RECORDS)
@@ -238,7 +180,7 @@ def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any,
 
 def chosen(connection: Connection, table: Table, record: Record) -> StoredRecord | None:
     """Returns the row that a table names for a record's (problem, target)."""
-    rows = fetched(connection, select_chosen(table).where(*_same(table, record)), table)
+    rows = connection.execute(select_chosen(table).where(*_same(table, record)))
     return next(readable(rows, "this database"), None)
 
 
@@ -247,7 +189,7 @@ def chosen_among(
 ) -> dict[str, StoredRecord]:
     """Returns the rows that a table names for some problems of a target, by the problem's key."""
     query = select_chosen(table, target).where(table.c.problem_key.in_(keys))
-    rows = fetched(connection, query, table)
+    rows = connection.execute(query).all()
     return {stored.record.problem.key: stored for stored in readable(rows, "this database")}
 
 

@@ -1,7 +1,7 @@
 """The tables. Values that queries need have columns of their own; the record is JSON in one column.
 
-The migrations create the tables, and views for the light readers of earlier versions. A test compares the
-tables with the migrations.
+They are stated here only. Servers get them through SQLAlchemy. SQLite files get them from `schema.sql`, which
+`python -m scripts.schema` writes. A change of the tables needs another `HEAD` in `db/light/bootstrap.py`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,20 @@ METADATA = MetaData(
     }
 )
 
+# The schema's version, in the table that Alembic would use for migrations.
+VERSION = Table(
+    "alembic_version",
+    METADATA,
+    Column("version_num", String(32), nullable=False),
+    PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+
 RECORDS = Table(
     "records",
     METADATA,
     Column("id", Integer, nullable=False),
     # Hash of `payload` without the time of compilation: an equal record is stored once, however often it is
-    # added or merged. Rows of earlier versions have a hash of all of `payload`.
+    # added or merged.
     Column("content_hash", String(32), nullable=False),
     Column("created_at", String(32), nullable=False),
     Column("problem_key", String, nullable=False),

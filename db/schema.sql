@@ -2,7 +2,23 @@ CREATE TABLE alembic_version (
     version_num VARCHAR(32) NOT NULL,
     CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
 );
-
+CREATE TABLE checks (
+    digest VARCHAR(32) NOT NULL,
+    target VARCHAR NOT NULL,
+    versions_hash VARCHAR(32) NOT NULL,
+    passed BOOLEAN NOT NULL,
+    created_at VARCHAR(32) NOT NULL,
+    payload TEXT NOT NULL,
+    CONSTRAINT pk_checks PRIMARY KEY (digest, target, versions_hash)
+);
+CREATE TABLE fallbacks (
+    problem_key VARCHAR NOT NULL,
+    target VARCHAR NOT NULL,
+    record_id INTEGER NOT NULL,
+    pinned_at VARCHAR(32) NOT NULL,
+    CONSTRAINT pk_fallbacks PRIMARY KEY (problem_key, target),
+    CONSTRAINT fk_fallbacks_record_id FOREIGN KEY(record_id) REFERENCES records (id)
+);
 CREATE TABLE records (
     id INTEGER NOT NULL,
     content_hash VARCHAR(32) NOT NULL,
@@ -22,11 +38,6 @@ CREATE TABLE records (
     CONSTRAINT pk_records PRIMARY KEY (id),
     CONSTRAINT uq_records_content_hash UNIQUE (content_hash)
 );
-CREATE INDEX ix_records_problem_key_target_outcome ON records (problem_key, target, outcome);
-CREATE INDEX ix_records_target_family ON records (target, family);
-CREATE INDEX ix_records_kernel ON records (kernel);
-CREATE INDEX ix_records_config_hash ON records (config_hash);
-
 CREATE TABLE selections (
     problem_key VARCHAR NOT NULL,
     target VARCHAR NOT NULL,
@@ -35,38 +46,7 @@ CREATE TABLE selections (
     CONSTRAINT pk_selections PRIMARY KEY (problem_key, target),
     CONSTRAINT fk_selections_record_id FOREIGN KEY(record_id) REFERENCES records (id)
 );
-
-CREATE TABLE checks (
-    digest VARCHAR(32) NOT NULL,
-    target VARCHAR NOT NULL,
-    versions_hash VARCHAR(32) NOT NULL,
-    passed BOOLEAN NOT NULL,
-    created_at VARCHAR(32) NOT NULL,
-    payload TEXT NOT NULL,
-    CONSTRAINT pk_checks PRIMARY KEY (digest, target, versions_hash)
-);
-
-CREATE VIEW selected_records AS
-SELECT selections.problem_key, selections.target, selections.pinned_at,
-    records.id AS record_id, records.created_at, records.payload
-FROM selections JOIN records ON records.id = selections.record_id;
-
-CREATE VIEW known_checks AS SELECT digest, target, versions_hash, passed FROM checks;
-
-CREATE VIEW check_payloads AS SELECT digest, target, versions_hash, payload FROM checks;
-
-CREATE TABLE fallbacks (
-    problem_key VARCHAR NOT NULL,
-    target VARCHAR NOT NULL,
-    record_id INTEGER NOT NULL,
-    pinned_at VARCHAR(32) NOT NULL,
-    CONSTRAINT pk_fallbacks PRIMARY KEY (problem_key, target),
-    CONSTRAINT fk_fallbacks_record_id FOREIGN KEY(record_id) REFERENCES records (id)
-);
-
-CREATE VIEW fallback_records AS
-SELECT fallbacks.problem_key, fallbacks.target, fallbacks.pinned_at,
-    records.id AS record_id, records.created_at, records.payload
-FROM fallbacks JOIN records ON records.id = fallbacks.record_id;
-
-CREATE VIEW stand_in_records AS SELECT * FROM fallback_records;
+CREATE INDEX ix_records_config_hash ON records (config_hash);
+CREATE INDEX ix_records_kernel ON records (kernel);
+CREATE INDEX ix_records_problem_key_target_outcome ON records (problem_key, target, outcome);
+CREATE INDEX ix_records_target_family ON records (target, family);

@@ -7,12 +7,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from flashtune.core.errors import StoreError
+from flashtune.db.creation import ready_engine, source_engine
 from flashtune.db.eligibility import why_not_selectable
 from flashtune.db.engine import reading, writing
 from flashtune.db.forgetting import Choose, Forgettable, Group, TakenBack, affected, forget, groups
 from flashtune.db.location import database_url, describe
 from flashtune.db.merge import MergeCounts, WhyRefused, merge, merge_tables
-from flashtune.db.migrate import ready_engine, source_engine
 from flashtune.db.queries import (
     fetched,
     insert_record,
@@ -39,14 +39,14 @@ __all__ = ["MergeCounts", "Store", "StoredRecord", "open_store"]
 
 
 def open_store(url: str | None = None) -> Store:
-    """Opens a database for writing. Creates it, or migrates it to the present schema, if needed.
+    """Opens a database for writing. Creates it if needed.
 
     Args:
         url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
 
     Raises:
-        StoreError: The database is damaged, newer than this flashtune, not flashtune's, or unwritable. It is
-            left unchanged.
+        StoreError: The database is damaged, of another schema, not flashtune's, or unwritable. It is left
+            unchanged.
     """
     address = database_url(url)
     return Store(ready_engine(address), address)
@@ -130,7 +130,7 @@ class Store:
 
     def _selectable(self, connection: Connection, record_id: int) -> Record:
         query = select_records().where(RECORDS.c.id == record_id)
-        found = list(readable(fetched(connection, query), describe(self.url)))
+        found = list(readable(connection.execute(query), describe(self.url)))
         if not found:
             raise StoreError(f"{describe(self.url)} has no record {record_id}: `flashtune show` lists them")
         reason = why_not_selectable(found[0].record)
@@ -148,9 +148,8 @@ class Store:
 
     def _chosen(self, table: Table, target: str | None) -> list[StoredRecord]:
         with reading(self._engine, self.url) as connection:
-            return list(
-                readable(fetched(connection, select_chosen(table, target), table), describe(self.url))
-            )
+            rows = connection.execute(select_chosen(table, target)).all()
+        return list(readable(rows, describe(self.url)))
 
     def remember_check(self, check: Check) -> None:
         """Stores a self-check's verdict, and replaces an earlier one of the same kernel, GPU and versions."""

@@ -12,7 +12,6 @@ from flashtune.core.errors import TableError
 from flashtune.core.record import Record
 from flashtune.db.codec import decode_stored
 from flashtune.db.errors import UnreadableRecord
-from flashtune.db.limits import MAX_VALUE_BYTES
 
 
 class StoredRecord(msgspec.Struct, frozen=True):
@@ -32,15 +31,12 @@ def readable(rows: Iterable[Any], where: str) -> Iterator[StoredRecord]:
     """Returns the records of rows. One warning counts the rows without a readable record.
 
     Versions of flashtune share a database, and one may have a family that another lacks. Rows have the
-    attributes `id`, `created_at`, `problem_key`, `target` and `payload`. A row with a value that is too large
-    is None.
+    attributes `id`, `created_at`, `problem_key`, `target` and `payload`.
     """
     skipped = 0
     reason = ""
     for row in rows:
         try:
-            if row is None:
-                raise TableError(f"a row has a value of more than {MAX_VALUE_BYTES} bytes")
             record = decode_stored(row.payload, row.problem_key, row.target)
         except TableError as error:
             skipped += 1

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from flashtune.core.earlier_names import present_measurement
 from flashtune.core.errors import TableError
 from flashtune.core.files import read_bounded
 from flashtune.core.record import Digest, Measurement, Record, ShortText, Versions
@@ -23,16 +22,13 @@ from flashtune.db.codec import (
     UNDECODABLE,
     Check,
     brief,
-    decode_earlier_record,
     decode_record,
     encode_record,
     fingerprint,
 )
 from flashtune.db.eligibility import serves_any_tensors, why_not_selectable
 
-SCHEMA = 3
-# Tables of schema 1 have neither receipts nor times. Schemas 1 and 2 have earlier names of fields.
-READABLE = (1, 2, SCHEMA)
+SCHEMA = 4
 MAX_TABLE_BYTES = 64 * 1024 * 1024
 MAX_RECEIPTS = 100_000
 # The shipped tables are `tuned/<target>.json` in this package.
@@ -120,19 +116,17 @@ def parse_table(raw: bytes, where: str) -> TunedTable:
         )
     try:
         schema = msgspec.json.decode(raw, type=_Head).schema
-        if schema not in READABLE:
+        if schema != SCHEMA:
             raise TableError(
-                f"{where} has table schema {schema} and this flashtune reads up to {SCHEMA}: "
-                "export it again with this version"
+                f"{where} has table schema {schema} and this flashtune reads schema {SCHEMA}: search again, "
+                "or export a table with this version"
             )
         file = msgspec.json.decode(raw, type=_File)
     except UNDECODABLE as error:
         raise TableError(f"{where} is not a tuned table ({brief(error)}): export it again") from error
-    decode = decode_record if schema == SCHEMA else decode_earlier_record
     entries = map(bytes, file.records)
-    records = tuple(_record(entry, decode, f"{where}, record {at}") for at, entry in enumerate(entries, 1))
-    times = file.times if schema == SCHEMA else tuple(map(_present_time, file.times))
-    table = TunedTable(target=file.target, records=records, receipts=file.receipts, times=times)
+    records = tuple(_record(entry, f"{where}, record {at}") for at, entry in enumerate(entries, 1))
+    table = TunedTable(target=file.target, records=records, receipts=file.receipts, times=file.times)
     check_table(table, where)
     return table
 
@@ -186,17 +180,11 @@ def shipped_table(target: str) -> TunedTable | None:
     return parse_table(file.read_bytes(), f"the shipped table of {target}")
 
 
-def _record(raw: bytes, decode: Callable[[bytes], Record], where: str) -> Record:
+def _record(raw: bytes, where: str) -> Record:
     try:
-        return decode(raw)
+        return decode_record(raw)
     except TableError as error:
         raise TableError(f"{where}: {error}") from error
-
-
-def _present_time(time: Timing) -> Timing:
-    """Returns a time with present names of baselines."""
-    present = present_measurement(msgspec.to_builtins(time.measurement))
-    return msgspec.structs.replace(time, measurement=msgspec.convert(present, Measurement))
 
 
 def check_table(table: TunedTable, where: str) -> None:
@@ -220,7 +208,7 @@ def check_table(table: TunedTable, where: str) -> None:
         seen.add(key)
     proven: set[tuple[str, tuple[str, ...], str]] = set()
     for position, receipt in enumerate(table.receipts, start=1):
-        # Receipts of two drivers of one branch are equal in dispatch. Earlier versions wrote both.
+        # Receipts of two drivers of one branch are equal in dispatch.
         place = receipt.digest, receipt.versions.makers, receipt.versions.driver
         on_gpu = receipt.target == table.target and names_gpu(table.target, receipt.verdict.device)
         if not on_gpu or not receipt.verdict.passed:

@@ -50,7 +50,7 @@ OF_GPUS = re.compile(r"_(scaled_dot_product_)?(flash|cudnn|efficient)_attention(
 EXTENDED = ("AttentionBackend", "AttentionImpl", "AttentionImplBase", "AttentionMetadataBuilder")
 # Other base classes are the library's own matter.
 KNOWN_BASES = ("AttentionImplBase", "Enum", "GeneralInterface", "IntEnum", "str")
-# What older versions that flashtune takes lack, and the first version that has it.
+# Names that some supported versions lack, and the first version that has them.
 ADDED = {
     "transformers.masking_utils.remap_positions_for_packed_sequence": (5, 23),
     "aten._cudnn_attention_forward: Tensor? block_table=None": (2, 14),

@@ -72,6 +72,7 @@ def files(records: Iterable[Record]) -> dict[str, str]:
     kernels: dict[str, list[Record]] = {}
     for record in records:
         if record.config is not None:
+            assert record.kernel is not None
             kernels.setdefault(record.kernel, []).append(record)
     selections = {name: choose(name, kernels.values()) for name in EXAMPLES}
     texts = {f"{name}.py": _text(selections[name]) for name in EXAMPLES}

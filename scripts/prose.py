@@ -1,4 +1,4 @@
-"""Checks the prose of pages and docstrings: sentence length and words with a standard term.
+"""Checks the prose of pages, docstrings and comments: sentence length and words with a standard term.
 
     python -m scripts.prose                # fails if a file has more findings than it may have
     python -m scripts.prose FILES          # lists the findings of these files
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import os
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +24,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = ROOT / "scripts/prose_allowed.toml"
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "Makefile", "docs/*.md")
 # Generated from the help texts of commands, which are checked where they are written.
 GENERATED = frozenset({"docs/cli.md"})
-CODE = ("flashtune", "tuner", "templates", "db", "benchmarks", "examples", "scripts")
+CODE = ("flashtune", "tuner", "templates", "db", "benchmarks", "examples", "scripts", "tests")
 MAX_WORDS = 25
 
 # Patterns of words that have a plain or a standard alternative, and the advice.
@@ -51,8 +53,10 @@ NOT_PROSE = tuple(
         r"^    .*?$",
     )
 )
+COMMENTS = re.compile(r"\{#-?(.*?)-?#\}|((?:^[ \t]*#[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
+DIRECTIVE = re.compile(r"noqa|type:|fmt:|ruff:|pyright:|mypy:|pragma:")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-SPAN = re.compile(r"``[^`]+``|`[^`\n]+`")
+SPAN = re.compile(r"``[^`]+``|`[^`\n]+`|\{\{.*?\}\}")
 END = re.compile(r"(?<=[.!?:])\s+|\n\s*\n|\n(?=\s*(?:[-*] |\d+\. ))")
 WORD = re.compile(r"[A-Za-z0-9][\w'./%-]*")
 
@@ -67,7 +71,7 @@ class Finding(NamedTuple):
 
 def main() -> None:
     """Prints findings, and exits with 1 if a file has more than it may have."""
-    parser = argparse.ArgumentParser(description="Checks the prose of pages and docstrings.")
+    parser = argparse.ArgumentParser(description="Checks the prose of pages, docstrings and comments.")
     parser.add_argument("--write", action="store_true", help="lower the allowed counts to the present ones")
     parser.add_argument("files", nargs="*", help="the files to list; all if left out")
     options = parser.parse_args()
@@ -111,25 +115,51 @@ def checked_files() -> list[str]:
         for package in CODE
         for folder, _, names in os.walk(ROOT / package)
         for name in names
-        if name.endswith(".py")
+        if name.endswith((".py", ".jinja"))
     ]
     found = {path.relative_to(ROOT).as_posix() for path in (*pages, *modules)}
     return sorted(found - GENERATED)
 
 
 def findings_of(path: Path) -> Iterator[Finding]:
-    """The sentences of a page, or of a module's docstrings, that break a rule."""
-    text = path.read_text("utf-8")
+    """The sentences of a page, or of a file's docstrings and comments, that break a rule."""
+    source = path.read_text("utf-8")
     name = str(path.relative_to(ROOT))
-    texts = [text] if path.suffix == ".md" else docstrings(text)
-    for one in texts:
-        for sentence in sentences(one):
+    for text in texts_of(path.suffix, source):
+        for sentence in sentences(text):
             words = len(WORD.findall(sentence))
             if words > MAX_WORDS:
                 yield Finding(name, sentence, f"{words} words: at most {MAX_WORDS}")
             for pattern, advice in RULES:
                 if found := pattern.search(sentence):
                     yield Finding(name, sentence, f"{found.group(0).strip()!r}: {advice}")
+
+
+def texts_of(suffix: str, source: str) -> list[str]:
+    """Returns the texts of a file that are prose."""
+    if suffix == ".md":
+        return [source]
+    if suffix == ".py":
+        return [*docstrings(source), *comments(source)]
+    # Templates and the Makefile have comments of whole lines.
+    parts = ("".join(groups) for groups in COMMENTS.findall(source))
+    return [re.sub(r"^[ \t]*#+ ?", "", part, flags=re.MULTILINE) for part in parts]
+
+
+def comments(source: str) -> list[str]:
+    """Returns the comments of a module; those on adjacent lines that start in one column are one text."""
+    texts: list[str] = []
+    last = (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        text = token.string.lstrip("#! ")
+        if token.type != tokenize.COMMENT or DIRECTIVE.match(text):
+            continue
+        if texts and token.start == (last[0] + 1, last[1]):
+            texts[-1] += f"\n{text}"
+        else:
+            texts.append(text)
+        last = token.start
+    return texts
 
 
 def docstrings(source: str) -> list[str]:

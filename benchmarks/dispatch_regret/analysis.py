@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.reports import names, read_report
+from benchmarks.reports import names
 from flashtune.core.config import Config, Space
-from flashtune.core.earlier_names import present_label
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Record, ShortText, Versions
@@ -29,8 +28,6 @@ from flashtune.templates.registry import families, find_family
 from flashtune.tuner.candidates import Candidate
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from flashtune.core.target import Target
 
 HEAD_DIMS = (64, 128, 256)
@@ -78,20 +75,6 @@ class RegretReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int
     versions: Versions
     points: tuple[Point, ...]
-
-
-def read_regret(path: Path) -> RegretReport:
-    """Returns the report of a file, with present names of configs' fields."""
-    report = read_report(path, RegretReport)
-    replace = msgspec.structs.replace
-    points = tuple(
-        replace(
-            point,
-            timed=tuple(replace(one, config=present_label(one.family, one.config)) for one in point.timed),
-        )
-        for point in report.points
-    )
-    return replace(report, points=points)
 
 
 class Figures(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.timing import Run, measure_interleaved, once, summarize
 
 ROUNDS = 15
-# What one launch shows to be so much slower than the best is timed no more closely, unless dispatch chose it.
+# A kernel that is slower than the best by this factor in one launch is timed no more, unless it was chosen.
 HOPELESS = 1.5
 # Tensors are as torch allocates them.
 TENSORS = Specialization()

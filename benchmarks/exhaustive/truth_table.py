@@ -17,7 +17,6 @@ import msgspec
 
 from benchmarks.exhaustive.inner_loop import Loop
 from flashtune.core.config import AxisValue, Config
-from flashtune.core.earlier_names import present_truth_table
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Problem
 from flashtune.core.record import Milliseconds, NonNegative, Outcome, PeerTime, Resources, ShortText, Versions
@@ -194,7 +193,7 @@ def read_table(path: Path) -> TruthTable:
         raw = unpacker.decompress(path.read_bytes(), MAX_BYTES)
         if not unpacker.eof:
             raise TableError(f"{path.name} is no truth table: it is cut off, or unpacks to too much")
-        table = msgspec.json.decode(present_truth_table(raw), type=TruthTable)
+        table = msgspec.json.decode(raw, type=TruthTable)
     except OSError as error:
         raise TableError(f"cannot read the truth table {path}: {error.strerror}") from error
     except (lzma.LZMAError, msgspec.DecodeError, RecursionError) as error:

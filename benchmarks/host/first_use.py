@@ -130,7 +130,7 @@ def measure(cases: Sequence[Case]) -> Iterator[Row]:
         # The user's own records would choose other kernels here than in fresh processes.
         os.environ["FLASHTUNE_DB"] = str(Path(folder) / "none.sqlite")
         _compile(cases, target)
-        # What torch makes at its first use in a process is no check's.
+        # A check does not count the objects that torch makes at its first use in a process.
         _first_use(cases[0], Path(folder) / "unused.sqlite")
         for number, case in enumerate(cases):
             check_ms = _first_use(case, Path(folder) / f"{number}.sqlite").check_ms
@@ -171,7 +171,7 @@ def _first_use(case: Case, database: Path, *, preloaded: bool = True) -> First:
     # Whoever calls has tensors.
     torch.empty(64, 64, dtype=torch.bfloat16, device=device).normal_().to(TORCH_DTYPES[problem.dtype])
     torch.cuda.synchronize()
-    # What a collector of garbage has to do by now, 0.15 s of a slow core, is no check's.
+    # A check does not count the garbage collection, which takes 0.15 s of a slow core by now.
     gc.collect()
     start = time.perf_counter()
     preload = preloading(kernel, problem, record.config, target, device)

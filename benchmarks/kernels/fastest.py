@@ -52,7 +52,7 @@ ROUNDS = 15
 HOPELESS = 1.5
 WORST = 15
 # Features of the problems that are timed: SDPA computes them by a mask.
-BY_MASK = frozenset({Feature.BIAS, Feature.WINDOW, Feature.ATTENTION_CHUNK})
+BY_MASK = frozenset({Feature.BIAS, Feature.WINDOW, Feature.CHUNK})
 # A mask of its own for each head, sequence and row.
 OWN = "own"
 TUNED, MASKS, UNTUNED = "tuned", "shared masks", "untuned"

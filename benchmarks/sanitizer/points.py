@@ -70,9 +70,9 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
     ),
     Feature.SINK_TOKENS: (
         {"window_left": 100, "sink_tokens": 5},
-        {"attention_chunk": 200, "sink_tokens": 64},
+        {"chunk": 200, "sink_tokens": 64},
     ),
-    Feature.ATTENTION_CHUNK: ({"attention_chunk": 50}, {"attention_chunk": 256}),
+    Feature.CHUNK: ({"chunk": 50}, {"chunk": 256}),
     Feature.PREFIX: ({"prefix": True},),
     Feature.BLOCK_MASK: (
         {"block_mask": 64},
@@ -83,8 +83,8 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
     Feature.ALIBI: ({"alibi": True},),
     Feature.BIAS: ({"bias": Bias.ADDITIVE}, {"bias": Bias.BOOLEAN}),
     Feature.SINKS: ({"sinks": True},),
-    Feature.VARLEN: ({"total_q": 2},),
-    Feature.SEQLENS_K: ({"seqlens_k": True},),
+    Feature.PACKED: ({"packed": 2},),
+    Feature.KV_LENGTHS: ({"kv_lengths": True},),
     Feature.PAGES: tuple({"page_size": size} for size in PAGE_SIZES),
     Feature.QUANTIZED_KV: tuple(
         {"kv_dtype": dtype, "kv_scale": scale} for dtype in KvDtype for scale in KvScale

@@ -28,13 +28,13 @@ from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
 
-# Seconds of the GPU's process for one candidate, beside the launches that are timed: loading it and
-# proving it in full, or on small problems alone where it is far behind. A search of an H200 took 44 s for
+# Seconds of the GPU's process for one candidate in addition to timed launches. It loads the candidate and
+# verifies it in full, or on small problems alone if it is far behind. A search of an H200 took 44 s for
 # 132 candidates on 16 cores.
 PROOF_SECONDS = 0.28
 QUICK_SECONDS = 0.12
 LAUNCHES = 32
-# What a compilation took that failed, which no table keeps.
+# Seconds of a compilation that failed. No table has them.
 FAILED_SECONDS = 1.0
 FINAL_SAMPLES = 21
 

@@ -31,7 +31,7 @@ JOBS = 15
 TRIED_SHARE = 0.5
 # Trials of Optuna's Gaussian process take a tenth of a second and more, the later ones longer.
 MAX_TRIALS = {"gp": 45}
-# What a search is judged by: its answer once this share of a space is tried, trials until it is so near.
+# Criteria of a search: its answer after this share of a space, and its trials until it is so near.
 JUDGED_SHARE = 0.15
 NEAR = 0.98
 

@@ -24,7 +24,7 @@ RUN_STYLES = {
     "torch SDPA": Style("torch SDPA", "#0072b2", 2.4),
     "another SDPA": Style("another SDPA", "#8fd3bd", 5.0),
 }
-# What the pictures' axes are marked with.
+# Marks of the axes.
 SIZES = (
     (1 / 32, "32 MiB"),
     (1 / 8, "128 MiB"),

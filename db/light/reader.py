@@ -1,9 +1,8 @@
 """Read-only access of the runtime to selections and stored self-checks.
 
 SQLite is read through the standard library, so a program that imports flashtune does not import SQLAlchemy.
-Only tables are read: a view is code of the file's author. Each query opens the file again, once per problem
-and process, in a third of a millisecond. So threads and forked children share nothing, and a database that
-appears, grows or is replaced at run time is seen.
+Each query opens the file again, once per problem and process, in a third of a millisecond. So threads and
+forked children share nothing, and a database that appears, grows or is replaced at run time is seen.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from __future__ import annotations
 import functools
 import sqlite3
 import warnings
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from flashtune.core.earlier_names import TABLES
 from flashtune.core.errors import TableError
-from flashtune.db.codec import MAX_RECORD_BYTES, decode_check, decode_stored, raw_bytes
+from flashtune.db.codec import decode_check, raw_bytes
 from flashtune.db.errors import UnreadableRecord, sqlite_error
-from flashtune.db.limits import FOREIGN, MAX_VALUE_BYTES, file_exists, foreign_object, is_too_large, restrict
+from flashtune.db.light.bootstrap import check_tables
+from flashtune.db.limits import file_exists, restrict
 from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
+from flashtune.db.stored_rows import StoredRecord, readable
 
 if TYPE_CHECKING:
     from flashtune.core.record import Record, Versions
@@ -34,26 +33,24 @@ READ_SECONDS = 4.0
 
 SELECTIONS = "selections"
 FALLBACKS = "fallbacks"
-CHECKS = "checks"
-# The size is queried first: a value larger than any record is not read into memory.
-RECORD = """
-SELECT chosen.problem_key, chosen.target, CASE WHEN length(payload) <= :most THEN payload END
+CHOSEN = """
+SELECT records.id, records.created_at, chosen.problem_key, chosen.target, payload
 FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
-WHERE chosen.target = :target AND chosen.problem_key = :problem_key
+{where} ORDER BY chosen.target, chosen.problem_key
 """
-RECORDS = """
-SELECT chosen.problem_key, chosen.target, CASE WHEN length(payload) <= :most THEN payload END
-FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
-WHERE chosen.target = :target ORDER BY chosen.problem_key
-"""
-CHECKS_OF = """
-SELECT CASE WHEN length(payload) <= :most THEN payload END
-FROM {table} WHERE digest = :digest AND target = :target ORDER BY created_at DESC
-"""
-ROWS = "SELECT rowid FROM {table}"
-# Replaces a table's name in a query.
-ONE_ROW = "(SELECT * FROM {table} WHERE rowid = :row)"
-IS_THERE = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = ?"
+OF_PROBLEM = "WHERE chosen.target = :target AND chosen.problem_key = :problem_key"
+OF_TARGET = "WHERE chosen.target = :target"
+CHECKS_OF = "SELECT payload FROM checks WHERE digest = :digest AND target = :target ORDER BY created_at DESC"
+
+
+class _Row(NamedTuple):
+    """A row of `CHOSEN`."""
+
+    id: int
+    created_at: str
+    problem_key: str
+    target: str
+    payload: str
 
 
 def open_reader(url: str | None = None) -> Reader | None:
@@ -88,22 +85,20 @@ class Reader:
         Raises:
             StoreError: The database is damaged, locked or cannot be reached.
         """
-        rows = self._query(
-            SELECTIONS, RECORD, {"problem_key": problem_key, "target": target, "most": MAX_RECORD_BYTES}
-        )
-        return next(self._readable(rows), None)
+        rows = self._chosen(SELECTIONS, OF_PROBLEM, {"problem_key": problem_key, "target": target})
+        return rows[0].record if rows else None
 
     def selections(self, target: str) -> tuple[Record, ...]:
         """Returns all selected records of a target, in the order of their problems' keys."""
-        return tuple(
-            self._readable(self._query(SELECTIONS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
-        )
+        return tuple(row.record for row in self._chosen(SELECTIONS, OF_TARGET, {"target": target}))
 
     def fallbacks(self, target: str) -> tuple[Record, ...]:
         """Returns fallbacks of a target's selections that cannot address every tensor, in the same order."""
-        return tuple(
-            self._readable(self._query(FALLBACKS, RECORDS, {"target": target, "most": MAX_RECORD_BYTES}))
-        )
+        return tuple(row.record for row in self._chosen(FALLBACKS, OF_TARGET, {"target": target}))
+
+    def stored(self) -> tuple[StoredRecord, ...]:
+        """Returns the selections of all targets and then their fallbacks, as `Store` lists both."""
+        return (*self._chosen(SELECTIONS, "", {}), *self._chosen(FALLBACKS, "", {}))
 
     def check(self, digest: str, target: str, versions: Versions) -> bool | None:
         """Returns whether a kernel passed a self-check under versions that run it alike; None without one."""
@@ -115,8 +110,7 @@ class Reader:
 
         A row that cannot be read is skipped, with an `UnreadableRecord` warning.
         """
-        values: Values = {"digest": digest, "target": target, "most": MAX_RECORD_BYTES}
-        for (payload,) in self._query(CHECKS, CHECKS_OF, values):
+        for (payload,) in self._query(CHECKS_OF, {"digest": digest, "target": target}):
             try:
                 check = decode_check(raw_bytes(str(payload)))
             except TableError as error:
@@ -128,64 +122,25 @@ class Reader:
                 return check
         return None
 
-    def _readable(self, rows: Rows) -> Iterator[Record]:
-        for problem_key, target, payload in rows:
-            try:
-                yield decode_stored(payload, problem_key, target)
-            except TableError as error:
-                warnings.warn(
-                    f"a selection of {self._where} was skipped: {error}", UnreadableRecord, stacklevel=4
-                )
+    def _chosen(self, table: str, where: str, values: Values) -> list[StoredRecord]:
+        rows = self._query(CHOSEN.format(table=table, where=where), values)
+        return list(readable(map(_Row._make, rows), self._where))
 
 
-def _query_file(path: Path, url: str, table: str, question: str, values: Values) -> Rows:
+def _query_file(path: Path, url: str, question: str, values: Values) -> Rows:
     if not file_exists(path):
         return []
     try:
         with closing(_connect(path)) as connection:
-            # All statements see one state of the file: another process may rename the tables meanwhile.
+            # The check and the query see one state of the file.
             connection.execute("BEGIN")
-            foreign = connection.execute(FOREIGN).fetchone()
-            if foreign is not None:
-                raise foreign_object(str(foreign[0]), describe(url))
-            # The table may be missing: another process is creating the database, or an older flashtune made
-            # it.
-            if not _is_there(connection, table):
-                table = TABLES.get(table, table)
-                if not _is_there(connection, table):
-                    return []
-            try:
-                return connection.execute(question.format(table=table), values).fetchall()
-            except sqlite3.DataError as error:
-                if not is_too_large(error):
-                    raise
-            return _query_rows(connection, table, question, values, describe(url))
+            if not check_tables(connection.execute, describe(url)):
+                return []  # another process is creating it
+            return connection.execute(question, values).fetchall()
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if not file_exists(path):
             return []
         raise sqlite_error(error, url) from error
-
-
-def _query_rows(
-    connection: sqlite3.Connection, table: str, question: str, values: Values, where: str
-) -> Rows:
-    """Queries each row alone, and leaves out rows with a value that is too large."""
-    one = question.format(table=ONE_ROW.format(table=table))
-    found, skipped = [], 0
-    for (row,) in connection.execute(ROWS.format(table=table)).fetchall():
-        try:
-            found += connection.execute(one, {**values, "row": row}).fetchall()
-        except sqlite3.DataError as error:
-            if not is_too_large(error):
-                raise
-            skipped += 1
-    message = f"{skipped} rows of {where} were skipped: a value has more than {MAX_VALUE_BYTES} bytes"
-    warnings.warn(message, UnreadableRecord, stacklevel=4)
-    return found
-
-
-def _is_there(connection: sqlite3.Connection, table: str) -> bool:
-    return bool(connection.execute(IS_THERE, (table,)).fetchone()[0])
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import inspect, text
+from sqlalchemy import text
 
-from flashtune.core.earlier_names import TABLES
 from flashtune.core.errors import StoreError
+from flashtune.db.creation import has_tables
 from flashtune.db.engine import make_engine, reading
 from flashtune.db.server import Result, within
 
 Rows = list[tuple[Any, ...]]
 Values = dict[str, str | int]
-# Arguments: a table's name, a SELECT statement and its values.
-Query = Callable[[str, str, Values], Rows]
+# Arguments: a SELECT statement and its values.
+Query = Callable[[str, Values], Rows]
 
 SECONDS = 1.0
 
@@ -61,14 +61,12 @@ def server_query(url: str) -> Query:
     engine = make_engine(url)
     server = Server(url)
 
-    def query(table: str, question: str, values: Values) -> Rows:
+    def query(question: str, values: Values) -> Rows:
         def run() -> Rows:
             with reading(engine, url) as connection:
-                tables = inspect(connection).get_table_names()
-                name = table if table in tables else TABLES.get(table, table)
-                if name not in tables:
+                if not has_tables(connection, url):
                     return []
-                return [tuple(row) for row in connection.execute(text(question.format(table=name)), values)]
+                return [tuple(row) for row in connection.execute(text(question), values)]
 
         return server.ask(run)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from flashtune.core.errors import StoreError
 from flashtune.db.codec import encode_check, fingerprint
-from flashtune.db.errors import ELSEWHERE, sqlite_error
-from flashtune.db.light.bootstrap import create_database, is_empty, known_revision
+from flashtune.db.errors import sqlite_error
+from flashtune.db.light.bootstrap import check_tables, create_database
 from flashtune.db.limits import file_exists, restrict
-from flashtune.db.location import database_url, describe, read_write_uri, sqlite_path
+from flashtune.db.location import database_url, read_write_uri, sqlite_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 BUSY_SECONDS = 30.0
 # Longest computing time of SQLite for one write.
 WRITE_SECONDS = 4.0
-# The table is the same in every schema.
 REMEMBER = (
     "INSERT INTO checks (digest, target, versions_hash, passed, created_at, payload) "
     "VALUES (:digest, :target, :versions_hash, :passed, :created_at, :payload) "
@@ -36,7 +33,7 @@ REMEMBER = (
 def remember_check(check: Check, url: str | None = None) -> None:
     """Stores a self-check's verdict, and replaces an earlier one of the same kernel, GPU and versions.
 
-    Creates the database if there is none. An older schema is not migrated.
+    Creates the database if there is none.
 
     Args:
         check: The verdict.
@@ -44,7 +41,7 @@ def remember_check(check: Check, url: str | None = None) -> None:
 
     Raises:
         TableError: A field is outside its bounds.
-        StoreError: The database is damaged, newer than this flashtune, not flashtune's, or unwritable.
+        StoreError: The database is damaged, of another schema, not flashtune's, or unwritable.
     """
     address = database_url(url)
     path = sqlite_path(address)
@@ -66,19 +63,20 @@ def remember_check(check: Check, url: str | None = None) -> None:
         "created_at": datetime.now(UTC).isoformat(timespec="microseconds"),
         "payload": encode_check(check).decode(),
     }
-    with _explained(address):
-        if not _is_filled(path):
+    try:
+        if not _has_tables(path):
             create_database(path)
         with closing(_connect(path)) as connection:
-            known_revision(connection, address)
             connection.execute(REMEMBER, row)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise sqlite_error(error, address) from error
 
 
-def _is_filled(path: Path) -> bool:
+def _has_tables(path: Path) -> bool:
     if not file_exists(path):
         return False
     with closing(_connect(path)) as connection:
-        return not is_empty(connection)
+        return check_tables(connection.execute, str(path))
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -86,15 +84,3 @@ def _connect(path: Path) -> sqlite3.Connection:
     restrict(connection, WRITE_SECONDS)
     connection.execute("PRAGMA synchronous = NORMAL")
     return connection
-
-
-@contextmanager
-def _explained(url: str) -> Iterator[None]:
-    try:
-        yield
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise sqlite_error(error, url) from error
-    except OSError as error:
-        raise StoreError(
-            f"cannot write the database {describe(url)} ({error.strerror}): {ELSEWHERE}"
-        ) from error

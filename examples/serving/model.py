@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-# Of (layer, q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]): what q attends to, like q.
+# From (layer, q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]) to the output, shaped like q.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 ROPE_BASE = 10_000.0

@@ -47,7 +47,7 @@ def main() -> None:
         options.save.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
     if options.plot:
         options.plot.write_text(figure(document).to_html(include_plotlyjs=True), encoding="utf-8")
-    # What is not a number is not under it either.
+    # A difference of NaN fails too.
     sys.exit(0 if document.difference <= document.tolerance else 1)
 
 

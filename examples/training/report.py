@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 # Two right ways with a given kind of rounding differ by chance: so many times what a third one shows is far.
 CHANCE = 3
-# What bfloat16 tells apart at a magnitude of 1, and what float32 sums of other orders come to in some steps.
+# The spacing of bfloat16 at a magnitude of 1, and the difference of float32 sums of another order.
 BF16_SPACING = 2.0**-8
 FP32_MARGIN = 1e-4
 WIDTH, HEIGHT = 860, 480

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from examples.training.model import Attend, Decoder, Shape
 
 WARM_UP, DECAY, BETAS, LARGEST_GRADIENT = 20, 0.1, (0.9, 0.95), 1.0
-# Steps that no time and no memory is told of: kernels are compiled and proven in them.
+# First steps, in which kernels are compiled and verified. Their times and memory are not reported.
 LEFT_OUT = 10
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flashtune.core.features.records import DEFAULTS, BlockLists
-from flashtune.core.features.table import FEATURES, KEYS_OF_FIELDS
+from flashtune.core.features.table import FEATURES
 from flashtune.core.problem import Causal, Feature, Problem
 
 # The extents that `rounded_extents` rounds up. Numbers of packed tokens and pages are rounded already.
@@ -31,9 +31,9 @@ def normal_form(problem: Problem) -> Problem:
     farthest = max(problem.seqlen_q if problem.causal is Causal.TOP_LEFT else 0, problem.seqlen_kv) - 1
     if problem.window_left is not None and problem.window_left >= farthest:
         problem = replace(problem, window_left=None)
-    if problem.attention_chunk and problem.attention_chunk > farthest and not _may_stand_before_keys(problem):
-        problem = replace(problem, attention_chunk=0)
-    if problem.sink_tokens and problem.window_left is None and not problem.attention_chunk:
+    if problem.chunk and problem.chunk > farthest and not _may_stand_before_keys(problem):
+        problem = replace(problem, chunk=0)
+    if problem.sink_tokens and problem.window_left is None and not problem.chunk:
         problem = replace(problem, sink_tokens=0)
     if problem.block_lists is BlockLists.GROUP and (not problem.block_mask or problem.group_size == 1):
         problem = replace(problem, block_lists=BlockLists.HEAD)
@@ -59,7 +59,7 @@ def _may_stand_before_keys(problem: Problem) -> bool:
     """Returns whether a query of a non-causal problem can be before key 0, in a chunk without keys."""
     if problem.causal is not Causal.NONE:
         return False
-    ragged = problem.total_q or problem.seqlens_k or problem.page_size
+    ragged = problem.packed or problem.kv_lengths or problem.page_size
     return problem.seqlen_q > (1 if ragged else problem.seqlen_kv)
 
 
@@ -118,8 +118,8 @@ def _feature_texts(problem: Problem) -> tuple[str, ...]:
         for field in (*one.fields, *one.details)
     ]
     values = [(field, getattr(problem, field)) for field in fields]
-    present = ((KEYS_OF_FIELDS.get(name, name), value) for name, value in values if value != DEFAULTS[name])
-    texts = (key if value is True else f"{key}={value}" for key, value in present)
+    present = ((name, value) for name, value in values if value != DEFAULTS[name])
+    texts = (name if value is True else f"{name}={value}" for name, value in present)
     return _window_text(problem), *texts
 
 

@@ -47,7 +47,7 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
         if self.page_size and self.page_size not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
             raise ProblemError(f"pages of {self.page_size} keys are not supported: make them one of {sizes}")
-        if self.page_size and self.seqlens_k:
+        if self.page_size and self.kv_lengths:
             raise ProblemError("a paged cache always has lengths: leave kv_lengths out")
         if self.block_mask and self.block_mask not in MASK_BLOCKS:
             sizes = " or ".join(map(str, MASK_BLOCKS))
@@ -79,7 +79,7 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
     def computation(self) -> Problem:
         """The problem without its extents. With the config, it determines a kernel's source."""
         return msgspec.structs.replace(
-            self, heads=1, kv_heads=1, batch=1, seqlen_q=1, seqlen_kv=1, total_q=min(self.total_q, 1)
+            self, heads=1, kv_heads=1, batch=1, seqlen_q=1, seqlen_kv=1, packed=min(self.packed, 1)
         )
 
     @property
@@ -125,7 +125,7 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
             self.window_left,
             right,
             self.sink_tokens,
-            self.attention_chunk,
+            self.chunk,
         )
 
     def visible_pairs(self) -> int:
@@ -143,8 +143,8 @@ class Problem(FeatureFields, frozen=True, kw_only=True):
         A varlen batch counts as sequences of the longest length, as many as its tokens fill.
         """
         pairs = self.batch * self.visible_pairs()
-        if self.total_q:
-            pairs = pairs * self.total_q // max(1, self.batch * self.seqlen_q)
+        if self.packed:
+            pairs = pairs * self.packed // max(1, self.batch * self.seqlen_q)
         return 2 * self.heads * pairs * product_widths(self)
 
     def nominal_flops(self) -> int:
@@ -197,9 +197,9 @@ def keys_read(problem: Problem) -> int:
     `flops`.
     """
     keys = distinct_keys(problem.sight)
-    if problem.total_q:
-        return problem.batch * keys * problem.total_q // max(1, problem.batch * problem.seqlen_q)
-    if problem.batch and problem.features & {Feature.SEQLENS_K, Feature.PAGES}:
+    if problem.packed:
+        return problem.batch * keys * problem.packed // max(1, problem.batch * problem.seqlen_q)
+    if problem.batch and problem.features & {Feature.KV_LENGTHS, Feature.PAGES}:
         usual = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_kv * 3 // 4)
         return keys + (problem.batch - 1) * distinct_keys(usual.sight)
     return problem.batch * keys
@@ -207,7 +207,7 @@ def keys_read(problem: Problem) -> int:
 
 def _rows(problem: Problem) -> int:
     """Returns the number of query rows of all heads."""
-    return (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
+    return (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
 
 
 def _tensor_bytes(problem: Problem) -> tuple[int, int]:

@@ -52,8 +52,8 @@ BEST_TENSORS = Specialization()
 DIFFERENTIABLE_SIDE = tuple(name for name in TENSORS if TENSOR_INPUTS[name].has_gradient)
 # One block of so many keys is read faster than it is copied.
 FEW_KEYS = 64
-# With at most this many queries, default kernels of both passes took 1.2 to 3.8 times as long as SDPA, at
-# three shapes on an H200.
+# With at most this many queries, default kernels of both passes took 1.2 to 3.8 times as long as SDPA.
+# Measured at three shapes on an H200.
 FEW_ROWS = 32
 
 
@@ -299,7 +299,7 @@ def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = Non
 def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
     """Returns the baseline that is faster than the generated kernel and may replace it, or None."""
     request, problem, target = bound.request, bound.request.problem, bound.target
-    if problem.total_q or problem.page_size or problem.seqlens_k:
+    if problem.packed or problem.page_size or problem.kv_lengths:
         # The unfused computation would read lengths from the device, which synchronizes.
         return None
     backend = None
@@ -329,7 +329,7 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
 def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Selection) -> str | None:
     """Returns the baseline that is faster over both passes and may replace both kernels, or None."""
     problem, target = bound.request.problem, bound.target
-    if bound.request.deterministic or problem.total_q or problem.seqlens_k:
+    if bound.request.deterministic or problem.packed or problem.kv_lengths:
         return None
     passes = forward, backward
     is_untimed = any(selection.measured.measurement is None for selection in passes)

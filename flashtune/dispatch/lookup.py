@@ -55,7 +55,7 @@ LATENT_ROWS = 64
 # The first family for gradients in float32: 0.5 to 0.7 of the time of `backward_split` on an H200.
 FLOAT32_BACKWARD = "backward_fused"
 # With block masks of 128, tuned kernels of `forward_masked` took 1.3 to 1.4 times as long as estimated,
-# relative to those of `forward_hopper`, at the three shapes in the tables of the H100 and the H200.
+# relative to those of `forward_hopper`. Measured at three shapes on an H100 and an H200.
 PORTABLE_BLOCKS, PORTABLE_FACTOR = 128, 1.3
 
 

@@ -45,7 +45,7 @@ def same_computation(problem: Problem) -> tuple[Problem, ...]:
     With equal lengths, both alignments are the same mask. A single query aligned bottom-right sees all keys.
     If each sequence has its own lengths, equal maximum lengths do not count.
     """
-    ragged = problem.total_q or problem.seqlens_k or problem.page_size
+    ragged = problem.packed or problem.kv_lengths or problem.page_size
     square = problem.seqlen_q == problem.seqlen_kv and not ragged
     names = [problem.causal]
     if square and problem.causal is not Causal.NONE:

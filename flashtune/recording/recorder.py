@@ -21,7 +21,6 @@ from typing import Annotated, ParamSpec, TypeVar
 
 import msgspec
 
-from flashtune.core.earlier_names import present_call
 from flashtune.core.errors import UsageError
 from flashtune.core.files import alone_with, read_bounded, replace_file
 from flashtune.core.kernel import Specialization
@@ -88,7 +87,7 @@ def read_counts(path: Path) -> tuple[CallCount, ...]:
 
 def _decoded(path: Path, number: int, line: bytes) -> CallCount:
     try:
-        return _decoder.decode(present_call(line))
+        return _decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         # The text may quote a name with control codes.
         quoted = str(error).encode("unicode_escape").decode()

@@ -77,7 +77,7 @@ class Request(msgspec.Struct, frozen=True):
     @property
     def rows(self) -> int:
         """Queries per sequence, or of the whole varlen batch."""
-        return self.tokens if self.problem.total_q else self.problem.seqlen_q
+        return self.tokens if self.problem.packed else self.problem.seqlen_q
 
     @property
     def out_shape(self) -> tuple[int, ...]:

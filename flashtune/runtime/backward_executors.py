@@ -166,7 +166,7 @@ def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor, writes: tuple[
     """Allocates the gradients that a kernel writes. `writes` are the names of those of side inputs."""
     problem = request.problem
     # Kernels do not write rows after the last packed sequence, whose gradients are zero.
-    make = torch.zeros_like if problem.total_q else torch.empty_like
+    make = torch.zeros_like if problem.packed else torch.empty_like
     heads = problem.batch, problem.heads
     dbias = dslopes = dsinks = None
     if "dbias" in writes:

@@ -384,7 +384,7 @@ def _rounded(request: Request, known: Known | None) -> Request:
     problem = request.problem
     if known is None or not known.has(problem):
         problem = rounded_extents(problem)
-    return msgspec.structs.replace(request, problem=problem, tokens=problem.total_q)
+    return msgspec.structs.replace(request, problem=problem, tokens=problem.packed)
 
 
 def _load(device: torch.device) -> None:
@@ -431,7 +431,7 @@ def _chosen(key: BucketKey, known: Known | None) -> tuple[Choice, ...] | None:
     decisions = choose_over(key.usual, key.passes, key.gradients, key.sharing, given)
     if decisions is None or known is None:
         return decisions
-    if request.problem.total_q:
+    if request.problem.packed:
         # Calls that bind another clearer need no compilation then.
         clearer_of(request, request.problem.batch, known.target)
     return tuple(_loaded(*one) for one in zip(decisions, key.passes, strict=True))

@@ -186,7 +186,7 @@ def interpreted(
     extra = side_views(problem, side, tensors.k.shape[0])
     launch = bind(kernel_of(record, needed), decision.target, tensors, extra)
     launch(tensors, request.default_scale if scale is None else scale, extra)
-    if problem.total_q:
+    if problem.packed:
         clear_tail_on_cpu(out, lse, side.cu_seqlens_q)
     return out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
 

@@ -66,12 +66,12 @@ def unfused_attention(
         The output [batch, heads, seqlen_q, value_head_dim] in q's type, with zeros in rows without visible
         keys, and the natural log-sum-exp [batch, heads, seqlen_q] in the scores' type, or None.
     """
-    if not (problem.total_q or problem.page_size):
+    if not (problem.packed or problem.page_size):
         k, v = _numbers(k, side.k_scale, q.dtype), _numbers(v, side.v_scale, q.dtype)
         return _dense(problem, q, k, v, side, scale, return_lse)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=score_dtype(q))
-    dense = msgspec.structs.replace(problem, total_q=0, page_size=0)
+    dense = msgspec.structs.replace(problem, packed=0, page_size=0)
     for sequence in _sequences(problem, q, k, v, side):
         at = sequence.at
         given = q[at], sequence.k, sequence.v, sequence.side

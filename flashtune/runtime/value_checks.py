@@ -33,7 +33,7 @@ def values_are_checked(device: torch.device) -> bool:
 def with_checks(executor: Executor, request: Request) -> Executor:
     """Returns an executor that checks the values of each call's lengths, or `executor` without checks."""
     problem = request.problem
-    lengths = problem.total_q or problem.page_size or problem.seqlens_k or problem.prefix
+    lengths = problem.packed or problem.page_size or problem.kv_lengths or problem.prefix
     has_scales = problem.dtype.is_quantized or problem.kv_dtype is not None
     has_values = lengths or problem.block_mask or has_scales
     if not has_values or not values_are_checked(request.device):

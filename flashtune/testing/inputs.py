@@ -135,8 +135,8 @@ def tensors(
     """
     if is_ragged(problem):
         lengths = lengths or usual_lengths(problem)
-        total_q = lengths.total_q if problem.total_q else 0
-        problem = msgspec.structs.replace(problem, total_q=total_q, batch=len(lengths.queries))
+        total_q = lengths.total_q if problem.packed else 0
+        problem = msgspec.structs.replace(problem, packed=total_q, batch=len(lengths.queries))
     lengths = lengths or equal_lengths(problem)
     scale = problem.head_dim**-0.5 if scale is None else scale
     memory_order = guarded_tensors.Layout(layout)
@@ -158,7 +158,7 @@ def tensors(
 
 def packed(problem: Problem, lengths: Lengths, padded: Tensor) -> Tensor:
     """Returns rows of queries, [batch, heads, seqlen_q] or [..., width], as kernels take them."""
-    if not problem.total_q:
+    if not problem.packed:
         return padded
     places = query_places(problem, lengths).to(padded.device)
     return padded.transpose(1, 2)[places.sequence, places.row].transpose(0, 1)[None]
@@ -192,10 +192,10 @@ def inputs_of(call: Call) -> Inputs:
     scale = request.default_scale if call.scale is None else call.scale
     kv_layout = request.kv_layout or request.layout
     inputs = Inputs(request.problem, q, k, v, scale, extra, layout=request.layout, kv_layout=kv_layout)
-    if not (request.problem.total_q or request.problem.page_size):
+    if not (request.problem.packed or request.problem.page_size):
         return inputs
     # Requests round the numbers of tokens and pages up.
     queries, keys = inputs.lengths
     fields = {"seqlen_q": max(queries, default=0), "seqlen_kv": max(keys, default=0)}
-    fields["total_q"] = request.tokens
+    fields["packed"] = request.tokens
     return inputs._replace(problem=msgspec.structs.replace(request.problem, **fields))

@@ -78,7 +78,7 @@ def reference(inputs: Inputs) -> Reference:
     problem = inputs.problem
     if not problem.seqlen_kv:
         # The reference takes no empty rows of scores. Lengths hide the added key.
-        problem = msgspec.structs.replace(problem, seqlen_kv=1, seqlens_k=not problem.page_size)
+        problem = msgspec.structs.replace(problem, seqlen_kv=1, kv_lengths=not problem.page_size)
     heads = torch.arange(problem.batch * problem.heads)
     parts = [
         expect(problem, q, k, v, scale, Sample(heads, rows), extra, lengths)

@@ -171,8 +171,8 @@ def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
 def _thinned(problem: Problem) -> Problem:
     while problem.minimal_bytes() > MAX_MAIN_BYTES:
         if problem.batch > 1:
-            packed = -(-problem.total_q // 2)
-            problem = msgspec.structs.replace(problem, batch=problem.batch // 2, total_q=packed)
+            packed = -(-problem.packed // 2)
+            problem = msgspec.structs.replace(problem, batch=problem.batch // 2, packed=packed)
         elif problem.kv_heads > 1:
             fewer = problem.kv_heads // 2
             problem = msgspec.structs.replace(problem, kv_heads=fewer, heads=fewer * problem.group_size)
@@ -215,7 +215,7 @@ def served_cases(
         if problem.page_size:
             # In every second case, block tables have one more page than the longest sequence.
             keys = (-(-keys // problem.page_size) + turn % 2) * problem.page_size
-        elif problem.seqlens_k and not problem.total_q:
+        elif problem.kv_lengths and not problem.packed:
             # In every second case, tensors have a few more keys than the longest sequence.
             keys += 5 * (turn % 2)
         yield Case(
@@ -226,7 +226,7 @@ def served_cases(
                 batch=len(served.lengths.queries),
                 seqlen_q=queries,
                 seqlen_kv=keys,
-                total_q=served.lengths.total_q if problem.total_q else 0,
+                packed=served.lengths.total_q if problem.packed else 0,
             ),
             probe=served.shape.probe,
             block=block,

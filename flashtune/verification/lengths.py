@@ -33,7 +33,7 @@ class Lengths(NamedTuple):
 
 def is_ragged(problem: Problem) -> bool:
     """Returns whether sequences of a problem may differ in length."""
-    return bool(problem.total_q or problem.seqlens_k or problem.page_size)
+    return bool(problem.packed or problem.kv_lengths or problem.page_size)
 
 
 def equal_lengths(problem: Problem) -> Lengths:
@@ -52,7 +52,7 @@ def usual_lengths(problem: Problem) -> Lengths:
     if not (is_ragged(problem) and problem.batch):
         return equal_lengths(problem)
     chance = random.Random(SEED)  # noqa: S311 - no secret
-    if problem.total_q:
+    if problem.packed:
         queries = _with_total(problem, chance)
         ratio = problem.seqlen_kv / max(1, problem.seqlen_q)
         keys = (min(problem.seqlen_kv, round(length * ratio)) for length in queries)
@@ -65,7 +65,7 @@ def _with_total(problem: Problem, chance: random.Random) -> tuple[int, ...]:
     """Returns query lengths with the problem's total: all scaled by one factor and clamped to the longest."""
     longest = problem.seqlen_q
     drawn = [SHORTEST_PART ** chance.random() for _ in range(problem.batch - 1)]
-    wanted = problem.total_q - longest
+    wanted = problem.packed - longest
 
     def stretched(factor: float) -> list[int]:
         return [max(1, min(longest, round(factor * part))) for part in drawn]

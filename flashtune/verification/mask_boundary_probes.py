@@ -46,7 +46,7 @@ def at_edges(
     keys = problem.seqlen_kv
     shape = (problem.batch, problem.kv_heads, keys + 1, width)
     words = torch.randint(2, shape, generator=generator, device=device) * 2.0 - 1.0
-    if problem.total_q and not problem.page_size:
+    if problem.packed and not problem.page_size:
         for sequence in range(problem.batch - 1):
             words[sequence, :, lengths.keys[sequence]] = words[_next(lengths, sequence), :, 0]
     neighbours = _neighbours(problem, lengths, side, generator)

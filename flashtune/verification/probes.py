@@ -31,8 +31,8 @@ OUTLIER_SHARE = 0.001
 OUTLIER_SIZE = 10.0
 # Tensors of at most this many elements are filled on the CPU.
 FEW_ELEMENTS = 2**20
-# Magnitudes of the heads of quantised tensors differ by up to this power of two, so that the scale of another
-# head gives a wrong result.
+# Magnitudes of the heads of quantised tensors differ by up to this power of two. The scale of another head
+# then gives a wrong result.
 HEAD_POWER = 2
 
 

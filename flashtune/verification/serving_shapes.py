@@ -179,7 +179,7 @@ def _around_masks(queries: int, tile: Tile, problem: Problem, reduced: bool) -> 
     square = min(farthest, FARTHEST_SQUARE)
     top_left = problem.causal is Causal.TOP_LEFT
     lefts = [] if problem.window_left is None else [problem.window_left + 1]
-    lefts += [problem.attention_chunk] if problem.attention_chunk else []
+    lefts += [problem.chunk] if problem.chunk else []
     if problem.window_left is not None and problem.sink_tokens:
         lefts.append(problem.window_left + problem.sink_tokens + 1)
     for border in lefts:
@@ -191,8 +191,8 @@ def _around_masks(queries: int, tile: Tile, problem: Problem, reduced: bool) -> 
             yield queries, border + queries + n + 3
             yield 1, border
             yield 1, border + 1
-    if problem.attention_chunk and not top_left and 2 * problem.attention_chunk <= farthest:
-        yield queries, 2 * problem.attention_chunk + queries // 2
+    if problem.chunk and not top_left and 2 * problem.chunk <= farthest:
+        yield queries, 2 * problem.chunk + queries // 2
     right = problem.window_right
     if right is not None and problem.causal is Causal.NONE and right <= square:
         yield right + queries, right + queries
@@ -215,7 +215,7 @@ def with_lengths(
     queries, keys = max(1, shape.seqlen_q), max(1, shape.seqlen_kv)
     if not is_ragged(problem):
         return ServingCase(shape, heads, Lengths((queries,) * batch, (keys,) * batch), False)
-    if problem.total_q:
+    if problem.packed:
         pairs = [
             (queries, keys), (0, 0), (1, 1), (queries, -(-keys // 2)), (2, 0), (0, 3),
             (queries // 2 + 1, keys),
@@ -233,7 +233,7 @@ def even_lengths(problem: Problem, shape: Shape, heads: tuple[int, int], batch: 
         heads = LATENT_HEADS[0]
     step = 1 if is_ragged(problem) else 0
     queries = tuple(
-        max(1, shape.seqlen_q - (step * index if problem.total_q else 0)) for index in range(batch)
+        max(1, shape.seqlen_q - (step * index if problem.packed else 0)) for index in range(batch)
     )
     keys = tuple(max(1, shape.seqlen_kv - 3 * step * (index % 16)) for index in range(batch))
     return ServingCase(shape, heads, Lengths(queries, keys), step > 0)

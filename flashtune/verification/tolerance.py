@@ -65,8 +65,8 @@ TRUNCATED_UNIT = 2.0**-13
 PRODUCTS_AT_ONCE = 32
 # Tensor Cores truncate when they sum the products of a score: by up to a unit in the last place, which is two
 # roundoffs, for each step of 16 products, always with the same sign. Other units round in at least as many
-# steps. In roundoffs of the largest possible score of the row, correct kernels of head dim 256 reached 17 in
-# fp16 on an H200 if all products of a row had the same sign.
+# steps. Correct kernels of head dim 256 reached 17 roundoffs of the row's largest possible score, in fp16 on
+# an H200. All products of a row had the same sign.
 PRODUCTS_OF_A_STEP = 16
 ROUNDOFFS_OF_A_STEP = 2.0
 MIN_SCORE_STEPS = 16.0

@@ -104,7 +104,7 @@ class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
         return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
 
     def epilogue(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Step | None:
-        packed = problem.total_q > 0
+        packed = problem.packed > 0
         arguments = (
             *plain_arguments(problem.dtype, specialization, (SUMS, "dq")),
             *((Argument("cu_seqlens_q", "*i32"),) if packed else ()),

@@ -88,13 +88,13 @@ def starts_at_lse(config: HopperBackwardConfig, softcap: bool) -> bool:
 def _counts(problem: Problem, config: HopperBackwardConfig) -> tuple[str, ...]:
     """Returns the names of the main kernel's integers."""
     ranged = ("head_blocks",) if problem.sight.left is not None else ()
-    counts = (*COUNTS, *(PACKED_COUNTS if problem.total_q else (*DENSE_COUNTS, *ranged)))
+    counts = (*COUNTS, *(PACKED_COUNTS if problem.packed else (*DENSE_COUNTS, *ranged)))
     return (*counts, "interleaved_heads") if interleaves(problem, config) else counts
 
 
 def _row_counts(problem: Problem) -> tuple[str, ...]:
     """Returns the names of the integers of prologue and epilogue."""
-    return ("heads", "seqlen_q", *(("sequences",) if problem.total_q else ()))
+    return ("heads", "seqlen_q", *(("sequences",) if problem.packed else ()))
 
 
 def _side(problem: Problem, names: tuple[str, ...]) -> tuple[Argument, ...]:
@@ -115,7 +115,7 @@ def _sink_parts(problem: Problem) -> tuple[str, ...]:
 def _tile(name: str, rows: int, width: int, problem: Problem) -> Argument:
     """Returns a tile of rows of one head, in shared memory with the layout of matrix instructions."""
     # Of packed sequences, one more dimension marks a sequence's end.
-    box = (*((1, 1, 1) if problem.total_q else (1, 1)), rows, width)
+    box = (*((1, 1, 1) if problem.packed else (1, 1)), rows, width)
     element, bits = pointer_type(problem.dtype)[1:], 8 * problem.dtype.itemsize
     layout = f"NVMMASharedLayout({SWIZZLE}, {bits}, {len(box)})"
     return Argument(f"{name}_desc", f"tensordesc<{element}{list(box)},{layout}>")

@@ -170,7 +170,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
     features = frozenset(
         {
             *(Feature.DETERMINISTIC, Feature.DROPOUT, Feature.WINDOW),
-            *(Feature.SOFTCAP, Feature.SINKS, Feature.VARLEN),
+            *(Feature.SOFTCAP, Feature.SINKS, Feature.PACKED),
         }
     )
     direction = Direction.BACKWARD
@@ -190,7 +190,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             return f"backward_hopper takes head dims of q and v above {WIDE} only where they are one"
         if max(dims) > WIDE and problem.dropout:
             return f"backward_hopper drops weights of head dims up to {WIDE}"
-        if problem.dropout and (problem.softcap or problem.total_q):
+        if problem.dropout and (problem.softcap or problem.packed):
             return "backward_hopper drops weights without a softcap, of sequences that are not packed"
         return None
 
@@ -236,7 +236,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             dropout=problem.dropout,
             softcap=problem.softcap,
             sinks=problem.sinks,
-            packed=problem.total_q > 0,
+            packed=problem.packed > 0,
             window_left=_bound(problem.sight.left),
             window_right=_bound(None if problem.causal is not Causal.NONE else problem.window_right),
         )

@@ -21,9 +21,9 @@ RANDOM_WORDS = 2
 # Rings have barriers for full and for empty tiles.
 SIDES = 2
 # Barriers of each slot of the rings between groups, and others. If groups divide keys, gradients of scores
-# have a full barrier for each group and an empty one for both; others are those of k and v, of each group. If
-# they divide products, probabilities and gradients of scores have full and empty ones; others are those of k,
-# of v, and of the end.
+# have a full barrier for each group and an empty one for both. The others are those of k and v, of each
+# group. If they divide products, probabilities and gradients of scores have full and empty ones. The others
+# are those of k, of v, and of the end.
 DIVIDED_KEYS = 3, 4
 DIVIDED_PRODUCTS = 4, 3
 # In deterministic kernels: a group may add, and it has added.

@@ -112,7 +112,7 @@ def _interleaved_heads(problem: Problem) -> tuple[int, ...]:
     """Returns the numbers of interleaved heads to try: one where all programs of a head are equally long."""
     if problem.deterministic:
         return 1, 2, 4
-    return (1, MAX_INTERLEAVED_HEADS) if problem.causal is not Causal.NONE or problem.total_q else (1,)
+    return (1, MAX_INTERLEAVED_HEADS) if problem.causal is not Causal.NONE or problem.packed else (1,)
 
 
 def interleaves(problem: Problem, config: HopperBackwardConfig) -> bool:
@@ -164,7 +164,7 @@ def _usual_interleaved_heads(problem: Problem) -> int:
     if not problem.deterministic:
         is_long = problem.group_size > 1 and problem.sight.left is None and width_of(problem) != WIDEST
         has_few_keys = problem.causal is not Causal.NONE and problem.seqlen_kv <= MAX_INTERLEAVED_KEYS
-        return MAX_INTERLEAVED_HEADS if problem.total_q or (is_long and has_few_keys) else 1
+        return MAX_INTERLEAVED_HEADS if problem.packed or (is_long and has_few_keys) else 1
     return 2 if problem.causal is Causal.NONE else 4
 
 

@@ -28,7 +28,7 @@ from flashtune.templates.common.precision import input_precisions
 from flashtune.templates.family import Context, FamilyOf
 
 # Features that hide keys from only some queries of a block.
-MASKS = frozenset({Feature.WINDOW, Feature.ATTENTION_CHUNK})
+MASKS = frozenset({Feature.WINDOW, Feature.CHUNK})
 # The largest side of a tile, and the sides and warps of tiles that a block mask makes smaller.
 MAX_SIDE = 128
 SMALL_SIDE = 32
@@ -50,7 +50,7 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
     def supports(self, problem: Problem, target: Target) -> str | None:
         if problem.block_mask and (problem.alibi or problem.bias is Bias.ADDITIVE):
             return "backward_split takes no ALiBi and no additive bias with a block mask"
-        if problem.block_mask and problem.total_q:
+        if problem.block_mask and problem.packed:
             return "backward_split takes no block mask over packed sequences"
         return refusal(self.name, problem)
 
@@ -87,7 +87,7 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
 
     def prologue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
         dlse = ("dlse",) if specialization.lse else ()
-        clears_slopes = problem.alibi and problem.total_q > 0
+        clears_slopes = problem.alibi and problem.packed > 0
         dslopes = ("dslopes",) if clears_slopes else ()
         random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
         tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", *random, *dslopes)

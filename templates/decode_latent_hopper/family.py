@@ -80,7 +80,7 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
 
     name = "decode_latent_hopper"
     config_type = LatentConfig
-    features = frozenset({Feature.MLA, Feature.SEQLENS_K, Feature.PAGES})
+    features = frozenset({Feature.MLA, Feature.KV_LENGTHS, Feature.PAGES})
     direction = Direction.FORWARD
     interpreted = False
 
@@ -142,7 +142,7 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
             combined=combined_columns(problem, config),
             combine_warps=COMBINE_WARPS,
             registers=worker_registers(problem),
-            lengths=problem.seqlens_k or problem.page_size > 0,
+            lengths=problem.kv_lengths or problem.page_size > 0,
             page_size=problem.page_size,
             copied_keys=copied_keys(problem),
             num_splits=config.num_splits,

@@ -121,7 +121,7 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
             return "decode_split_kv takes keys in 8 bits on NVIDIA's GPUs alone"
         if problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE and not problem.page_size:
             return "decode_split_kv takes scales of pages for keys in pages alone"
-        if problem.bias is not Bias.NONE and problem.total_q:
+        if problem.bias is not Bias.NONE and problem.packed:
             return "decode_split_kv takes no bias over packed sequences"
         if problem.mla:
             return self._latent_trouble(problem)

@@ -97,8 +97,8 @@ def group_rows(problem: Problem) -> int:
 
 def fewest_tiles(problem: Problem) -> int:
     """Returns the number of tiles with the most rows. Each packed sequence may end in a partial tile."""
-    if problem.total_q:
-        tiles = problem.total_q * problem.group_size // ROWS[-1] + problem.batch
+    if problem.packed:
+        tiles = problem.packed * problem.group_size // ROWS[-1] + problem.batch
     else:
         tiles = math.ceil(group_rows(problem) / ROWS[-1]) * problem.batch
     return tiles * problem.kv_heads

@@ -55,15 +55,15 @@ def hopper_arguments(
     qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
     v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
     # If sequences end before their tensor, more dimensions mark their ends.
-    ends_early = problem.total_q or problem.seqlens_k or problem.page_size
+    ends_early = problem.packed or problem.kv_lengths or problem.page_size
     outer = (1, 1, 1) if ends_early else (1, 1)
     queries = 1, 1, config.pack_gqa, config.rows_per_group // config.pack_gqa
     rows = copied_keys(problem, config)
     keys = *outer, rows
-    counts: tuple[str, ...] = PACKED_COUNTS if problem.total_q else (*COUNTS, "heads_per_swizzle")
-    if problem.page_size and problem.total_q:
+    counts: tuple[str, ...] = PACKED_COUNTS if problem.packed else (*COUNTS, "heads_per_swizzle")
+    if problem.page_size and problem.packed:
         counts += ("seqlen_kv",)
-    steps = STEPS if problem.seqlens_k and not problem.total_q else ()
+    steps = STEPS if problem.kv_lengths and not problem.packed else ()
     # If outputs are stored in halves, so is the descriptor's tile.
     parts = 2 if config.split_epilogue else 1
     page_steps = ROW_STEPS if gathers(problem) else PAGE_STEPS if problem.page_size else ()

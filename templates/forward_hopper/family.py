@@ -61,8 +61,8 @@ WORKSPACE = "transposed"
 CLASSIFYING_WARPS = {Bias.BOOLEAN: 2, Bias.ADDITIVE: 8}
 CLASSIFIED = 8
 # Features that a bias or mask, or a block mask, excludes.
-EXCLUDED_WITH_BIAS = {Feature.VARLEN, Feature.PAGES, Feature.SEQLENS_K, Feature.PREFIX}
-EXCLUDED_WITH_BLOCK_MASK = {Feature.VARLEN, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
+EXCLUDED_WITH_BIAS = {Feature.PACKED, Feature.PAGES, Feature.KV_LENGTHS, Feature.PREFIX}
+EXCLUDED_WITH_BLOCK_MASK = {Feature.PACKED, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
 NO_BOUND = -1
 # Wider than any sequence, and positions beyond it still fit 32 bits.
 WIDEST_WINDOW = 2**30 - 1
@@ -323,8 +323,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
     config_type = HopperConfig
     features = frozenset(
         {
-            *(Feature.WINDOW, Feature.VARLEN, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
-            *(Feature.SINKS, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SEQLENS_K),
+            *(Feature.WINDOW, Feature.PACKED, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
+            *(Feature.SINKS, Feature.SINK_TOKENS, Feature.CHUNK, Feature.PREFIX, Feature.KV_LENGTHS),
             *(Feature.BIAS, Feature.QUANTIZED_KV, Feature.BLOCK_MASK),
         }
     )
@@ -336,11 +336,11 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
         if problem.dtype not in DTYPES:
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
-        if problem.total_q and problem.dtype.is_quantized:
+        if problem.packed and problem.dtype.is_quantized:
             return "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
         if problem.dtype.is_quantized and problem.features - QUANTIZED_FEATURES:
             return "forward_hopper takes e4m3 with windows alone"
-        if problem.dropout and (problem.total_q or problem.page_size or problem.dtype.is_quantized):
+        if problem.dropout and (problem.packed or problem.page_size or problem.dtype.is_quantized):
             return (
                 "forward_hopper drops weights in bf16 and fp16, of sequences that are not packed or in pages"
             )
@@ -373,7 +373,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         """
         usual = usual_config(problem)
         is_short = mean_queries(problem) <= GROUP_ROWS
-        if problem.total_q and is_short and usual.num_consumer_groups > 1:
+        if problem.packed and is_short and usual.num_consumer_groups > 1:
             # Other groups have no rows of short sequences.
             usual = msgspec.structs.replace(usual, num_consumer_groups=1, ping_pong=False, q_stages=2)
         room = target.sram_per_block - SPARE_BYTES
@@ -406,14 +406,14 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return Step("transpose_values", arguments, LaunchOptions(GROUP_WARPS, 1))
 
     def context(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Context:
-        if problem.total_q and config.pack_gqa > 1:
+        if problem.packed and config.pack_gqa > 1:
             raise KernelError("heads share no tiles in varlen batches: set pack_gqa to 1")
         qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
         v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
         consumer_registers, producer_registers = role_registers(problem, config)
         left = _bound(problem.sight.left)
         right = _bound(None if problem.causal is not Causal.NONE else problem.window_right)
-        chunk, first = (min(size, WIDEST_WINDOW) for size in (problem.attention_chunk, problem.sink_tokens))
+        chunk, first = (min(size, WIDEST_WINDOW) for size in (problem.chunk, problem.sink_tokens))
         masked = problem.bias is Bias.BOOLEAN
         return HopperContext(
             dtype=problem.dtype,
@@ -436,7 +436,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             lse=specialization.lse,
             window_left=NO_BOUND if masked else left,
             window_right=NO_BOUND if masked else right,
-            packed=problem.total_q > 0,
+            packed=problem.packed > 0,
             page_size=problem.page_size,
             copied_keys=copied_keys(problem, config),
             gathers=gathers(problem),
@@ -452,7 +452,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             chunk=0 if masked else chunk,
             first_tokens=0 if masked else first,
             prefix=problem.prefix,
-            lengths=problem.seqlens_k,
+            lengths=problem.kv_lengths,
             bias=problem.bias,
             block_mask=problem.block_mask,
             block_groups=problem.block_mask > 0 and problem.block_lists is BlockLists.GROUP,

@@ -165,7 +165,7 @@ def tiles_differ(problem: Problem) -> bool:
 def shares_rows(problem: Problem) -> bool:
     """Returns whether a mask of keys alone, as of padded sequences, has one list for all tiles of queries."""
     sight = problem.sight
-    by_position = sight.left is not None or sight.right is not None or problem.attention_chunk > 0
+    by_position = sight.left is not None or sight.right is not None or problem.chunk > 0
     return problem.bias is Bias.BOOLEAN and not by_position
 
 
@@ -176,7 +176,7 @@ def has_lists(problem: Problem) -> bool:
 
 def _is_local(problem: Problem) -> bool:
     """Returns whether queries see only keys near them."""
-    return problem.window_left is not None or problem.attention_chunk > 0
+    return problem.window_left is not None or problem.chunk > 0
 
 
 def _is_narrow(problem: Problem) -> bool:
@@ -186,7 +186,7 @@ def _is_narrow(problem: Problem) -> bool:
 
 
 def _sections(problem: Problem) -> tuple[int, ...]:
-    if problem.total_q:
+    if problem.packed:
         return (0, 4)
     if _is_local(problem) or has_lists(problem):
         return (0, 1, 2, 4, 8)
@@ -203,7 +203,7 @@ def _packs(problem: Problem) -> tuple[int, ...]:
         shared = problem.block_lists is BlockLists.GROUP
         return tuple(pack for pack in PACKS if pack < 2 * problem.group_size) if shared else (1,)
     many = problem.seqlen_q >= FEW_QUERIES and not _is_narrow(problem)
-    if problem.total_q or many or problem.dtype.is_quantized or problem.bias is not Bias.NONE:
+    if problem.packed or many or problem.dtype.is_quantized or problem.bias is not Bias.NONE:
         return (1,)
     return tuple(pack for pack in PACKS if pack < 2 * problem.group_size)
 
@@ -299,7 +299,7 @@ def _usual_tiles(problem: Problem) -> HopperConfig:
     # Few keys are seen of a tile, so that its fixed cost matters: it has more rows.
     tall = _is_narrow(problem) and narrow and pack > 1 and not problem.dropout
     # With three groups of fewer keys, the exponentials of softcaps overlap with more products.
-    plain = not (problem.dropout or problem.kv_dtype or problem.total_q or _is_local(problem))
+    plain = not (problem.dropout or problem.kv_dtype or problem.packed or _is_local(problem))
     triple = problem.softcap and _is_in_one_order(problem) and plain and not wide
     additive = problem.bias is Bias.ADDITIVE
     if triple:
@@ -355,13 +355,13 @@ def _is_in_one_order(problem: Problem) -> bool:
     Then tiles of varlen batches that end in the same round differ least.
     """
     long = tiles_differ(problem) and (problem.seqlen_kv > LONG or _is_local(problem))
-    return (problem.total_q > 0 or long) and not has_lists(problem)
+    return (problem.packed > 0 or long) and not has_lists(problem)
 
 
 def _has_chunks_alone(problem: Problem) -> bool:
     """Returns whether tiles of one chunk follow each other, so that they share keys and values in L2."""
-    others = problem.window_left is not None or problem.total_q or has_lists(problem)
-    return problem.attention_chunk > 0 and not others
+    others = problem.window_left is not None or problem.packed or has_lists(problem)
+    return problem.chunk > 0 and not others
 
 
 def _usual_swizzle(problem: Problem) -> int:
@@ -388,7 +388,7 @@ def _usual_order(problem: Problem) -> Order:
     similar = small_pages and problem.seqlen_kv >= SIMILAR_TILES * problem.seqlen_q
     if similar or _has_chunks_alone(problem) or not tiles_differ(problem):
         return Order.LINEAR
-    return Order.LPT if problem.total_q or problem.window_left is not None else Order.SERPENTINE
+    return Order.LPT if problem.packed or problem.window_left is not None else Order.SERPENTINE
 
 
 def copied_keys(problem: Problem, config: HopperConfig) -> int:

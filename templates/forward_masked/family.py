@@ -50,9 +50,9 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
             return f"forward_masked takes head dims up to {MAX_HEAD_DIM}"
         if problem.dtype.is_quantized:
             return f"forward_masked takes no queries of {problem.dtype}"
-        if {Feature.VARLEN, Feature.BIAS} <= problem.features:
+        if {Feature.PACKED, Feature.BIAS} <= problem.features:
             return "forward_masked takes no bias over packed sequences"
-        if problem.block_mask and problem.features & {Feature.VARLEN, Feature.PAGES}:
+        if problem.block_mask and problem.features & {Feature.PACKED, Feature.PAGES}:
             return "forward_masked takes no block mask over packed sequences or pages"
         return self._why_not_stored(problem, target)
 
@@ -72,7 +72,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
     def default(self, problem: Problem, target: Target) -> MaskedConfig:
         """Returns a tile that fits every target of the table, for untuned shapes."""
         width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
-        near = problem.window_left is not None or problem.attention_chunk > 0
+        near = problem.window_left is not None or problem.chunk > 0
         lpt = problem.causal is not Causal.NONE and not near
         precision = input_precisions(problem, target)[-1]
         if problem.dtype.is_float32 and target.capability == HOPPER:

@@ -69,7 +69,7 @@ class MaskedModel(PerformanceModel[MaskedConfig]):
 
 def _waits_for_pages(problem: Problem, config: MaskedConfig) -> bool:
     """Returns whether every loop jumps from a sequence's start to a band, so its next page is unknown."""
-    has_band = problem.window_left is not None or problem.attention_chunk > 0
+    has_band = problem.window_left is not None or problem.chunk > 0
     lifts = has_band and (problem.sink_tokens > 0 or problem.prefix)
     return problem.page_size > 0 and lifts and not config.split_masked_loop
 

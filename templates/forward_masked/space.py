@@ -36,8 +36,8 @@ class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 # Below this many queries of a sequence, small tiles are in the space.
 FEW_QUERIES = 128
 HOPPER = 90
-# With 16-bit tiles of V of 32 columns, Triton 3.6's ptxas puts some scalars of the loop into registers from
-# which wgmma reads the tile's address.
+# With 16-bit tiles of V of 32 columns, Triton 3.6's ptxas is wrong: some scalars of the loop get registers
+# from which wgmma reads the tile's address.
 MIN_WIDTH = 64
 MAX_REGISTERS = 255
 # Accumulator and scores of one thread leave this many registers for the rest, with bounds and biases.
@@ -85,7 +85,7 @@ def _may_split(problem: Problem) -> bool:
 
 def _ends_differ(problem: Problem) -> bool:
     """Returns whether later tiles have more blocks: no window or chunk limits them."""
-    near = problem.window_left is not None or problem.attention_chunk > 0
+    near = problem.window_left is not None or problem.chunk > 0
     return problem.causal is not Causal.NONE and not near
 
 

@@ -94,7 +94,7 @@ def test_nominal_flops_halve_when_causal() -> None:
 def test_nominal_flops_count_visible_pairs_only() -> None:
     full = testing.problem("heads=16,seqlen=1024,head_dim=128,dtype=bf16,batch=4")
     # Half of the tokens that four sequences of the longest length would have.
-    packed = msgspec.structs.replace(full, total_q=2048)
+    packed = msgspec.structs.replace(full, packed=2048)
     assert packed.nominal_flops() * 2 == packed.flops() * 2 == full.nominal_flops()
     windowed = msgspec.structs.replace(full, causal=Causal.BOTTOM_RIGHT, window_left=0)
     assert windowed.nominal_flops() == 4 * 4 * 16 * 1024 * 128
@@ -112,7 +112,7 @@ def test_minimal_bytes_count_wider_outputs_of_quantized_inputs() -> None:
     assert narrow.minimal_bytes() == inputs + 2 * output
 
 
-@pytest.mark.parametrize("ragged", [{"page_size": 16}, {"seqlens_k": True}], ids=["pages", "lengths"])
+@pytest.mark.parametrize("ragged", [{"page_size": 16}, {"kv_lengths": True}], ids=["pages", "lengths"])
 def test_minimal_bytes_of_ragged_sequences_use_mean_length(ragged: dict[str, Any]) -> None:
     equal = testing.problem(
         "heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,dtype=bf16,causal,batch=5"

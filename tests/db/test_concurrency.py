@@ -65,7 +65,7 @@ def test_killed_writers_lose_no_committed_records(path: Path) -> None:
         for writer in writers:
             writer.kill()
             out, _ = writer.communicate(timeout=1200)
-            # The last line may be cut off: what it would have said may or may not be stored.
+            # The last line may be cut off: its record may or may not be stored.
             said |= {int(line) for line in out.splitlines(keepends=True) if line.endswith("\n")}
         assert is_sound(path)
         assert said <= stored(path)

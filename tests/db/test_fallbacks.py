@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,14 +151,6 @@ def test_order_of_records_does_not_change_the_hash(make_record: MakeRecord, make
     assert table_hash(one) == table_hash(other)
     assert dump_table(one) == dump_table(other)
     assert table_hash(one) != table_hash(TunedTable(target=TARGET, records=both[:1]))
-
-
-def test_database_without_fallback_table_can_be_read(path: Path) -> None:
-    shutil.copy(Path(__file__).parents[1] / "data" / "schemas" / "0001.sqlite", path)
-    reader = open_reader(str(path))
-    assert reader is not None
-    assert len(reader.selections(TARGET)) == 1
-    assert reader.fallbacks(TARGET) == ()
 
 
 def test_forgetting_a_fallback_selects_the_next_best_fallback(

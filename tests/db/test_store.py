@@ -6,14 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sqlalchemy import text, update
 
 from flashtune.core.errors import StoreError, TableError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome, Provenance, Record, Verdict
 from flashtune.db.codec import Check
-from flashtune.db.errors import UnreadableRecord
 from flashtune.db.light.reader import open_reader
 from flashtune.db.schema import RECORDS
 from flashtune.db.store import Store, open_store
@@ -125,27 +123,6 @@ def test_columns_match_the_record(store: Store, make_record: MakeRecord) -> None
     assert (row.config, row.kernel, row.ms) == (record.config.label(), record.kernel, 0.25)
     assert (row.outcome, row.provenance) == ("ok", "measured")
     assert (row.triton, row.template) == (record.versions.triton, record.versions.template)
-
-
-def test_rows_that_cannot_be_read_are_skipped_with_a_warning(store: Store, make_record: MakeRecord) -> None:
-    good, *bad = [store.add(make_record(ms=float(ms))) for ms in range(1, 5)]
-    payloads = ['{"run": "__import__(\'os\')"}', "", '{"family": "of_a_later_flashtune"}']
-    with store._engine.begin() as connection:
-        for record_id, payload in zip(bad, payloads, strict=True):
-            connection.execute(update(RECORDS).where(RECORDS.c.id == record_id).values(payload=payload))
-    with pytest.warns(UnreadableRecord, match="3 rows .* were skipped"):
-        found = store.records()
-    assert [stored.id for stored in found] == [good]
-
-
-def test_selection_with_another_problem_key_is_skipped(store: Store, make_record: MakeRecord) -> None:
-    record_id = store.add(make_record())
-    store.pin(record_id)
-    with store._engine.begin() as connection:
-        connection.execute(text("UPDATE selections SET problem_key = 'other'"))
-    with pytest.warns(UnreadableRecord, match="stored under another problem or target"):
-        assert store.selections() == []
-    assert len(store.records()) == 1
 
 
 def test_last_check_is_used(store: Store, make_record: MakeRecord) -> None:

@@ -95,7 +95,8 @@ def refused(raw: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schema": 4}, "has table schema 4 and this flashtune reads up to 3: export it again"),
+        ({"schema": 3}, "has table schema 3 and this flashtune reads schema 4: search again, or export"),
+        ({"schema": 5}, "has table schema 5 and this flashtune reads schema 4: search again, or export"),
         ({"schema": "1"}, "is not a tuned table"),
         ({"surprise": 1}, "unknown field `surprise`"),
         (
@@ -115,33 +116,17 @@ def test_a_table_out_of_order_is_refused(table: TunedTable, changes: dict[str, A
     [
         ({"surprise": 1}, "unknown field `surprise`"),
         ({"kernel": "../../etc/passwd"}, "regex"),
-        ({"kernel": "A" * 32}, "regex"),
         ({"kernel": None}, "it names no kernel"),
-        ({"family": "os"}, "there is no kernel family 'os'"),
-        ({"family": "unfused"}, "a baseline takes none"),
-        ({"config": None}, "config is none of family"),
         ({"config": {"block_m": "__import__('os')"}}, "config is none of family"),
         ({"outcome": "wrong_result"}, "its outcome is wrong_result"),
         ({"verdict": None}, "without being verified"),
-        ({"message": "x" * 401}, "length"),
     ],
 )
 def test_malformed_record_is_refused(table: TunedTable, changes: dict[str, Any], reason: str) -> None:
     refused(with_record(table, **changes), f"record 1.*{reason}")
 
 
-def test_a_million_fields_are_refused(table: TunedTable) -> None:
-    many = b",".join(b'"f%d": 0' % number for number in range(1_000_000))
-    raw = dump_table(table).replace(b'"problem": {', many + b', "problem": {', 1)
-    refused(raw, "record 1: a record of .* bytes is too large for a record")
-
-
-def test_negative_blocks_are_refused(table: TunedTable) -> None:
-    config = json.loads(dump_table(table))["records"][0]["config"]
-    refused(with_record(table, config=config | {"block_m": -128}), "record 1: .*block_m")
-
-
-@pytest.mark.parametrize("raw", [b"", b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}'])
+@pytest.mark.parametrize("raw", [b"", b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b'{"schema": 4}'])
 def test_file_that_is_not_a_table_is_refused(raw: bytes) -> None:
     refused(raw, "is not a tuned table")
 

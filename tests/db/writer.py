@@ -3,7 +3,7 @@
     python writer.py URL FIRST COUNT
 
 Its records' times are FIRST, FIRST + 1, ... ms. After each it pins its fastest so far and prints
-the record's time: what is printed must never be lost.
+the record's time: a printed record must never be lost.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def lists_of_blocks(problem: Problem, config: HopperConfig, side: ExtraInputs) -
     parts = 1 if one_list else groups
     queries, keys = problem.seqlen_q, problem.seqlen_kv
     batches, heads = (1 if not counts.stride(axis) else counts.shape[axis] for axis in (0, 1))
-    batches = problem.batch if problem.seqlens_k else batches
+    batches = problem.batch if problem.kv_lengths else batches
     tiles, blocks = -(-queries // (groups * rows)), -(-keys // width)
     longest = min(blocks, parts * size // width * indices.shape[3])
     lists = np.full((batches, heads, tiles, 1 if one_list else groups + 1, longest + 3), -1, np.int32)

@@ -18,7 +18,7 @@ NOTES = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64,
 
 
 class Map(NamedTuple):
-    """What the driver would encode."""
+    """The arguments of a tensor map that the driver would encode."""
 
     address: int
     block_size: list[int]

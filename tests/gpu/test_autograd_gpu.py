@@ -95,7 +95,7 @@ def test_checkpointing(reentrant: bool, options: dict[str, Any]) -> None:
     expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
     torch.manual_seed(7)
     result: Tensor = checkpoint(loss, q, k, v, use_reentrant=reentrant)
-    # What was drawn meanwhile is nobody's business: the forward pass is computed again as it was.
+    # Random numbers drawn in between do not matter: the forward pass is computed again as it was.
     torch.rand(3, device=DEVICE)
     result.backward()
     for one, other in zip((q.grad, k.grad, v.grad), expected, strict=True):

@@ -111,7 +111,7 @@ def test_plan_runs_the_self_check_before_a_capture(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_self_check_takes_under_300_ms(dtype: torch.dtype, head_dim: int, lengths: tuple[int, int]) -> None:
-    generated(*tensors(64, 64, head_dim=32))  # what torch makes at its first use is no check's
+    generated(*tensors(64, 64, head_dim=32))  # loads torch's own kernels, so that the check does not
     q, k, v = tensors(*lengths, head_dim=head_dim, dtype=dtype)
     generated(q, k, v)
     told = flashtune.explain(q, k, v, causal=True, prefer="generated")

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 MASKED = {"sdpa-cudnn": can_use_cudnn_attention, "sdpa-efficient": can_use_efficient_attention}
 # Lengths of queries and keys: tiles, parts of tiles, and strides of rows that are no multiple of 16 bytes.
 LENGTHS = [(512, 512), (1000, 1000), (333, 1001), (1, 777)]
-# What a mask is shared by: [batch, heads, seqlen_q, seqlen_kv] with 1 for shared.
+# Dimensions of masks: [batch, heads, seqlen_q, seqlen_kv] with 1 for shared.
 SHARED = [(2, 4, 1, 1), (2, 1, 1, 1), (1, 4, 1, 1), (2, 1, 0, 1)]
 ERROR = 2.0**-5
 

@@ -1,4 +1,4 @@
-"""Tests of the registration of overrides: what activates, restores and passes on calls."""
+"""Tests of overrides: their activation, their removal, and the calls that they pass on."""
 
 from __future__ import annotations
 

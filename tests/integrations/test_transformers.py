@@ -490,7 +490,7 @@ def test_compiled_generation(served: Served, name: str) -> None:
 
 
 def test_signatures() -> None:
-    """What the integration uses of transformers; a change is named here."""
+    """Checks the signatures of transformers that the integration depends on."""
     mask = inspect.signature(transformers.masking_utils.sdpa_mask).parameters
     own = inspect.signature(masks.attention_mask).parameters
     assert own.keys() - {"others"} <= mask.keys()

@@ -54,7 +54,7 @@ def appended_slots() -> Iterator[list[int]]:
     yield [*range(14, 37), 70, -1, -1]
     yield [37, 71]
     yield [38, 39, 40, *range(72, 82), -1]
-    # What was guessed is written anew; rows behind it nobody reads.
+    # Guessed tokens are written again; no query reads the rows behind them.
     yield [39, 40, *range(78, 82)]
 
 

@@ -158,7 +158,7 @@ def test_packed_sequences() -> None:
     torch.manual_seed(3)
     lengths = (9, 0, 14)
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    # Two rows lie behind the last sequence: nobody's gradients are zeros.
+    # Two rows lie behind the last sequence: their gradients are zeros.
     q, k = torch.randn(25, HEADS, 32, requires_grad=True), torch.randn(25, KV_HEADS, 32, requires_grad=True)
     v = torch.randn(25, KV_HEADS, 16, requires_grad=True)
     out = flashtune.attention_varlen(q, k, v, starts, starts, 14, 14, causal=True, prefer="generated")
@@ -186,7 +186,7 @@ def test_rows_outside_of_sequences_do_not_contribute_to_sinks() -> None:
         return torch.autograd.grad(out[:14].square().sum(), sinks)[0]
 
     try:
-        torch.use_deterministic_algorithms(True)  # memory that nobody wrote is full of NaN
+        torch.use_deterministic_algorithms(True)  # unwritten memory is full of NaN
         close([gradient(20)], [gradient(14)])
     finally:
         torch.use_deterministic_algorithms(False)

@@ -17,7 +17,7 @@ from flashtune.request.call import CausalOption, LayoutOption
 from flashtune.runtime.call_cache import forget_executors
 from tests.support.process_state import forget_warnings
 
-# What separates float32 from float64 here, and 16-bit rounding of the result.
+# Bounds for the errors of float32, and of rounding the result to 16 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 

@@ -33,7 +33,7 @@ Command = Callable[..., Any]
 
 
 def run_options(command: Command) -> Command:
-    """What runs on the GPU have in common."""
+    """Adds the options that all runs on the GPU have."""
     for option in (
         click.option("--seconds", default=500.0, show_default=True, help="Stop after this long."),
         click.option("--seed", type=int, help="Seed of the inputs; fixed where left out, 0 draws one."),

@@ -31,7 +31,7 @@ UNORDERED_LAUNCHES = 4
 DEVICE = torch.device("cuda", 0)
 # Gradients that one program makes by itself in every family: their bits are decided.
 OF_ONE_PROGRAM = {"dk", "dv"}
-# What another order of float32 sums may change: of an element one step of 8 bits, and of a row's largest.
+# Changes that another order of float32 sums may cause, relative to the element and to the row's largest one.
 ELEMENT, ROW = 2.0**-7, 2.0**-14
 
 Written = dict[str, Tensor]
@@ -91,7 +91,7 @@ def _near(one: Tensor, meant: list[Tensor]) -> bool:
     low, high = several.amin(0), several.amax(0)
     allowed = 2 * (high - low) + ELEMENT * high.abs() + ROW * high.abs().amax(-1, keepdim=True)
     bits = BITS[one.element_size()]
-    # What neither writes is no number.
+    # Elements that neither kernel writes are NaN, so their bits are compared.
     unwritten = one.view(bits) == meant[0].view(bits)
     return bool((unwritten | ((one.double() - several[0]).abs() <= allowed)).all())
 

@@ -47,7 +47,7 @@ from tests.mutants.portable.portable_orders import portable_mutants
 
 
 def interpreted_mutants() -> tuple[Mutant, ...]:
-    """What changes results on a CPU too, where nothing races; small enough for the interpreter."""
+    """Mutants without races that change results on a CPU too, small enough for the interpreter."""
     forward = (mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy)
     return (
         *forward,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -96,9 +96,9 @@ def mutants_of(
     """The mutants of one kernel; their names begin with `prefix`."""
     mutants = []
     for row in rows:
-        fields: tuple[Any, ...] = row[1:]
+        name, *fields = cast(tuple[Any, ...], row)
         patches = (Patch(*fields),) if isinstance(fields[0], str) else fields[0]
-        mutants.append(Mutant(prefix + row[0], subject, patches, racy, hangs))
+        mutants.append(Mutant(prefix + name, subject, patches, racy, hangs))
     return tuple(mutants)
 
 

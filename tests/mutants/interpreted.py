@@ -22,7 +22,7 @@ def interpreted(mutant: Mutant, seed: int, level: Level = Level.QUICK) -> Found:
     problem, config = mutant.subject.problem, mutant.subject.config
     start = time.perf_counter()
     with warnings.catch_warnings():
-        # What is broken may divide by zero, as numpy tells.
+        # A mutant may divide by zero, of which numpy warns.
         warnings.simplefilter("ignore", RuntimeWarning)
         verdict = check_rendered(broken(mutant), problem, config, TARGET, CPU, level, seed=seed)
     fate = Fate.SURVIVED if verdict.passed else Fate.REFUSED

@@ -30,7 +30,7 @@ BROKEN_CONTEXT = 70
 
 
 class Checked(NamedTuple):
-    """What verifying a kernel gave, and how long it took."""
+    """The verdict on a kernel or the error of verifying it, and how long it took."""
 
     verdict: Verdict | None
     error: str
@@ -38,7 +38,7 @@ class Checked(NamedTuple):
 
     @property
     def wrong(self) -> str:
-        """What is wrong with it, or nothing."""
+        """The error, or the check that failed; empty if there is neither."""
         return self.error or (self.verdict.failed if self.verdict else "")
 
 

@@ -16,7 +16,7 @@ from tests.mutants.core import Mutant, broken
 
 
 class Fate(enum.StrEnum):
-    """What became of a mutant.
+    """The outcome of verifying a mutant.
 
     refused       A probe found it wrong, or it could not be launched.
     hung          It did not end within its time, or its process had to be ended.
@@ -43,11 +43,11 @@ CAUGHT = frozenset((Fate.REFUSED, Fate.HUNG, Fate.DIED))
 
 
 class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What became of one mutant.
+    """The fate of one mutant.
 
     Attributes:
         family, name: Of the mutant.
-        fate: What became of it.
+        fate: The outcome of verifying it.
         caught_by: The first thing that was found wrong, or where it differed.
         seconds: What verifying it took.
         racy: Whether it is wrong by a race alone.
@@ -100,7 +100,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def standing(self) -> str:
-        """What else is known of a refusal."""
+        """Words on how a refusal was confirmed."""
         if self.delayed:
             return "with delays alone"
         if self.confirmed is None:
@@ -132,7 +132,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def found_of(mutant: Mutant, fate: Fate, caught_by: str = "", seconds: float = 0.0) -> Found:
-    """What became of a mutant."""
+    """Returns the record of a mutant with this fate."""
     family = mutant.subject.family
     kernel = "" if fate in {Fate.NOT_COMPILED, Fate.NOT_RUN} else broken(mutant).digest
     return Found(family, mutant.name, fate, caught_by, round(seconds, 2), mutant.racy, kernel)

@@ -35,10 +35,10 @@ SHAPES = (
     (6, 2, 3, 40, 100),
     (4, 1, 4, 2048, 300),
 )
-# Head dims of q, k and v that are no multiples of what tensor cores take, beside those of the points.
+# Small head dims of q and k, and of v, in addition to those of the points. Most are no multiples of 16.
 NARROW = ((40, 24), (16, 16), (8, 40))
 EVERY_NARROW = 6
-# A full check beside others, with references that no other kernel shares, and a strict one.
+# Limits of a full check that runs next to others and shares no references, and of a strict check.
 CHECK_SECONDS = 120.0
 CONFIRM_SECONDS = 900.0
 
@@ -80,8 +80,8 @@ def _moved(point: Point, chance: random.Random, target: Target) -> Problem:
     heads, kv_heads, batch, seqlen_q, seqlen_kv = chance.choice(SHAPES)
     page = problem.page_size or 1
     fields: dict[str, Any] = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": -(-seqlen_kv // page) * page}
-    if problem.total_q:
-        fields["total_q"] = batch * seqlen_q // 2 + 1
+    if problem.packed:
+        fields["packed"] = batch * seqlen_q // 2 + 1
     if not problem.mla:
         fields |= {"heads": heads, "kv_heads": kv_heads}
         if not chance.randrange(EVERY_NARROW):

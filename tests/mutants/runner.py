@@ -1,6 +1,6 @@
 """Runs mutants on a GPU: compiled on all cores, verified in processes that may hang or die.
 
-What neither races nor hangs is verified by several processes at once, since a check is mostly
+Mutants that neither race nor hang are verified by several processes at once, since a check is mostly
 launches. Then the rest follows, one at a time and alone on the GPU.
 """
 
@@ -60,7 +60,7 @@ def run_mutants(
         with on_the_gpu(plan.workers) as pool:
             controls = verify_controls(pool, subjects, compiled, plan)
             for mutant, found in _shared(pool, steady, compiled, plan):
-                # What did not end beside others may end alone.
+                # A mutant that did not end next to others may end alone.
                 if found.fate is not Fate.HUNG:
                     fates[mutant.id] = found
                     report(found)
@@ -181,7 +181,7 @@ def _caught(mutant: Mutant, job: Future[jobs.Checked]) -> Found | None:
     words = ended(job)
     if words:
         lost = failure_of(job)
-        # What raises is the check's own fault, and no merit of it.
+        # An exception is a fault of the check, and does not count as a refusal.
         fate = Fate.NOT_RUN if lost is None else Fate.HUNG if lost[0] else Fate.DIED
         return found_of(mutant, fate, words)
     checked = job.result()

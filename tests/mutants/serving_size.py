@@ -16,7 +16,7 @@ MASKED, DECODING = "forward_masked", "decode_split_kv"
 # Pages that hold a part of a block of keys; such kernels have blocks of so many keys.
 SMALL_PAGE, SMALL_PAGES_BLOCK = 16, 32
 FIRST_TOKENS = 5
-# What is no power of two: what combines parts has room for one that is not there.
+# No power of two, so that the kernel that combines parts has room for one that does not exist.
 SPLITS = 3
 
 

@@ -1,7 +1,8 @@
 """Mutants that are wrong only from a third tile on.
 
-Each family has one from the third tile of queries on, one from the third tile of keys on, and one where both
-are third tiles. All compute full attention, whose checks have the fewest problems.
+Each family has three: one is wrong from the third tile of queries on, and one from the third tile of keys on.
+The last is wrong where both are third tiles. All compute full attention, whose checks have the fewest
+problems.
 """
 
 from __future__ import annotations

@@ -49,11 +49,11 @@ def make_call(problem: Problem, *, with_dlse: bool = False) -> Call:
 
 def make_inputs(problem: Problem, *, with_dlse: bool = False) -> testing.Inputs:
     lengths = equal_lengths(problem)
-    if problem.total_q:
+    if problem.packed:
         queries, keys = zip(*LENGTHS, strict=True)
         problem = msgspec.structs.replace(problem, seqlen_q=max(queries), seqlen_kv=max(keys))
-        lengths = Lengths(queries, tuple(own - 5 * (own > 5) for own in keys) if problem.seqlens_k else keys)
-    elif problem.seqlens_k:
+        lengths = Lengths(queries, tuple(own - 5 * (own > 5) for own in keys) if problem.kv_lengths else keys)
+    elif problem.kv_lengths:
         lengths = lengths._replace(keys=(problem.seqlen_kv - 7, 0, 16)[: problem.batch])
     return testing.tensors(problem, scale=SCALE, layout="bshd", lengths=lengths, dlse=with_dlse)
 

@@ -17,7 +17,7 @@ KEYS = (40, 12, 0, 32, 17)
 
 
 class Paged(NamedTuple):
-    """A cache in pages and the sequences that lie in it; page 0 is nobody's."""
+    """A cache in pages and the sequences that lie in it; page 0 belongs to no sequence."""
 
     k_cache: Tensor
     v_cache: Tensor

@@ -329,7 +329,8 @@ def fuzzed_call(seed: int, dtypes: tuple[torch.dtype, ...]) -> FuzzedCall:
     return FuzzedCall(name, function, arguments, tuple(replaced))
 
 
-# What one call may take on the CPU. Waiting is not counted: other processes may fill the machine.
+# Limits of one call on the CPU: processor time in s, and bytes.
+# Waiting is not counted: other processes may fill the machine.
 MAX_SECONDS = 5.0
 MAX_BYTES = 2**30
 

@@ -44,7 +44,7 @@ def kernel_of(problem: Problem, specialization: Specialization = PLAIN, **change
 
 
 def like(problem: Problem) -> tuple[Tensor, ...]:
-    """What a launch is planned by, with heads beside one another and no data."""
+    """Returns tensors without data to plan a launch with; the heads of a token are adjacent."""
     dtype = TORCH_DTYPES[problem.dtype]
 
     def empty(heads: int, length: int, width: int) -> Tensor:

@@ -20,8 +20,8 @@ BOTH_PASSES: dict[str, Fields] = {
     "right_alone": {"window_right": 3},
     "wide_window": {"window_left": 2**31 - 1, "window_right": 2**31 - 1},
     "first_tokens": {"window_left": 9, "sink_tokens": 4},
-    "chunk": {"attention_chunk": 16},
-    "odd_chunk": {"attention_chunk": 13, "sink_tokens": 18},
+    "chunk": {"chunk": 16},
+    "odd_chunk": {"chunk": 13, "sink_tokens": 18},
     "prefix": {"prefix": True},
     "softcap": {"softcap": True},
     "alibi": {"alibi": True},
@@ -29,8 +29,8 @@ BOTH_PASSES: dict[str, Fields] = {
     "boolean": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
     "dropout": {"dropout": True},
-    "packed": {"total_q": 75},
-    "lengths": {"seqlens_k": True},
+    "packed": {"packed": 75},
+    "lengths": {"kv_lengths": True},
 }
 # Of the forward pass, under the interpreter.
 FORWARD: dict[str, Fields] = {
@@ -48,14 +48,14 @@ BESIDE_BLOCKS: dict[str, Fields] = {
     "window": {"window_left": 70},
     "two_sided": {"window_left": 90, "window_right": 20},
     "first_tokens": {"window_left": 40, "sink_tokens": 70},
-    "chunk": {"attention_chunk": 100},
+    "chunk": {"chunk": 100},
     "prefix": {"window_left": 40, "prefix": True},
     "softcap": {"softcap": True},
     "alibi": {"alibi": True},
     "additive": {"bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
-    "lengths": {"seqlens_k": True},
+    "lengths": {"kv_lengths": True},
     "dropout": {"dropout": True},
 }
 
@@ -70,18 +70,18 @@ HOPPER: dict[str, tuple[Causal, Fields]] = {
     "sinks": (Causal.BOTTOM_RIGHT, {"sinks": True}),
     "sinks, window": (Causal.BOTTOM_RIGHT, {"sinks": True, "window_left": 70}),
     "sinks, dropout": (Causal.NONE, {"sinks": True, "dropout": True}),
-    "chunks": (Causal.BOTTOM_RIGHT, {"attention_chunk": 128}),
-    "uneven chunks": (Causal.TOP_LEFT, {"attention_chunk": 100}),
-    "chunks, full": (Causal.NONE, {"attention_chunk": 90}),
-    "chunks, window": (Causal.NONE, {"attention_chunk": 150, "window_left": 60, "window_right": 30}),
+    "chunks": (Causal.BOTTOM_RIGHT, {"chunk": 128}),
+    "uneven chunks": (Causal.TOP_LEFT, {"chunk": 100}),
+    "chunks, full": (Causal.NONE, {"chunk": 90}),
+    "chunks, window": (Causal.NONE, {"chunk": 150, "window_left": 60, "window_right": 30}),
     "first tokens, window": (Causal.BOTTOM_RIGHT, {"sink_tokens": 5, "window_left": 40}),
     "first tokens, full": (Causal.NONE, {"sink_tokens": 70, "window_left": 40}),
-    "first tokens, chunks": (Causal.NONE, {"sink_tokens": 120, "attention_chunk": 64, "window_right": 20}),
+    "first tokens, chunks": (Causal.NONE, {"sink_tokens": 120, "chunk": 64, "window_right": 20}),
     "prefix": (Causal.BOTTOM_RIGHT, {"prefix": True}),
     "prefix, alibi": (Causal.TOP_LEFT, {"prefix": True, "alibi": True}),
     "prefix, window": (Causal.BOTTOM_RIGHT, {"prefix": True, "window_left": 50, "sink_tokens": 3}),
     "prefix, window, full": (Causal.NONE, {"prefix": True, "window_left": 50}),
-    "prefix, chunks": (Causal.NONE, {"prefix": True, "attention_chunk": 80}),
+    "prefix, chunks": (Causal.NONE, {"prefix": True, "chunk": 80}),
     "prefix without bounds": (Causal.NONE, {"prefix": True}),
 }
 # Beside a bias, a mask or a block mask of Hopper kernels, emulated.
@@ -90,14 +90,14 @@ HOPPER_MASKED: dict[str, tuple[Causal, Fields]] = {
     "causal": (Causal.BOTTOM_RIGHT, {}),
     "top left, window": (Causal.TOP_LEFT, {"window_left": 100}),
     "window": (Causal.NONE, {"window_left": 90, "window_right": 40}),
-    "chunks, first tokens": (Causal.BOTTOM_RIGHT, {"attention_chunk": 100, "sink_tokens": 5}),
+    "chunks, first tokens": (Causal.BOTTOM_RIGHT, {"chunk": 100, "sink_tokens": 5}),
     "alibi, softcap, sinks": (Causal.BOTTOM_RIGHT, {"alibi": True, "softcap": True, "sinks": True}),
     "alibi, dropout": (Causal.NONE, {"alibi": True, "dropout": True}),
 }
 HOPPER_BLOCKS: dict[str, tuple[Causal, Fields]] = {
     **HOPPER_MASKED,
-    "lengths": (Causal.NONE, {"seqlens_k": True}),
-    "causal, lengths": (Causal.BOTTOM_RIGHT, {"seqlens_k": True}),
+    "lengths": (Causal.NONE, {"kv_lengths": True}),
+    "causal, lengths": (Causal.BOTTOM_RIGHT, {"kv_lengths": True}),
 }
 
 # On a GPU, as shapes.

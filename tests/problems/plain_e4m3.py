@@ -17,7 +17,7 @@ WORKSPACE = "values"
 CONFIG = QOuterConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
 PROBLEM = testing.problem("heads=8,kv_heads=2,seqlen_q=1024,seqlen_kv=4096,head_dim=64,dtype=e4m3,batch=2")
 TAIL = 'tl.where((keys < seqlen_kv)[None, :], tl.dot(q_tile, k_tile.T) * scale_log2, float("-inf"))'
-# What the source says, and what it says instead where it is wrong.
+# Texts of the source, each with a replacement that makes it wrong.
 MISTAKES = (
     ("tl.load(q_scale + batch_head)", "tl.load(q_scale + kv_batch_head)"),
     ("tl.load(k_scale + kv_batch_head)", "tl.load(k_scale)"),

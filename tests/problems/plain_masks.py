@@ -6,7 +6,8 @@ nothing here knows of tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,16 @@ class Sequence(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+
+
+def largest_error(found: Iterable[Tensor], expected: Iterable[Tensor], absent: float = math.nan) -> float:
+    """The largest difference of results, infinite for NaNs. Rows of no sequence must be `absent`."""
+    worst = 0.0
+    for result, exact in zip(found, expected, strict=True):
+        right = exact.nan_to_num(nan=absent, neginf=-math.inf)
+        error = torch.where(result == right, 0.0, (result - right).abs()).nan_to_num(nan=math.inf)
+        worst = max(worst, float(error.max()))
+    return worst
 
 
 def plain_attention(
@@ -75,10 +86,8 @@ def visible(problem: Problem, queries: int, keys: int, prefix: int = 0) -> Tenso
         seen &= key <= place + problem.window_right
     if problem.window_left is not None:
         near &= key >= place - problem.window_left
-    if problem.attention_chunk:
-        of_place, of_key = (
-            torch.div(one, problem.attention_chunk, rounding_mode="floor") for one in (place, key)
-        )
+    if problem.chunk:
+        of_place, of_key = (torch.div(one, problem.chunk, rounding_mode="floor") for one in (place, key))
         near &= of_key >= of_place if causal else of_key == of_place
     return seen & (near | (key < problem.sink_tokens)) | (key < prefix)
 
@@ -135,7 +144,7 @@ def _keys(problem: Problem, stored: Tensor, index: int, side: ExtraInputs, scale
 
 
 def _scaled(problem: Problem, stored: Tensor, index: int, scale: Tensor | None) -> Tensor:
-    """What [kv_heads, keys, width] of a cache stand for; `index` is of the page, or of the sequence."""
+    """Returns [kv_heads, keys, width] of a cache times its scale, by index of the page or of the sequence."""
     values = stored.to(torch.float64)
     if scale is None:
         return values

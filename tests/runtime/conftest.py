@@ -124,7 +124,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """A driver in place of the GPU's, which notes what it is told."""
+    """A driver in place of the GPU's, which notes its calls."""
     fake = Driver()
     monkeypatch.setattr(driver, "_active", fake)
     return fake

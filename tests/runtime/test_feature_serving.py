@@ -35,7 +35,7 @@ HEADS = 4
 
 @dataclasses.dataclass
 class Bound:
-    """What was bound, in order, and how often a kernel was chosen."""
+    """The kernels that were bound, in order, and how often a kernel was chosen."""
 
     kernels: list[Kernel]
     choices: int = 0
@@ -173,4 +173,4 @@ def test_packed_calls_are_recorded_as_one_problem(bound: Bound, tmp_path: Path) 
             flashtune.attention_varlen(*packed(*lengths), causal=True)
     [count] = read_counts(tmp_path / "calls.jsonl")
     assert count.calls == 3
-    assert (count.problem.total_q, count.problem.seqlen_q) == (128, 128)
+    assert (count.problem.packed, count.problem.seqlen_q) == (128, 128)

@@ -42,7 +42,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Checker:
-    """Stands in for the check on a GPU."""
+    """Replaces the check on a GPU."""
 
     def __init__(self, passed: bool) -> None:
         self.verdict = Verdict(passed, 0.5 if passed else 7.0, 9, "" if passed else "rows", "NVIDIA H200")
@@ -160,7 +160,7 @@ def test_verdict_of_another_process_is_used_after_the_wait(
 
 
 class FakePreload:
-    """Stands in for a preload: waits until it is told that it is enough."""
+    """Replaces a preload: waits until its last argument returns true."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
@@ -278,7 +278,7 @@ def test_without_a_lock_every_process_checks(
 
 
 def test_self_check_does_not_import_sqlalchemy(own_database: Path) -> None:
-    """Whose import would take longer than the check."""
+    """Importing it would take longer than the check."""
     program = (
         "import sys\n"
         "from flashtune.db.codec import Check\n"

@@ -289,15 +289,15 @@ COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Sp
         {"queries": 4, "num_warps": 4, "num_stages": 2, "num_splits": 6, "overlap_pv": False}, PLAIN,
     ),
 }  # fmt: skip
-# What a problem asks for beside that.
+# Further options of the problems, by the name of the file.
 FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d128_window": {"window_left": 1024},
-    "hopper_fp16_d64_packed_sequences": {"total_q": 1},
-    "hopper_bf16_d128_packed_sequences_pages": {"total_q": 1, "page_size": 16},
-    "hopper_bf16_d128_packed_sequences_pages_of_one": {"total_q": 1, "page_size": 1},
+    "hopper_fp16_d64_packed_sequences": {"packed": 1},
+    "hopper_bf16_d128_packed_sequences_pages": {"packed": 1, "page_size": 16},
+    "hopper_bf16_d128_packed_sequences_pages_of_one": {"packed": 1, "page_size": 1},
     "hopper_fp16_d96_v80_pages": {"page_size": 256},
     "hopper_bf16_d128_packed_sequences_eight_bit_pages": {
-        "total_q": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.TENSOR,
+        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.TENSOR,
         "window_left": 1024,
     },
     "hopper_fp16_d64_eight_bit_pages": {
@@ -307,7 +307,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "page_size": 64, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD,
     },
     "hopper_bf16_d128_packed_sequences_page_scales": {
-        "total_q": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE,
+        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE,
         "window_left": 1024, "sink_tokens": 4,
     },
     "hopper_bf16_d64_page_scales": {
@@ -315,7 +315,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "hopper_bf16_d128_dropout": {"dropout": True},
     "hopper_fp16_d96_v80_window_dropout": {"window_left": 1024, "dropout": True},
-    "hopper_bf16_d128_scores": {"softcap": True, "alibi": True, "sinks": True, "attention_chunk": 2048},
+    "hopper_bf16_d128_scores": {"softcap": True, "alibi": True, "sinks": True, "chunk": 2048},
     "hopper_bf16_d64_sinks": {"sinks": True},
     "hopper_bf16_d128_softcap": {"softcap": True},
     "hopper_bf16_d128_bias": {"bias": Bias.ADDITIVE},
@@ -326,10 +326,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hopper_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
     "hopper_bf16_d64_boolean_full": {"bias": Bias.BOOLEAN},
     "hopper_bf16_d64_bias_row_sums": {"bias": Bias.ADDITIVE},
-    "hopper_bf16_d64_masks": {"window_left": 512, "sink_tokens": 4, "prefix": True, "seqlens_k": True},
+    "hopper_bf16_d64_masks": {"window_left": 512, "sink_tokens": 4, "prefix": True, "kv_lengths": True},
     "masked_bf16_d64_window_sinks": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
     "masked_fp16_d128_packed_pages": {
-        "total_q": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
+        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
     },
     "masked_bf16_d128_dropout": {"dropout": True},
     "masked_bf16_d128_window": {"window_left": 1024},
@@ -337,7 +337,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "masked_bf16_d128_eight_bit_pages": {
         "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD,
     },
-    "masked_bf16_d128_packed_large_pages": {"total_q": 1, "page_size": 256},
+    "masked_bf16_d128_packed_large_pages": {"packed": 1, "page_size": 256},
     "masked_bf16_d64_bias": {"bias": Bias.ADDITIVE},
     "masked_bf16_d128_softcap_one_phase": {"softcap": True},
     "masked_bf16_d64_alibi": {"alibi": True},
@@ -347,38 +347,38 @@ FEATURES: dict[str, dict[str, Any]] = {
     "backward_split_bf16_d64_dropout": {"dropout": True, "alibi": True},
     "backward_fused_bf16_d64_dropout": {"dropout": True},
     "decode_bf16_d64_packed_pages": {
-        "total_q": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE,
+        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE,
         "window_left": 1024, "sink_tokens": 4,
     },
     "decode_bf16_d64_window": {"page_size": 16, "window_left": 1024, "sinks": True},
     "decode_bf16_d64_window_splits": {"page_size": 16, "window_left": 1024, "softcap": True},
     "decode_bf16_d128_e4m3": {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
     "backward_split_fp16_d192_v128_window": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
-    "backward_split_bf16_d64_packed": {"total_q": 1, "alibi": True},
-    "backward_split_bf16_d64_packed_dropout": {"total_q": 1, "alibi": True, "dropout": True},
+    "backward_split_bf16_d64_packed": {"packed": 1, "alibi": True},
+    "backward_split_bf16_d64_packed_dropout": {"packed": 1, "alibi": True, "dropout": True},
     "backward_split_bf16_d128_softcap": {"softcap": True},
     "backward_fused_bf16_d64_bias": {"bias": Bias.ADDITIVE},
     "backward_split_bf16_d64_constant_bias": {"bias": Bias.ADDITIVE},
     "backward_split_fp32_d40_scores": {
-        "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "attention_chunk": 64, "prefix": True,
-        "seqlens_k": True,
+        "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True,
+        "kv_lengths": True,
     },
     "backward_fused_bf16_d64_mask": {"bias": Bias.BOOLEAN},
-    "backward_fused_fp16_d192_v128_packed": {"total_q": 1, "alibi": True},
+    "backward_fused_fp16_d192_v128_packed": {"packed": 1, "alibi": True},
     "backward_fused_fp32_d40_scores": {
-        "softcap": True, "bias": Bias.ADDITIVE, "attention_chunk": 64, "prefix": True, "seqlens_k": True,
+        "softcap": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True, "kv_lengths": True,
     },
     "decode_bf16_latent": {"page_size": 64, "mla": True},
     "hopper_bf16_latent_pages": {"page_size": 64, "mla": True},
     "hopper_bf16_latent_outputs": {"page_size": 64, "mla": True},
     "hopper_bf16_latent_small_pages": {"page_size": 16, "mla": True},
-    "hopper_fp16_latent_parts": {"seqlens_k": True, "mla": True},
+    "hopper_fp16_latent_parts": {"kv_lengths": True, "mla": True},
     "hopper_fp16_latent_page_parts": {"page_size": 64, "mla": True},
     "decode_fp32_d40_scores": {
-        "softcap": True, "alibi": True, "bias": Bias.BOOLEAN, "attention_chunk": 64, "prefix": True,
+        "softcap": True, "alibi": True, "bias": Bias.BOOLEAN, "chunk": 64, "prefix": True,
         "sinks": True,
     },
-    "masked_fp32_d40_scores": {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "attention_chunk": 64},
+    "masked_fp32_d40_scores": {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64},
 }  # fmt: skip
 
 
@@ -444,23 +444,23 @@ HOPPER_BACKWARD: dict[str, tuple[tuple[int, int], Specialization, dict[str, Any]
     ),
     "backward_hopper_bf16_d128_packed": (
         (128, 128), ROW_SUMS,
-        {"causal": Causal.BOTTOM_RIGHT, "total_q": 1, "sinks": True},
+        {"causal": Causal.BOTTOM_RIGHT, "packed": 1, "sinks": True},
         {},
     ),
-    "backward_hopper_fp16_d96_packed_full": ((96, 96), PLAIN, {"dtype": Dtype.FP16, "total_q": 1}, {}),
+    "backward_hopper_fp16_d96_packed_full": ((96, 96), PLAIN, {"dtype": Dtype.FP16, "packed": 1}, {}),
     "backward_hopper_bf16_d64_packed_window_ordered": (
         (64, 64), PLAIN,
-        {"total_q": 1, "window_left": 100, "window_right": 50, "deterministic": True},
+        {"packed": 1, "window_left": 100, "window_right": 50, "deterministic": True},
         {"alternate_dq": False},
     ),
     "backward_hopper_bf16_d256_packed_window_softcap": (
         (256, 256), PLAIN,
-        {"causal": Causal.TOP_LEFT, "total_q": 1, "window_left": 512, "softcap": True},
+        {"causal": Causal.TOP_LEFT, "packed": 1, "window_left": 512, "softcap": True},
         {},
     ),
     "backward_hopper_bf16_d256_packed_ordered": (
         (256, 256), PLAIN,
-        {"total_q": 1, "deterministic": True},
+        {"packed": 1, "deterministic": True},
         {},
     ),
     "backward_hopper_bf16_d128_sinks_ordered": (
@@ -468,7 +468,7 @@ HOPPER_BACKWARD: dict[str, tuple[tuple[int, int], Specialization, dict[str, Any]
         {"sinks": True, "deterministic": True},
         {},
     ),
-    "backward_hopper_bf16_d256_packed_full": ((256, 256), PLAIN, {"total_q": 1}, {}),
+    "backward_hopper_bf16_d256_packed_full": ((256, 256), PLAIN, {"packed": 1}, {}),
     "backward_hopper_bf16_d128_window_ordered": (
         (128, 128), PLAIN,
         {"causal": Causal.BOTTOM_RIGHT, "window_left": 512, "deterministic": True},

@@ -42,7 +42,7 @@ def call_of(name: str) -> Call:
     dtype = DTYPES[dtype_name]
     page_size = asked.get("page_size", 0)
     kv_heads = 1 if asked.get("mla") else KV_HEADS
-    batch = 1 if asked.get("total_q") else BATCH
+    batch = 1 if asked.get("packed") else BATCH
     listed = kv_heads if asked.get("block_lists") is BlockLists.GROUP else HEADS
     stored = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(str(asked.get("kv_dtype")), dtype)
     keys = (PAGES, kv_heads, page_size) if page_size else (batch, kv_heads, SEQLEN_KV)

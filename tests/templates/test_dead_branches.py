@@ -124,6 +124,7 @@ def test_removed_statements_leave_no_double_blank_lines() -> None:
     assert removed(source) == "def f():\n    a = 1\n\n    return a\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_rendered_kernels_contain_no_flags(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, bool] = {}

@@ -30,7 +30,7 @@ from tests.support.golden_kernels import (
 MAX_LINE = 125
 # Hopper's steps are handed the whole schedule.
 MAX_HOPPER_LINE = 130
-# What Hopper kernels set for phases that not every config has.
+# Names that Hopper kernels may set without a use, for phases that not every config has.
 SPARE = {"n_block", "positions", "workspaces", "v", "lse"}
 # Capital letters that are no name of a kernel, and sizes of shapes.
 WORDS = {"KV", "L2", "LLVM", "MLA", "PTX", "TMA", "head_dim", "value_head_dim"}
@@ -177,7 +177,7 @@ def test_kernels_import_only_torch_and_triton(name: str) -> None:
     sources = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if name.startswith("hopper"):
         portable_steps = any(part in name for part in ("e4m3", "parts", "bias", "blocks", "boolean"))
-        # Nobody rounds up where places for tiles are counted by starts.
+        # Kernels of packed sequences count tiles by the sequences' starts, and need no `triton.cdiv`.
         steps = ["triton", "triton.language"] if portable_steps else [] if "sequences" in name else ["triton"]
         assert imported == ["torch", *steps]
         # Triton has aggregates in `language.core` before version 3.9.

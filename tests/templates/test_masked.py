@@ -29,7 +29,7 @@ PAGES = {"page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}
 ASKED: dict[str, dict[str, Any]] = {
     "window": {"window_left": 256, "window_right": 16},
     "first_tokens": {"window_left": 256, "sink_tokens": 4},
-    "chunk": {"attention_chunk": 128},
+    "chunk": {"chunk": 128},
     "prefix": {"prefix": True},
     "softcap": {"softcap": True},
     "alibi": {"alibi": True},
@@ -39,8 +39,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "block_groups": {"block_mask": 128, "block_lists": BlockLists.GROUP},
     "sinks": {"sinks": True},
     "dropout": {"dropout": True},
-    "packed": {"total_q": 1024},
-    "lengths": {"seqlens_k": True},
+    "packed": {"packed": 1024},
+    "lengths": {"kv_lengths": True},
     "pages": {"page_size": 64},
     "int8": {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     "int8_pages": PAGES,
@@ -58,7 +58,7 @@ def rendered(problem: Problem, config: MaskedConfig = CONFIG, lse: bool = True) 
 
 
 def test_all_features_but_latent_and_deterministic_are_supported() -> None:
-    # What is deterministic is asked of gradients alone.
+    # Only gradients can be asked to be deterministic.
     assert not FAMILY.features & {Feature.MLA, Feature.DETERMINISTIC}
     asked = {feature for changes in ASKED.values() for feature in a_problem(**changes).features}
     assert asked == FAMILY.features
@@ -72,8 +72,8 @@ def test_all_features_but_latent_and_deterministic_are_supported() -> None:
         ({}, "is for masks"),
         ({"sinks": True, "value_head_dim": 512}, "head dims up to 256"),
         ({"window_left": 1, "dtype": Dtype.E4M3}, "no queries of e4m3"),
-        ({"total_q": 9, "bias": Bias.BOOLEAN}, "no bias over packed sequences"),
-        ({"block_mask": 64, "total_q": 9}, "no block mask over packed sequences or pages"),
+        ({"packed": 9, "bias": Bias.BOOLEAN}, "no bias over packed sequences"),
+        ({"block_mask": 64, "packed": 9}, "no block mask over packed sequences or pages"),
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "scales of pages for keys in pages alone"),
     ],
 )
@@ -89,7 +89,7 @@ def test_e4m3_keys_require_gpu_support() -> None:
 
 
 def test_bounds_beyond_every_length_fit_int32() -> None:
-    problem = a_problem(window_left=2**31 - 1, attention_chunk=2**31 - 1, sink_tokens=2**31 - 1)
+    problem = a_problem(window_left=2**31 - 1, chunk=2**31 - 1, sink_tokens=2**31 - 1)
     features = feature_context(problem)
     assert (features.window_left, features.window_right, features.chunk) == (FARTHEST, -1, FARTHEST)
     assert 2 * FARTHEST + 1 < 2**31
@@ -103,7 +103,7 @@ def test_rendered_pairs_of_features_are_readable() -> None:
     for index, (one, other) in enumerate(PAIRS):
         causal = list(Causal)[index % 3]
         changes = {**ASKED[one], **ASKED[other]}
-        if changes.get("page_size") and changes.get("seqlens_k"):
+        if changes.get("page_size") and changes.get("kv_lengths"):
             continue
         problem = a_problem(**changes, causal=causal, head_dim=48 if index % 3 else 64, value_head_dim=64)
         if FAMILY.supports(problem, H100) is None:
@@ -146,7 +146,7 @@ def check_source(kernel: Kernel) -> None:
 
 
 def test_integer_arguments_of_a_launch_match_the_kernel() -> None:
-    problem = a_problem(total_q=100, alibi=True, **PAGES)
+    problem = a_problem(packed=100, alibi=True, **PAGES)
     kernel = rendered(problem)
     q, k = torch.empty(1, 4, 100, 64, dtype=torch.bfloat16), torch.empty(9, 2, 16, 64, dtype=torch.int8)
     scales = torch.empty(9, 2)
@@ -175,10 +175,10 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
     ("window", {"window_left": 256, "sink_tokens": 4, "sinks": True}),
     ("scores", {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE}),
     ("boolean", {"bias": Bias.BOOLEAN, "causal": Causal.NONE}),
-    ("packed", {"total_q": 512, "attention_chunk": 128}),
-    ("pages", {"page_size": 16, "total_q": 512, "prefix": True}),
+    ("packed", {"packed": 512, "chunk": 128}),
+    ("pages", {"page_size": 16, "packed": 512, "prefix": True}),
     ("one_page", {"page_size": 256, "dtype": Dtype.FP16}),
-    ("int8", {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD, "seqlens_k": True}),
+    ("int8", {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD, "kv_lengths": True}),
     ("int8_pages", {**PAGES, "dtype": Dtype.FP16}),
     ("e4m3_pages", {"page_size": 64, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE}),
 ]
@@ -199,7 +199,7 @@ def test_compiled_sram_on_ampere_and_in_float32_matches_the_model() -> None:
     misaligned = Specialization(Alignment.ANY, 64, True)
     for problem, specialization in (
         (a_problem(window_left=64, **PAGES), Specialization()),
-        (a_problem(softcap=True, dtype=Dtype.FP32, head_dim=16, value_head_dim=16, total_q=9), misaligned),
+        (a_problem(softcap=True, dtype=Dtype.FP32, head_dim=16, value_head_dim=16, packed=9), misaligned),
     ):
         config = msgspec.structs.replace(CONFIG, block_n=16)
         binary = compile_kernel(render(FAMILY, problem, config, specialization), A100)

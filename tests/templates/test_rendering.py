@@ -44,7 +44,7 @@ def rendered(
 
 
 class HostileContext(Context, frozen=True):
-    """What a damaged table might become if text could pass."""
+    """The context that a damaged table might give if text could pass."""
 
     value: object
 

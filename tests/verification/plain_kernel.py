@@ -1,6 +1,6 @@
 """Attention with all features in plain torch, with the rounding and the tensors of a kernel.
 
-It reads lengths, tables and scales itself, sequence by sequence; mistakes are put into what it is told.
+It reads lengths, tables and scales itself, sequence by sequence; mistakes are put into its inputs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def attend(
     """Fills `out`, and `lse` where there is one, of heads-first tensors."""
     for sequence in range(problem.batch):
         rows = query_rows(problem, sequence, side)
-        block = 0 if problem.total_q else sequence
+        block = 0 if problem.packed else sequence
         own_q = q[block, :, rows]
         if not own_q.shape[1]:
             continue
@@ -152,9 +152,9 @@ def out_of_sight(problem: Problem, place: Tensor, key: Tensor, sequence: int, si
     far = torch.zeros(1, 1, dtype=torch.bool)
     if problem.window_left is not None:
         far = far | (place - key > problem.window_left)
-    if problem.attention_chunk:
-        apart = torch.div(key, problem.attention_chunk, rounding_mode="floor") - torch.div(
-            place, problem.attention_chunk, rounding_mode="floor"
+    if problem.chunk:
+        apart = torch.div(key, problem.chunk, rounding_mode="floor") - torch.div(
+            place, problem.chunk, rounding_mode="floor"
         )
         far = far | (apart < 0 if problem.causal is not Causal.NONE else apart != 0)
     hidden = far & (key >= problem.sink_tokens)

@@ -23,7 +23,7 @@ H200 = find_target("h200")
 SUBJECTS = list(dict.fromkeys(mutant.subject for mutant in gpu_mutants()))
 WITH_BARRIERS = [subject for subject in SUBJECTS if not find_family(subject.family).interpreted]
 SLEEP = "fall_behind()"
-# What orders a kernel's accesses, or is an access to what its warps share, wherever it stands in a line.
+# Calls, anywhere in a line, that order a kernel's accesses or access data that its warps share.
 ORDERS = re.compile(
     r"mbarrier\.(wait|arrive)\(|\bcopy_(in|out)\(|\bwarpgroup_mma(_wait)?\(|\btma\.store_wait\(|_turn\("
     r"|\bfence_async_shared\(|\batomic_add\(|\bbroadcast_row\(|\.index\(.*\.(load|store)\(|\broom\..*\.store\("

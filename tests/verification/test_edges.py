@@ -24,7 +24,7 @@ def test_probed_keys_are_visible_and_adjacent_to_hidden_ones(lengths: Lengths) -
     seen = unhidden_keys(PROBLEM, lengths, NO_EXTRA_INPUTS, rows, torch.device("cpu")).expand(
         len(number), -1, -1
     )
-    # Nobody sees the key behind the last.
+    # No row sees the key behind the last.
     seen = torch.cat([seen, torch.zeros_like(seen[..., :1])], -1)
     visible, hidden = visible.flatten(0, 1), hidden.flatten(0, 1)
     asks = seen.any(-1)

@@ -25,16 +25,16 @@ from tests.problems.plain_masks import visible
 
 H200 = find_target("h200")
 PLAIN = testing.problem("heads=4,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16")
-# What may change the lengths of a check beside the mask's alignment.
+# Options that may change the lengths of a check, in addition to the mask's alignment.
 ASKED: tuple[dict[str, object], ...] = (
     {},
     {"window_left": 100},
     {"window_left": 5000, "sink_tokens": 4},
-    {"attention_chunk": 256},
+    {"chunk": 256},
     {"alibi": True},
     {"bias": Bias.ADDITIVE},
-    {"total_q": 1024},
-    {"seqlens_k": True},
+    {"packed": 1024},
+    {"kv_lengths": True},
     {"page_size": 16},
     {"deterministic": True},
     {"dropout": True},
@@ -113,7 +113,7 @@ def shipped_kernels() -> dict[tuple[str, ...], Record]:
     for record in shipped.records:
         if record.config is not None:
             problem = record.problem
-            kind = (problem.causal, problem.dtype, problem.window_left, problem.attention_chunk)
+            kind = (problem.causal, problem.dtype, problem.window_left, problem.chunk)
             features = (str(kind), str(sorted(problem.features)))
             found.setdefault((record.family, record.config.label(), *features), record)
     return found

@@ -34,7 +34,7 @@ PROBLEMS = {
     "bias": msgspec.structs.replace(PROBLEM, causal=Causal.NONE, bias=Bias.ADDITIVE),
     "gradients": msgspec.structs.replace(PROBLEM, direction=Direction.BACKWARD),
     "gradients, packed": msgspec.structs.replace(
-        PROBLEM, direction=Direction.BACKWARD, total_q=900, dropout=True
+        PROBLEM, direction=Direction.BACKWARD, packed=900, dropout=True
     ),
 }
 

@@ -35,9 +35,9 @@ def test_all_supported_features_and_pairs_are_drawn() -> None:
 def test_hopper_kernels_of_8_bit_pages_are_drawn_with_other_features() -> None:
     drawn = {subject.problem.features for subject in SUBJECTS if subject.family == "forward_hopper"}
     others = {"window", "sink_tokens", "chunk", "prefix", "softcap", "alibi", "sinks"}
-    expected = {STORED_PAGES, STORED_PAGES | {Feature.VARLEN}}
+    expected = {STORED_PAGES, STORED_PAGES | {Feature.PACKED}}
     expected |= {STORED_PAGES | {Feature(other)} for other in others}
-    expected |= {STORED_PAGES | {Feature(other), Feature.VARLEN} for other in others}
+    expected |= {STORED_PAGES | {Feature(other), Feature.PACKED} for other in others}
     assert expected == {features for features in drawn if features >= STORED_PAGES}
 
 

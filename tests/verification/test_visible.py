@@ -37,7 +37,7 @@ def boolean() -> torch.Tensor:
         ({}, EQUAL, ExtraInputs(), 1),
         ({"window_left": 2}, EQUAL, ExtraInputs(), 1),
         ({"alibi": True}, EQUAL, ExtraInputs(slopes=torch.rand(3, 2)), 1),
-        ({"seqlens_k": True}, OWN, ExtraInputs(), 3),
+        ({"kv_lengths": True}, OWN, ExtraInputs(), 3),
         ({"prefix": True}, EQUAL, ExtraInputs(prefix=torch.tensor([0, 3, 7], dtype=torch.int32)), 3),
         ({"bias": Bias.BOOLEAN, "causal": Causal.NONE}, EQUAL, ExtraInputs(bias=boolean()), 6),
         ({"bias": Bias.ADDITIVE}, EQUAL, ExtraInputs(bias=boolean().float().log()), 6),

@@ -166,7 +166,7 @@ def _standard(call: LayerCall, target: Target) -> Way:
     plain = msgspec.structs.replace(problem, dtype=dtype)
     traffic = sum(item.bytes for item in standard_hbm_items(plain))
     full = msgspec.structs.replace(
-        plain, causal=Causal.NONE, window_left=None, window_right=None, sink_tokens=0, attention_chunk=0
+        plain, causal=Causal.NONE, window_left=None, window_right=None, sink_tokens=0, chunk=0
     )
     copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
     memory = _out_bytes(problem) + int(copies * score_bytes(plain))

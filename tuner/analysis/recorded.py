@@ -41,7 +41,7 @@ def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[WeightedProble
 
 
 def _least_ms(problem: Problem, target: Target) -> float:
-    if problem.attention_chunk and problem.seqlen_q // problem.attention_chunk > MAX_CHUNKS:
+    if problem.chunk and problem.seqlen_q // problem.chunk > MAX_CHUNKS:
         raise UsageError(
             f"{problem.key} has more than {MAX_CHUNKS:,} chunks: leave it out of what is recorded"
         )

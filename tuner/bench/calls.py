@@ -53,9 +53,9 @@ def require_call(problem: Problem) -> None:
         reason = "implementations drop other probabilities, so that their outputs cannot be compared"
     elif problem.mla and not problem.page_size:
         reason = "latent keys are read from pages: add page_size=64"
-    elif problem.total_q and problem.seqlens_k and not problem.page_size:
+    elif problem.packed and problem.kv_lengths and not problem.page_size:
         reason = "packed sequences have their lengths in offsets: leave kv_lengths out"
-    elif (problem.total_q or problem.page_size) and features & {Feature.BIAS, Feature.BLOCK_MASK}:
+    elif (problem.packed or problem.page_size) and features & {Feature.BIAS, Feature.BLOCK_MASK}:
         reason = "calls of packed sequences and pages take no bias and no block mask"
     elif problem.dtype.is_quantized and features:
         reason = f"calls with features take no queries in {problem.dtype}"
@@ -84,15 +84,15 @@ def program_call(problem: Problem, tensors: Tensors) -> ProgramCall:
         options["window"] = problem.window_left, problem.window_right
     if problem.sink_tokens:
         options["sink_tokens"] = problem.sink_tokens
-    if problem.attention_chunk:
-        options["chunk"] = problem.attention_chunk
+    if problem.chunk:
+        options["chunk"] = problem.chunk
     if side.softcap is not None:
         options["softcap"] = side.softcap
     if problem.deterministic:
         options["deterministic"] = True
     if problem.page_size:
         call = _paged(problem, tensors)
-    elif problem.total_q:
+    elif problem.packed:
         call = _packed(problem, tensors)
     else:
         call = _dense(problem, tensors)
@@ -133,7 +133,7 @@ def _paged(problem: Problem, tensors: Tensors) -> ProgramCall:
     named: dict[str, Tensor | BlockMask | None] = {"cu_seqlens_q": side.cu_seqlens_q}
     options = {"value_head_dim": problem.value_head_dim} if problem.mla else {}
     q, heads_first = tensors.q.transpose(1, 2), _swapped
-    if problem.total_q:
+    if problem.packed:
         q, heads_first = _tokens(tensors.q), _one_batch
         options["max_seqlen_q"] = problem.seqlen_q
     inputs = q, k, None if problem.mla else v, side.block_table, side.seqlens_kv

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from flashtune.core.earlier_names import present_bench_report
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target, device_target
@@ -77,7 +76,7 @@ def read_report(data: bytes, name: str) -> BenchRun:
         UsageError: This version does not save such data, or it holds no results.
     """
     try:
-        run = msgspec.json.decode(present_bench_report(data), type=Report).run
+        run = msgspec.json.decode(data, type=Report).run
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{name} is no report that this version of flashtune bench saves: {error}; make it anew by --save"

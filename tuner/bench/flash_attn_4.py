@@ -14,7 +14,7 @@ from flashtune.core.problem import Feature, Problem
 from flashtune.tuner.execution.inputs import Tensors
 
 FLASH_ATTN_4 = "flash-attn-4"
-COMPUTED = frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.VARLEN})
+COMPUTED = frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.PACKED})
 
 
 def flash_attn_4_call(problem: Problem, tensors: Tensors) -> tuple[Callable[[], Any], Callable[[], Tensor]]:
@@ -53,7 +53,7 @@ def _call(problem: Problem, tensors: Tensors, q: Tensor, k: Tensor, v: Tensor) -
         options["softcap"] = side.softcap
     if side.sinks is not None:
         options["learnable_sink"] = side.sinks
-    if not problem.total_q:
+    if not problem.packed:
         return functools.partial(module.flash_attn_func, q, k, v, **options)
     return functools.partial(
         module.flash_attn_varlen_func,
@@ -76,8 +76,8 @@ def _output(result: Any) -> Tensor:
 def _own(problem: Problem, tensor: Tensor) -> Tensor:
     """Returns a contiguous copy with tokens before heads, [tokens, heads, width] of packed sequences."""
     swapped = tensor.transpose(1, 2).contiguous()
-    return swapped[0] if problem.total_q else swapped
+    return swapped[0] if problem.packed else swapped
 
 
 def _heads_first(problem: Problem, tensor: Tensor) -> Tensor:
-    return (tensor[None] if problem.total_q else tensor).transpose(1, 2)
+    return (tensor[None] if problem.packed else tensor).transpose(1, 2)

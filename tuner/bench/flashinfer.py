@@ -13,7 +13,7 @@ from flashtune.core.problem import Feature, Problem
 from flashtune.tuner.execution.inputs import Tensors
 
 FLASHINFER = "flashinfer"
-COMPUTED = frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.VARLEN, Feature.PAGES})
+COMPUTED = frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.PACKED, Feature.PAGES})
 # The size of FlashInfer's workspace, in bytes, as in its documentation.
 WORKSPACE = 128 * 2**20
 
@@ -49,7 +49,7 @@ def flashinfer_run(problem: Problem, tensors: Tensors) -> Callable[[], Tensor]:
     else:
         pages, size = _pages(problem, tensors), problem.page_size
         given = (tuple(one.transpose(1, 2) for one in (tensors.k, tensors.v)),)
-        if problem.seqlen_q == 1 and not problem.total_q:
+        if problem.seqlen_q == 1 and not problem.packed:
             wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
             wrapper.plan(*pages, *heads, size, **options)
         else:

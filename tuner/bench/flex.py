@@ -20,7 +20,7 @@ from flashtune.tuner.execution.inputs import Tensors
 # would be multiplied and rounded again, so that the error exceeds the tolerance.
 REFUSED = frozenset({Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA, Feature.DROPOUT, Feature.SINKS})
 # Masks of these differ between sequences, or between heads.
-OF_SEQUENCES = frozenset({Feature.SEQLENS_K, Feature.PREFIX})
+OF_SEQUENCES = frozenset({Feature.KV_LENGTHS, Feature.PREFIX})
 OF_HEADS = frozenset({Feature.BIAS, Feature.BLOCK_MASK})
 
 # Functions of the numbers of a batch element, a head, a query and a key.
@@ -54,7 +54,7 @@ def flex_run(problem: Problem, tensors: Tensors) -> Callable[[], Tensor]:
     compile beyond it.
     """
     torch.compiler.reset()
-    locate = _packed_places(problem, tensors) if problem.total_q else _dense_places(problem, tensors)
+    locate = _packed_places(problem, tensors) if problem.packed else _dense_places(problem, tensors)
     return functools.partial(
         torch.compile(flex_attention, dynamic=False, fullgraph=True),
         tensors.q,
@@ -116,7 +116,7 @@ def _mask_extents(problem: Problem, tensors: Tensors) -> tuple[int | None, int |
     """Returns the batch elements and heads of the mask, None where all share one."""
     side, features = tensors.side, problem.features
     own = [one for one in (side.bias, side.block_counts) if one is not None and one.stride(0)]
-    differ = own or (features & OF_SEQUENCES and not problem.total_q)
+    differ = own or (features & OF_SEQUENCES and not problem.packed)
     return tensors.q.shape[0] if differ else None, problem.heads if features & OF_HEADS else None
 
 
@@ -128,7 +128,7 @@ def _has_mask(problem: Problem) -> bool:
 def _visible(problem: Problem, tensors: Tensors, locate: Locate) -> Visible:
     """Returns a function of whether a query sees a key, by the definitions in `core/features/masks.py`."""
     side, right = tensors.side, 0 if problem.is_causal else problem.window_right
-    left, chunk, size = problem.window_left, problem.attention_chunk, problem.block_mask
+    left, chunk, size = problem.window_left, problem.chunk, problem.block_mask
     bias = side.bias if problem.bias is Bias.BOOLEAN else None
     blocks, sharing = None, problem.group_size if problem.block_lists is BlockLists.GROUP else 1
     if side.block_counts is not None and side.block_indices is not None:

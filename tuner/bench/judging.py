@@ -47,7 +47,7 @@ class SequenceLayout(NamedTuple):
     def of(problem: Problem, tensors: Tensors) -> SequenceLayout:
         """Returns the layout of tensors that `make_tensors` made."""
         lengths = usual_lengths(problem)
-        if not (problem.total_q or problem.page_size):
+        if not (problem.packed or problem.page_size):
             return SequenceLayout(problem, lengths, None, None)
         table = tensors.side.block_table
         entries = None if table is None else table.cpu()

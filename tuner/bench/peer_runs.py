@@ -150,7 +150,7 @@ def _flash_attn_4(problem: Problem, tensors: Tensors) -> Contestant:
 
 
 def _flashinfer(problem: Problem, tensors: Tensors) -> Contestant:
-    if not (problem.total_q or problem.page_size):
+    if not (problem.packed or problem.page_size):
         raise RefusalError("it is timed with packed sequences and pages")
     if problem.causal is Causal.TOP_LEFT and (problem.page_size or problem.seqlen_q != problem.seqlen_kv):
         raise RefusalError("it aligns its causal mask bottom-right")

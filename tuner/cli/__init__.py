@@ -29,8 +29,7 @@ INTERRUPTED = 128
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 # Sections of the list of commands, with names and one line of help each. Command NAME is the attribute
-# `command` of the module of that name, with `_` for `-`, and with a trailing `_` if the name is a Python
-# keyword.
+# `command` of the module of that name, with `_` for `-`. A Python keyword gets a trailing `_`.
 SECTIONS: dict[str, dict[str, str]] = {
     "Tune": {
         "search": "Find the fastest correct kernel for a shape; without a GPU, rank candidates.",
@@ -51,8 +50,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "export": "Write selected kernels: json (a table), python (files), triton-config (lists), "
         "hf-kernel (a package for Hugging Face's kernels library).",
         "import": "Read a JSON table into the database.",
-        "db": "Databases: path, upgrade, merge, forget (delete records), restamp (after a template changed), "
-        "compare (two tables).",
+        "db": "Databases: path, upgrade, merge, forget (delete records), compare (two tables).",
     },
     "List names": {
         "shapes": "Explain the keys of --shape.",

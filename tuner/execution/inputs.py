@@ -100,8 +100,8 @@ def _with_features(problem: Problem, device: torch.device) -> Tensors:
     dtype = TORCH_DTYPES[problem.dtype]
     side = ExtraInputs(**usual_inputs(problem, problem.features, lengths.keys, dtype, device))
     side, keys = _located(problem, lengths, side, device)
-    rows = (1, lengths.total_q) if problem.total_q else (problem.batch, problem.seqlen_q)
-    tokens_first = bool(problem.total_q or problem.page_size)
+    rows = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
+    tokens_first = bool(problem.packed or problem.page_size)
     final = TORCH_DTYPES[problem.out_dtype]
     low = final if problem.dtype.is_quantized else TORCH_DTYPES[problem.dtype]
     q = _random((rows[0], problem.heads, rows[1], problem.head_dim), low, tokens_first, device)
@@ -122,13 +122,13 @@ def _located(
 ) -> tuple[ExtraInputs, tuple[int, int, int]]:
     """Returns `side` with lengths and the block table, and the shape of keys without the head dim."""
     keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
-    if problem.total_q:
+    if problem.packed:
         rooms = capacities(problem, lengths)
         keys = (1, problem.kv_heads, sum(rooms))
         side = side._replace(cu_seqlens_q=starts(lengths.queries).to(device))
         if not problem.page_size:
             side = side._replace(cu_seqlens_kv=starts(rooms).to(device))
-    if problem.page_size or problem.seqlens_k:
+    if problem.page_size or problem.kv_lengths:
         side = side._replace(seqlens_kv=_integers(lengths.keys, device))
     if problem.page_size:
         table = make_table(problem, lengths, torch.Generator().manual_seed(SEED))

@@ -26,12 +26,12 @@ BACKENDS = {
 }
 MAX_MASK_ELEMENTS = 2**28
 # Layouts and storage formats that no baseline supports.
-OTHER_LAYOUTS = frozenset({Feature.VARLEN, Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA})
+OTHER_LAYOUTS = frozenset({Feature.PACKED, Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA})
 # Features that SDPA computes, most of them by a mask.
 MASKED = frozenset(
     {
-        *(Feature.WINDOW, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.ALIBI),
-        *(Feature.BIAS, Feature.BLOCK_MASK, Feature.SEQLENS_K, Feature.DROPOUT, Feature.DETERMINISTIC),
+        *(Feature.WINDOW, Feature.SINK_TOKENS, Feature.CHUNK, Feature.PREFIX, Feature.ALIBI),
+        *(Feature.BIAS, Feature.BLOCK_MASK, Feature.KV_LENGTHS, Feature.DROPOUT, Feature.DETERMINISTIC),
     }
 )
 
@@ -97,11 +97,7 @@ def _mask_elements(problem: Problem) -> int:
     """Returns the number of elements of SDPA's mask."""
     own = {Feature.ALIBI, Feature.BIAS, Feature.BLOCK_MASK}
     heads = problem.heads if problem.features & own else 1
-    batch = (
-        problem.batch
-        if problem.features - {Feature.WINDOW, Feature.ATTENTION_CHUNK, Feature.SINK_TOKENS}
-        else 1
-    )
+    batch = problem.batch if problem.features - {Feature.WINDOW, Feature.CHUNK, Feature.SINK_TOKENS} else 1
     return batch * heads * problem.seqlen_q * problem.seqlen_kv
 
 

@@ -92,9 +92,9 @@ def why_refused(record: Record) -> str:
     problem = record.problem
     # Problems of calls have their number of tokens rounded up to a power of two.
     most = rounded_up(problem.batch * problem.seqlen_q)
-    if problem.total_q and not problem.seqlen_q <= problem.total_q <= most:
-        return f"its {problem.total_q} packed tokens are not those of {problem.batch} sequences"
-    if problem.batch > MAX_SEQUENCES and (problem.seqlens_k or problem.page_size):
+    if problem.packed and not problem.seqlen_q <= problem.packed <= most:
+        return f"its {problem.packed} packed tokens are not those of {problem.batch} sequences"
+    if problem.batch > MAX_SEQUENCES and (problem.kv_lengths or problem.page_size):
         return f"{problem.batch} sequences are too many to be timed with lengths of their own"
     of_family = _unfit_baseline if record.family in BASELINES else _unfit
     return of_family(record, target) or _impossible_time(record, target)
@@ -152,13 +152,13 @@ def _costs(problem: Problem, count: int) -> tuple[int, int, int]:
 
 def _parts(problem: Problem) -> Iterable[tuple[Problem, int]]:
     """Splits a problem into problems with sequences of equal length, each with its count."""
-    equal = msgspec.structs.replace(problem, total_q=0, page_size=0, seqlens_k=False)
-    if problem.total_q:
+    equal = msgspec.structs.replace(problem, packed=0, page_size=0, kv_lengths=False)
+    if problem.packed:
         # Equal lengths need the fewest FLOPs.
-        queries = min(problem.total_q // problem.batch, problem.seqlen_q)
-        if problem.total_q == rounded_up(problem.total_q):
+        queries = min(problem.packed // problem.batch, problem.seqlen_q)
+        if problem.packed == rounded_up(problem.packed):
             # The number of tokens may be rounded up: at least half of them exist.
-            queries = min(queries, max(1, problem.total_q // 2 // problem.batch))
+            queries = min(queries, max(1, problem.packed // 2 // problem.batch))
         keys = problem.seqlen_kv * queries // problem.seqlen_q
         yield msgspec.structs.replace(equal, seqlen_q=queries, seqlen_kv=keys), 1
     elif is_ragged(problem):

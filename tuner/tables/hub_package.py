@@ -29,8 +29,8 @@ SERVED = frozenset(
         Feature.SOFTCAP,
         Feature.ALIBI,
         Feature.SINKS,
-        Feature.VARLEN,
-        Feature.SEQLENS_K,
+        Feature.PACKED,
+        Feature.KV_LENGTHS,
         Feature.PAGES,
     }
 )
@@ -99,7 +99,7 @@ def _entry(file: KernelFile, record: Record) -> Entry:
     if target is not None and not find_family(record.family).interpreted:
         # A Gluon kernel has instructions of one architecture.
         capability = [*divmod(target.capability, 10)]
-    rows = problem.total_q or problem.seqlen_q
-    sizes = [(1 if problem.total_q else problem.batch) * problem.heads, rows, problem.seqlen_kv]
+    rows = problem.packed or problem.seqlen_q
+    sizes = [(1 if problem.packed else problem.batch) * problem.heads, rows, problem.seqlen_kv]
     alignment = int(kernel.specialization.alignment)
     return Entry(file.name, record.target, capability, kind, alignment, sizes)

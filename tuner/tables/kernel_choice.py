@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from flashtune.core.config import Config
-from flashtune.core.earlier_names import CONFIG_FIELDS, ORDERS
 from flashtune.core.errors import ProblemError, UsageError, nearest, quoted
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
@@ -108,12 +107,10 @@ def change_config(base: Config, text: str) -> Config:
     changes: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, separator, value = (piece.strip() for piece in part.partition("="))
-        name = _present_name(base, name)
         if name not in base.__struct_fields__:
             raise UsageError(f"a config has no {quoted(name)}: {nearest(name, base.__struct_fields__)}")
         if name in changes:
             raise UsageError(f"{name} is given twice in the config: keep one")
-        value = ORDERS.get(value, value) if name == "order" else value
         changes[name] = value if separator else "true"
     raw = {name: msgspec.to_builtins(value) for name, value in base.items()} | changes
     try:
@@ -121,9 +118,3 @@ def change_config(base: Config, text: str) -> Config:
         return msgspec.convert(raw, type(base), strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(f"the config {quoted(text)} cannot be used: {error}") from error
-
-
-def _present_name(base: Config, name: str) -> str:
-    """Returns the present name of a field that had another one in earlier versions."""
-    present = (names[name] for names in CONFIG_FIELDS.values() if name in names)
-    return next((field for field in present if field in base.__struct_fields__), name)

@@ -14,8 +14,7 @@ from flashtune.core.record import Outcome, Record, Versions
 from flashtune.core.target import TARGETS, find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.db.evidence import under
-from flashtune.db.light.selections import chosen_in_file
-from flashtune.db.limits import file_exists
+from flashtune.db.light.reader import open_reader
 from flashtune.db.location import database_url, describe, sqlite_path
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.tables import Tables
@@ -48,7 +47,7 @@ class Found(msgspec.Struct, frozen=True):
 @contextmanager
 def existing_store(db: str | None) -> Iterator[Store | None]:
     """Opens a database for reading; None if it does not exist (yet). It is not created."""
-    from flashtune.db.migrate import source_engine
+    from flashtune.db.creation import source_engine
     from flashtune.db.store import Store
 
     address = database_url(db)
@@ -62,8 +61,6 @@ def existing_store(db: str | None) -> Iterator[Store | None]:
 
 def tables_of(target: str, db: str | None) -> Tables:
     """Returns a target's selections as in dispatch, and in addition the predicted ones."""
-    from flashtune.db.light.reader import open_reader
-
     reader = open_reader(db)
     shipped = shipped_table(target)
     return Tables(
@@ -81,12 +78,14 @@ def records_of(problem: Problem, target: str | None, db: str | None) -> tuple[Fo
 
 def database_selections(db: str | None) -> tuple[Found, ...]:
     """Returns every selection of a database by target and problem. A fallback follows its selection."""
-    address = database_url(db)
-    path = sqlite_path(address)
-    stored = None if path is None or not file_exists(path) else chosen_in_file(path, address)
-    if stored is None:
+    if sqlite_path(database_url(db)) is None:
+        # A reader waits for a second only.
         with existing_store(db) as store:
             stored = (*store.selections(), *store.fallbacks()) if store else ()
+    else:
+        # Importing SQLAlchemy would take most of the time of a short command.
+        reader = open_reader(db)
+        stored = reader.stored() if reader else ()
     # The sort is stable, so that a fallback stays after its selection.
     ordered = sorted(stored, key=lambda row: (row.record.target, row.record.problem.key))
     return tuple(Found(row.record, "database", row.id, row.created_at) for row in ordered)

@@ -158,7 +158,7 @@ def as_called(number: int) -> int:
 
 def _packed(problem: Problem) -> Problem:
     longest, tokens = as_called(problem.seqlen_q), as_called(problem.batch * problem.seqlen_q)
-    return msgspec.structs.replace(problem, seqlen_q=longest, seqlen_kv=longest, total_q=tokens)
+    return msgspec.structs.replace(problem, seqlen_q=longest, seqlen_kv=longest, packed=tokens)
 
 
 def _paged(problem: Problem) -> Problem:
@@ -189,7 +189,7 @@ def _of_kind(problem: Problem, kind: Layers) -> Problem:
         window_left=kind.window - 1 if kind.window else None,
         # An encoder's window is symmetric.
         window_right=kind.window - 1 if kind.window and problem.causal is Causal.NONE else None,
-        attention_chunk=kind.chunk,
+        chunk=kind.chunk,
         softcap=kind.softcap,
         sinks=kind.sinks,
     )

@@ -7,10 +7,8 @@ import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flashtune.core.earlier_names import PROBLEM_FIELDS
 from flashtune.core.errors import UsageError, nearest, quoted
 from flashtune.core.features.records import TYPES
-from flashtune.core.features.table import KEYS_OF_FIELDS, SHAPE_KEYS
 from flashtune.core.problem import Causal, Direction, Dtype
 
 MAX_COUNT = 2**24
@@ -81,16 +79,6 @@ ALONE = {"causal": Causal.BOTTOM_RIGHT.value, **dict.fromkeys(FLAGS, "true")}
 KEYS = (*NUMBERS, WINDOW, *WORDS)
 
 
-def field_of(key: str) -> str:
-    """Returns the field of a problem that a key of a shape sets, also by an earlier name."""
-    return SHAPE_KEYS.get(key) or PROBLEM_FIELDS.get(key, key)
-
-
-def shown(field: str) -> str:
-    """Returns the key of a shape that sets a field, for messages."""
-    return KEYS_OF_FIELDS.get(field, field)
-
-
 def parse_values(key: str, text: str) -> tuple[Value, ...]:
     """Returns the values of one key: items joined by `|`, each a word, a number or a range."""
     items = [item.strip() for item in text.split("|")]
@@ -99,13 +87,13 @@ def parse_values(key: str, text: str) -> tuple[Value, ...]:
     if key == WINDOW:
         return tuple(map(_window, items))
     if key not in NUMBERS:
-        raise UsageError(f"a shape has no key {quoted(key)}: {nearest(key, map(shown, KEYS))}")
+        raise UsageError(f"a shape has no key {quoted(key)}: {nearest(key, KEYS)}")
     return tuple(itertools.chain.from_iterable(_numbers(key, item) for item in items))
 
 
 def _word(key: str, item: str, words: Mapping[str, Value]) -> Value:
     if item.lower() not in words:
-        raise UsageError(f"{shown(key)} cannot be {quoted(item)}: {nearest(item.lower(), words)}")
+        raise UsageError(f"{key} cannot be {quoted(item)}: {nearest(item.lower(), words)}")
     return words[item.lower()]
 
 
@@ -129,7 +117,7 @@ def _numbers(key: str, item: str) -> tuple[int, ...]:
     last = _number(key, last_text)
     doublings = (last // first).bit_length() - 1 if first else 0
     if last < first or first << doublings != last:
-        raise UsageError(f"{shown(key)}={item}: a range doubles from first to last, as 512..4096 does")
+        raise UsageError(f"{key}={item}: a range doubles from first to last, as 512..4096 does")
     return tuple(first << step for step in range(doublings + 1))
 
 
@@ -137,11 +125,10 @@ def _number(key: str, text: str) -> int:
     text = text.strip()
     # int() would also accept signs, underscores and other alphabets' digits.
     if not (text.isascii() and text.isdigit() and len(text) <= 10):
-        key = shown(key)
         forms = f"{key}=128, {key}=64|128 or {key}=64..512"
         raise UsageError(f"{key} takes whole numbers, and {quoted(text)} is none: write {forms}")
     number = int(text)
     least, most = NUMBERS[key]
     if not least <= number <= most:
-        raise UsageError(f"{shown(key)}={number} is out of bounds: it must lie between {least} and {most:,}")
+        raise UsageError(f"{key}={number} is out of bounds: it must lie between {least} and {most:,}")
     return number

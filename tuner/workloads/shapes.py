@@ -23,7 +23,7 @@ from flashtune.core.canonical import normal_form
 from flashtune.core.errors import UsageError
 from flashtune.core.features.records import DEFAULTS
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
-from flashtune.tuner.workloads.shape_values import ALONE, KEYS, Value, Window, field_of, parse_values, shown
+from flashtune.tuner.workloads.shape_values import ALONE, KEYS, Value, Window, parse_values
 
 MAX_PROBLEMS = 10_000
 
@@ -36,13 +36,12 @@ def parse_shape(text: str) -> tuple[Problem, ...]:
     choices: dict[str, tuple[Value, ...]] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = (piece.strip() for piece in part.partition("="))
-        key = field_of(key)
         if not separator and key in ALONE:
             value = ALONE[key]
         elif not separator and key in KEYS:
-            raise UsageError(f"{shown(key)} has no value: write {shown(key)}=...")
+            raise UsageError(f"{key} has no value: write {key}=...")
         if key in choices:
-            raise UsageError(f"{shown(key)} is given twice: list its values with |, as in {shown(key)}=a|b")
+            raise UsageError(f"{key} is given twice: list its values with |, as in {key}=a|b")
         choices[key] = parse_values(key, value)
     return expand(choices)
 

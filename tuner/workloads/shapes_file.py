@@ -9,7 +9,7 @@ import msgspec
 from flashtune.core.errors import UsageError
 from flashtune.core.files import read_bounded
 from flashtune.core.problem import Problem
-from flashtune.tuner.workloads.shape_values import Value, field_of, parse_values, shown
+from flashtune.tuner.workloads.shape_values import parse_values
 from flashtune.tuner.workloads.shapes import expand, parse_shape
 
 EXAMPLE = "heads=32,seqlen=4096,head_dim=128,causal"
@@ -53,13 +53,7 @@ def _parse_line(line: str) -> tuple[Problem, ...]:
         row = msgspec.json.decode(line, type=dict[str, bool | int | str])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"not a JSON object of numbers and words: {error}") from error
-    choices: dict[str, tuple[Value, ...]] = {}
-    for key, value in row.items():
-        field = field_of(key)
-        if field in choices:
-            raise UsageError(f"{shown(field)} is given twice: leave one of its names out")
-        choices[field] = parse_values(field, _as_text(value))
-    return expand(choices)
+    return expand({key: parse_values(key, _as_text(value)) for key, value in row.items()})
 
 
 def _as_text(value: bool | int | str) -> str:

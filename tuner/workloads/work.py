@@ -38,14 +38,12 @@ def operations(problem: Problem) -> int:
     """Returns `Problem.nominal_flops`; those of visible pairs if lengths of sequences differ."""
     if not is_ragged(problem):
         return problem.nominal_flops()
-    return sum(sequence.flops() for sequence in _sequences(problem))
+    return sum(group.flops() for group in _sequences(problem))
 
 
 def kv_bytes(problem: Problem) -> int:
     """Returns the bytes of visible keys and values, each read once for its KV head."""
-    keys = problem.kv_heads * sum(
-        sequence.batch * distinct_keys(sequence.sight) for sequence in _sequences(problem)
-    )
+    keys = problem.kv_heads * sum(group.batch * distinct_keys(group.sight) for group in _sequences(problem))
     width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
     return keys * width * problem.kv_itemsize
 
@@ -54,7 +52,7 @@ def _sequences(problem: Problem) -> Iterable[Problem]:
     """Returns problems of equal lengths that together are as much work as a problem."""
     if not is_ragged(problem):
         return (problem,)
-    padded = msgspec.structs.replace(problem, batch=1, total_q=0, seqlens_k=False, page_size=0)
+    padded = msgspec.structs.replace(problem, batch=1, packed=0, kv_lengths=False, page_size=0)
     return (
         msgspec.structs.replace(padded, seqlen_q=queries, seqlen_kv=keys)
         for queries, keys in zip(*usual_lengths(problem), strict=True)

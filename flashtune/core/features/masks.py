@@ -27,8 +27,8 @@ def seen_keys(fields: FeatureFields, positions: Tensor, keys: Tensor, prefix: Te
     near = torch.ones(1, 1, 1, dtype=torch.bool, device=positions.device)
     if fields.window_left is not None:
         near = both(near, keys >= positions - fields.window_left)
-    if fields.attention_chunk:
-        chunk, own = keys // fields.attention_chunk, positions // fields.attention_chunk
+    if fields.chunk:
+        chunk, own = keys // fields.chunk, positions // fields.chunk
         near = both(near, chunk >= own if is_causal else chunk == own)
     seen = near | (keys < fields.sink_tokens)
     if is_causal:

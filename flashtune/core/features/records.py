@@ -26,10 +26,10 @@ class Feature(enum.StrEnum):
     SINKS = "sinks"
     SINK_TOKENS = "sink_tokens"
     PREFIX = "prefix"
-    ATTENTION_CHUNK = "chunk"
+    CHUNK = "chunk"
     BLOCK_MASK = "block_mask"
-    VARLEN = "packed"
-    SEQLENS_K = "kv_lengths"
+    PACKED = "packed"
+    KV_LENGTHS = "kv_lengths"
     PAGES = "pages"
     QUANTIZED_KV = "quantized_kv"
     MLA = "mla"
@@ -88,7 +88,7 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
         window_left: A query at p sees no key before p - window_left; None means unbounded.
         window_right: A query at p sees no key after p + window_right; None means unbounded.
         sink_tokens: Keys at the start that stay visible at any distance (Xiao et al., 2023).
-        attention_chunk: A query sees only keys of its own chunk of this size; 0 means no chunks (Llama 4).
+        chunk: A query sees only keys of its own chunk of this size; 0 means no chunks (Llama 4).
         prefix: Whether each sequence has a prefix that all its queries see.
         block_mask: Queries and keys of a block of the block mask; 0 means no block mask.
         block_lists: The heads that share its lists.
@@ -96,9 +96,9 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
         alibi: Whether slope · distance is subtracted from the scores (Press et al., 2022).
         bias: The kind of the attention bias.
         sinks: Whether each head has a learned logit without a value (gpt-oss).
-        total_q: Number of query tokens in a varlen batch. The lengths above are then those of the longest
-            sequence. 0 means no varlen batch.
-        seqlens_k: Whether a tensor on the device has the number of keys of each sequence, at most
+        packed: Number of query tokens of all packed sequences. The lengths above are then those of the
+            longest sequence. 0 means that sequences are not packed.
+        kv_lengths: Whether a tensor on the device has the number of keys of each sequence, at most
             `seqlen_kv`.
         page_size: Keys per page of a paged cache; 0 means no pages.
         kv_dtype: Element type of keys and values if it is not q's.
@@ -111,7 +111,7 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
     window_left: Extent | None = None
     window_right: Extent | None = None
     sink_tokens: Extent = 0
-    attention_chunk: Extent = 0
+    chunk: Extent = 0
     prefix: bool = False
     block_mask: Extent = 0
     block_lists: BlockLists = BlockLists.HEAD
@@ -119,8 +119,8 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
     alibi: bool = False
     bias: Bias = Bias.NONE
     sinks: bool = False
-    total_q: Extent = 0
-    seqlens_k: bool = False
+    packed: Extent = 0
+    kv_lengths: bool = False
     page_size: Extent = 0
     kv_dtype: KvDtype | None = None
     kv_scale: KvScale = KvScale.TENSOR

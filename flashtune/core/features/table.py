@@ -175,11 +175,11 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         keys={"sink_tokens": "first keys that window and chunk never hide"},
         is_mask=True,
     ),
-    Feature.ATTENTION_CHUNK: Description(
+    Feature.CHUNK: Description(
         title="Chunks",
         example="chunk=8192",
-        word="chunk{attention_chunk}",
-        fields=("attention_chunk",),
+        word="chunk{chunk}",
+        fields=("chunk",),
         keys={"chunk": "a query sees only keys of its own chunk of this many"},
         is_mask=True,
         is_sparse=True,
@@ -264,11 +264,11 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         tensors=(TensorInput("sinks", "sinks", shape=("heads",), has_gradient=True),),
         usual=_usual_sinks,
     ),
-    Feature.VARLEN: Description(
+    Feature.PACKED: Description(
         title="Packed sequences of different lengths",
         example="packed=65536",
-        word="packed{total_q}",
-        fields=("total_q",),
+        word="packed{packed}",
+        fields=("packed",),
         keys={"packed": "tokens of all packed sequences; `seqlen` is then the longest, `batch` their number"},
         tensors=(
             TensorInput("cu_seqlens_q", "cu_seqlens_q", "int32", ("batch + 1",)),
@@ -277,11 +277,11 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         is_mask=True,
         is_sparse=True,
     ),
-    Feature.SEQLENS_K: Description(
+    Feature.KV_LENGTHS: Description(
         title="KV lengths in device memory",
         example="kv_lengths",
         word="lengths",
-        fields=("seqlens_k",),
+        fields=("kv_lengths",),
         keys={"kv_lengths": "flag: the number of keys is read on the device; `seqlen_kv` is its maximum"},
         tensors=(TensorInput("seqlens_kv", "kv_lengths", "int32", ("batch",)),),
         is_mask=True,
@@ -351,10 +351,6 @@ TENSOR_INPUTS = {
     "q_scale": TensorInput("q_scale", "q_scale", is_strided=True),
     **{tensor.name: tensor for one in FEATURES.values() for tensor in one.tensors},
 }
-
-# The keys of shapes that differ from the names of stored fields, and the fields.
-SHAPE_KEYS = {"chunk": "attention_chunk", "packed": "total_q", "kv_lengths": "seqlens_k"}
-KEYS_OF_FIELDS = {field: key for key, field in SHAPE_KEYS.items()}
 
 # The fields of a problem that are flags, with the names of the inputs that set them.
 _FLAGS = {

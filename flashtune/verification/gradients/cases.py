@@ -229,7 +229,7 @@ def mask_squares(tile: Tile, problem: Problem, *, quick: bool, reduced: bool) ->
     m, n = tile.queries, tile.keys
     left = 0 if problem.window_left is None else problem.window_left + 1
     farthest = FARTHEST_REDUCED if reduced else FARTHEST_SQUARE
-    for border in sorted({left, problem.attention_chunk} - {0}):
+    for border in sorted({left, problem.chunk} - {0}):
         if border <= farthest:
             yield Shape(Probe.EDGE, border + m // 2 + 1, border + m // 2 + 1)
             if quick:

@@ -85,7 +85,7 @@ def _unlike(
 
 def _owned(name: str, problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     """Returns the part of a gradient that belongs to sequences: varlen tensors without keys have one row."""
-    if not problem.total_q or name not in ("dk", "dv"):
+    if not problem.packed or name not in ("dk", "dv"):
         return written
     return written[:, :, : sum(capacities(problem, prepared.lengths))]
 
@@ -100,7 +100,7 @@ def _of_queries(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor
 def _of_keys(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     """Returns the key rows of the compared pairs, [pairs, seqlen_kv, columns]. Absent ones are any."""
     pairs = prepared.chosen.pairs
-    if not problem.total_q:
+    if not problem.packed:
         return pairs.of_keys(problem, written)
     room = capacities(problem, prepared.lengths)
     if not sum(room):

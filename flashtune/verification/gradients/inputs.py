@@ -109,7 +109,7 @@ def _absent(name: str, problem: Problem, lengths: Lengths, pairs: Pairs) -> Tens
         heads = pairs.numbers(problem)
         absent = missing(problem, lengths, heads.flatten(), torch.arange(problem.seqlen_q))
         return None if absent is None else absent.unflatten(0, tuple(heads.shape))
-    if problem.total_q and name in ("dk", "dv"):
+    if problem.packed and name in ("dk", "dv"):
         room = torch.tensor(capacities(problem, lengths))[pairs.batch]
         return torch.arange(problem.seqlen_kv) >= room[:, None]
     return None

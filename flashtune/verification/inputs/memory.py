@@ -105,8 +105,8 @@ def placed(
     The generator on the CPU assigns pages to sequences.
     """
     table = _table(problem, lengths, frame, generator) if problem.page_size else None
-    queries = (1, lengths.total_q) if problem.total_q else (problem.batch, problem.seqlen_q)
-    behind = frame.behind if problem.total_q else 0
+    queries = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
+    behind = frame.behind if problem.packed else 0
     rows = (queries[0], problem.heads, queries[1] + behind)
     keys = _key_shape(problem, lengths, table)
     own = TORCH_DTYPES[problem.dtype]
@@ -154,7 +154,7 @@ def fill(view: Tensor, values: Tensor, places: Places, *, paged: bool = False) -
 def _key_shape(problem: Problem, lengths: Lengths, table: Table | None) -> tuple[int, int, int]:
     if table is not None:
         return table.pages + 2, problem.kv_heads, problem.page_size
-    if problem.total_q:
+    if problem.packed:
         return 1, problem.kv_heads, max(1, sum(capacities(problem, lengths)))
     return problem.batch, problem.kv_heads, problem.seqlen_kv
 
@@ -251,12 +251,12 @@ def _bias(problem: Problem, bias: Tensor, frame: MemoryFrame, placing: _Placing)
 
 def _lengths(problem: Problem, lengths: Lengths, table: Table | None, placing: _Placing) -> dict[str, Any]:
     copies: dict[str, Any] = {}
-    if problem.total_q:
+    if problem.packed:
         copies["cu_seqlens_q"] = placing.integers(starts(lengths.queries), lengths.total_q + OVER)
         if table is None:
             rooms = starts(capacities(problem, lengths))
             copies["cu_seqlens_kv"] = placing.integers(rooms, int(rooms[-1]) + OVER)
-    if table is not None or problem.seqlens_k:
+    if table is not None or problem.kv_lengths:
         used = torch.tensor(lengths.keys, dtype=torch.int32)
         copies["seqlens_kv"] = placing.integers(used, problem.seqlen_kv + OVER)
     if table is not None:

@@ -67,7 +67,7 @@ def starts(lengths: Sequence[int]) -> Tensor:
 
 def capacities(problem: Problem, lengths: Lengths) -> tuple[int, ...]:
     """Returns the rows of each sequence's keys: more than it uses in a varlen batch with `seqlens_kv`."""
-    if not (problem.total_q and problem.seqlens_k):
+    if not (problem.packed and problem.kv_lengths):
         return lengths.keys
     return tuple(keys + index % 3 for index, keys in enumerate(lengths.keys))
 
@@ -108,7 +108,7 @@ def unused_entries(table: Table) -> tuple[int, ...]:
 def query_places(problem: Problem, lengths: Lengths) -> Places:
     """Returns the positions of queries and of output rows."""
     sequence, row = _tokens(lengths.queries)
-    if not problem.total_q:
+    if not problem.packed:
         return Places(sequence, row, sequence, row)
     return Places(sequence, row, torch.zeros_like(row), torch.arange(len(row)))
 
@@ -119,7 +119,7 @@ def key_places(problem: Problem, lengths: Lengths, entries: Tensor | None) -> Pl
     if entries is not None:
         page = entries[sequence, row // problem.page_size].to(torch.int64)
         return Places(sequence, row, page, row % problem.page_size)
-    if not problem.total_q:
+    if not problem.packed:
         return Places(sequence, row, sequence, row)
     first = starts(capacities(problem, lengths)).to(torch.int64)
     return Places(sequence, row, torch.zeros_like(row), first[sequence] + row)
@@ -157,7 +157,7 @@ def pick(memory: Tensor, problem: Problem, lengths: Lengths, heads: Tensor, rows
         rows: Rows of a sequence. Rows that a shorter sequence does not have are replaced by other rows.
     """
     batch, head = heads // problem.heads, heads % problem.heads
-    if not problem.total_q:
+    if not problem.packed:
         # All rows are returned without indexing.
         return memory.flatten(0, 1) if is_all(problem, heads, rows) else memory[batch, head][:, rows]
     first = starts(lengths.queries).to(torch.int64)[batch][:, None]
@@ -177,7 +177,7 @@ def are_all_rows(problem: Problem, rows: Tensor) -> bool:
 
 def missing(problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> Tensor | None:
     """Returns which rows a sequence does not have, [heads, rows], or None unless the batch is varlen."""
-    if not problem.total_q:
+    if not problem.packed:
         return None
     return rows >= torch.tensor(lengths.queries)[heads // problem.heads][:, None]
 

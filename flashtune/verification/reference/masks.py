@@ -178,7 +178,7 @@ def factors(
     if side.seed is None or side.dropout is None:
         return None
     number, rows = some.batch * problem.heads + some.head, some.rows
-    if problem.total_q:
+    if problem.packed:
         begins = torch.tensor([0, *itertools.accumulate(lengths.queries)])
         number, rows = some.head, begins[some.batch][:, None] + rows
     where = compared_on(COMPARISONS_OF_A_STATE * len(number) * len(some.rows), device)

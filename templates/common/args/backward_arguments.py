@@ -41,7 +41,7 @@ def backward_arguments(
         *stride_arguments(specialization, tensors),
         *side_strides(problem, specialization),
         *(Argument(name, "i32") for name in COUNTS),
-        *((Argument("sequences", "i32"),) if problem.total_q else ()),
+        *((Argument("sequences", "i32"),) if problem.packed else ()),
     )
 
 

@@ -60,7 +60,7 @@ def refusal(name: str, problem: Problem) -> str | None:
         return f"{name} takes head dims up to {MAX_HEAD_DIM}"
     if problem.dtype.is_quantized:
         return f"{name} takes no {problem.dtype}"
-    if {Feature.VARLEN, Feature.BIAS} <= problem.features:
+    if {Feature.PACKED, Feature.BIAS} <= problem.features:
         return f"{name} takes no bias over packed sequences"
     return None
 

@@ -20,8 +20,8 @@ CONVERTS_E4M3 = 89
 # The features that `common/masks.jinja` computes.
 FEATURES = frozenset(
     {
-        *(Feature.WINDOW, Feature.SINK_TOKENS, Feature.ATTENTION_CHUNK, Feature.PREFIX, Feature.SOFTCAP),
-        *(Feature.ALIBI, Feature.BIAS, Feature.SINKS, Feature.VARLEN, Feature.SEQLENS_K, Feature.PAGES),
+        *(Feature.WINDOW, Feature.SINK_TOKENS, Feature.CHUNK, Feature.PREFIX, Feature.SOFTCAP),
+        *(Feature.ALIBI, Feature.BIAS, Feature.SINKS, Feature.PACKED, Feature.KV_LENGTHS, Feature.PAGES),
         *(Feature.QUANTIZED_KV, Feature.DROPOUT),
     }
 )
@@ -181,7 +181,7 @@ def feature_context(problem: Problem, block_n: int = 0) -> FeatureContext:
         window_left=_bound(problem.window_left),
         window_right=_bound(problem.window_right),
         first_tokens=min(problem.sink_tokens, FARTHEST),
-        chunk=min(problem.attention_chunk, FARTHEST),
+        chunk=min(problem.chunk, FARTHEST),
         prefix=problem.prefix,
         block_mask=problem.block_mask,
         block_groups=problem.block_mask > 0 and problem.block_lists is BlockLists.GROUP,
@@ -189,8 +189,8 @@ def feature_context(problem: Problem, block_n: int = 0) -> FeatureContext:
         alibi=problem.alibi,
         bias=problem.bias,
         sinks=problem.sinks,
-        packed=problem.total_q > 0,
-        lengths=problem.seqlens_k or problem.page_size > 0,
+        packed=problem.packed > 0,
+        lengths=problem.kv_lengths or problem.page_size > 0,
         page_size=problem.page_size,
         quantized=problem.kv_dtype is not None,
         page_scales=problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE,
@@ -225,7 +225,7 @@ def feature_arguments(
         *rest[split:-COUNT],
         *side_strides(problem, specialization),
         *rest[-COUNT:],
-        *((Argument("sequences", "i32"),) if problem.total_q else ()),
+        *((Argument("sequences", "i32"),) if problem.packed else ()),
     )
 
 

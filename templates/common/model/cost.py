@@ -95,7 +95,7 @@ def combining_us(problem: Problem, num_splits: int, target: Target) -> float:
     """Returns the time to write, read and combine the partial results of split keys."""
     if num_splits == 1:
         return 0.0
-    rows = (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
+    rows = (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
     moved = 2 * num_splits * rows * problem.value_head_dim * FLOAT32
     return COMBINE + moved / (target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE)
 

@@ -9,9 +9,9 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE
 from flashtune.templates.common.model.makespan import PACE, portable_span
 
-# A forward block has two products. In addition to those of the scores and of probabilities' gradients, a
-# kernel that loops over queries adds to dk and dv, one that loops over keys to dq. A fused kernel adds to
-# all.
+# A forward block has two products. A backward block has those of the scores and of probabilities' gradients.
+# A kernel that loops over queries adds those of dk and dv, and one that loops over keys that of dq. A fused
+# kernel has all.
 PRODUCTS_OF_KEYS = 4 / 2
 PRODUCTS_OF_ALL = 5 / 2
 PRODUCTS_OF_QUERIES = 3 / 2

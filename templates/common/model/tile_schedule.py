@@ -79,7 +79,7 @@ def blocks(tiling: Tiling, tiles: NDArray[np.int64] | None = None) -> NDArray[np
     tiles = np.arange(tiling.tiles) if tiles is None else tiles
     last_query = (tiles + 1) * tiling.rows
     seen = np.full(len(tiles), problem.seqlen_kv)
-    left, right, chunk = problem.sight.left, problem.sight.right, problem.attention_chunk
+    left, right, chunk = problem.sight.left, problem.sight.right, problem.chunk
     if right is not None:
         seen = np.minimum(last_query + problem.diagonal + right, problem.seqlen_kv)
     first = np.maximum(tiles * tiling.rows + problem.diagonal, 0)
@@ -97,7 +97,7 @@ def blocks(tiling: Tiling, tiles: NDArray[np.int64] | None = None) -> NDArray[np
 
 def have_equal_length(problem: Problem) -> bool:
     """Returns whether every query sees all keys, so that all tiles have equally many blocks."""
-    return problem.sight.left is None and problem.sight.right is None and not problem.attention_chunk
+    return problem.sight.left is None and problem.sight.right is None and not problem.chunk
 
 
 class Extremes(msgspec.Struct, frozen=True):
@@ -140,8 +140,8 @@ def tile_of(
     if order == "linear":
         return tile
     tile = tiling.tiles - 1 - tile
-    chunk = tiling.problem.attention_chunk
-    if not chunk or chunk % tiling.rows or tiling.problem.total_q:
+    chunk = tiling.problem.chunk
+    if not chunk or chunk % tiling.rows or tiling.problem.packed:
         return tile
     # The longest tiles of all whole chunks come before the second longest.
     per_chunk = chunk // tiling.rows

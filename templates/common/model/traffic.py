@@ -64,22 +64,22 @@ def unpacked(problem: Problem) -> Problem:
     pairs, but the longest length may be a bound that none reaches. Packed keys are shorter by the same ratio.
     Lengths of keys in pages or in a cache do not follow from the tokens.
     """
-    if not problem.total_q:
+    if not problem.packed:
         return problem
     longest = max(1, problem.seqlen_q)
     queries = min(longest, math.ceil(math.sqrt(mean_queries(problem) * longest)))
     keys = problem.seqlen_kv
-    if not (problem.page_size or problem.seqlens_k):
+    if not (problem.page_size or problem.kv_lengths):
         keys = -(-keys * queries // longest)
-    sequences = -(-problem.total_q // queries)
-    return msgspec.structs.replace(problem, batch=sequences, seqlen_q=queries, seqlen_kv=keys, total_q=0)
+    sequences = -(-problem.packed // queries)
+    return msgspec.structs.replace(problem, batch=sequences, seqlen_q=queries, seqlen_kv=keys, packed=0)
 
 
 def mean_queries(problem: Problem) -> int:
     """Returns the mean number of queries of a sequence, rounded up and at most the longest."""
-    if not problem.total_q:
+    if not problem.packed:
         return problem.seqlen_q
-    return min(problem.seqlen_q, -(-problem.total_q // max(1, problem.batch)))
+    return min(problem.seqlen_q, -(-problem.packed // max(1, problem.batch)))
 
 
 def cycled_queries(problem: Problem, block_m: int, block_n: int) -> int:
@@ -308,7 +308,7 @@ def split_keys_items(
 
     Each KV head has this many tiles of rows. `tensors` are those of keys and values, for the items' names.
     """
-    rows = (problem.total_q or problem.batch * problem.seqlen_q) * problem.heads
+    rows = (problem.packed or problem.batch * problem.seqlen_q) * problem.heads
     width = problem.head_dim + (0 if problem.mla else problem.value_head_dim)
     keys = problem.batch * problem.kv_heads * distinct_keys(problem.sight) * width * problem.kv_itemsize
     queries = rows * problem.head_dim * problem.dtype.itemsize

@@ -65,7 +65,7 @@ def test_code_without_mma_loop_has_no_inner_loop() -> None:
     [
         ([[1], [2], [1, 3], []], [{1, 2}]),
         ([[1], [2, 4], [3], [1, 2], []], [{1, 2, 3}, {2, 3}]),
-        # Entered in two places: nobody is its head.
+        # Entered in two places, so no block is its head.
         ([[1, 2], [2], [1, 3], []], []),
         ([[0]], [{0}]),
     ],

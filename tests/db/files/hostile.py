@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
-from flashtune.core.record import Record
+import pytest
+
+from flashtune.core.errors import StoreError
+from flashtune.core.record import Verdict, Versions
 from flashtune.db.codec import Check
+from flashtune.db.creation import source_engine, upgrade
 from flashtune.db.light.reader import Reader, open_reader
+from flashtune.db.light.self_checks import remember_check
+from flashtune.db.location import database_url
 from flashtune.db.store import MergeCounts, open_store
 
 TARGET = "nvidia-h200"
@@ -31,9 +38,35 @@ def merge_into(ours: Path, theirs: Path) -> MergeCounts:
         return store.merge_from(str(theirs))
 
 
-def check_of(record: Record) -> Check:
-    assert record.verdict is not None
-    return Check(digest="a" * 32, target=TARGET, versions=record.versions, verdict=record.verdict)
+CHECK = Check(
+    digest="c" * 32,
+    target=TARGET,
+    versions=Versions("0.1.0", "t" * 32, "2.13.0", "3.7.1", "13.0", "580.1"),
+    verdict=Verdict(passed=True, worst_ratio=0.5, checks=9, failed="", device="NVIDIA H200"),
+)
+
+
+def refused(path: Path, reason: str) -> None:
+    """Every use of a database raises one sentence within seconds, and changes nothing."""
+    before = path.read_bytes()
+    for use in (
+        lambda: reader_of(path).selections(TARGET),
+        lambda: reader_of(path).check(CHECK.digest, TARGET, CHECK.versions),
+        lambda: remember_check(CHECK, str(path)),
+        lambda: open_store(str(path)),
+        lambda: upgrade(str(path)),
+        lambda: source_engine(database_url(str(path))),
+        lambda: merge_into(path.with_name("ours.sqlite"), path),
+    ):
+        start = time.process_time()
+        with pytest.raises(StoreError, match=reason) as caught:
+            use()
+        assert time.process_time() - start < 5
+        message = str(caught.value)
+        assert str(path) in message
+        assert "--db" in message
+        assert "\n" not in message
+    assert path.read_bytes() == before
 
 
 def repeat_rows(path: Path, name: str) -> None:

@@ -1,117 +1,146 @@
-"""Tests of damaged rows: each is skipped, and the other rows are read."""
+"""Tests of damaged rows: each is skipped, and the others are read. A value that is too large is an error."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from flashtune.core.errors import StoreError
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.db.errors import UnreadableRecord
 from flashtune.db.forgetting import Forgettable
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import open_store
-from tests.db.files.hostile import TARGET, check_of, execute, merge_into, reader_of
+from tests.db.files.hostile import CHECK, TARGET, execute, merge_into, reader_of
 
 MakeRecord = Callable[..., Record]
 MakeProblem = Callable[..., Problem]
+NOT_UTF8 = "CAST(x'ff' AS TEXT)"
+
+
+@pytest.fixture
+def damaged(filled: Path, make_record: MakeRecord, make_problem: MakeProblem) -> Path:
+    """A database with the selections 1, to be damaged, and 2, and a self-check."""
+    with open_store(str(filled)) as store:
+        store.pin(store.add(make_record(problem=make_problem(seqlen_kv=1024))))
+    remember_check(CHECK, str(filled))
+    execute(filled, "INSERT INTO fallbacks SELECT * FROM selections")
+    return filled
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    ("payload", "reason"),
     [
-        ("CAST(zeroblob(2000000) AS TEXT)", "more than 1048576 bytes"),
-        ("CAST(replace(CAST(payload AS BLOB), 'NVIDIA H200', x'ff') AS TEXT)", "invalid record"),
+        ("CAST(replace(CAST(payload AS BLOB), 'NVIDIA H200', x'ff') AS TEXT)", "invalid "),
+        ("CAST(zeroblob(300000) AS TEXT)", "too large for a record|invalid "),
+        ("zeroblob(300000)", "holds bytes where|invalid "),
+        ("7", "invalid "),
+        ("'{}'", "invalid "),
+        ("'null'", "invalid "),
+        ("'__import__(''os'').abort()'", "invalid "),
+        ("""'{"family": "of_a_later_flashtune"}'""", "invalid "),
     ],
-    ids=["too large", "not UTF-8"],
 )
-def test_damaged_row_is_skipped(
-    filled: Path, make_record: MakeRecord, make_problem: MakeProblem, damage: str, reason: str
+def test_damaged_payload_skips_its_row(
+    damaged: Path, make_record: MakeRecord, make_problem: MakeProblem, payload: str, reason: str
 ) -> None:
     lost, whole = make_record(), make_record(problem=make_problem(seqlen_kv=1024))
-    with open_store(str(filled)) as store:
-        store.pin(store.add(whole))
-    remember_check(check_of(lost), str(filled))
     execute(
-        filled, f"UPDATE records SET payload = {damage} WHERE id = 1", f"UPDATE checks SET payload = {damage}"
+        damaged,
+        f"UPDATE records SET payload = {payload} WHERE id = 1",
+        f"UPDATE checks SET payload = {payload}",
     )
-    reader = reader_of(filled)
-    with pytest.warns(UnreadableRecord, match=reason) as told:
-        assert reader.selections(TARGET) == (whole,)
-    assert len(told) == 1
+    reader = reader_of(damaged)
+    with open_store(str(damaged)) as store:
+        for read in (
+            lambda: reader.selections(TARGET),
+            lambda: [row.record for row in reader.stored()[:1]],
+            lambda: [row.record for row in store.selections()],
+            lambda: [row.record for row in store.records()],
+        ):
+            with pytest.warns(UnreadableRecord, match=f"1 rows of {damaged} were skipped: .*({reason})"):
+                assert list(read()) == [whole]
     with pytest.warns(UnreadableRecord, match=reason):
         assert reader.selection(lost.problem.key, TARGET) is None
     assert reader.selection(whole.problem.key, TARGET) == whole
-    with open_store(str(filled)) as store:
-        for read in (store.selections, store.records):
-            with pytest.warns(UnreadableRecord, match=f"1 rows of .* were skipped: .*{reason}") as told:
-                assert [stored.record for stored in read()] == [whole]
-            assert len(told) == 1
+    with pytest.warns(UnreadableRecord, match="a self-check of .* was skipped: invalid "):
+        assert reader.check(CHECK.digest, TARGET, CHECK.versions) is None
     with pytest.warns(UnreadableRecord, match=reason):
-        counts = merge_into(filled.with_name("ours.sqlite"), filled)
+        counts = merge_into(damaged.with_name("ours.sqlite"), damaged)
     assert (counts.records_added, counts.selections_added, counts.checks_added) == (1, 1, 0)
 
 
-def test_column_that_is_not_utf8_skips_its_row(filled: Path, make_record: MakeRecord) -> None:
-    remember_check(check_of(make_record()), str(filled))
-    bad = "CAST(x'ff' AS TEXT)"
+@pytest.mark.parametrize("key", ["problem_key", "target"])
+def test_damaged_key_skips_its_row(
+    damaged: Path, make_record: MakeRecord, make_problem: MakeProblem, key: str
+) -> None:
+    whole = make_record(problem=make_problem(seqlen_kv=1024))
+    reasons = "1 rows of .* were skipped: .*stored under another problem or target"
+    for table in ("selections", "fallbacks"):
+        execute(damaged, f"UPDATE {table} SET {key} = {NOT_UTF8} WHERE record_id = 1")
+    with open_store(str(damaged)) as store:
+        for read in (store.selections, store.fallbacks):
+            with pytest.warns(UnreadableRecord, match=reasons):
+                assert [stored.record for stored in read()] == [whole]
+    with pytest.warns(UnreadableRecord, match=reasons):
+        counts = merge_into(damaged.with_name("ours.sqlite"), damaged)
+    assert (counts.records_added, counts.selections_added) == (2, 1)
+
+
+def test_other_columns_that_are_not_utf8_are_merged(damaged: Path) -> None:
     execute(
-        filled,
-        f"UPDATE records SET created_at = {bad}, target = {bad} WHERE id = 1",
-        f"UPDATE selections SET pinned_at = {bad}",
-        f"UPDATE checks SET created_at = {bad}",
+        damaged,
+        f"UPDATE records SET created_at = {NOT_UTF8}, family = {NOT_UTF8} WHERE id = 1",
+        f"UPDATE selections SET pinned_at = {NOT_UTF8}",
+        f"UPDATE checks SET created_at = {NOT_UTF8}, digest = {NOT_UTF8}",
     )
-    with open_store(str(filled)) as store:
+    with open_store(str(damaged)) as store:
         groups, _ = store.preview(Forgettable())
-    assert [(group.target, group.records) for group in groups] == [("?", 1)]
-    with pytest.warns(UnreadableRecord, match="stored under another problem or target"):
-        counts = merge_into(filled.with_name("ours.sqlite"), filled)
-    assert (counts.selections_added, counts.checks_added) == (1, 1)
+    assert [group.records for group in groups] == [1, 1]
+    ours = damaged.with_name("ours.sqlite")
+    counts = merge_into(ours, damaged)
+    assert (counts.records_added, counts.selections_added, counts.checks_added) == (2, 2, 1)
+    assert reader_of(ours).check(CHECK.digest, TARGET, CHECK.versions) is True
+
+
+READ = """
+import resource, sys
+from flashtune.core.errors import StoreError
+from flashtune.db.light.reader import open_reader
+from flashtune.db.store import open_store
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+reader = open_reader(sys.argv[1])
+with open_store(sys.argv[2]) as ours, open_store(sys.argv[1]) as store:
+    for use in (
+        lambda: reader.selections("nvidia-h200"), store.selections, store.records,
+        lambda: ours.merge_from(sys.argv[1]),
+    ):
+        try:
+            use()
+            sys.exit("a value was read")
+        except StoreError as error:
+            assert "holds a value that is too large: move it away" in str(error), error
+    assert ours.records() == []
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 60_000
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["CAST(zeroblob(2000000) AS TEXT)", "CAST(x'ff' AS TEXT)"])
-@pytest.mark.parametrize("table", ["selections", "fallbacks"])
-@pytest.mark.parametrize("column", ["problem_key", "target"])
-def test_damaged_key_skips_only_its_row(
-    filled: Path, make_record: MakeRecord, make_problem: MakeProblem, table: str, column: str, damage: str
-) -> None:
-    whole = make_record(problem=make_problem(seqlen_kv=1024))
-    with open_store(str(filled)) as store:
-        store.pin(store.add(whole))
-    execute(
-        filled,
-        "INSERT INTO fallbacks SELECT * FROM selections",
-        f"UPDATE {table} SET {column} = {damage} WHERE record_id = 1",
-    )
-    with open_store(str(filled)) as store:
-        chosen = store.selections if table == "selections" else store.fallbacks
-        with pytest.warns(UnreadableRecord, match="1 rows of .* were skipped"):
-            assert [stored.record for stored in chosen()] == [whole]
-    with pytest.warns(UnreadableRecord, match="1 rows of .* were skipped"):
-        counts = merge_into(filled.with_name("ours.sqlite"), filled)
-    assert (counts.records_added, counts.selections_added) == (2, 1 if table == "selections" else 2)
+@pytest.mark.parametrize("value", ["zeroblob(100000000)", "CAST(zeroblob(2000000) AS TEXT)"])
+def test_value_that_is_too_large_is_an_error_and_not_loaded(filled: Path, value: str) -> None:
+    execute(filled, f"UPDATE records SET payload = {value}")
+    command = [sys.executable, "-c", READ, str(filled), str(filled.with_name("ours.sqlite"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
 
 
-def test_selection_with_oversize_target_is_skipped(
-    filled: Path, make_record: MakeRecord, make_problem: MakeProblem
-) -> None:
-    whole = make_record(problem=make_problem(seqlen_kv=1024))
-    with open_store(str(filled)) as store:
-        store.pin(store.add(whole))
-        execute(filled, "UPDATE selections SET target = CAST(zeroblob(2000000) AS TEXT) WHERE record_id = 1")
-        with pytest.warns(UnreadableRecord, match="more than 1048576 bytes"):
-            assert [stored.record for stored in store.selections(TARGET)] == [whole]
-
-
-@pytest.mark.parametrize("damage", ["CAST(zeroblob(2000000) AS TEXT)", "CAST(x'ff' AS TEXT)"])
-def test_self_checks_with_damaged_digest_merge_by_content(
-    filled: Path, make_record: MakeRecord, damage: str
-) -> None:
-    remember_check(check_of(make_record()), str(filled))
-    execute(filled, f"UPDATE checks SET digest = {damage}")
-    ours = filled.with_name("ours.sqlite")
-    assert merge_into(ours, filled).checks_added == 1
-    assert reader_of(ours).check("a" * 32, TARGET, make_record().versions) is True
+@pytest.mark.parametrize("table", ["records", "selections"])
+def test_key_that_is_too_large_is_an_error(damaged: Path, table: str) -> None:
+    execute(damaged, f"UPDATE {table} SET target = CAST(zeroblob(2000000) AS TEXT)")
+    with pytest.raises(StoreError, match="holds a value that is too large"):
+        merge_into(damaged.with_name("ours.sqlite"), damaged)

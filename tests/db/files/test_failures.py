@@ -19,8 +19,9 @@ from flashtune.core import files
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Record
 from flashtune.db.light.reader import open_reader
-from flashtune.db.migrate import upgrade
+from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import Store, open_store
+from tests.db.files.hostile import CHECK, refused
 
 MakeRecord = Callable[..., Record]
 NONE = 65534
@@ -39,38 +40,18 @@ def filled(path: Path, make_record: MakeRecord) -> Path:
     return path
 
 
-def refused(path: Path, reason: str) -> None:
-    """Opening, upgrading and merging all refuse, with one sentence, and change nothing."""
-    before = digest(path)
-    for use in (open_store, upgrade):
-        with pytest.raises(StoreError, match=reason) as caught:
-            use(str(path))
-        assert str(path) in str(caught.value)
-        assert "\n" not in str(caught.value)
-        assert "--db" in str(caught.value)
-    with (
-        open_store(str(path.with_name("destination.sqlite"))) as store,
-        pytest.raises(StoreError, match=reason),
-    ):
-        store.merge_from(str(path))
-    assert digest(path) == before
-
-
-def test_file_that_is_not_a_database(path: Path) -> None:
-    path.write_bytes(b"no database, but long enough to look at " * 100)
-    refused(path, "is no SQLite database or is damaged: move it away")
-
-
-def test_a_database_with_a_damaged_header(filled: Path) -> None:
-    raw = bytearray(filled.read_bytes())
-    raw[:16] = b"\0" * 16
-    filled.write_bytes(raw)
-    refused(filled, "damaged")
-
-
-def test_a_database_cut_short(filled: Path) -> None:
-    filled.write_bytes(filled.read_bytes()[:6000])
-    refused(filled, "damaged")
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda raw: b"no database, but long enough to read " * 100, "is no SQLite database or is damaged"),
+        (lambda raw: b"\0" * 16 + raw[16:], "damaged"),
+        (lambda raw: raw[:6000], "damaged"),
+    ],
+    ids=["another file", "damaged header", "cut short"],
+)
+def test_damaged_files_are_refused(filled: Path, damage: Callable[[bytes], bytes], reason: str) -> None:
+    filled.write_bytes(damage(filled.read_bytes()))
+    refused(filled, reason)
 
 
 def test_damaged_pages_are_reported_when_read(filled: Path, tmp_path: Path, make_record: MakeRecord) -> None:
@@ -91,33 +72,13 @@ def test_damaged_pages_are_reported_when_read(filled: Path, tmp_path: Path, make
     assert digest(filled) == before
 
 
-def test_a_newer_schema(filled: Path) -> None:
-    with closing(sqlite3.connect(filled)) as connection, connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    refused(filled, "has schema '9999', and this flashtune supports schemas up to .*: upgrade flashtune")
-
-
-def test_database_of_another_program(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("CREATE TABLE bookmarks (url TEXT)")
-    refused(path, "contains other tables and is not a flashtune database")
-
-
-def test_version_table_with_other_columns(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("CREATE TABLE alembic_version (other TEXT)")
-    refused(path, "cannot be used")
-
-
-def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is not a file"):
-        open_store(str(tmp_path))
-
-
-def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+def test_files_and_folders_in_the_wrong_place(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot write in the folder of the database"):
-        open_store(str(tmp_path / "file" / "records.sqlite"))
+    for use in (open_store, lambda name: remember_check(CHECK, name)):
+        with pytest.raises(StoreError, match="is not a file"):
+            use(str(tmp_path))
+        with pytest.raises(StoreError, match="cannot write in the folder of the database"):
+            use(str(tmp_path / "file" / "records.sqlite"))
 
 
 def test_unsupported_database_engine() -> None:
@@ -272,8 +233,20 @@ def test_a_full_disk(filled: Path, make_record: MakeRecord, full_disk: None) -> 
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_disk_full_at_creation(path: Path, full_disk: None, request: pytest.FixtureRequest) -> None:
-    with pytest.raises(StoreError, match="disk is full"):
-        open_store(str(path))
-    reader = open_reader(str(path))
-    assert reader is None or reader.selections("nvidia-h200") == ()
+def test_disk_full_at_creation(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit(connection: sqlite3.Connection, _: float) -> None:
+        connection.execute("PRAGMA max_page_count = 1")
+
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name, value, reason in (
+        ("flashtune.db.light.bootstrap.restrict", limit, "disk is full"),
+        ("tempfile.TemporaryDirectory", full, "cannot write the database .*No space left"),
+    ):
+        with monkeypatch.context() as broken:
+            broken.setattr(name, value)
+            for use in (open_store, lambda name: remember_check(CHECK, name)):
+                with pytest.raises(StoreError, match=reason):
+                    use(str(path))
+    assert not path.exists()

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.gpu
 
 SAMPLES = int(os.environ.get("FLASHTUNE_SAMPLES", "120"))
 SEED = int(os.environ.get("FLASHTUNE_SEED", "1"))
-# What a self-check may take beyond compiling, with torch's own kernels loaded.
+# The most seconds that a self-check may take without compilation, with torch's own kernels loaded.
 QUICK_SECONDS = 0.3
 BLOCKS = [name for name, shape in TUNED.items() if "block_mask" in shape]
 # Changes of the default Hopper config. Programs take tiles in a fixed order, or as they finish. In the last

@@ -1,7 +1,7 @@
 """Tests on a GPU that mutants are refused and correct kernels are not.
 
-`FLASHTUNE_SAMPLES` says how many configs of each family are drawn (12), `FLASHTUNE_SEED` which ones and
-with what inputs. `python -m tests.mutants` does the same and saves what it finds.
+`FLASHTUNE_SAMPLES` is the number of configs that are drawn of each family (12). `FLASHTUNE_SEED` selects
+them and their inputs. `python -m tests.mutants` does the same and saves what it finds.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_quantised_tensors_may_be_expanded_but_must_be_aligned() -> None:
     plain = scaled(k8, v8, 1)
     shown = scaled(k8.expand(-1, 4, -1, -1), v8.expand(-1, 4, -1, -1), 4)
     assert torch.equal(plain, shown)
-    # Eight elements of one byte are half of what the copy engine's strides are counted in.
+    # The copy engine's strides are multiples of 16 bytes; eight elements of one byte are half of that.
     half = torch.empty(*k8.shape[:3], 136, dtype=k8.dtype, device="cuda")[..., :128].copy_(k8)
     with pytest.raises(ProblemError, match="cannot address"):
         scaled(half, v8, 1)

@@ -40,7 +40,7 @@ def test_captured_call_replays_with_new_values(head_dim: int) -> None:
         graph.replay()
         assert_right(out, q, k, v)
         assert torch.equal(out, again)
-    # Other descriptors in between change nothing of what was captured.
+    # Descriptors that are made in between do not change the captured graph.
     attention(*tensors(head_dim, seed=9))
     graph.replay()
     assert_right(out, q, k, v)

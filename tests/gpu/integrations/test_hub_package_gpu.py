@@ -43,7 +43,7 @@ def batched() -> list[Record]:
         record = selection.record
         problem = record.problem
         decodes = record.family == "decode_split_kv"
-        features, page = ({Feature.PAGES}, 16) if decodes else ({Feature.VARLEN}, 0)
+        features, page = ({Feature.PAGES}, 16) if decodes else ({Feature.PACKED}, 0)
         fits = problem.head_dim == problem.value_head_dim == 128 and problem.causal == "bottom_right"
         fits = fits and problem.features == features and problem.page_size == page
         if is_served(record) and fits and problem.dtype == "bf16":

@@ -33,8 +33,8 @@ pytestmark = [
 Triple = tuple[Tensor, Tensor, Tensor]
 aten = torch.ops.aten
 BF16_ERROR = 2e-2
-# The bound for the time that a new length adds to a call, in s, and the lengths that may exceed it while the
-# worker thread prepares kernels.
+# The bound for the time that a new length adds to a call, in s. While the worker thread prepares kernels, so
+# many lengths may exceed it.
 LONGEST_WAIT, LATE_CALLS = 5e-3, 20
 # The most time for which the worker thread prepares kernels while this thread makes calls, in s.
 PREPARING_SECONDS = 120.0

@@ -29,7 +29,7 @@ def random_case(chance: random.Random, problem: Problem, config: Config) -> Case
     longest_q, longest_kv = max(1, *drawn.queries), max(1, *drawn.keys)
     if problem.page_size:
         longest_kv = (-(-longest_kv // problem.page_size) + chance.choice((0, 0, 1, 3))) * problem.page_size
-    elif problem.seqlens_k:
+    elif problem.kv_lengths:
         longest_kv += chance.choice((0, 0, 1, 40))
     # Masks and biases of all pairs at once are what a check holds in memory.
     group = min(group, max(1, MAX_PAIRS // (batch * kv_heads * longest_q * longest_kv)))
@@ -42,7 +42,7 @@ def random_case(chance: random.Random, problem: Problem, config: Config) -> Case
             batch=batch,
             seqlen_q=longest_q,
             seqlen_kv=longest_kv,
-            total_q=drawn.total_q if problem.total_q else 0,
+            packed=drawn.total_q if problem.packed else 0,
         ),
         probe=_probe(chance, problem),
         block=block,
@@ -78,7 +78,7 @@ def _lengths(chance: random.Random, problem: Problem, config: Config, batch: int
             one = other
         return Lengths((one,) * batch, (other,) * batch)
     some = [0 if chance.random() < 0.15 else 1 if chance.random() < 0.1 else keys() for _ in range(batch)]
-    if not problem.total_q:
+    if not problem.packed:
         return Lengths((queries(),) * batch, tuple(some))
     rows = [0 if chance.random() < 0.15 else queries() for _ in range(batch)]
     if not any(rows):
@@ -90,7 +90,7 @@ def _borders(problem: Problem, config: Config) -> list[int]:
     """Block sizes at whose multiples a bound is."""
     block = tile_of(config)[1]
     sides = [block, block, block * max(1, splits_of(config))]
-    masks = problem.window_left, problem.attention_chunk, problem.page_size, problem.block_mask
+    masks = problem.window_left, problem.chunk, problem.page_size, problem.block_mask
     return [*sides, *(one for one in masks if one)]
 
 

@@ -22,14 +22,14 @@ from flashtune.tuner.execution.cpus import available_cpus
 from tests.gpu.random.random_problems import Subject, Trial
 from tests.gpu.random.random_subject import Result, Wrong, check_subject, refusal, wrong_at
 
-# Of all problems of one kernel: what takes longer hangs.
+# Limit for all problems of one kernel; a kernel that takes longer counts as hung.
 SECONDS = 60
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What a run was: counts, times in seconds, and the largest error over what is allowed.
+    """The result of a run: counts, times in seconds, and the largest error over the allowed one.
 
-    `worst_by_figure` says it of each thing that is compared: of each gradient, say.
+    `worst_by_figure` has that error of each compared result, such as each gradient.
     """
 
     problems: int

@@ -2,8 +2,8 @@
 
     python -m tests.gpu.random.random_gradients 500 --seed 1
 
-draws so many problems, compiles their kernels on all cores, holds each gradient against the reference on the
-GPU and says what was wrong, with the largest share of an allowed error by family and by gradient.
+draws so many problems, compiles their kernels on all cores, and compares each gradient with the reference on
+the GPU. It prints the errors, and the largest share of an allowed error by family and by gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.gpu.random.random_problems import DRAWN, Subject, Trial, draw_subject
 
 # Kernels of each family at other widths, types and configs, without any feature.
 PLAIN_KERNELS = 24
-# What no family computes gradients of.
+# Features that no family computes gradients of.
 FORWARD_ALONE = {Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA}
 PROBES = (Probe.RANDOM, Probe.RANDOM, Probe.FAR_BELOW, Probe.NEEDLE, Probe.LAST, Probe.RISING)
 
@@ -87,10 +87,10 @@ def random_gradients(chance: random.Random, problem: Problem, config: Config) ->
     tiles = tiles_of(config, reduced=False)
     kv_heads = chance.choice((1, 1, 2, 3))
     batch = chance.choice((1, 2, 3, 5)) if is_ragged(problem) else chance.choice((1, 1, 2, 3))
-    masks = [one for one in (problem.window_left, problem.attention_chunk) if one]
+    masks = [one for one in (problem.window_left, problem.chunk) if one]
     drawn = _lengths(chance, problem, batch, [*tiles.queries, *masks], [*tiles.keys, *masks])
     queries, keys = max(1, *drawn.queries), max(1, *drawn.keys)
-    spare = chance.choice((0, 0, 1, 40)) if problem.seqlens_k and not problem.total_q else 0
+    spare = chance.choice((0, 0, 1, 40)) if problem.kv_lengths and not problem.packed else 0
     # Masks and biases of all pairs at once are what a check holds in memory.
     group = min(chance.choice(HEADS), max(1, MAX_PAIRS // (batch * kv_heads * queries * keys)))
     more: tuple[Probe, ...] = (Probe.SINK,) if problem.sinks else ()
@@ -103,7 +103,7 @@ def random_gradients(chance: random.Random, problem: Problem, config: Config) ->
             batch=batch,
             seqlen_q=queries,
             seqlen_kv=keys + spare,
-            total_q=drawn.total_q if problem.total_q else 0,
+            packed=drawn.total_q if problem.packed else 0,
         ),
         probe=chance.choice((*PROBES, *more)),
         block=tiles.least,
@@ -122,7 +122,7 @@ def _lengths(
         queries, keys = _length(chance, of_queries), _length(chance, of_keys)
         return Lengths((queries,) * batch, ((queries if chance.random() < 0.2 else keys),) * batch)
     keys_of = [0 if chance.random() < 0.15 else _length(chance, of_keys) for _ in range(batch)]
-    if not problem.total_q:
+    if not problem.packed:
         return Lengths((_length(chance, of_queries),) * batch, tuple(keys_of))
     rows = [0 if chance.random() < 0.15 else _length(chance, of_queries) for _ in range(batch)]
     if not any(rows):

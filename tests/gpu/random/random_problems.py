@@ -49,7 +49,7 @@ DTYPES = (Dtype.BF16,) * 6 + (Dtype.FP16,) * 3 + (Dtype.FP32,)
 DRAWS = 48
 # An 8-bit cache in pages. It counts as one feature in the pairs.
 STORED_PAGES = frozenset({Feature.PAGES, Feature.QUANTIZED_KV})
-# What the compiler may add to what the SRAM model counts.
+# Bytes that the compiler may use in addition to those that the SRAM model counts.
 SPARE_BYTES = 1024
 
 
@@ -77,7 +77,7 @@ def feature_sets() -> tuple[frozenset[Feature], ...]:
     singles = [frozenset({feature}) for feature in DRAWN]
     pairs = [frozenset(pair) for pair in itertools.combinations(DRAWN, 2)]
     pairs += [STORED_PAGES | single for single in singles]
-    packed = [pair | {Feature.VARLEN} for pair in pairs if Feature.PAGES in pair]
+    packed = [pair | {Feature.PACKED} for pair in pairs if Feature.PAGES in pair]
     return tuple(dict.fromkeys((frozenset(), *singles, *pairs, *packed)))
 
 
@@ -184,9 +184,7 @@ Draw = Callable[[random.Random, dict[str, Any]], dict[str, Any]]
 DRAWN: dict[Feature, Draw] = {
     Feature.WINDOW: _window,
     Feature.SINK_TOKENS: lambda chance, _: {"sink_tokens": chance.choice((1, 4, 5, 16, 64, 70))},
-    Feature.ATTENTION_CHUNK: lambda chance, _: {
-        "attention_chunk": chance.choice((16, 50, 64, 128, 200, 256))
-    },
+    Feature.CHUNK: lambda chance, _: {"chunk": chance.choice((16, 50, 64, 128, 200, 256))},
     Feature.PREFIX: lambda *_: {"prefix": True},
     Feature.BLOCK_MASK: lambda chance, _: {
         "block_mask": chance.choice(MASK_BLOCKS),
@@ -196,8 +194,8 @@ DRAWN: dict[Feature, Draw] = {
     Feature.ALIBI: lambda *_: {"alibi": True},
     Feature.BIAS: lambda chance, _: {"bias": chance.choice((Bias.ADDITIVE, Bias.BOOLEAN))},
     Feature.SINKS: lambda *_: {"sinks": True},
-    Feature.VARLEN: lambda *_: {"total_q": 2},
-    Feature.SEQLENS_K: lambda *_: {"seqlens_k": True},
+    Feature.PACKED: lambda *_: {"packed": 2},
+    Feature.KV_LENGTHS: lambda *_: {"kv_lengths": True},
     Feature.PAGES: lambda chance, _: {"page_size": chance.choice(PAGE_SIZES)},
     Feature.QUANTIZED_KV: _stored,
     Feature.MLA: lambda *_: {"mla": True},

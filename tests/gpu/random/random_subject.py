@@ -37,7 +37,7 @@ class Wrong(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a kernel made of its problems: what was wrong, and the largest share of an allowed error.
+    """The errors of a kernel on its problems, and the largest share of an allowed error.
 
     Attributes:
         wrong: All that was wrong.

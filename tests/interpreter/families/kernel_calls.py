@@ -79,9 +79,9 @@ def together(*names: str) -> dict[str, Any] | None:
         if any(fields.get(field, value) != value for field, value in FORWARD[name].items()):
             return None
         fields |= FORWARD[name]
-    if fields.get("seqlens_k") and fields.get("page_size"):
+    if fields.get("kv_lengths") and fields.get("page_size"):
         return None
-    return None if "bias" in fields and "total_q" in fields else fields
+    return None if "bias" in fields and "packed" in fields else fields
 
 
 def poisoned(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -143,15 +143,15 @@ def standalone(
 def make_call(problem: Problem) -> Call:
     """Inputs of a problem. Packed and paged sequences have the lengths of `LENGTHS`."""
     lengths = equal_lengths(problem)
-    if problem.total_q or problem.page_size:
+    if problem.packed or problem.page_size:
         lengths = Lengths(*zip(*LENGTHS, strict=True))
-        if not problem.total_q:
+        if not problem.packed:
             lengths = Lengths((problem.seqlen_q,) * 3, lengths.keys[:3])
-    if problem.seqlens_k:
+    if problem.kv_lengths:
         lengths = lengths._replace(keys=tuple(max(0, count - 7 * i) for i, count in enumerate(lengths.keys)))
     page = problem.page_size or 1
     longest = {"seqlen_q": max(lengths.queries), "seqlen_kv": -(-max(lengths.keys) // page) * page}
-    if not problem.total_q and not page > 1:
+    if not problem.packed and not page > 1:
         longest = {}
     shaped = msgspec.structs.replace(problem, batch=len(lengths.keys), **longest)
     inputs = testing.tensors(shaped, scale=Call._field_defaults["scale"], layout="bshd", lengths=lengths)

@@ -90,7 +90,7 @@ def test_accumulators_are_initialised_with_softmax_terms(
     module.prepare[grid](*given, *integers)
     assert torch.equal(sums, torch.zeros_like(sums))
     rows = stats.reshape(2, 3, 2, -1)
-    # What is not there, like what sees nothing, has no weight, whatever its product is.
+    # Rows behind the last have no weight, like rows that see nothing, whatever their product is.
     expected = torch.full(rows.shape[:2] + rows.shape[3:], -math.inf)
     expected[..., :150] = -lse / SCALE if init else -lse * math.log2(math.e)
     expected[expected == math.inf] = -math.inf
@@ -207,7 +207,7 @@ def packed_kernel(width: int, *, lse: bool = False, **changes: Any) -> Kernel:
         seqlen_q=130,
         seqlen_kv=130,
         direction=Direction.BACKWARD,
-        total_q=1,
+        packed=1,
         **changes,
     )
     return render(FAMILY, problem, FAMILY.default(problem, TARGET), Specialization(lse=lse))
@@ -314,4 +314,4 @@ def test_gradients_of_sinks_are_sums_of_their_sequence(width: int, packed: bool,
 @pytest.mark.parametrize("mutant", backward_hopper_features.sinks(), ids=lambda mutant: mutant.name)
 def test_wrong_gradients_of_sinks_are_found(mutant: Mutant) -> None:
     problem = mutant.subject.problem
-    assert not sink_errors(broken(mutant), problem.head_dim, problem.total_q > 0) < 1e-3
+    assert not sink_errors(broken(mutant), problem.head_dim, problem.packed > 0) < 1e-3

@@ -1,6 +1,6 @@
 """Eight-bit caches that are read two columns at a time, on the CPU.
 
-What the interpreter cannot run is put in other words: instructions of the GPU, and products in 16 bits.
+The interpreter cannot run instructions of the GPU and products in 16 bits: the tests replace them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def in_words(kernel: Kernel, kind: KvDtype) -> Kernel:
         {"head_dim": 128, "value_head_dim": 64, "softcap": True},
         {"page_size": 16, "kv_scale": KvScale.PAGE},
         {"page_size": 32, "kv_scale": KvScale.PAGE, "sinks": True},
-        {"page_size": 16, "total_q": 75, "batch": 5, "window_left": 9},
+        {"page_size": 16, "packed": 75, "batch": 5, "window_left": 9},
         {"head_dim": 128, "value_head_dim": 64, "mla": True, "kv_heads": 1},
     ],
     ids=str,

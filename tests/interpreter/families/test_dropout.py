@@ -130,7 +130,7 @@ def test_checkpointing_repeats_the_dropout_mask() -> None:
     plain = torch.autograd.grad(block(*inputs).square().sum(), inputs)
     torch.manual_seed(5)
     out = checkpoint(block, *inputs, use_reentrant=False)
-    # What is drawn in between is not what is drawn again.
+    # Random numbers drawn in between do not change the numbers that are drawn again.
     torch.rand(3)
     saved = torch.autograd.grad(out.square().sum(), inputs)
     for found, right in zip(saved, plain, strict=True):
@@ -168,7 +168,7 @@ def test_mean_over_seeds_is_the_result_without_dropout() -> None:
     plain = flashtune.attention(q, k, v)
     drawn = torch.stack([flashtune.attention(q, k, v, dropout_p=dropout) for _ in range(repeats)])
     weights = (q @ k.mT / 4).softmax(-1)
-    # Each weight is independent of the others: what the output varies by follows.
+    # Each weight is independent of the others, which determines the variance of the output.
     spread = (weights.square() @ v.square() * dropout / (1 - dropout) / repeats).sqrt()
     assert ((drawn.mean(0) - plain) / spread).abs().max() < 4.5
 

@@ -114,7 +114,7 @@ def test_many_sequences_are_found_in_several_search_steps(family: Family) -> Non
     else:
         queries, keys = (tuple(index % count for index in range(150)) for count in (4, 7))
         sides = (16, 16)
-    shape = {"total_q": sum(queries), "batch": len(queries), "heads": 2, "kv_heads": 1}
+    shape = {"packed": sum(queries), "batch": len(queries), "heads": 2, "kv_heads": 1}
     problem = problem_of(family, **shape, causal=Causal.BOTTOM_RIGHT, head_dim=16)
     q = torch.randn(1, 2, sum(queries), 16)
     k, v = (torch.randn(1, 1, sum(keys), 16) for _ in range(2))

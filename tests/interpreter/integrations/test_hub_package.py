@@ -24,8 +24,8 @@ SHAPES = [
     ("forward_q_outer", f"{SHAPE},seqlen=48,batch=2"),
     ("forward_q_outer", f"{SHAPE},seqlen=512,batch=2"),
     ("forward_masked", f"{SHAPE},seqlen=64,batch=2,window=15:0,softcap,sinks"),
-    ("forward_masked", f"{SHAPE},seqlen=64,batch=3,total_q=128"),
-    ("forward_masked", f"{SHAPE},seqlen=64,batch=3,total_q=128,alibi"),
+    ("forward_masked", f"{SHAPE},seqlen=64,batch=3,packed=128"),
+    ("forward_masked", f"{SHAPE},seqlen=64,batch=3,packed=128,alibi"),
     ("decode_split_kv", f"{SHAPE},seqlen_q=1,seqlen_kv=128,batch=3,page_size=16"),
 ]
 # Arguments that transformers passes besides the query, the scale and the mask.

@@ -27,7 +27,7 @@ CAPPED = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, softcap=Tru
 CAPPED_WINDOW = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, window_left=100, softcap=True))
 CAPPED_WIDE = backward_subject(backward_problem(256, softcap=True))
 SUNK = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, sinks=True), dlse=True)
-_TOKENS: dict[str, Any] = {"batch": 4, "total_q": 1200}
+_TOKENS: dict[str, Any] = {"batch": 4, "packed": 1200}
 PACKED = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, **_TOKENS))
 PACKED_FULL = backward_subject(backward_problem(64, **_TOKENS))
 PACKED_WINDOW = backward_subject(backward_problem(128, Causal.BOTTOM_RIGHT, window_left=100, **_TOKENS))

@@ -23,7 +23,7 @@ OF_DV = "dv = warpgroup_mma(gl.convert_layout(p_low, P_OPERAND), do_tile, dv, is
 
 
 def statistics() -> tuple[Mutant, ...]:
-    """Log-sum-exps and deltas: what they are made of, and which row meets which."""
+    """Mutants of log-sum-exps and deltas: of their terms and of their rows."""
     delta, of_dlse = "-row_delta)", "row_delta -= tl.load(dlse"
     product = "tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)"
     return (
@@ -58,7 +58,7 @@ def statistics() -> tuple[Mutant, ...]:
 
 
 def products() -> tuple[Mutant, ...]:
-    """What meets what, and by which scale."""
+    """Mutants of the operands of products, and of their scales."""
     return (
         *mutants_of(CAUSAL, (
             ("natural exponentials", "scale_log2 = scale * LOG2_E", "scale_log2 = scale"),

@@ -60,7 +60,7 @@ def masks() -> tuple[Mutant, ...]:
 
 
 def forgotten() -> tuple[Mutant, ...]:
-    """What is left out, or counts twice."""
+    """Mutants that leave out blocks or terms, or count them twice."""
     of_dk = "dk = warpgroup_mma(gl.convert_layout(ds, P_OPERAND), q_tile, dk, is_async=True)"
     first_ds = "first_ds = (ds * gl.where(step < m_max - m_min, 1.0, 0.0)).to(DTYPE)"
     some = "((queries & 7) == 5)[None, :]"

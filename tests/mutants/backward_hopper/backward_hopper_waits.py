@@ -121,7 +121,7 @@ def releases() -> tuple[Mutant, ...]:
 
 
 def endless() -> tuple[Mutant, ...]:
-    """What waits for something that does not come."""
+    """Mutants that wait for an arrival that does not come."""
     return (
         *mutants_of(CAUSAL, (
             # Behind its last block a program waits for another.

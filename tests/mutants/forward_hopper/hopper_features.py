@@ -10,7 +10,7 @@ ROW, FULL = Causal.BOTTOM_RIGHT, Causal.NONE
 SOFTCAP = subject(a_small_problem(64, ROW, softcap=True), lse=True)
 ALIBI = subject(a_small_problem(64, ROW, batch=2, alibi=True), lse=True)
 ALIBI_FULL = subject(a_small_problem(64, FULL, alibi=True), lse=True)
-ALIBI_PACKED = subject(a_small_problem(64, ROW, batch=3, alibi=True, total_q=1200), lse=True)
+ALIBI_PACKED = subject(a_small_problem(64, ROW, batch=3, alibi=True, packed=1200), lse=True)
 SINKS = subject(a_small_problem(64, ROW, sinks=True), lse=True)
 HEADS = subject(
     a_small_problem(64, ROW, sinks=True, window_left=100),
@@ -19,10 +19,10 @@ HEADS = subject(
     num_consumer_groups=2,
     rows_per_group=64,
 )
-CHUNKS = subject(a_small_problem(64, ROW, attention_chunk=100), lse=True)
-CHUNKS_FULL = subject(a_small_problem(64, FULL, attention_chunk=100), lse=True)
+CHUNKS = subject(a_small_problem(64, ROW, chunk=100), lse=True)
+CHUNKS_FULL = subject(a_small_problem(64, FULL, chunk=100), lse=True)
 SORTED = subject(
-    a_small_problem(64, ROW, attention_chunk=128),
+    a_small_problem(64, ROW, chunk=128),
     lse=True,
     num_consumer_groups=1,
     rows_per_group=64,
@@ -32,7 +32,7 @@ SORTED = subject(
 FIRST = subject(a_small_problem(64, ROW, sink_tokens=70, window_left=100), lse=True, block_n=64)
 PREFIX = subject(a_small_problem(64, ROW, batch=3, prefix=True), lse=True)
 PREFIX_WINDOW = subject(a_small_problem(64, ROW, batch=3, prefix=True, window_left=50), lse=True, block_n=64)
-LENGTHS = subject(a_small_problem(64, FULL, batch=3, value_head_dim=128, seqlens_k=True), lse=True)
+LENGTHS = subject(a_small_problem(64, FULL, batch=3, value_head_dim=128, kv_lengths=True), lse=True)
 
 CAP = "s = cap_scores(s, cap_factor)"
 ROW_TERM = "row_max -= slope * (positions + diagonal - origin).to(gl.float32)"

@@ -6,17 +6,17 @@ from flashtune.core.problem import Causal, KvDtype, KvScale
 from tests.mutants.core import Mutant, Part, Patch, mutants_of
 from tests.mutants.forward_hopper.hopper import a_small_problem, subject
 
-SMALL_PAGES = subject(a_small_problem(64, Causal.BOTTOM_RIGHT, page_size=16, total_q=1), lse=True)
+SMALL_PAGES = subject(a_small_problem(64, Causal.BOTTOM_RIGHT, page_size=16, packed=1), lse=True)
 LARGE_PAGES = subject(a_small_problem(64, page_size=256, seqlen_q=200), lse=True, block_n=64)
 SPLIT_PAGES = subject(a_small_problem(96, Causal.BOTTOM_RIGHT, page_size=64), lse=True, block_n=128)
-PAGES_OF_ONE = subject(a_small_problem(64, Causal.BOTTOM_RIGHT, page_size=1, total_q=1), lse=True)
+PAGES_OF_ONE = subject(a_small_problem(64, Causal.BOTTOM_RIGHT, page_size=1, packed=1), lse=True)
 PAGES_OF_FOUR = subject(a_small_problem(96, page_size=4), lse=True, block_n=64)
 EIGHT_BITS = subject(
     a_small_problem(
         64,
         Causal.BOTTOM_RIGHT,
         page_size=16,
-        total_q=1,
+        packed=1,
         kv_dtype=KvDtype.E4M3,
         kv_scale=KvScale.HEAD,
     ),
@@ -27,7 +27,7 @@ PAGE_SCALES = subject(
         64,
         Causal.BOTTOM_RIGHT,
         page_size=16,
-        total_q=1,
+        packed=1,
         kv_dtype=KvDtype.INT8,
         kv_scale=KvScale.PAGE,
     ),

@@ -52,7 +52,7 @@ def masks() -> tuple[Mutant, ...]:
 
 
 def softmax() -> tuple[Mutant, ...]:
-    """Maxima, sums, and what is rescaled by whom."""
+    """Mutants of maxima, of sums, and of the rescaling by each group."""
     row_lse = "row_lse = row_max + gl.log2(row_sum)"
     return (
         *mutants_of(WHOLE, (

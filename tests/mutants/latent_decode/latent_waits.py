@@ -83,7 +83,7 @@ def releases() -> tuple[Mutant, ...]:
 
 
 def endless() -> tuple[Mutant, ...]:
-    """What waits for something that does not come."""
+    """Mutants that wait for an arrival that does not come."""
     return (
         *mutants_of(PARTS, (
             # A part without a block waits for keys that are not copied.

@@ -56,7 +56,7 @@ def figures(size: Size) -> tuple[Mutant, ...]:
 
 
 def roundings(size: Size) -> tuple[Mutant, ...]:
-    """What a float32 kernel passes through bfloat16."""
+    """Mutants of a float32 kernel that round values to bfloat16."""
     exact = size.subject(exact=True)
     low, lower = ".to(q.dtype.element_ty)", ".to(tl.bfloat16).to(q.dtype.element_ty)"
     return mutants_of(exact, (

@@ -30,7 +30,7 @@ def packed(size: Size) -> tuple[Mutant, ...]:
     """Tokens of sequences one behind the other, and the parts of their keys."""
     begins = "mask=others < sequences, other=0) * group_size // BLOCK + others"
     count = "token_count = tl.load(cu_seqlens_q + sequences)"
-    return mutants_of(size.decoding(total_q=6), (
+    return mutants_of(size.decoding(packed=6), (
         ("tokens one row late", "tokens = first_row + queries", "tokens = first_row + queries + 1"),
         ("parts at a sequence's tokens",
          "split * all_rows + tokens * heads", "split * all_rows + queries * heads"),

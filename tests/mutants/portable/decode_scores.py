@@ -46,7 +46,7 @@ def windows(size: Size) -> tuple[Mutant, ...]:
 def chunks(size: Size) -> tuple[Mutant, ...]:
     """Chunks, which a few queries lie in two of."""
     begin = "first_position = tile * BLOCK_M // group_size"
-    return mutants_of(size.decoding(attention_chunk=size.chunk), (
+    return mutants_of(size.decoding(chunk=size.chunk), (
         ("chunk one query early", START, START.replace("positions", "tl.maximum(positions, 0) + 1")),
         ("chunk one query late", START, START.replace("positions", "positions - 1")),
         ("chunk without its first key", START, f"{START} + 1"),
@@ -112,7 +112,7 @@ def sinks(size: Size) -> tuple[Mutant, ...]:
 
 
 def bytes_of(size: Size) -> tuple[Mutant, ...]:
-    """How stored bytes become numbers beside queries of 16 bits: a GPU's own instructions."""
+    """Mutants of converting stored bytes for queries of 16 bits, by a GPU's own instructions."""
     pages = {"page_size": SMALL_PAGE, "kv_scale": KvScale.PAGE, "kv_dtype": KvDtype.INT8}
     wide = {"head_dim": PAIRED, "value_head_dim": PAIRED}
     row_scale = "row_scale = tl.maximum(scale_log2 * q_factor, 1e-37)"

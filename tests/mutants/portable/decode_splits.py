@@ -47,9 +47,9 @@ def bounds(size: Size) -> tuple[Mutant, ...]:
 
 
 def combining(size: Size) -> tuple[Mutant, ...]:
-    """What becomes of the parts of a row."""
+    """Mutants of combining the parts of a row."""
     exists = "parts < splits"
-    return mutants_of(size.decoding(seqlens_k=True, causal=Causal.NONE), (
+    return mutants_of(size.decoding(kv_lengths=True, causal=Causal.NONE), (
         ("parts not weighted", COMBINED, "tl.sum(part_out, 0)"),
         ("parts averaged", TOTAL, "splits"),
         ("parts without their maximum",
@@ -115,7 +115,7 @@ def rows(size: Size) -> tuple[Mutant, ...]:
 def softmax(size: Size) -> tuple[Mutant, ...]:
     """Maxima, sums and the log-sum-exp of a part."""
     single = "row_lse = (running_max + tl.log2(running_sum)) * LN_2"
-    return mutants_of(size.decoding({"num_splits": 1}, seqlens_k=True), (
+    return mutants_of(size.decoding({"num_splits": 1}, kv_lengths=True), (
         ("accumulator not rescaled", "accumulator * rescale[:, None]", "accumulator"),
         ("sum not rescaled", "running_sum * rescale", "running_sum"),
         ("maximum not kept",

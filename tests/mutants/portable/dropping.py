@@ -17,7 +17,7 @@ LOOPS = 2
 
 
 def forward(size: Size) -> tuple[Mutant, ...]:
-    """What the generator hangs on, and what falling weights count for."""
+    """Mutants of the generator's inputs, and of the sums that dropped weights count in."""
     problem = msgspec.structs.replace(
         size.subject().problem, direction=Direction.FORWARD, causal=Causal.BOTTOM_RIGHT, dropout=True
     )

@@ -44,7 +44,7 @@ def _subject(
 
 
 def sums(size: Size) -> tuple[Mutant, ...]:
-    """What becomes of dq between the programs that share it."""
+    """Mutants of the sums of dq, to which several programs add."""
     lower = "ds_low.to(tl.bfloat16).to(q.dtype.element_ty).T"
     return (
         *mutants_of(_subject(size), (

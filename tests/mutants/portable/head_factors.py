@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashtune.core.problem import KvDtype, KvScale
 from tests.mutants.core import Mutant, Subject, mutants_of
 
-# What a kernel computes that they are mistakes of.
+# Options of a problem with a scale for each head.
 HEAD_SCALED = {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD}
 OUTPUT = "accumulator / divisor[:, None] * v_factor"
 

@@ -24,7 +24,7 @@ def borders(size: Size) -> tuple[Mutant, ...]:
 
 
 def windows(size: Size) -> tuple[Mutant, ...]:
-    """A causal window that leaves the first tokens visible: what rows see."""
+    """Mutants of the keys that rows see through a causal window, with the first tokens visible."""
     subject = size.masked(window_left=size.near, sink_tokens=FIRST_TOKENS)
     return mutants_of(subject, (
         ("window one key too far", START, START.replace("positions", "positions - 1")),
@@ -83,7 +83,7 @@ def right_sides(size: Size) -> tuple[Mutant, ...]:
 
 def prefixes(size: Size) -> tuple[Mutant, ...]:
     """A causal mask with a prefix that all queries see, over sequences of unlike lengths."""
-    subject = size.masked(prefix=True, seqlens_k=True)
+    subject = size.masked(prefix=True, kv_lengths=True)
     return mutants_of(subject, (
         ("prefix one key too long", PREFIX, PREFIX.replace("sequence)", "sequence) + 1")),
         ("prefix one key too short", PREFIX, PREFIX.replace("sequence)", "sequence) - 1")),
@@ -98,9 +98,9 @@ def prefixes(size: Size) -> tuple[Mutant, ...]:
 
 def chunks(size: Size) -> tuple[Mutant, ...]:
     """Chunks under a causal mask, and without one."""
-    full = size.masked(causal=Causal.NONE, attention_chunk=size.chunk)
+    full = size.masked(causal=Causal.NONE, chunk=size.chunk)
     return (
-        *mutants_of(size.masked(attention_chunk=size.chunk), (
+        *mutants_of(size.masked(chunk=size.chunk), (
             ("chunk one query early", START, START.replace("positions", "tl.maximum(positions, 0) + 1")),
             ("chunk one query late", START, START.replace("positions", "positions - 1")),
             ("chunk without its first key", START, f"{START} + 1"),

@@ -33,7 +33,7 @@ def places(size: Size) -> tuple[Mutant, ...]:
 
 def packed(size: Size) -> tuple[Mutant, ...]:
     """Sequences one behind the other."""
-    subject = size.masked(total_q=3 * size.seqlen // 2)
+    subject = size.masked(packed=3 * size.seqlen // 2)
     room = f"(seqlen_q // {size.block_m} + sequences) * heads"
     return mutants_of(subject, (
         ("queries begin one row late", "q + first_row.to", "q + (first_row + 1).to"),
@@ -57,7 +57,7 @@ def packed(size: Size) -> tuple[Mutant, ...]:
 
 def lengths(size: Size) -> tuple[Mutant, ...]:
     """Sequences with as many keys as a tensor says, without a mask."""
-    return mutants_of(size.masked(seqlens_k=True, causal=Causal.NONE), (
+    return mutants_of(size.masked(kv_lengths=True, causal=Causal.NONE), (
         ("tail of K unmasked", SEEN, "visible = (keys >= 0)[None, :]"),
         ("tail one key too long", SEEN, SEEN.replace("seqlen_kv", "seqlen_kv + 1")),
         ("tail one key too short", SEEN, SEEN.replace("seqlen_kv", "seqlen_kv - 1")),

@@ -42,7 +42,7 @@ def caps(size: Size) -> tuple[Mutant, ...]:
 
 
 def slopes(size: Size) -> tuple[Mutant, ...]:
-    """What distance takes off, without a mask."""
+    """Mutants of the bias by distance (ALiBi), without a mask."""
     return mutants_of(size.masked(alibi=True, causal=Causal.NONE), (
         ("slope of another head", SLOPE, SLOPE.replace("+ head", "+ kv_head")),
         ("slope of the first sequence", SLOPE, SLOPE.replace("sequence * stride_slopes_b", "0")),
@@ -108,7 +108,7 @@ def softmax(size: Size) -> tuple[Mutant, ...]:
     """Maxima, sums and the log-sum-exp where sequences have lengths of their own."""
     # In 16 bits no tile of values is narrower.
     columns = "columns_32" if size.dtype is Dtype.FP32 else "columns_64"
-    return mutants_of(size.masked(seqlens_k=True), (
+    return mutants_of(size.masked(kv_lengths=True), (
         ("outputs of masked blocks not rescaled", "accumulator * rescale[:, None]", "accumulator", BAND),
         ("sum of masked blocks not rescaled",
          SUM, SUM.replace("rescale", "(1.0 if IS_PARTIAL else rescale)")),

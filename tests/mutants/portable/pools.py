@@ -66,7 +66,7 @@ class Compiling(NamedTuple):
 def compiling(kernels: Iterable[Kernel], plan: Plan) -> Iterator[Compiling]:
     """Starts to compile kernels, in their order, on all cores but those of the GPU's processes.
 
-    What a search would not launch, because the GPU has no room for it, counts as not compiled.
+    A kernel that does not fit the GPU counts as not compiled, since a search would not launch it.
     """
     pool = start_pool(max(1, available_cpus() - plan.workers))
     try:

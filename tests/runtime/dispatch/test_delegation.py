@@ -58,7 +58,7 @@ def test_gradients_are_finite_and_correct(lengths: tuple[int, int], causal: Caus
         leaf.requires_grad_()
     out = sdpa_attention(q, k, v, 0.25, causal)
     weights = torch.randn_like(out)
-    # The expected rows are written one by one, so that they share no mask with what they check.
+    # The expected rows are computed one by one, so that they share no mask with the code under test.
     got = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
     rows = _by_rows(q, k, v, 0.25, causal)
     expected = torch.autograd.grad((rows * weights).sum(), leaves, allow_unused=True)

@@ -33,7 +33,7 @@ PAPER_TOKENS = 16384
 
 @pytest.fixture(scope="module")
 def records() -> tuple[Record, ...]:
-    """What ships of the shapes that papers report: what lies between them stays untuned."""
+    """The shipped forward records of shapes that papers report; shapes between them stay untuned."""
     table = shipped_table(TARGET.name)
     assert table is not None
     forward = (one for one in table.records if not one.problem.is_backward)
@@ -41,8 +41,8 @@ def records() -> tuple[Record, ...]:
 
 
 def test_unsuitable_schedule_is_replaced(records: tuple[Record, ...]) -> None:
-    # Measured on an H200: 2 sequences of 8 heads that are done 4 at a time take 1.47 times as long as all at
-    # once, because some programs get two long tiles and others none.
+    # Measured on an H200: 2 sequences of 8 heads take 1.47 times as long 4 heads at a time as all at once.
+    # Some programs get two long tiles and others none.
     problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
     found = forecast(problem, records, TARGET, anyone)
     assert found is not None
@@ -96,7 +96,7 @@ def test_keys_of_few_tiles_are_split(
 @pytest.mark.parametrize(("tokens", "groups"), [(34, 1), (200, 2)])
 def test_short_packed_sequences_get_tiles_of_one_group(tokens: int, groups: int) -> None:
     problem = shape(
-        batch=64, seqlen_q=4096, seqlen_kv=4096, total_q=64 * tokens, head_dim=256, value_head_dim=256
+        batch=64, seqlen_q=4096, seqlen_kv=4096, packed=64 * tokens, head_dim=256, value_head_dim=256
     )
     config = find_family("forward_hopper").default(problem, TARGET)
     assert isinstance(config, HopperConfig)
@@ -109,7 +109,7 @@ def test_equal_packed_sequences_take_as_long_as_a_dense_batch(
 ) -> None:
     # Packed shapes are tuned with lengths that differ by a factor of sixteen.
     dense = shape(batch=batch, seqlen_q=seqlen, seqlen_kv=seqlen, causal=Causal.BOTTOM_RIGHT)
-    packed = msgspec.structs.replace(dense, total_q=batch * seqlen)
+    packed = msgspec.structs.replace(dense, packed=batch * seqlen)
     estimates = [forecast(problem, records, TARGET, anyone) for problem in (dense, packed)]
     (_, of_dense), (_, of_packed) = (estimate for estimate in estimates if estimate is not None)
     assert 0.8 < of_packed.ms / of_dense.ms < 1.5
@@ -130,7 +130,7 @@ def test_forecast_at_a_tuned_shape_usually_selects_its_winner(records: tuple[Rec
         found = forecast(record.problem, records, TARGET, anyone)
         assert found is not None
         assert found[1].nearest.problem == record.problem
-        # Near shapes have their say: 0.91 to 1.15 of what was measured.
+        # Other near shapes count too: forecasts were 0.91 to 1.15 of the measured times.
         assert found[1].nearest_ms == pytest.approx(found[1].nearest.ms, rel=0.2)
         won += found[0].config == found[1].nearest.config
     assert won > 0.7 * len(hopper)
@@ -184,7 +184,7 @@ def test_few_queries(records: tuple[Record, ...], seqlen_q: int) -> None:
 
 
 def test_forecast_packs_heads_where_queries_are_few(records: tuple[Record, ...]) -> None:
-    # Nobody tuned a shape of few queries: the families' defaults are considered too.
+    # No shape of few queries is tuned: the families' defaults are considered too.
     problem = shape(dtype=Dtype.FP16, heads=32, kv_heads=8, batch=120, seqlen_q=17, seqlen_kv=9000)
     selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
     assert isinstance(selection.record.config, HopperConfig)
@@ -316,7 +316,7 @@ def test_untuned_chunks_of_prompts_in_pages_use_hopper(
             batch=16,
             seqlen_q=512,
             seqlen_kv=seqlen_kv,
-            total_q=8192,
+            packed=8192,
             page_size=page_size,
             **caches,
         )

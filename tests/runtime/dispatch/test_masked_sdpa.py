@@ -145,7 +145,7 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def masked_record(make_record: Make, problem: Problem, **peers: float) -> Record:
-    """A record of a bias problem, with times of peers in ms beside its own 1 ms."""
+    """Returns a record of a bias problem with a time of 1 ms, and with the times of peers in ms."""
     family = find_family("forward_masked")
     config = family.default(problem, TARGET)
     return make_record(

@@ -22,7 +22,7 @@ from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem
 
 @pytest.fixture
 def queues(monkeypatch: pytest.MonkeyPatch, no_device: None) -> list[Noted]:
-    """What `bind` makes of binaries, the kernel's last: nothing is loaded."""
+    """The launches that `bind` makes of binaries, the kernel's last; nothing is loaded."""
     made: list[Noted] = []
 
     def queue(*made_of: Any) -> Queue:

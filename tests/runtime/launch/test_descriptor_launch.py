@@ -73,7 +73,7 @@ def test_side_inputs_and_scalars_are_passed_by_name(gpu: Driver) -> None:
 def test_epilogue_receives_the_workspaces_of_the_kernel(gpu: Driver) -> None:
     q, k, v, out = (a_tensor() for _ in range(4))
     lse, lengths = torch.empty(2, 4, 128), torch.zeros(2, dtype=torch.int32)
-    # Of what is not passed as a descriptor there is none.
+    # Tensors that are not passed as descriptors have none.
     arguments = DescriptorArguments([[pattern(q)], [pattern(k)] * 2, [], []], [NOTES] * 3)
     kernel, epilogue = Noted(), Noted()
     kept: list[Tensor] = []
@@ -127,7 +127,7 @@ def test_quantised_launch_has_descriptors_of_the_prologue_output(gpu: Driver) ->
 
 
 class Described:
-    """Descriptors that say of which address they are; it notes of what they are made."""
+    """Makes descriptors that name their addresses, and notes the addresses."""
 
     def __init__(self) -> None:
         self.noted: list[tuple[int, ...]] = []

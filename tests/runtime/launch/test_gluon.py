@@ -84,8 +84,8 @@ def test_gluon_compile_error_is_a_kernel_error() -> None:
 
 def test_occupancy_counts_specialised_and_compiler_added_warps() -> None:
     resources = read_resources(a_kernel("specialized"), H100)
-    # Nine warps are rounded up to three groups of four, and share the registers of a multiprocessor:
-    # what the kernel is launched with, not what a role has once registers were traded.
+    # Nine warps are rounded up to three groups of four, and share the registers of a multiprocessor.
+    # The count is that of the launch, not that of a role after warps have traded registers.
     assert resources.warps == 12
     assert resources.registers == 168
     assert resources.spill_bytes == 0

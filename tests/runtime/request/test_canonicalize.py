@@ -49,9 +49,9 @@ def test_canonical_problem_has_the_same_visible_pairs(
         window_left=left,
         window_right=right,
         sink_tokens=first,
-        attention_chunk=chunk,
+        chunk=chunk,
         prefix=prefix > 0,
-        total_q=8 * ragged,
+        packed=8 * ragged,
     )
     normal = normal_form(problem)
     assert normal_form(normal) == normal
@@ -70,9 +70,9 @@ def test_canonical_problem_has_the_same_visible_pairs(
         ({"window_left": 6}, {"window_left": 6}),
         ({"window_right": 0}, {"causal": Causal.BOTTOM_RIGHT}),
         ({"window_left": 7, "window_right": 7}, {}),
-        ({"attention_chunk": 8, "causal": Causal.BOTTOM_RIGHT}, {"causal": Causal.BOTTOM_RIGHT}),
+        ({"chunk": 8, "causal": Causal.BOTTOM_RIGHT}, {"causal": Causal.BOTTOM_RIGHT}),
         ({"sink_tokens": 4}, {}),
-        ({"sink_tokens": 4, "attention_chunk": 2}, {"sink_tokens": 4, "attention_chunk": 2}),
+        ({"sink_tokens": 4, "chunk": 2}, {"sink_tokens": 4, "chunk": 2}),
     ],
 )
 def test_bounds_without_effect_are_removed(asked: dict[str, object], normal: dict[str, object]) -> None:

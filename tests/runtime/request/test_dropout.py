@@ -1,4 +1,4 @@
-"""The generator of dropout: what it draws looks as if each weight were drawn by itself.
+"""Tests that draws of dropout's generator look independent of each other.
 
 Seeds are fixed, so that a test that passes once always does. Bounds are those of as many normal variables as
 a test looks at: independent ones would pass with a probability of about 0.99.
@@ -24,7 +24,7 @@ FAR = [(0, 8), (0, 16), (0, 64), (0, 128), (0, 233), (8, 0), (64, 0), (128, 0), 
 
 
 def standardized(seed: int, dropout: float, rows: int = ROWS, keys: int = KEYS) -> Tensor:
-    """What falls, as variables of mean zero and variance one: float64 [heads, rows, keys]."""
+    """Returns dropped weights as variables of mean zero and variance one: float64 [heads, rows, keys]."""
     stay = kept_weights(torch.tensor([seed]), torch.arange(HEADS), torch.arange(rows), keys, dropout)
     return ((~stay).double() - dropout) / math.sqrt(dropout * (1 - dropout))
 
@@ -35,7 +35,7 @@ def z_score(products: Tensor) -> float:
 
 
 def lagged(drawn: Tensor, rows: int, keys: int) -> tuple[Tensor, Tensor]:
-    """A field beside itself, so many rows and keys further on."""
+    """Returns a field and the same field so many rows and keys further on, cut to one size."""
     first, last = max(0, -keys), min(KEYS, KEYS - keys)
     return drawn[:, : ROWS - rows, first:last], drawn[:, rows:, first + keys : last + keys]
 

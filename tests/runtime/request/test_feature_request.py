@@ -45,13 +45,13 @@ def pages(q: Tensor, *given: Any, **options: Any) -> Any:
 def test_masks() -> None:
     problem = dense(causal=True, window=(5, -1), sink_tokens=2, softcap=3.0, chunk=8).problem
     assert (problem.window_left, problem.window_right, problem.causal) == (5, None, Causal.BOTTOM_RIGHT)
-    assert (problem.sink_tokens, problem.softcap, problem.attention_chunk) == (2, True, 8)
+    assert (problem.sink_tokens, problem.softcap, problem.chunk) == (2, True, 8)
     assert dense(window=(None, 4)).problem.window_right == 4
     assert not dense(window=(-1, -1), softcap=0.0).problem.features
     assert not dense(causal=True, window=(4096, 0)).problem.features
     assert dense(attn_bias=torch.zeros(20, dtype=torch.bfloat16).expand(10, 20)).problem.bias is Bias.ADDITIVE
     assert dense(attn_mask=torch.ones(10, 20, dtype=torch.bool)).problem.bias is Bias.BOOLEAN
-    assert dense(kv_lengths=torch.zeros(2, dtype=INT)).problem.seqlens_k
+    assert dense(kv_lengths=torch.zeros(2, dtype=INT)).problem.kv_lengths
 
 
 def test_bias_is_constant_unless_it_requires_grad() -> None:
@@ -66,7 +66,7 @@ def test_bias_is_constant_unless_it_requires_grad() -> None:
 
 def test_varlen_extents_are_rounded_to_powers_of_two() -> None:
     request = varlen()
-    assert (request.problem.total_q, request.problem.seqlen_q, request.problem.seqlen_kv) == (512, 128, 256)
+    assert (request.problem.packed, request.problem.seqlen_q, request.problem.seqlen_kv) == (512, 128, 256)
     assert (request.problem.batch, request.tokens) == (3, 300)
     assert request.out_shape == (300, 4, 32)
     assert request.lse_shape == (4, 300)
@@ -83,7 +83,7 @@ def test_pages() -> None:
     few = pages(torch.zeros(3, 2, 4, 32))
     assert (few.problem.seqlen_q, few.out_shape, few.lse_shape) == (2, (3, 2, 4, 32), (3, 4, 2))
     packed = pages(torch.zeros(7, 4, 32), cu_seqlens_q=torch.zeros(4, dtype=INT), max_seqlen_q=5)
-    assert (packed.problem.total_q, packed.problem.seqlen_q, packed.lse_shape) == (8, 8, (4, 7))
+    assert (packed.problem.packed, packed.problem.seqlen_q, packed.lse_shape) == (8, 8, (4, 7))
     other = pages(torch.zeros(3, 4, 32), *cache(9, 2, 64, 32), layout="hnd")
     assert (other.problem.page_size, other.problem.kv_heads) == (64, 2)
     keys, _, *lengths = cache(9, 16, 1, 576)

@@ -53,7 +53,7 @@ def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 
 def executor_of(out: Tensor) -> backward_executors.BoundBackward:
-    """What goes back from an output."""
+    """Returns the executor that computes gradients from those of an output."""
     bound = out.grad_fn.call[0].backward.__self__  # type: ignore[union-attr]
     assert isinstance(bound, backward_executors.BoundBackward)
     return bound

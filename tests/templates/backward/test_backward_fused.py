@@ -60,7 +60,7 @@ def test_tma_reduction_is_used_on_gpus_with_tma_and_aligned_rows() -> None:
 
 @pytest.mark.parametrize("alignment", list(Alignment))
 def test_dq_tiles_are_transposed_where_queries_are_prefetched(alignment: Alignment) -> None:
-    # Else ptxas 12.8 makes descriptors of wide products from registers that nobody wrote.
+    # Else ptxas 12.8 makes descriptors of wide products from unwritten registers.
     def turned(problem: Problem) -> bool:
         source = render(FAMILY, problem, config, Specialization(alignment=alignment)).source
         assert ("tl.dot(ds_low.T, k_tile" in source) != ("tl.dot(k_tile.T, ds_low" in source)
@@ -86,9 +86,9 @@ def test_transpose_dq_is_searched_where_it_changes_the_kernel(widths: tuple[int,
 @pytest.mark.parametrize(
     "asked",
     [
-        {"bias": Bias.ADDITIVE, "dropout": True, "seqlens_k": True},
+        {"bias": Bias.ADDITIVE, "dropout": True, "kv_lengths": True},
         {"bias": Bias.BOOLEAN, "dropout": True, "prefix": True, "softcap": True},
-        {"total_q": 8192, "dropout": True, "alibi": True, "window_left": 256, "sink_tokens": 4},
+        {"packed": 8192, "dropout": True, "alibi": True, "window_left": 256, "sink_tokens": 4},
     ],
     ids="-".join,
 )

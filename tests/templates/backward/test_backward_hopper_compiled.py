@@ -57,10 +57,10 @@ def test_dropout_keeps_wgmma_asynchronous(head_dim: int, causal: Causal) -> None
     "features",
     [
         {"causal": Causal.BOTTOM_RIGHT, "window_left": 1023},
-        {"window_left": 512, "window_right": 511, "total_q": 1},
+        {"window_left": 512, "window_right": 511, "packed": 1},
         {"causal": Causal.BOTTOM_RIGHT, "softcap": True},
-        {"causal": Causal.BOTTOM_RIGHT, "softcap": True, "total_q": 1, "sinks": True},
-        {"total_q": 1},
+        {"causal": Causal.BOTTOM_RIGHT, "softcap": True, "packed": 1, "sinks": True},
+        {"packed": 1},
     ],
     ids=["window", "packed window", "softcap", "packed softcap", "packed full"],
 )
@@ -118,7 +118,7 @@ def test_deterministic_sums_signal_after_all_additions(head_dim: int) -> None:
 
 def test_warpgroups_share_the_products_of_the_widest_tiles() -> None:
     ptx = str(compile_kernel(kernel_of(a_problem(256)), H200).asm["ptx"])
-    # 64 registers of each of two groups, in the loop and of what is late behind it.
+    # 64 registers of each of two groups, added four at a time, in the loop and for the late block behind it.
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 64
     # 4 products over 64 queries or keys: dv and dk, and both halves of dq in the loop and behind it.
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16") == 8

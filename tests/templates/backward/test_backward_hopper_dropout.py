@@ -39,7 +39,7 @@ def worst_error(kernel: Kernel, problem: Problem, config: HopperBackwardConfig) 
     extra = ExtraInputs(seed=SEED, dropout=DROPOUT) if problem.dropout else NO_EXTRA_INPUTS
     expected = testing.reference(testing.Inputs(problem, q, k, v, SCALE, extra, dout))
     out, lse = expected.out.exact, expected.lse.exact
-    # What `prepare` writes, for which there is a test of its own.
+    # The values that `prepare` writes; another test checks `prepare`.
     heads = problem.batch * problem.heads
     tiles = math.ceil(problem.seqlen_q / config.block_m)
     stats = torch.zeros(heads, 4 if problem.dropout else 2, tiles * config.block_m, dtype=torch.float64)

@@ -236,7 +236,7 @@ def test_emulator_detects_broken_alternation_of_dq(
 @pytest.mark.slow
 @pytest.mark.parametrize(("delay", "init"), [(False, True), (False, False), (True, False)])
 def test_steps_in_other_orders(delay: bool, init: bool) -> None:
-    # Queries that see nothing, and blocks of keys that nobody sees, are walked as well.
+    # Queries that see nothing, and blocks of keys that no query sees, are walked as well.
     causal = Causal.BOTTOM_RIGHT if delay else Causal.TOP_LEFT
     problem = a_problem(64, causal=causal, deterministic=True, seqlen_q=270 if delay else 130)
     emulated(problem, 2, defer_dq=delay, init_accumulators=init, alternate_dq=False)
@@ -251,7 +251,7 @@ def test_steps_in_other_orders(delay: bool, init: bool) -> None:
 def test_deterministic_sums_are_added_in_order_of_key_blocks(
     head_dim: int, turns: bool, causal: Causal, at_once: int
 ) -> None:
-    """With one multiprocessor too: nobody waits for a program that starts later."""
+    """With one multiprocessor too: no program waits for one that starts later."""
     problem = a_problem(head_dim, causal=causal, deterministic=True, kv_heads=2, seqlen_kv=260)
     sums = emulated(problem, at_once, alternate_dq=turns)
     blocks = math.ceil(problem.seqlen_kv / (64 if head_dim == 256 else 128))

@@ -74,7 +74,7 @@ PACKED = (
 @pytest.mark.parametrize(("head_dim", "causal", "deterministic"), PACKED)
 def test_packed_sequences(head_dim: int, causal: Causal, deterministic: bool) -> None:
     for lengths in (EQUAL, MIXED):
-        problem = a_problem(head_dim, causal=causal, deterministic=deterministic, total_q=1)
+        problem = a_problem(head_dim, causal=causal, deterministic=deterministic, packed=1)
         sums = emulated(problem, 2, lengths, spare=100)
         if deterministic:
             added = sums.added.values()
@@ -85,7 +85,7 @@ def test_packed_sequences(head_dim: int, causal: Causal, deterministic: bool) ->
 
 @pytest.mark.slow
 def test_single_packed_sequence() -> None:
-    emulated(a_problem(64, causal=Causal.BOTTOM_RIGHT, total_q=1), 2, MIXED[1:2], spare=100)
+    emulated(a_problem(64, causal=Causal.BOTTOM_RIGHT, packed=1), 2, MIXED[1:2], spare=100)
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_single_packed_sequence() -> None:
 def test_packed_sequences_with_other_features(
     head_dim: int, deterministic: bool, changes: dict[str, Any]
 ) -> None:
-    problem = a_problem(head_dim, total_q=1, heads=4, kv_heads=2, deterministic=deterministic, **changes)
+    problem = a_problem(head_dim, packed=1, heads=4, kv_heads=2, deterministic=deterministic, **changes)
     emulated(problem, 3, MIXED, spare=10)
 
 

@@ -38,8 +38,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "window": {"window_left": 256, "sink_tokens": 4, "sinks": True},
     "scores": {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
-    "packed": {"total_q": 512, "attention_chunk": 128, "alibi": True},
-    "lengths": {"seqlens_k": True, "prefix": True},
+    "packed": {"packed": 512, "chunk": 128, "alibi": True},
+    "lengths": {"kv_lengths": True, "prefix": True},
 }
 
 
@@ -72,7 +72,7 @@ def test_default_tiles_are_in_the_space_and_fit(target: Target) -> None:
 def test_unsupported_problems() -> None:
     assert unsupported_reason(FAMILY, a_problem(direction=Direction.FORWARD), H100, PLAIN) is not None
     assert unsupported_reason(FAMILY, a_problem(page_size=16), H100, PLAIN) is not None
-    assert FAMILY.supports(a_problem(total_q=512, bias=Bias.BOOLEAN), H100) is not None
+    assert FAMILY.supports(a_problem(packed=512, bias=Bias.BOOLEAN), H100) is not None
     assert FAMILY.supports(a_problem(head_dim=512, value_head_dim=64), H100) is not None
     assert unsupported_reason(FAMILY, a_problem(deterministic=True), H100, PLAIN) is None
 
@@ -114,7 +114,7 @@ def test_time_and_traffic_grow_with_visible_pairs() -> None:
     # The kernel that keeps keys has as little to do behind a window as the one that keeps queries.
     windowed = FAMILY.makespan_ms(a_problem(**long, window_left=128), config, H100)
     assert windowed < FAMILY.makespan_ms(causal, config, H100) / 4
-    # What a launch costs whatever it does is not multiplied by the heads that share keys.
+    # The fixed cost of a launch is not multiplied by the heads that share keys.
     small = {"batch": 1, "seqlen_q": 16, "seqlen_kv": 16, "kv_heads": 1}
     alone, shared = (FAMILY.makespan_ms(a_problem(**small, heads=heads), config, H100) for heads in (1, 8))
     assert alone < shared < 3 * alone

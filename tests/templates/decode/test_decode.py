@@ -44,7 +44,7 @@ def test_launch_plan_of_split_keys() -> None:
 
 
 def test_launch_plan_of_packed_pages() -> None:
-    problem = a_problem(page_size=16, total_q=1, batch=5)
+    problem = a_problem(page_size=16, packed=1, batch=5)
     kernel = render(FAMILY, problem, a_config(num_splits=1), Specialization(lse=True))
     assert kernel.epilogue is None
     q = out = meta(1, 32, 9, 128)
@@ -139,7 +139,7 @@ def test_other_splits_are_in_the_space_and_differ_in_makespan() -> None:
         ({"seqlen_q": 17, "batch": 132}, "up to 16 queries"),
         ({"dtype": Dtype.E4M3}, "no queries in e4m3"),
         ({"head_dim": 300, "value_head_dim": 128}, "head dims up to 256"),
-        ({"total_q": 4, "bias": Bias.ADDITIVE}, "no bias over packed"),
+        ({"packed": 4, "bias": Bias.ADDITIVE}, "no bias over packed"),
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "pages alone"),
         ({**LATENT, "value_head_dim": 500}, "a power of two"),
     ],
@@ -170,10 +170,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "split_head_dim": ({"head_dim": 96, "value_head_dim": 80}, {"split_head_dim": True}),
     "several queries": ({"seqlen_q": 8, "kv_heads": 4}, {"block_m": 64}),
     "pages": ({"page_size": 16}, {}),
-    "packed": ({"page_size": 64, "total_q": 9}, {}),
+    "packed": ({"page_size": 64, "packed": 9}, {}),
     "masks": ({"window_left": 99, "sink_tokens": 4, "prefix": True, "bias": Bias.BOOLEAN}, {}),
     "scores": (
-        {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "sinks": True, "attention_chunk": 128},
+        {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "sinks": True, "chunk": 128},
         {},
     ),
     "int8": ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD}, {}),
@@ -186,7 +186,7 @@ HOPPER_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "early start": ({}, {"early_combine": True, "early_start": True}),
     "early start, one part": ({"page_size": 16}, {"num_splits": 1, "early_start": True}),
     "early start, packed": (
-        {"page_size": 64, "total_q": 9, "sinks": True},
+        {"page_size": 64, "packed": 9, "sinks": True},
         {"early_combine": True, "early_start": True},
     ),
     "e4m3": ({"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD}, {}),

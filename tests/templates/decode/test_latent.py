@@ -101,9 +101,9 @@ def test_unsupported_problems(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_features_and_targets() -> None:
-    assert FAMILY.features == {Feature.MLA, Feature.SEQLENS_K, Feature.PAGES}
+    assert FAMILY.features == {Feature.MLA, Feature.KV_LENGTHS, Feature.PAGES}
     assert not FAMILY.interpreted
-    taken: list[dict[str, Any]] = [{}, {"seqlens_k": True}, {"page_size": 256, "dtype": Dtype.FP16}]
+    taken: list[dict[str, Any]] = [{}, {"kv_lengths": True}, {"page_size": 256, "dtype": Dtype.FP16}]
     for changes in (*taken, *({"page_size": keys} for keys in PAGE_SIZES if keys >= 16)):
         assert unsupported_reason(FAMILY, a_problem(**changes), H200, PLAIN) is None
         assert (
@@ -141,7 +141,7 @@ def test_tiles_of_few_heads_contain_several_queries() -> None:
 
 COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one part": ({}, {"overlap_pv": True}),
-    "lengths in parts": ({"seqlens_k": True}, {"num_splits": 3}),
+    "lengths in parts": ({"kv_lengths": True}, {"num_splits": 3}),
     "pages": ({"page_size": 64, "causal": Causal.NONE}, {}),
     "pages of 128": ({"page_size": 128, "dtype": Dtype.FP16, "seqlen_q": 4}, {"queries": 4, "num_splits": 2}),
     "pages of 16": ({"page_size": 16}, {"overlap_pv": True}),

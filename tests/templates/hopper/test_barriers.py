@@ -46,7 +46,7 @@ def events(text: str, kinds: dict[str, str]) -> str:
 
 
 class Block(NamedTuple):
-    """What one basic block does in order, and where it goes."""
+    """The events of one basic block, in order, and its successors."""
 
     events: str
     successors: frozenset[str]

@@ -19,7 +19,7 @@ def test_every_delay_point_compiles_to_a_sleep(family: str) -> None:
     kernel = delayed(rendered(FIRST[family]))
     assert kernel is not None
     binary = compile_kernel(kernel, find_target("h200"))
-    # Groups have a copy each of what they run, and so have loops that are unrolled.
+    # Each group has its own copy of the code that it runs, and unrolled loops have several.
     assert binary.asm["ptx"].count("nanosleep.u32") >= kernel.source.count("    fall_behind()\n")
     kept = compile_kernel(rendered(FIRST[family]), find_target("h200"))
     assert "nanosleep" not in kept.asm["ptx"]

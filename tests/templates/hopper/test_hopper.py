@@ -40,7 +40,7 @@ def test_only_hopper_is_supported() -> None:
         (a_problem(16, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
         (a_problem(72, dtype=Dtype.E4M3), "e4m3 head dims from 32 on, in steps of 16"),
         (a_problem(dtype=Dtype.E4M3, dropout=True), "drops weights in bf16 and fp16"),
-        (a_problem(total_q=1, dropout=True), "of sequences that are not packed"),
+        (a_problem(packed=1, dropout=True), "of sequences that are not packed"),
         (a_problem(dtype=Dtype.E4M3, softcap=True), "takes e4m3 with windows alone"),
         (a_problem(page_size=16, dropout=True), "of sequences that are not packed or in pages"),
         (a_problem(page_size=16, dtype=Dtype.E4M3), "takes e4m3 with windows alone"),
@@ -63,9 +63,9 @@ def test_unsupported_problems_have_reasons(problem: Problem, reason: str) -> Non
 
 
 def test_varlen_requires_16_bits_and_no_packed_heads() -> None:
-    reason = FAMILY.supports(a_problem(128, dtype=Dtype.E4M3, total_q=1), H200)
+    reason = FAMILY.supports(a_problem(128, dtype=Dtype.E4M3, packed=1), H200)
     assert reason == "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
-    problem = a_problem(64, kv_heads=1, seqlen_q=16, total_q=32)
+    problem = a_problem(64, kv_heads=1, seqlen_q=16, packed=32)
     assert {config.pack_gqa for config in sampled_configs(problem, 60)} == {1}
     with pytest.raises(KernelError, match="set pack_gqa to 1"):
         render(FAMILY, problem, a_config(problem, pack_gqa=2), PLAIN)
@@ -73,15 +73,15 @@ def test_varlen_requires_16_bits_and_no_packed_heads() -> None:
 
 def test_supported_features_are_those_of_masks_scores_and_pages() -> None:
     window = a_problem(causal=Causal.BOTTOM_RIGHT, window_left=100)
-    scores = a_problem(softcap=True, alibi=True, sinks=True, attention_chunk=64, sink_tokens=3)
-    for problem in (window, a_problem(total_q=1), a_problem(window_right=3, total_q=1), scores):
-        for changes in ({}, {"seqlens_k": True}, {"prefix": True}, {"page_size": 16}):
+    scores = a_problem(softcap=True, alibi=True, sinks=True, chunk=64, sink_tokens=3)
+    for problem in (window, a_problem(packed=1), a_problem(window_right=3, packed=1), scores):
+        for changes in ({}, {"kv_lengths": True}, {"prefix": True}, {"page_size": 16}):
             given = msgspec.structs.replace(problem, **changes)
             assert unsupported_reason(FAMILY, given, H200, PLAIN) is None
     for bias in (Bias.ADDITIVE, Bias.BOOLEAN):
         given = msgspec.structs.replace(window, bias=bias)
         assert unsupported_reason(FAMILY, given, H200, PLAIN) is None
-        for changes in ({"seqlens_k": True}, {"prefix": True}, {"total_q": 1}):
+        for changes in ({"kv_lengths": True}, {"prefix": True}, {"packed": 1}):
             refused = msgspec.structs.replace(given, **changes)
             assert "takes a bias or mask without" in str(unsupported_reason(FAMILY, refused, H200, PLAIN))
 
@@ -124,6 +124,7 @@ def test_source_does_not_depend_on_lengths_heads_and_batch() -> None:
         assert render(FAMILY, one, config, PLAIN) == render(FAMILY, other, config, PLAIN)
 
 
+@pytest.mark.slow
 def test_digest_covers_every_input_of_the_binary() -> None:
     problem = a_problem(256)
     variants: tuple[dict[str, Any], ...] = (
@@ -152,12 +153,12 @@ def test_digest_covers_every_input_of_the_binary() -> None:
         render(FAMILY, a_problem(256, window_left=100), a_config(problem), PLAIN),
         render(FAMILY, a_problem(256, window_left=101), a_config(problem), PLAIN),
         render(FAMILY, a_problem(256, window_right=100), a_config(problem), PLAIN),
-        render(FAMILY, a_problem(256, total_q=1), a_config(problem), PLAIN),
+        render(FAMILY, a_problem(256, packed=1), a_config(problem), PLAIN),
         *(
             render(FAMILY, a_problem(256, window_left=101, **feature), a_config(problem), PLAIN)
             for feature in (
-                *({"softcap": True}, {"alibi": True}, {"sinks": True}, {"prefix": True}, {"seqlens_k": True}),
-                *({"attention_chunk": 64}, {"attention_chunk": 65}, {"sink_tokens": 4}, {"sink_tokens": 5}),
+                *({"softcap": True}, {"alibi": True}, {"sinks": True}, {"prefix": True}),
+                *({"kv_lengths": True}, {"chunk": 64}, {"chunk": 65}, {"sink_tokens": 4}, {"sink_tokens": 5}),
             )
         ),
         *(render(FAMILY, a_problem(256, page_size=size), a_config(problem), PLAIN) for size in (16, 64, 256)),

@@ -45,7 +45,7 @@ def test_blocks_have_a_visible_key(
     for group in range(groups):
         own = count(first + group * rows, rows, seqlen_q, seqlen_kv)
         assert own == seen(first + group * rows, rows)
-        # What a group passes by is what is left: all take as many tiles as the producer copies.
+        # The producer copies `whole` tiles for all groups; a group skips those that it does not need.
         assert 1 <= own <= whole
 
 
@@ -58,10 +58,10 @@ WINDOWS = [
     (Causal.NONE, {"window_left": 300}),
     (Causal.NONE, {"window_right": 70}),
     (Causal.NONE, {"window_left": 129, "window_right": 127}),
-    (Causal.BOTTOM_RIGHT, {"attention_chunk": 256}),
-    (Causal.TOP_LEFT, {"attention_chunk": 300}),
-    (Causal.NONE, {"attention_chunk": 200}),
-    (Causal.NONE, {"attention_chunk": 500, "window_left": 150, "window_right": 40}),
+    (Causal.BOTTOM_RIGHT, {"chunk": 256}),
+    (Causal.TOP_LEFT, {"chunk": 300}),
+    (Causal.NONE, {"chunk": 200}),
+    (Causal.NONE, {"chunk": 500, "window_left": 150, "window_right": 40}),
 ]
 
 
@@ -100,7 +100,7 @@ def test_groups_process_exactly_the_visible_blocks(
 
 def counting(causal: Causal, window: dict[str, int]) -> dict[str, Any]:
     kernel = kernel_of(msgspec.structs.replace(a_problem(64, causal=causal), **window), block_n=128)
-    has_left = "window_left" in window or "attention_chunk" in window
+    has_left = "window_left" in window or "chunk" in window
     names = ("get_n_block_max", "get_n_block_min") if has_left else ("get_n_block_max",)
     return {"get_n_block_min": None, **{name: in_python(kernel, name) for name in names}}
 
@@ -113,6 +113,6 @@ def seen_blocks(problem: Problem, query: int) -> range:
     place, left, right = query + problem.diagonal, problem.sight.left, problem.sight.right
     start = 0 if left is None else max(0, place - left)
     end = problem.seqlen_kv if right is None else min(place + right + 1, problem.seqlen_kv)
-    if chunk := problem.attention_chunk:
+    if chunk := problem.chunk:
         start, end = max(start, place // chunk * chunk), min(end, place // chunk * chunk + chunk)
     return range(start // 128, math.ceil(end / 128)) if start < end else range(0)

@@ -32,17 +32,17 @@ DESCRIBED = [
     a_problem(128, dtype=Dtype.E4M3),
     a_problem(96, 80, dtype=Dtype.E4M3),
     a_problem(256, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT),
-    a_problem(128, batch=1, kv_heads=2, total_q=1),
-    a_problem(96, 80, batch=1, causal=Causal.BOTTOM_RIGHT, total_q=1),
-    a_problem(256, batch=1, total_q=1),
-    a_problem(128, batch=1, kv_heads=2, total_q=1, page_size=16),
+    a_problem(128, batch=1, kv_heads=2, packed=1),
+    a_problem(96, 80, batch=1, causal=Causal.BOTTOM_RIGHT, packed=1),
+    a_problem(256, batch=1, packed=1),
+    a_problem(128, batch=1, kv_heads=2, packed=1, page_size=16),
     a_problem(96, 80, kv_heads=4, page_size=128, causal=Causal.BOTTOM_RIGHT),
     a_problem(128, kv_heads=4, page_size=1),
     a_problem(128, kv_heads=4, page_size=16, kv_dtype=KvDtype.E4M3),
     a_problem(128, kv_heads=4, page_size=16, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE),
 ]
 
-PACKED = a_problem(64, batch=1, total_q=1)
+PACKED = a_problem(64, batch=1, packed=1)
 
 
 def kernel_of(problem: Problem, config: HopperConfig) -> Kernel:
@@ -124,7 +124,7 @@ def test_halves_and_transposed_values() -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_varlen_rows_end_at_the_sequence_end(name: str, layout: str) -> None:
-    problem = a_problem(96, 80, batch=1, kv_heads=2, total_q=1)
+    problem = a_problem(96, 80, batch=1, kv_heads=2, packed=1)
     module = load_module(kernel_of(problem, a_config(problem)))
     place = ("q", "k", "v", "out").index(name)
     tensor = like(problem, layout)[place]
@@ -133,7 +133,7 @@ def test_varlen_rows_end_at_the_sequence_end(name: str, layout: str) -> None:
         assert descriptor.block_shape[:3] == [1, 1, 1]
         assert descriptor.shape[2] == tensor.shape[1]
         assert descriptor.shape[4] == tensor.shape[3]
-        # What the copy engine is told are numbers of 32 bits and strides of less than 2^40 bytes.
+        # The copy engine takes extents of 32 bits, and strides of less than 2^40 bytes.
         assert max(descriptor.shape) < 2**31
         assert all(0 < size * stride < 2**40 for stride in descriptor.strides)
         for start, rows, row, head, column in ((0, 1, 0, 0, 0), (700, 300, 299, 1, 3), (5, 9, 2, 0, 79)):
@@ -159,7 +159,7 @@ def test_varlen_rows_end_at_the_sequence_end(name: str, layout: str) -> None:
     ids=["nhd", "hnd", "rows of two tensors", "padded"],
 )
 def test_rows_of_pages_end_where_the_sequence_does(page_size: int, strides: tuple[int, ...]) -> None:
-    problem = a_problem(128, batch=1, kv_heads=4, page_size=page_size, total_q=1)
+    problem = a_problem(128, batch=1, kv_heads=4, page_size=page_size, packed=1)
     module = load_module(kernel_of(problem, a_config(problem)))
     q, _, _, out = like(problem)
     k = torch.empty_strided((9, 4, page_size, 128), strides, dtype=torch.bfloat16, device="meta")
@@ -181,7 +181,7 @@ def test_rows_of_pages_end_where_the_sequence_does(page_size: int, strides: tupl
 
 
 def test_pages_too_far_apart_are_refused() -> None:
-    problem = a_problem(128, batch=1, page_size=16, total_q=1)
+    problem = a_problem(128, batch=1, page_size=16, packed=1)
     module = load_module(kernel_of(problem, a_config(problem)))
     q, _, _, out = like(problem)
     strides = (8 * 16 * 128 + 8, 128, 8 * 128, 1)
@@ -193,7 +193,7 @@ def test_pages_too_far_apart_are_refused() -> None:
 @pytest.mark.parametrize(("dtype", "piece"), [(torch.bfloat16, 8), (torch.float8_e4m3fn, 16)])
 def test_steps_of_small_pages_are_counted_in_pieces(dtype: torch.dtype, piece: int) -> None:
     kv_dtype = KvDtype.E4M3 if piece > 8 else None
-    problem = a_problem(128, batch=1, kv_heads=4, page_size=2, total_q=1, kv_dtype=kv_dtype)
+    problem = a_problem(128, batch=1, kv_heads=4, page_size=2, packed=1, kv_dtype=kv_dtype)
     module = load_module(kernel_of(problem, a_config(problem)))
     q, _, _, out = like(problem)
     k = torch.empty_strided((9, 4, 2, 128), (2048, 256, 1024, 1), dtype=dtype, device="meta")
@@ -226,6 +226,7 @@ def plan(problem: Problem, **changes: Any) -> Any:
     return module.launch_plan(*on_gpu)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_h200")
 @pytest.mark.parametrize(
     ("changes", "lengths", "tiles"),
@@ -280,7 +281,7 @@ def test_transposed_values_are_padded_to_whole_key_groups(keys: int, kept: int) 
 
 @pytest.mark.usefixtures("on_h200")
 def test_varlen_workspace_has_the_maximum_number_of_tiles() -> None:
-    problem = a_problem(64, kv_heads=2, batch=1, seqlen_q=5000, total_q=1)
+    problem = a_problem(64, kv_heads=2, batch=1, seqlen_q=5000, packed=1)
     module = load_module(kernel_of(problem, a_config(problem, head_swizzle=4, balanced_grid=False)))
     on_gpu = [SimpleNamespace(shape=tensor.shape, device=None, is_cuda=True) for tensor in like(problem)]
     for sequences, steps in ((1, 0), (2, 1), (3, 2), (64, 6), (65, 7), (4000, 12)):
@@ -302,7 +303,7 @@ def test_varlen_kernels_receive_sequence_offsets() -> None:
 @pytest.mark.usefixtures("on_h200")
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_plans_of_pages_match_arguments(packed: bool) -> None:
-    problem = a_problem(128, batch=1, kv_heads=2, page_size=32, total_q=int(packed))
+    problem = a_problem(128, batch=1, kv_heads=2, page_size=32, packed=int(packed))
     kernel = kernel_of(problem, a_config(problem))
     side = (("cu_seqlens_q",) if packed else ()) + ("seqlens_kv", "block_table")
     assert kernel.side == side

@@ -67,13 +67,14 @@ def test_serpentine_order_balances_tile_lengths() -> None:
     assert spread("lpt") > 0
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 6), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
 def test_tiles_of_chunks_are_in_order_of_their_length(
     tiles: int, most_workers: int, heads: int, section: int
 ) -> None:
     config = {"order": "lpt", "num_consumer_groups": 2}
-    chunked = a_problem(128, causal=Causal.BOTTOM_RIGHT, attention_chunk=1024)
+    chunked = a_problem(128, causal=Causal.BOTTOM_RIGHT, chunk=1024)
     locate = in_python(kernel_of(chunked, **config), "locate")
     total, section = tiles * heads, min(section, heads)
     schedule = (total, tiles, section, heads, heads, 1)
@@ -86,7 +87,7 @@ def test_tiles_of_chunks_are_in_order_of_their_length(
 
 # ---- packed sequences ------------------------------------------------------------------------------
 
-PACKED = a_problem(64, causal=Causal.BOTTOM_RIGHT, total_q=1)
+PACKED = a_problem(64, causal=Causal.BOTTOM_RIGHT, packed=1)
 SEEKS = {
     order: kernel_of(PACKED, order=order, num_consumer_groups=3) for order in ("linear", "lpt", "serpentine")
 }

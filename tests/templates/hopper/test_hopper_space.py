@@ -34,9 +34,9 @@ SPACES = [
     a_problem(128, causal=Causal.BOTTOM_RIGHT, window_left=100, kv_heads=2),
     a_problem(64, window_left=300, window_right=20),
     a_problem(128, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT, window_left=1000),
-    a_problem(128, causal=Causal.BOTTOM_RIGHT, total_q=2048),
-    a_problem(96, 80, kv_heads=4, total_q=2048, window_left=64),
-    a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, total_q=2048, page_size=16, kv_dtype=KvDtype.E4M3),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT, packed=2048),
+    a_problem(96, 80, kv_heads=4, packed=2048, window_left=64),
+    a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, packed=2048, page_size=16, kv_dtype=KvDtype.E4M3),
     a_problem(64, kv_heads=2, page_size=64, kv_dtype=KvDtype.E4M3),
     a_problem(128, kv_heads=2, page_size=8, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE),
 ]
@@ -80,7 +80,7 @@ def test_invalid_configs_are_not_in_the_space() -> None:
         # More registers than a thread has.
         (wide, {"block_n": 128, "rows_per_group": 128, "split_epilogue": False}),
         (narrow, {"num_consumer_groups": 3, "rows_per_group": 128}),
-        # Turns among one group, halves of what is narrow, heads that share nothing.
+        # Turns with one group, halves of a narrow output, packed heads that share no keys.
         (narrow, {"num_consumer_groups": 1, "ping_pong": True}),
         (narrow, {"split_epilogue": True}),
         (narrow, {"pack_gqa": 2}),
@@ -117,7 +117,7 @@ def test_tile_order_is_searched_where_tiles_differ() -> None:
         problem = msgspec.structs.replace(a_problem(causal=causal), **changes)
         return len({config.order for config in sampled_configs(problem, 60)})
 
-    assert orders() == orders(window_left=900) == orders(attention_chunk=256) == 3
+    assert orders() == orders(window_left=900) == orders(chunk=256) == 3
     assert orders(causal=Causal.NONE, window_left=100) == 1
     assert a_config(a_problem(causal=Causal.BOTTOM_RIGHT, window_left=900)).order is Order.LPT
 
@@ -168,7 +168,7 @@ def test_defaults_of_eight_bit_caches_are_in_the_space_and_fit(
     columns: int, causal: Causal, page_size: int, packed: bool
 ) -> None:
     for queries, keys in ((1024, 1024), (512, 4608), (1, 16384)):
-        shape = {"kv_heads": 1, "seqlen_q": queries, "seqlen_kv": keys, "total_q": queries * packed}
+        shape = {"kv_heads": 1, "seqlen_q": queries, "seqlen_kv": keys, "packed": queries * packed}
         plain = a_problem(columns, columns, causal=causal, page_size=page_size, **shape)
         problem = msgspec.structs.replace(plain, kv_dtype=KvDtype.E4M3)
         config = a_config(problem)
@@ -179,7 +179,7 @@ def test_defaults_of_eight_bit_caches_are_in_the_space_and_fit(
 
 def test_conversion_of_caches_takes_time() -> None:
     # Chunks of prompts on an H200: 655 TFLOP/s with pages of 16 in bf16, and 523 in e4m3.
-    shape = {"heads": 32, "kv_heads": 8, "batch": 16, "seqlen_q": 512, "seqlen_kv": 4608, "total_q": 8192}
+    shape = {"heads": 32, "kv_heads": 8, "batch": 16, "seqlen_q": 512, "seqlen_kv": 4608, "packed": 8192}
     plain = a_problem(causal=Causal.BOTTOM_RIGHT, page_size=16, **shape)
     stored = msgspec.structs.replace(plain, kv_dtype=KvDtype.E4M3)
     times = [FAMILY.makespan_ms(problem, a_config(problem), H200) for problem in (plain, stored)]

@@ -34,7 +34,7 @@ def _run(body: Iterable[ast.stmt], values: Values, lost: set[str]) -> None:
         if isinstance(statement, ast.Assign):
             _assign(statement.targets[0], statement.value, values)
         elif isinstance(statement, (ast.For, ast.While)):
-            # What Triton does first, and what happens if no two names are equal.
+            # `dry` repeats Triton's first pass over the body; in `apart` no two names are equal.
             dry, apart = dict(values), {name: object() for name in values}
             begun = dict(apart)
             _run(statement.body, dry, lost)

@@ -91,8 +91,8 @@ def test_windows_and_varlen_reduce_the_makespan() -> None:
     whole = a_problem(causal=Causal.BOTTOM_RIGHT, seqlen_q=16384, seqlen_kv=16384, batch=4)
     others = [
         msgspec.structs.replace(whole, window_left=1024),
-        msgspec.structs.replace(whole, total_q=20000),
-        msgspec.structs.replace(whole, batch=64, total_q=20000),
+        msgspec.structs.replace(whole, packed=20000),
+        msgspec.structs.replace(whole, batch=64, packed=20000),
     ]
     full, window, *packed = (
         hopper.makespan_ms(problem, hopper.default(problem, H200), H200) for problem in (whole, *others)

@@ -101,12 +101,12 @@ def test_windows_skip_whole_blocks(
 
 
 def test_varlen_counts_as_sequences_between_the_mean_and_the_longest_length() -> None:
-    problem = msgspec.structs.replace(a_problem(1000, 2000, batch=64), total_q=2500)
+    problem = msgspec.structs.replace(a_problem(1000, 2000, batch=64), packed=2500)
     assert mean_queries(problem) == 40
     assert unpacked(problem) == a_problem(200, 400, batch=13)
     in_pages = msgspec.structs.replace(problem, page_size=16)
     assert unpacked(in_pages).seqlen_kv == 2000
-    equal = msgspec.structs.replace(problem, total_q=64 * 1000)
+    equal = msgspec.structs.replace(problem, packed=64 * 1000)
     assert unpacked(equal) == a_problem(1000, 2000, batch=64)
     assert unpacked(a_problem(10, 10)) == a_problem(10, 10)
 
@@ -227,8 +227,8 @@ def problems_of(family: Family, target: Target) -> Iterator[Problem]:
         yield latent
 
 
-# By how much traffic may grow over a length, relatively. What one program of a head reads over and over by
-# itself comes back from HBM as a whole within a few percent of length, as many times as there are blocks.
+# By how much traffic may grow over a length, relatively. One program of a head may read the same data once
+# for each block. Within a few percent of length, all of these reads move from the L2 cache to HBM.
 STEEPEST = {"forward_kv_outer": 800.0}
 
 

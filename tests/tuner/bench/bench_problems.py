@@ -14,15 +14,15 @@ CPU = torch.device("cpu")
 
 
 BLOCKS = {"block_mask": 64, "seqlen_q": 300, "seqlen_kv": 300}
-PACKED = {"total_q": 110, "seqlen_q": 70, "seqlen_kv": 70}
+PACKED = {"packed": 110, "seqlen_q": 70, "seqlen_kv": 70}
 PAGES = {"page_size": 16}
 DENSE: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window_left": 20},
     "two-sided window": {"window_left": 20, "window_right": 5, "causal": Causal.NONE},
     "window and first tokens": {"window_left": 8, "sink_tokens": 4},
-    "chunks": {"attention_chunk": 32},
-    "full chunks": {"attention_chunk": 32, "causal": Causal.NONE},
+    "chunks": {"chunk": 32},
+    "full chunks": {"chunk": 32, "causal": Causal.NONE},
     "prefix": {"prefix": True},
     "prefix and window": {"prefix": True, "window_left": 9},
     "block mask": BLOCKS,
@@ -33,8 +33,8 @@ DENSE: dict[str, dict[str, Any]] = {
     "boolean mask": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
     "sinks, window and softcap": {"sinks": True, "window_left": 16, "softcap": True},
-    "lengths": {"seqlens_k": True},
-    "lengths from the top": {"seqlens_k": True, "causal": Causal.TOP_LEFT},
+    "lengths": {"kv_lengths": True},
+    "lengths from the top": {"kv_lengths": True, "causal": Causal.TOP_LEFT},
 }
 VARLEN: dict[str, dict[str, Any]] = {
     "packed": PACKED,
@@ -47,7 +47,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "e4m3 pages": {**PAGES, "kv_dtype": KvDtype.E4M3},
     "pages with scales of heads": {**PAGES, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     "packed pages with scales": {**PAGES, **PACKED, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE},
-    "e4m3 cache": {"seqlens_k": True, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
+    "e4m3 cache": {"kv_lengths": True, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
     "latent pages": {**PAGES, "mla": True, "kv_heads": 1, "head_dim": 32, "value_head_dim": 16},
 }
 FEATURES = DENSE | VARLEN | CACHES

@@ -81,6 +81,7 @@ def test_flashtune_is_called_with_the_features_of_the_problem(name: str) -> None
     assert judge(call.heads_first(wrong)) == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN])
 def test_flex_attention_computes_features(name: str, eager: None) -> None:
@@ -119,7 +120,7 @@ class FakeFlashAttention4:
             softcap=options.get("softcap"),
             sinks=options.get("learnable_sink"),
         )
-        if problem.total_q:
+        if problem.packed:
             starts = options["cu_seqlens_q"], options["cu_seqlens_k"]
             longest = options["max_seqlen_q"], options["max_seqlen_k"]
             made = varlen_call(q, k, v, *starts, *longest, **call)
@@ -192,11 +193,11 @@ def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.Mon
     [
         ({"dropout": True}, "drop other probabilities"),
         ({"mla": True, "kv_heads": 1, "head_dim": 32, "value_head_dim": 16}, "add page_size=64"),
-        ({**PACKED, "seqlens_k": True}, "leave kv_lengths out"),
+        ({**PACKED, "kv_lengths": True}, "leave kv_lengths out"),
         ({**PAGES, "bias": Bias.ADDITIVE}, "take no bias"),
         ({**PACKED, "block_mask": 64}, "take no bias and no block mask"),
         ({"dtype": Dtype.E4M3, "window_left": 8}, "take no queries in e4m3"),
-        ({"seqlens_k": True, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "add page_size=64"),
+        ({"kv_lengths": True, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "add page_size=64"),
     ],
 )
 def test_problems_that_no_call_computes_are_refused(changes: dict[str, Any], reason: str) -> None:
@@ -205,10 +206,10 @@ def test_problems_that_no_call_computes_are_refused(changes: dict[str, Any], rea
 
 
 def test_calls_have_the_lengths_of_the_grid() -> None:
-    rounded = [problem for problem in grid_problems("features") if problem.page_size or problem.total_q]
+    rounded = [problem for problem in grid_problems("features") if problem.page_size or problem.packed]
     assert len(rounded) >= 8
     for problem in rounded:
-        lengths = problem.seqlen_q, problem.seqlen_kv, max(problem.total_q, 1)
+        lengths = problem.seqlen_q, problem.seqlen_kv, max(problem.packed, 1)
         assert [length & (length - 1) for length in lengths] == [0, 0, 0]
 
 
@@ -235,8 +236,8 @@ def test_features_are_timed(name: str) -> None:
     if "mla" in changes:
         wide |= {"head_dim": 576, "value_head_dim": 512, "heads": 16, "seqlen_q": 1}
     problem = a_problem(**(changes | wide))
-    if problem.total_q:
-        problem = msgspec.structs.replace(problem, total_q=500)
+    if problem.packed:
+        problem = msgspec.structs.replace(problem, packed=500)
     found = run_bench(problem, 0, rounds=3)
     assert found.row(OURS) is not None, found.left_out
     if problem.features <= PEER_FEATURES[FLEX]:

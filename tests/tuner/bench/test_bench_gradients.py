@@ -151,7 +151,7 @@ class FakeFlashAttention4:
 def test_gradients_of_flash_attn_4_are_judged_in_its_own_layout(
     peers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, packed: bool
 ) -> None:
-    problem = msgspec.structs.replace(PROBLEM, total_q=100, seqlen_kv=70) if packed else PROBLEM
+    problem = msgspec.structs.replace(PROBLEM, packed=100, seqlen_kv=70) if packed else PROBLEM
     monkeypatch.setitem(peer_runs.PEER_DTYPES, FLASH_ATTN_4, (Dtype.FP32,))
     monkeypatch.setattr("importlib.import_module", lambda name: FakeFlashAttention4(problem))
     tensors = make_tensors(problem, CPU)

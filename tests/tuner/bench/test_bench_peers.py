@@ -41,7 +41,7 @@ from tests.tuner.bench.bench_problems import CPU, a_problem
         *((name, {"window_left": 8, "softcap": True}, "softcap") for name in BACKENDS),
         (FLASH_ATTN_4, {"window_left": 8, "alibi": True, "prefix": True}, "alibi, prefix"),
         (FLEX, {"page_size": 16, "softcap": True}, "pages"),
-        (UNFUSED, {"total_q": 110, "softcap": True}, "packed"),
+        (UNFUSED, {"packed": 110, "softcap": True}, "packed"),
     ],
 )
 def test_baselines_refuse_unsupported_features(name: str, changes: dict[str, object], refused: str) -> None:

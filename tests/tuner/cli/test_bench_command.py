@@ -191,16 +191,6 @@ def test_given_baselines_replace_the_default_ones(fake_gpu: list[Problem]) -> No
     assert found.copy == a_run().copy
 
 
-def test_earlier_name_of_a_baseline_is_accepted(
-    run: Run, fake_gpu: list[Problem], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SPEEDS, "unfused", 100.0)
-    result = run("bench", "--shape", SHAPE, "--peer", "standard", "--json")
-    assert result.exit_code == 0, result.stderr
-    (bench,) = json.loads(result.stdout)["run"]["benches"]
-    assert [row["name"] for row in bench["rows"]] == [OURS, "unfused"]
-
-
 def test_interrupted_run_saves_finished_results(run: Run, fake_gpu: list[Problem], tmp_path: Path) -> None:
     path = tmp_path / "saved.json"
     result = run("bench", "--grid", "paper", "--peer", "sdpa-cudnn", "--save", path)

@@ -62,7 +62,7 @@ def test_figures_of_training() -> None:
         assert point.flash.bound_ms == pytest.approx(3.5 * prefill.flash.bound_ms, rel=0.05)
         rows, keys = 32 * point.seqlen, 8 * point.seqlen
         gradients = 2 * (rows + keys) * 256
-        # The backward pass keeps a number or two for each row beside the log-sum-exp, and float32 sums of dq.
+        # The backward pass also keeps one or two numbers for each row, and float32 sums of dq.
         kept = point.flash.memory - prefill.flash.memory - gradients
         assert 4 * 128 * rows < kept <= (4 * 128 + 16) * rows
         assert point.unfused.memory == 2 * rows * 128 + gradients + 16 * 32 * point.seqlen**2

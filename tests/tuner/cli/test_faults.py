@@ -1,7 +1,7 @@
 """Tests of faults of the environment: the exit code, the message, and the stored records.
 
-Each fault lies under one folder that a search writes, or takes away something that it needs. What the
-environment caused is stored of no candidate, so the same command ends well once the fault is gone.
+Each fault lies under one folder that a search writes, or takes away something that it needs.
+Faults of the environment are stored of no candidate, so the same command ends well once the fault is gone.
 """
 
 from __future__ import annotations

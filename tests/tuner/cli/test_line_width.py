@@ -47,6 +47,7 @@ def test_help_fits(run: Run, name: tuple[str, ...]) -> None:
     assert too_long(result.output) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

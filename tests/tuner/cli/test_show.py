@@ -189,7 +189,7 @@ def test_records_are_ranked_and_failures_have_reasons(run: Run, stored: Stored, 
     result = run("show", "--records", "--shape", shape)
     assert result.exit_code == 0, result.output
     assert "asks for too much SRAM" in result.stdout
-    # What a record says is text: neither markup nor a terminal's control codes.
+    # Texts of a record are printed without markup and without a terminal's control codes.
     assert "[tile]?[2J" in result.stdout
     rows = json.loads(run("show", "--records", "--shape", shape, "--json").stdout)
     assert [row["record"]["config"]["block_m"] for row in rows] == [128, 64, 32, 256, 16]

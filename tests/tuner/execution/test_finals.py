@@ -79,7 +79,7 @@ def timed(
     throttled: bool = False,
     alone: bool = False,
 ) -> list[Measurement]:
-    """Finals of candidates that take so long each, beside a peer, and again those of them that run on.
+    """Returns the finals of candidates: `first` has their times next to a peer, `again` those of later runs.
 
     `throttled` is whether the clock was held down in the common run. Later runs are then sustained ones, and
     also if `alone`.
@@ -195,7 +195,7 @@ def test_eligible_kernels_and_sdpa_are_timed_with_shared_masks(monkeypatch: pyte
     made = SharedFinals(monkeypatch, [0.55, 0.5, 0.75, 0.5])
     monkeypatch.setattr(timed_runs, "MORE_MS", 0.0)
     found = made.run(MASKED)
-    # Times of the first and the third can be told from the fastest ones.
+    # Times of the first and the third differ from the fastest ones by more than noise.
     assert [bool(one.shared) for one in found] == [False, True, False, True]
     for one in (found[1], found[3]):
         assert one.ms == 0.5
@@ -251,18 +251,18 @@ FEATURES: dict[str, dict[str, object]] = {
         "sink_tokens": 2,
         "causal": Causal.NONE,
     },
-    "chunk": {"attention_chunk": 16},
+    "chunk": {"chunk": 16},
     "prefix": {"prefix": True},
-    "lengths": {"seqlens_k": True, "causal": Causal.NONE},
+    "lengths": {"kv_lengths": True, "causal": Causal.NONE},
     "alibi": {"alibi": True},
     "additive": {"bias": Bias.ADDITIVE},
     "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
     "boolean and alibi": {"bias": Bias.BOOLEAN, "alibi": True},
     "softcap": {"softcap": True},
     "sinks": {"sinks": True},
-    "packed": {"total_q": 150},
+    "packed": {"packed": 150},
     "pages": {"page_size": 16},
-    "packed pages": {"page_size": 32, "total_q": 150},
+    "packed pages": {"page_size": 32, "packed": 150},
     "scaled": {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     "scaled pages": {"page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE},
     "latent": {"page_size": 64, "mla": True, "head_dim": 24, "kv_heads": 1, "seqlen_q": 1},

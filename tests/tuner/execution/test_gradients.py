@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, object]] = {
     "additive": {"bias": Bias.ADDITIVE},
     "alibi": {"alibi": True},
     "deterministic": {"deterministic": True},
-    "packed": {"total_q": 90, "seqlen_q": 56},
+    "packed": {"packed": 90, "seqlen_q": 56},
 }
 
 

@@ -13,7 +13,7 @@ from flashtune.db.store import Store, open_store
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import FamilySpace, SearchTask
 
-# Worker processes import the stand-ins by name, as the tests do; last, so that nothing is shadowed.
+# Worker processes import the fakes by name, as the tests do; last, so that nothing is shadowed.
 ROOT = str(Path(__file__).parents[3])
 if ROOT not in sys.path:
     sys.path.append(ROOT)

@@ -87,7 +87,7 @@ def test_unverified_slow_candidate_is_not_selected(store: Store) -> None:
     measurer = FakeMeasurer(slow_is_unproven)
     search(store, measurer)
     assert all(getattr(candidate.config, "block_m", 0) == 128 for candidate in measurer.entrants[0])
-    # Beside something faster it is not tried again; in a search without that, it is.
+    # Slow candidates are tried again only in a search without faster ones.
     again = FakeMeasurer(slow_is_unproven)
     search(store, again)
     assert again.seen == []
@@ -119,7 +119,7 @@ def test_prediction_does_not_replace_a_measurement(store: Store, scope: Any) -> 
     result = search(store, Predictor(), device=None)
     assert not result.is_selected
     assert store.selections() == [measured]
-    # Nor the other way round: what was predicted does not count as done.
+    # Nor the other way round: predicted candidates do not count as done.
     assert result.counts.reused == 0
 
 
@@ -153,7 +153,7 @@ def test_failed_candidates_are_retried_on_request(store: Store) -> None:
     assert same.seen == []
     again = FakeCompiler()
     result = search(store, FakeMeasurer(by_tile), again, retry_failed=True)
-    # What does not fit the GPU will not fit it next time.
+    # Candidates that do not fit the GPU are not tried again.
     assert len(again.seen) == SIZE // 2
     assert result.counts.reused == SIZE // 2
     assert result.counts.outcomes == {Outcome.OK: SIZE // 2, Outcome.INFEASIBLE: SIZE // 2}

@@ -172,7 +172,7 @@ def test_baseline_requires_a_supported_problem() -> None:
 
 @pytest.mark.parametrize("packed", [1, 10**6])
 def test_packed_tokens_must_fit_their_sequences(packed: int) -> None:
-    record = changed(shipped("forward_q_outer"), "problem", total_q=packed)
+    record = changed(shipped("forward_q_outer"), "problem", packed=packed)
     assert "packed tokens" in why_refused(record)
 
 

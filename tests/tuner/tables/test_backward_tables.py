@@ -49,6 +49,7 @@ def test_table_contains_both_passes_of_a_shape() -> None:
     assert found.problem.key.startswith("backward_bf16_d64")
 
 
+@pytest.mark.slow
 def test_kernels_equal_under_the_interpreter_are_interpreted_once() -> None:
     subjects = [
         record_checks._subject(a_record(dq_warps=warps, dq_stages=stages))

@@ -76,6 +76,6 @@ def test_h200_table_covers_its_grid(dtype: str, head_dim: int, causal: str) -> N
         if (record.target, record.problem.dtype, record.problem.head_dim, record.problem.causal)
         == ("nvidia-h200", dtype, head_dim, causal)
     }
-    # fp16 goes by its nearest shape at lengths between.
+    # At lengths between, fp16 uses the config of the nearest shape.
     expected = range(7, 15) if dtype == "bf16" else (9, 11, 13)
     assert lengths >= {(gqa, 2**power) for gqa in (False, True) for power in expected}

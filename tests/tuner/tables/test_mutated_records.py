@@ -19,11 +19,11 @@ import pytest
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.record import Record
 from flashtune.db.codec import Check
+from flashtune.db.creation import upgrade
 from flashtune.db.eligibility import why_not_selectable
 from flashtune.db.errors import UnreadableRecord
 from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
-from flashtune.db.migrate import upgrade
 from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.dispatch.versions import current_versions, is_proven

@@ -233,6 +233,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finals]:
     return use
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old_ms", "new_ms"), [(0.8, 0.9), (0.9, 0.8)])
 def test_faster_kernel_keeps_its_time_under_current_versions(
     on_gpu: Callable[..., Finals], old_ms: float, new_ms: float

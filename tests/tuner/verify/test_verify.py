@@ -132,6 +132,7 @@ def current(record: Record) -> Record:
     return msgspec.structs.replace(record, kernel=digest_of(record), versions=versions)
 
 
+@pytest.mark.slow
 def test_kernels_of_every_family_are_compiled_and_interpreted() -> None:
     by_family = {one.record.family: current(one.record) for one in shipped_selections() if one.record.config}
     jobs = Jobs()
@@ -231,7 +232,7 @@ def test_unverified_kernels_pass_if_allowed(quick_jobs: None, monkeypatch: pytes
     stale = make_record(versions=msgspec.structs.replace(current_versions(FAMILY.name), template="0" * 32))
     assert "stale receipt" in only_result(stale).failed
     assert only_result(stale, allow_unproven=True).failed == ""
-    # What a GPU said still counts.
+    # Receipts of a GPU are still checked.
     elsewhere = msgspec.structs.replace(GOOD, device="NVIDIA A100-SXM4-80GB")
     for changes, words in (
         ({"verdict": Verdict(False, 2.0, 3, "needle", "NVIDIA H200")}, "receipt of failure"),

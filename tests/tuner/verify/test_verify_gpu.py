@@ -382,7 +382,7 @@ def test_record_of_current_versions_takes_missing_shared_mask_times(
     assert done.exit_code == 0, done.output
     assert machine.timed == ([masked.problem.key] if timed else [])
     found = {one.problem: one.measurement for one in load_table(written).records}
-    # The time beside the peers stays.
+    # The time that was measured next to the peers stays.
     kept = msgspec.structs.replace(measurement, shared=SHARED if timed else msgspec.UNSET)
     assert found == {masked.problem: kept, plain.problem: plain.measurement}
     assert load_table(written).times == ()

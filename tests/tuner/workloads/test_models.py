@@ -50,7 +50,7 @@ def test_prefill_of_a_named_model() -> None:
 
 def test_packed_prompts_have_the_total_number_of_tokens() -> None:
     found = model_problems(find_model("llama-3.1-8b"), ModelSizes(batch="4", seqlen="1024|2048", packed=True))
-    assert [(problem.batch, problem.seqlen_q, problem.total_q) for problem in found] == [
+    assert [(problem.batch, problem.seqlen_q, problem.packed) for problem in found] == [
         (4, 1024, 4096),
         (4, 2048, 8192),
     ]
@@ -58,7 +58,7 @@ def test_packed_prompts_have_the_total_number_of_tokens() -> None:
 
 def test_packed_and_paged_problems_match_dispatch() -> None:
     (packed,) = model_problems(find_model("llama-3.1-8b"), ModelSizes(batch="3", seqlen="1000", packed=True))
-    assert (packed.seqlen_q, packed.seqlen_kv, packed.total_q) == (1024, 1024, 4096)
+    assert (packed.seqlen_q, packed.seqlen_kv, packed.packed) == (1024, 1024, 4096)
     (paged,) = model_problems(find_model("llama-3.1-8b"), DECODE._replace(seqlen="1025"))
     assert paged.seqlen_kv == 2048
     assert [as_called(number) for number in (1, 2, 3, 512, 513)] == [1, 2, 4, 512, 1024]
@@ -109,7 +109,7 @@ def test_features_of_models() -> None:
     }
     assert all(Feature.SINKS in problem.features for _, problem in of("gpt-oss-20b"))
     chunked, full = of("llama-4-scout")
-    assert (chunked[0], chunked[1].attention_chunk, full[0], full[1].features) == (36, 8192, 12, frozenset())
+    assert (chunked[0], chunked[1].chunk, full[0], full[1].features) == (36, 8192, 12, frozenset())
 
 
 def test_mla_is_decoded_with_one_kv_head() -> None:

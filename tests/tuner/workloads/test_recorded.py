@@ -54,7 +54,7 @@ def test_features_are_weighted() -> None:
         for found in weigh(tuple(CallCount(p, ALIGNED, 1) for p in (decode, windowed)), H200)
     }
     with pytest.raises(UsageError, match="chunks"):
-        weigh((CallCount(shape(2**31 - 1, attention_chunk=1), ALIGNED, 1),), H200)
+        weigh((CallCount(shape(2**31 - 1, chunk=1), ALIGNED, 1),), H200)
 
 
 def test_summary_contains_the_covered_share() -> None:
@@ -77,9 +77,7 @@ extents = st.integers(0, 2**31 - 1) | st.integers(0, 4096)
 def test_any_recorded_problem_is_weighted_or_refused_in_one_sentence(
     seqlen_q: int, seqlen_kv: int, batch: int, chunk: int, left: int | None
 ) -> None:
-    posed = shape(
-        1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, batch=batch, attention_chunk=chunk, window_left=left
-    )
+    posed = shape(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, batch=batch, chunk=chunk, window_left=left)
     try:
         (found,) = weigh((CallCount(posed, ALIGNED, 1),), H200)
     except UsageError as error:

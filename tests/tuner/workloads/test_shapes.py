@@ -92,7 +92,7 @@ def test_lengths_of_queries_and_keys_may_differ() -> None:
         ("heads=32,seqlen=4,head_dim=64,window=8,window_left=4", "leave one of the two ways out"),
         ("heads=32,seqlen=4,head_dim=64,softcap=50", "choose one of true, false"),
         ("heads=32,seqlen=4,head_dim=64,page_size=24", "16, 32, 64, 128, 256"),
-        ("heads=32,seqlen=4,head_dim=64,page_size=16,seqlens_k", "leave kv_lengths out"),
+        ("heads=32,seqlen=4,head_dim=64,page_size=16,kv_lengths", "leave kv_lengths out"),
         ("heads=32,seqlen=4,head_dim=64,kv_dtype=int4", "did you mean 'int8'?"),
         ("heads=32,seqlen=4,head_dim=64,kv_scale=page", "add kv_dtype"),
         ("heads=32,seqlen=4,head_dim=64,dtype=e4m3,kv_dtype=int8", "leave queries in"),
@@ -133,9 +133,9 @@ def test_a_window_bounds_one_side_or_both() -> None:
 
 def test_features_combine_in_a_shape() -> None:
     # Paged caches always have lengths.
-    paged = [one.example for feature, one in FEATURES.items() if feature is not Feature.SEQLENS_K]
+    paged = [one.example for feature, one in FEATURES.items() if feature is not Feature.KV_LENGTHS]
     (problem,) = parse_shape(f"heads=8,kv_heads=2,seqlen_q=2,seqlen_kv=9000,head_dim=64,{','.join(paged)}")
-    assert set(Feature) - problem.features == {Feature.SEQLENS_K}
+    assert set(Feature) - problem.features == {Feature.KV_LENGTHS}
 
 
 def test_backward_pass_is_a_separate_shape() -> None:

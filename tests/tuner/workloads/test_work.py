@@ -23,7 +23,7 @@ def test_operations_and_bytes_count_the_lengths_of_sequences() -> None:
     chunk = a_problem(seqlen_q=32, **PAGES)
     seen = sum(32 * keys - 32 * 31 // 2 for keys in usual_lengths(chunk).keys)
     assert operations(chunk) == 4 * 16 * 4 * seen
-    cache = a_problem(seqlen_q=1, seqlens_k=True)
+    cache = a_problem(seqlen_q=1, kv_lengths=True)
     keys = sum(usual_lengths(cache).keys)
     assert keys < 2 * 90
     assert kv_bytes(cache) == keys * 2 * 2 * 16 * 2
@@ -48,7 +48,7 @@ def timed(problem: Problem, ms: float) -> Record:
 
 
 def test_rate_of_packed_sequences_is_that_of_their_usual_lengths() -> None:
-    (packed,) = parse_shape("heads=32,kv_heads=8,seqlen=8192,head_dim=128,causal,batch=24,total_q=32768")
+    (packed,) = parse_shape("heads=32,kv_heads=8,seqlen=8192,head_dim=128,causal,batch=24,packed=32768")
     pairs = sum(count * (count + 1) // 2 for count in usual_lengths(packed).queries)
     tflops = 4 * 32 * 128 * pairs / 1e12
     assert describe_time(timed(packed, 1000.0)).endswith(f", {tflops:.0f} TFLOP/s")

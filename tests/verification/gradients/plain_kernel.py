@@ -1,6 +1,6 @@
 """A backward pass in plain torch, with the rounding and the tensors of a kernel.
 
-It reads lengths itself, sequence by sequence. Mistakes are put into what it is told, and where it says so.
+It reads lengths itself, sequence by sequence. Mistakes are put into its inputs, or made by its `Hooks`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _one(
 ) -> None:
     rows, count = query_rows(problem, sequence, side), key_count(problem, sequence, side)
     first = 0 if side.cu_seqlens_kv is None else int(side.cu_seqlens_kv[sequence])
-    block, keys = 0 if problem.total_q else sequence, slice(first, first + count)
+    block, keys = 0 if problem.packed else sequence, slice(first, first + count)
     low = tensors.q.dtype
     head = hooks.head(torch.arange(problem.heads) // problem.group_size)
     own = torch.arange(problem.heads) // problem.group_size
@@ -124,7 +124,7 @@ def _one(
 
 
 def _room(problem: Problem, tensors: BackwardTensors, side: ExtraInputs, sequence: int) -> int:
-    """Rows of keys that a sequence has, used or not: the gradient of what is not used is zero."""
+    """Returns how many rows of keys a sequence has, used or not; unused ones have gradients of zero."""
     if side.cu_seqlens_kv is None:
         return tensors.k.shape[2]
     return int(side.cu_seqlens_kv[sequence + 1] - side.cu_seqlens_kv[sequence])

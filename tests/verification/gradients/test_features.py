@@ -27,8 +27,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "window of both sides": {"window_left": 7, "window_right": 12, "causal": Causal.NONE},
     "window aligned top-left": {"window_left": 40, "causal": Causal.TOP_LEFT},
     "first tokens": {"window_left": 20, "sink_tokens": 3},
-    "chunk": {"attention_chunk": 32},
-    "chunk both ways": {"attention_chunk": 24, "causal": Causal.NONE},
+    "chunk": {"chunk": 32},
+    "chunk both ways": {"chunk": 24, "causal": Causal.NONE},
     "prefix": {"prefix": True},
     "prefix and window": {"prefix": True, "window_left": 16},
     "softcap": {"softcap": True},
@@ -39,11 +39,11 @@ MASKS: dict[str, dict[str, Any]] = {
     "mask": {"bias": Bias.BOOLEAN},
     "sinks": {"sinks": True},
     "sinks, cap, window": {"sinks": True, "softcap": True, "window_left": 20},
-    "packed": {"total_q": 1000},
-    "packed both ways": {"total_q": 1000, "causal": Causal.NONE},
-    "packed window": {"total_q": 1000, "window_left": 12, "alibi": True},
-    "packed with lengths": {"total_q": 1000, "seqlens_k": True},
-    "lengths": {"seqlens_k": True},
+    "packed": {"packed": 1000},
+    "packed both ways": {"packed": 1000, "causal": Causal.NONE},
+    "packed window": {"packed": 1000, "window_left": 12, "alibi": True},
+    "packed with lengths": {"packed": 1000, "kv_lengths": True},
+    "lengths": {"kv_lengths": True},
 }
 
 
@@ -80,7 +80,7 @@ def test_subnormal_probabilities_may_be_flushed(
 @pytest.mark.parametrize("name", ["plain", *MASKS])
 def test_reference_matches_autograd(name: str) -> None:
     fields = MASKS.get(name, {})
-    if "total_q" in fields:
+    if "packed" in fields:
         pytest.skip("autograd is asked of sequences side by side")
     cases = companions(a_problem(dtype=Dtype.FP32, **fields), TwoTiles(), Level.QUICK, reduced=True)
     for case in cases[1::4]:
@@ -113,7 +113,7 @@ def differentiated(problem: Problem, given: BackwardCase, pairs: Pairs) -> dict[
     if side.slopes is not None:
         inputs["dslopes"] = side.slopes.double()
         side = side._replace(slopes=inputs["dslopes"])
-    if problem.seqlens_k:
+    if problem.kv_lengths:
         side = side._replace(seqlens_kv=torch.tensor(given.lengths.keys, dtype=torch.int32))
     if side.sinks is not None:
         side = side._replace(sinks=side.sinks.double().requires_grad_())
@@ -176,7 +176,7 @@ MISTAKES: list[tuple[str, str, Hooks]] = [
     ("window aligned top-left", "aligned bottom-right", of_problem(causal=Causal.BOTTOM_RIGHT)),
     ("first tokens", "one too many", of_problem(sink_tokens=4)),
     ("first tokens", "forgotten", of_problem(sink_tokens=0)),
-    ("chunk", "of one key more", of_problem(attention_chunk=33)),
+    ("chunk", "of one key more", of_problem(chunk=33)),
     ("prefix", "one key more", of_side("prefix", lambda prefix: prefix + 1)),
     ("prefix and window", "window forgotten", of_problem(window_left=None)),
     ("softcap", "forgotten", of_side("softcap", lambda _: None)),

@@ -72,7 +72,7 @@ def test_only_deterministic_kernels_must_be_bitwise_equal(monkeypatch: pytest.Mo
     def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
         if number == 2:
             row = getattr(tensors, name)[0, 1, 3]
-            # The number beside.
+            # The next larger magnitude.
             bits_of(row)[row.abs().argmax()] += 1
 
     assert found(monkeypatch, a_case(), spoil) == set()
@@ -82,7 +82,7 @@ def test_only_deterministic_kernels_must_be_bitwise_equal(monkeypatch: pytest.Mo
 
 def test_signed_zeros_differ_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(number: int, tensors: BackwardTensors, _: object) -> None:
-        # A key behind the last query: nobody sees it.
+        # A key behind the last query: no query sees it.
         tensors.dk[0, 1, 15] = -0.0 if number == 2 else 0.0
 
     def a_causal_case(*, deterministic: bool) -> Case:
@@ -176,7 +176,7 @@ def test_writes_to_other_buffers_are_reported(
 
 
 def test_packed_keys_outside_of_sequences_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = a_problem(total_q=9, batch=2, seqlen_q=5, seqlen_kv=1)
+    problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=1)
     case = Case(
         problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (0, 0)), repeats=3
     )
@@ -184,7 +184,7 @@ def test_packed_keys_outside_of_sequences_have_no_gradient(monkeypatch: pytest.M
 
 
 def test_packed_rows_after_the_last_sequence_must_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = a_problem(total_q=9, batch=2, seqlen_q=5, seqlen_kv=5)
+    problem = a_problem(packed=9, batch=2, seqlen_q=5, seqlen_kv=5)
     case = Case(
         problem=problem, probe=Probe.RANDOM, block=16, scale=0.25, lengths=Lengths((4, 5), (3, 5)), repeats=3
     )

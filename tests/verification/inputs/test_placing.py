@@ -28,7 +28,7 @@ a_problem = functools.partial(
 
 def ready(alignment: Alignment = Alignment.EIGHT, layout: Layout = Layout.BSHD, **fields: Any) -> Prepared:
     faulty = fields.pop("faulty", False)
-    lengths = Lengths((7, 0, 3) if "total_q" in fields else (7, 7, 7), (33, 0, 16))
+    lengths = Lengths((7, 0, 3) if "packed" in fields else (7, 7, 7), (33, 0, 16))
     problem = a_problem(**fields)
     case = Case(
         problem=problem,
@@ -89,7 +89,7 @@ def test_unused_table_entries_are_poisoned_or_invalid_pages() -> None:
     assert set(faulty[1].tolist()) <= set(FAULTY_ENTRIES)
 
 
-@pytest.mark.parametrize("fields", [{"total_q": 10}, {"page_size": 16}, {"seqlens_k": True}, {}])
+@pytest.mark.parametrize("fields", [{"packed": 10}, {"page_size": 16}, {"kv_lengths": True}, {}])
 @pytest.mark.parametrize("alignment", list(Alignment))
 def test_tensors_have_the_requested_alignment(alignment: Alignment, fields: dict[str, Any]) -> None:
     one = ready(alignment, **fields)
@@ -98,7 +98,7 @@ def test_tensors_have_the_requested_alignment(alignment: Alignment, fields: dict
 
 
 def test_packed_rows_are_contiguous() -> None:
-    one = ready(total_q=10)
+    one = ready(packed=10)
     assert one.q.view.shape == (1, 4, 10, 24)
     assert one.k.view.shape == (1, 2, 49, 24)
     assert one.lse.view.shape == (1, 4, 10)
@@ -109,7 +109,7 @@ def test_packed_rows_are_contiguous() -> None:
 
 
 def test_keys_after_a_length_are_poisoned() -> None:
-    one = ready(seqlens_k=True)
+    one = ready(kv_lengths=True)
     assert one.v.view[0, :, 33:].isnan().all()
     assert one.v.view[1].isnan().all()
     assert one.v.view[2, :, :16].isfinite().all()
@@ -122,7 +122,7 @@ def test_latent_values_are_the_first_key_columns() -> None:
 
 
 def test_lengths_of_tuned_shapes_have_the_total_and_maximum() -> None:
-    packed = a_problem(batch=64, seqlen_q=16384, seqlen_kv=16384, total_q=2**18)
+    packed = a_problem(batch=64, seqlen_q=16384, seqlen_kv=16384, packed=2**18)
     lengths = usual_lengths(packed)
     assert lengths == usual_lengths(packed)
     assert lengths.total_q == 2**18
@@ -133,12 +133,12 @@ def test_lengths_of_tuned_shapes_have_the_total_and_maximum() -> None:
     assert decoding.queries == (1,) * 8
     assert max(decoding.keys) == 4096
     assert min(decoding.keys) >= 2048
-    crowded = usual_lengths(a_problem(batch=4, seqlen_q=8, total_q=3))
+    crowded = usual_lengths(a_problem(batch=4, seqlen_q=8, packed=3))
     assert crowded.queries == (8, 1, 1, 1), "a sequence has a token at least, and the longest all of its own"
 
 
 def test_packed_rows_after_the_last_sequence_are_guarded() -> None:
-    one = ready(total_q=10)
+    one = ready(packed=10)
     assert one.q.view.shape[2] == one.out.view.shape[2] == one.lse.view.shape[2] == 10
     for tensor in (one.q, one.out, one.lse):
         assert tensor.given.shape[2] == 10 + ROWS_AFTER

@@ -31,7 +31,7 @@ def test_problems_are_check_problems_and_supported_random_ones(family: str) -> N
     assert all(case.problem.computation == subject.problem.computation for case in found)
     for case in found:
         assert unsupported_reason(find_family(family), case.problem, H200, subject.specialization) is None
-    # Another seed draws other problems, beside the same ones of the check.
+    # Another seed draws other random problems; those of the check stay.
     assert 0 < sum(one not in found for one in cases_of(subject, 8)) <= alike.RANDOM_PROBLEMS
 
 

@@ -142,7 +142,7 @@ def test_outcomes(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytes
     assert found[0].caught_by == WRONG.failed
     assert all(control.passed and control.checks == 70 for control in controls)
     assert len(controls) == len({mutant.subject for mutant in mutants})
-    # A hang beside others may be another's: it is tried again alone. Races are looked for until they show.
+    # Another mutant may have caused a hang, so it is tried again alone. Races are looked for until they show.
     assert gpu.checks.count(digest(hanging)) == 2
     assert gpu.checks.count(digest(racy)) == 3
 

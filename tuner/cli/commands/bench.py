@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 import msgspec
 
-from flashtune.core.earlier_names import BASELINES
 from flashtune.core.errors import UsageError, VerificationError
 from flashtune.core.files import read_bounded
 from flashtune.core.machine import DATABASE_VARIABLE
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
 GRIDS = ("paper", "gqa", "fp8", "backward", "decode", "paged", "features")
 MAX_RESULT_BYTES = 2**28
 PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "flashinfer", "unfused")
-
-
-class _Peer(click.Choice[str]):
-    """A peer's name, also an earlier one."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return super().convert(BASELINES.get(value, value), param, ctx)
 
 
 def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[AnyCommand], AnyCommand]:
@@ -75,7 +67,7 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     "--peer",
     "peers",
     multiple=True,
-    type=_Peer(PEERS),
+    type=click.Choice(PEERS),
     metavar="NAME",
     help=f"Implementation to compare with: {', '.join(PEERS)}. Default: all that are installed. flex is "
     "compiled for each shape, which takes seconds. Repeatable.",

@@ -24,7 +24,6 @@ from flashtune.tuner.cli.output import (
     print_counts,
     print_json,
     print_rows,
-    progress_bars,
     say,
     write_result,
 )
@@ -50,7 +49,7 @@ class Location(msgspec.Struct, frozen=True):
 
 @click.group("db", cls=Group)
 def command() -> None:
-    """Locate, upgrade and merge databases."""
+    """Locate, create and merge databases."""
 
 
 @command.command("path", examples=("flashtune db path",))
@@ -74,19 +73,16 @@ def path(db: str | None, as_json: bool) -> None:
 @database_option
 @json_option
 def upgrade(db: str | None, as_json: bool) -> None:
-    """Upgrade the database to this version's schema, or create it."""
-    from flashtune.db import migrate
+    """Create the database if there is none, and check that it has this version's schema."""
+    from flashtune.db import creation
     from flashtune.db.location import database_url, describe
 
-    done = migrate.upgrade(db)
+    done = creation.upgrade(db)
     if as_json:
         print_json(done)
         return
     where = describe(database_url(db))
-    if done.before == done.after:
-        say(f"{where} has schema {done.after} already")
-    else:
-        say(f"{where} was brought from {done.before or 'nothing'} to schema {done.after}")
+    say(f"{where} {'has' if done.before else 'was created with'} schema {done.after}")
 
 
 @command.command("merge", examples=("flashtune db merge other.sqlite",))
@@ -232,62 +228,6 @@ def moment(age: str, now: datetime | None = None) -> str:
     except OverflowError as error:
         raise UsageError(f"{age!r} reaches before year 1: write a smaller number") from error
     return past.isoformat(timespec="microseconds")
-
-
-@command.command("restamp", examples=("flashtune db restamp", "flashtune db restamp --table h200.json"))
-@click.option(
-    "--table",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Restamp a table in place instead of the database.",
-)
-@click.option(
-    "--kernels",
-    "folders",
-    multiple=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Another folder with sources of earlier kernels, besides the kernel cache. Its files are run if "
-    "a record or receipt has their digest: name only folders that you trust. Repeatable.",
-)
-@database_option
-@json_option
-def restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_json: bool) -> None:
-    """Keep receipts valid after templates changed but machine code did not.
-
-    A record names the digest of its kernel. This command compiles the earlier and the current source for the
-    record's target. It compares instructions, constants, parameters and launch metadata. It also compares
-    grids, arguments and descriptors on the verifier's cases. If all are equal, the record gets the new digest
-    and keeps its receipt and time, and those of other drivers. Evidence under other Triton versions is not
-    kept. Records that differ stay unchanged and count as unproven.
-
-    With --table, receipts of the table are updated in the same way, including those of siblings: the same
-    kernel with the other setting of the log-sum-exp. To update receipts of another Triton version, run the
-    command again under it. Times of other Triton versions are removed if the record gets a new digest.
-    """
-    from flashtune.tuner.restamp.restamp import fates
-    from flashtune.tuner.restamp.store import restamp_database, restamp_table
-
-    if table is not None and db is not None:
-        raise UsageError("--table and --db each name what to restamp: give one of the two")
-    with progress_bars() as progress:
-        if table is not None:
-            done, receipts = restamp_table(table, folders, progress)
-        else:
-            done, receipts = restamp_database(db, folders, progress), None
-    counts = fates(done)
-    if as_json:
-        print_json(counts if receipts is None else {**counts, "receipts": receipts})
-        return
-    say(
-        f"{counts['carried']} records were carried over and {counts['current']} were current; "
-        f"{counts['changed']} name another kernel, {counts['no_source']} have no source here and "
-        f"{counts['other_triton']} are of another Triton"
-    )
-    if receipts is not None:
-        say(f"{receipts} further receipts were carried over")
-    for reason in sorted({result.reason for result in done if result.reason}):
-        say(f"  {printable(reason)}", indent="    ")
 
 
 @command.command(

@@ -34,7 +34,7 @@ def forward_error(kernel: Kernel, subject: Subject) -> float:
     assert isinstance(config, HopperConfig)
     shape = {"heads": 2 * max(2, config.pack_gqa), "kv_heads": 2, "seqlen_q": 291, "seqlen_kv": 330}
     shaped = msgspec.structs.replace(problem, **shape)
-    lengths = FORWARD_LENGTHS if problem.total_q else None
+    lengths = FORWARD_LENGTHS if problem.packed else None
     return test_hopper_emulated.worst_error(kernel, shaped, 3, lengths, config=config)
 
 
@@ -56,11 +56,11 @@ def latent_error(kernel: Kernel, subject: Subject) -> float:
 def assert_right_gradients(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = subject.problem
     monkeypatch.setattr(test_backward_hopper_emulated, "kernel_of", lambda *_, **__: (kernel, subject.config))
-    featured = problem.features or problem.total_q
+    featured = problem.features or problem.packed
     shape = {"heads": 4, "kv_heads": 2, "batch": 1}
     shape |= {"seqlen_q": 350, "seqlen_kv": 410} if featured else {"seqlen_q": 150, "seqlen_kv": 270}
     shaped = msgspec.structs.replace(problem, **shape)
-    if problem.total_q:
+    if problem.packed:
         test_backward_hopper_emulated.emulated(shaped, 3, BACKWARD_LENGTHS, spare=30)
     else:
         test_backward_hopper_emulated.emulated(shaped, 3 if featured else 2)

@@ -22,7 +22,7 @@ from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
 from tests.problems.block_lists import visible_blocks, with_lists
 from tests.problems.hopper import FAMILY, a_config, a_problem
-from tests.problems.plain_masks import plain_attention
+from tests.problems.plain_masks import largest_error, plain_attention
 
 UNTOUCHED = 777.0
 # A number that has an exact spelling in float32.
@@ -87,7 +87,7 @@ def worst_error(
     for tensor in (k, v):
         if spare:
             tensor[:, :, keys - spare :] = math.nan
-        if problem.seqlens_k and lengths is None:
+        if problem.kv_lengths and lengths is None:
             assert side.seqlens_kv is not None
             for sequence, length in enumerate(side.seqlens_kv.tolist()):
                 tensor[sequence, :, length:] = math.nan
@@ -109,13 +109,7 @@ def worst_error(
         assert config is not None
         workspaces = lists_of_blocks(problem, config, side)
     emulate(kernel, like, memory, extra_inputs, lse, scale, programs, workspaces, numbers)
-    worst = 0.0
-    for got, meant in ((out, expected[0]), (torch.from_numpy(lse).view(q.shape[:3]), expected[1])):
-        # Rows that no sequence has are as they were.
-        right = meant.nan_to_num(nan=UNTOUCHED, neginf=-math.inf)
-        error = torch.where(got == right, 0.0, (got - right).abs()).nan_to_num(nan=math.inf)
-        worst = max(worst, float(error.max()))
-    return worst
+    return largest_error((out, torch.from_numpy(lse).view(q.shape[:3])), expected, UNTOUCHED)
 
 
 def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> ExtraInputs:
@@ -123,7 +117,7 @@ def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> Ext
     batch = problem.batch if lengths is None else len(lengths)
     keys = [problem.seqlen_kv] * batch if lengths is None else [one[1] for one in lengths]
     side = NO_EXTRA_INPUTS
-    if problem.seqlens_k:
+    if problem.kv_lengths:
         keys = [count * (index % 3 + 1) // 3 for index, count in enumerate(keys)]
         side = side._replace(seqlens_kv=torch.tensor(keys).int())
     if problem.prefix:
@@ -211,7 +205,7 @@ def test_windows(config: dict[str, Any], causal: Causal, window: dict[str, int])
     [(Causal.NONE, {"window_left": 70}), (Causal.BOTTOM_RIGHT, {}), (Causal.TOP_LEFT, {"window_left": 70})],
 )
 def test_packed_sequences(config: dict[str, Any], causal: Causal, window: dict[str, int]) -> None:
-    problem = a_small(causal, total_q=1, **window)
+    problem = a_small(causal, packed=1, **window)
     for lengths, programs in ((EQUAL, 3), (MIXED, 8), ([(30, 0), (70, 3), (0, 9), (5, 0)], 2)):
         worst = worst_error(kernel_of(problem, **config), problem, programs, lengths, spare=100)
         assert worst < 1e-12, lengths
@@ -240,7 +234,7 @@ def test_varlen_orders_swizzles_and_head_dims() -> None:
         ((96, 80), {"split_head_dim": True}),
         ((128, 128), {"split_epilogue": True}),
     ):
-        shape = {"heads": 4, "kv_heads": 2, "total_q": 1}
+        shape = {"heads": 4, "kv_heads": 2, "packed": 1}
         problem = msgspec.structs.replace(
             a_small(Causal.BOTTOM_RIGHT), head_dim=widths[0], value_head_dim=widths[1], **shape
         )
@@ -275,7 +269,7 @@ def test_emulator_detects_broken_kernels() -> None:
         ("divisor * (1.0 - dropout)", "divisor"),
     ):
         assert not worst_error(broken(kernel, right, wrong), dropped, 2) < 1e-3, wrong
-    packed = a_small(Causal.BOTTOM_RIGHT, total_q=1)
+    packed = a_small(Causal.BOTTOM_RIGHT, packed=1)
     kernel = kernel_of(packed, **SMALL)
     for right, wrong in (
         (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from flashtune.request.quantization import E4M3
 from flashtune.templates.rendering import render
 from tests.emulator.program import emulate
 from tests.problems.hopper import FAMILY, a_config, a_problem
-from tests.problems.plain_masks import plain_attention
+from tests.problems.plain_masks import largest_error, plain_attention
 
 UNTOUCHED = 777.0
 TWO = {
@@ -67,11 +66,7 @@ def worst_error(problem: Problem, config: dict[str, Any]) -> float:
     memory = (*(one.flatten().numpy() for one in inputs), out.view(-1).numpy())
     scales = tuple(one.flatten().numpy() for one in (q_scale, k_scale, v_scale))
     emulate(kernel, like, memory, scales, lse.view(-1).numpy(), scale, 2)
-    worst = 0.0
-    for got, meant in ((out, expected[0]), (lse, expected[1])):
-        error = torch.where(got == meant, 0.0, (got - meant).abs()).nan_to_num(nan=np.inf)
-        worst = max(worst, float(error.max()))
-    return worst
+    return largest_error((out, lse), expected)
 
 
 @pytest.mark.slow

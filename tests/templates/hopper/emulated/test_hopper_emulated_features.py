@@ -41,7 +41,7 @@ def test_features(config: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", HOPPER)
 def test_device_lengths(config: dict[str, Any], name: str) -> None:
     causal, features = HOPPER[name]
-    problem = a_small(causal, seqlen_q=150, seqlen_kv=250, batch=4, seqlens_k=True, **features)
+    problem = a_small(causal, seqlen_q=150, seqlen_kv=250, batch=4, kv_lengths=True, **features)
     assert worst_error(kernel_of(problem, **config), problem, 5) < 1e-12
 
 
@@ -52,8 +52,8 @@ def test_device_lengths(config: dict[str, Any], name: str) -> None:
 def test_packed_sequences(config: dict[str, Any], name: str) -> None:
     causal, features = HOPPER[name]
     for lengths in (MIXED, [(30, 0), (70, 3), (0, 9), (5, 0), (190, 200)]):
-        for changes in ({}, {"seqlens_k": True}):
-            problem = a_small(causal, total_q=1, **features, **changes)
+        for changes in ({}, {"kv_lengths": True}):
+            problem = a_small(causal, packed=1, **features, **changes)
             assert worst_error(kernel_of(problem, **config), problem, 7, lengths, spare=100) < 1e-12, lengths
 
 
@@ -62,7 +62,7 @@ def test_packed_sequences(config: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", HOPPER)
 def test_packed_heads(name: str) -> None:
     causal, features = HOPPER[name]
-    problem = a_small(causal, heads=10, kv_heads=2, seqlen_q=20, batch=2, seqlens_k=True, **features)
+    problem = a_small(causal, heads=10, kv_heads=2, seqlen_q=20, batch=2, kv_lengths=True, **features)
     config = {"num_consumer_groups": 2, "rows_per_group": 64, "block_n": 64, "pack_gqa": 4}
     assert worst_error(kernel_of(problem, **config), problem, 3) < 1e-12
 
@@ -76,12 +76,12 @@ def a_feature_problem(chance: random.Random) -> tuple[Problem, list[tuple[int, i
             ("window_left", (0, 30, 64, 130), 0.4),
             ("window_right", (0, 20, 64, 100), 0.2),
             ("sink_tokens", (1, 5, 64, 100), 0.3),
-            ("attention_chunk", (32, 64, 100, 128), 0.3),
+            ("chunk", (32, 64, 100, 128), 0.3),
             ("prefix", (True,), 0.3),
             ("softcap", (True,), 0.25),
             ("alibi", (True,), 0.3),
             ("sinks", (True,), 0.3),
-            ("seqlens_k", (True,), 0.3),
+            ("kv_lengths", (True,), 0.3),
         )
         if chance.random() < share
     }
@@ -91,7 +91,7 @@ def a_feature_problem(chance: random.Random) -> tuple[Problem, list[tuple[int, i
     lengths = None
     if chance.random() < 0.4:
         lengths = [(chance.randint(0, 200), chance.randint(0, 200)) for _ in range(chance.randint(1, 5))]
-        fields["total_q"] = 1
+        fields["packed"] = 1
     elif chance.random() < 0.2:
         fields["dropout"] = True
     return a_small(causal, **shape, **fields), lengths

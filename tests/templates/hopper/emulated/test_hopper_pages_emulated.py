@@ -19,7 +19,7 @@ from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.templates.forward_hopper.space import SMALLEST_COPY
 from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
-from tests.problems.plain_masks import plain_attention
+from tests.problems.plain_masks import largest_error, plain_attention
 from tests.templates.hopper.emulated.test_hopper_emulated import (
     ALONE,
     SMALL,
@@ -125,7 +125,7 @@ def worst_error(
     if problem.sinks:
         side = side._replace(sinks=torch.linspace(-1.0, 3.0, problem.heads, dtype=torch.float64))
     batch, rows = len(lengths), queries[0]
-    if problem.total_q:
+    if problem.packed:
         starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
         side = side._replace(cu_seqlens_q=starts)
         batch, rows = 1, sum(queries) + SPARE
@@ -149,18 +149,12 @@ def worst_error(
     extra_inputs = tuple(one.numpy() for one in side.tensors)
     numbers = (1.5,) if problem.softcap else ()
     emulate(kernel, like, memory, extra_inputs, lse.reshape(-1), scale, programs, numbers=numbers)
-    worst = 0.0
-    for got, meant in ((out, expected[0]), (torch.from_numpy(lse), expected[1])):
-        # Rows that no sequence has are as they were.
-        right = meant.nan_to_num(nan=UNTOUCHED, neginf=-math.inf)
-        error = torch.where(got == right, 0.0, (got - right).abs()).nan_to_num(nan=math.inf)
-        worst = max(worst, float(error.max()))
-    return worst
+    return largest_error((out, torch.from_numpy(lse)), expected, UNTOUCHED)
 
 
 def a_paged(page_size: int, *, packed: bool, causal: Causal = Causal.BOTTOM_RIGHT, **changes: Any) -> Problem:
     shape = {"heads": 4, "kv_heads": 2, "batch": 1, "seqlen_kv": -(-320 // page_size) * page_size, **changes}
-    return msgspec.structs.replace(a_small(causal), page_size=page_size, total_q=int(packed), **shape)
+    return msgspec.structs.replace(a_small(causal), page_size=page_size, packed=int(packed), **shape)
 
 
 def a_scaled(page_size: int, *, packed: bool, **changes: Any) -> Problem:
@@ -223,13 +217,8 @@ def test_lengths_out_of_bounds_are_clamped(causal: Causal, packed: bool, page_si
 @pytest.mark.parametrize("scale", list(KvScale))
 @pytest.mark.parametrize("stored", list(KvDtype))
 def test_eight_bit_caches(packed: bool, stored: KvDtype, scale: KvScale, window: dict[str, Any]) -> None:
-    for page_size, columns, config in (
-        (1, 64, SMALL),
-        (4, 128, ALONE),
-        (16, 64, {**SMALL, "block_n": 128}),
-        (64, 128, SMALL),
-        (256, 64, ALONE),
-    ):
+    small, large = ((1, 64, SMALL), (64, 128, SMALL)) if packed else ((4, 128, ALONE), (256, 64, ALONE))
+    for page_size, columns, config in (small, (16, 64, {**SMALL, "block_n": 128}), large):
         widths: dict[str, Any] = {
             "head_dim": columns,
             "value_head_dim": columns,
@@ -270,6 +259,7 @@ def test_scales_of_pages(page_size: int, packed: bool) -> None:
         assert worst_error(kernel_of(problem, **config), problem, MIXED if packed else EQUAL, 5) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -325,6 +315,7 @@ def test_a_stage_keeps_its_scales_until_it_is_released() -> None:
         assert "k.release(k_state)" in lines[number + 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "right", "wrong"),
     [

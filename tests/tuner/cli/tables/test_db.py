@@ -29,7 +29,8 @@ def test_upgrade_creates_the_database_and_is_idempotent(run: Run, tmp_path: Path
     first = run("db", "upgrade")
     assert first.exit_code == 0, first.output
     assert (tmp_path / "flashtune.sqlite").exists()
-    assert "already" in run("db", "upgrade").stdout
+    assert "was created with schema" in first.stdout
+    assert " has schema" in run("db", "upgrade").stdout
     assert json.loads(run("db", "upgrade", "--json").stdout)["after"]
 
 

@@ -164,7 +164,7 @@ def test_launch_crash_or_hang_is_an_outcome(scope: SearchTask, monkeypatch: pyte
         crashed = gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT)
         monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.hang)
         hung = gpu.evaluate(scope, CANDIDATE, compiled, None)
-        # What waits behind a job that hangs is done by the next process.
+        # The next process does the jobs that wait behind a job that hangs.
         monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.evaluate_right)
         after = gpu.evaluate(scope, CANDIDATE, compiled, None)
         assert hung.result(WAIT).outcome is Outcome.TIMEOUT

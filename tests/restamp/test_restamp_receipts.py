@@ -14,9 +14,9 @@ from flashtune.db.codec import Check
 from flashtune.db.table import TunedTable, dump_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.rendering import render
-from flashtune.tuner.cli import main
-from tests.tuner.restamp import test_restamp as restamping
-from tests.tuner.restamp.test_restamp import (
+from scripts.restamp.__main__ import main
+from tests.restamp import test_restamp as restamping
+from tests.restamp.test_restamp import (
     CONFIG,
     FAMILY,
     OTHER_TRITON,
@@ -115,6 +115,6 @@ def test_command_counts_moved_receipts(tmp_path: Path, cache: Path) -> None:
     keep(other, cache)
     path = tmp_path / "table.json"
     path.write_bytes(dump_table(table_of(record_of(TODAY), check_of(other.digest, VERSIONS))))
-    arguments = ["db", "restamp", "--table", str(path), "--json"]
+    arguments = ["--table", str(path), "--json"]
     counts = [json.loads(CliRunner().invoke(main, arguments).stdout) for _ in range(2)]
     assert [(one["carried"], one["current"], one["receipts"]) for one in counts] == [(1, 0, 1), (0, 1, 0)]

@@ -27,8 +27,8 @@ from flashtune.templates.registry import find_family, template_hash
 from flashtune.templates.rendering import render
 from flashtune.tuner.execution.cpus import available_cpus
 from flashtune.tuner.execution.processes import failure_of, start_pool, stop_pool
-from flashtune.tuner.restamp.equivalence import difference
 from flashtune.tuner.tables.admission import facts_of
+from scripts.restamp.equivalence import difference
 
 FILE_NAME = re.compile(r"_([0-9a-f]{8,32})\.py")
 # Size of the caches. It is small, because digests are looked up one after another.

@@ -18,7 +18,10 @@ from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import families, find_family, template_hash
 from flashtune.templates.rendering import render
-from flashtune.tuner.restamp.restamp import (
+from flashtune.tuner.tables.admission import digest_of, facts_of
+from flashtune.tuner.tables.table_files import write_file
+from flashtune.tuner.tables.table_receipts import sibling
+from scripts.restamp.restamp import (
     EarlierSources,
     Fate,
     Progress,
@@ -27,9 +30,6 @@ from flashtune.tuner.restamp.restamp import (
     quiet,
     restamp,
 )
-from flashtune.tuner.tables.admission import digest_of, facts_of
-from flashtune.tuner.tables.table_files import write_file
-from flashtune.tuner.tables.table_receipts import sibling
 
 
 def successors(

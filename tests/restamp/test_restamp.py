@@ -21,12 +21,12 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import kernel_folder
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.restamp.equivalence import difference
-from flashtune.tuner.restamp.restamp import Fate, restamp
-from flashtune.tuner.restamp.store import restamp_database, restamp_table
 from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.table_files import json_table
 from flashtune.tuner.tables.table_receipts import sibling
+from scripts.restamp.equivalence import difference
+from scripts.restamp.restamp import Fate, restamp
+from scripts.restamp.store import restamp_database, restamp_table
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("nvidia-h200")

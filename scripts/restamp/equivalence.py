@@ -255,7 +255,7 @@ def _planned(kernel: Kernel, problem: Problem, layout: Layout) -> list[Tensor]:
     """Returns the tensors of a case for the launch code, as `bind` passes them."""
     inputs = make_inputs(forward_of(problem), META)
     q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
-    if layout is Layout.BSHD and not (problem.total_q or problem.page_size):
+    if layout is Layout.BSHD and not (problem.packed or problem.page_size):
         q, k, v, out = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v, out))
     tensors = [q, k, v, out]
     if problem.is_backward:

@@ -15,8 +15,8 @@ from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.tuner.restamp import equivalence
-from flashtune.tuner.restamp.equivalence import parts
+from scripts.restamp import equivalence
+from scripts.restamp.equivalence import parts
 
 FAMILY = find_family("forward_q_outer")
 PROBLEM = testing.problem("heads=4,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal")
