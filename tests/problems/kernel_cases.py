@@ -43,8 +43,8 @@ FORWARD: dict[str, Fields] = {
     "int8_page": {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "page_size": 32},
     "e4m3_page": {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE, "page_size": 16},
 }
-# Beside a block mask, under the interpreter with blocks of up to 64.
-BESIDE_BLOCKS: dict[str, Fields] = {
+# Combined with a block mask, under the interpreter with blocks of up to 64.
+WITH_BLOCK_MASK: dict[str, Fields] = {
     "window": {"window_left": 70},
     "two_sided": {"window_left": 90, "window_right": 20},
     "first_tokens": {"window_left": 40, "sink_tokens": 70},
@@ -84,7 +84,7 @@ HOPPER: dict[str, tuple[Causal, Fields]] = {
     "prefix, chunks": (Causal.NONE, {"prefix": True, "chunk": 80}),
     "prefix without bounds": (Causal.NONE, {"prefix": True}),
 }
-# Beside a bias, a mask or a block mask of Hopper kernels, emulated.
+# Combined with a bias, a mask or a block mask of Hopper kernels, emulated.
 HOPPER_MASKED: dict[str, tuple[Causal, Fields]] = {
     "alone": (Causal.NONE, {}),
     "causal": (Causal.BOTTOM_RIGHT, {}),

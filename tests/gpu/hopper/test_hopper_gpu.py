@@ -1,7 +1,7 @@
 """Tests of Hopper kernels in separate processes: random problems, repeated launches and large tensors.
 
-`FLASHTUNE_SAMPLES` says how many configs are drawn (24), `FLASHTUNE_SEED` which ones (0), `FLASHTUNE_REPEATS`
-how many launches of a kernel must agree bit for bit (1,000).
+`FLASHTUNE_SAMPLES` is the number of configs that are drawn (24), `FLASHTUNE_SEED` the seed (0). As many
+launches of a kernel as `FLASHTUNE_REPEATS` says (1,000) must agree bit for bit.
 """
 
 from __future__ import annotations

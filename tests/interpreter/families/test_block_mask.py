@@ -18,7 +18,7 @@ from tests.interpreter.families import kernel_calls
 from tests.interpreter.families.kernel_calls import Call, make_call, small_config
 from tests.problems import backward_calls
 from tests.problems.block_lists import visible_blocks, with_lists
-from tests.problems.kernel_cases import BESIDE_BLOCKS
+from tests.problems.kernel_cases import WITH_BLOCK_MASK
 
 MASKED, GRADIENTS = (find_family(name) for name in ("forward_masked", "backward_split"))
 CAUSAL = pytest.mark.parametrize("causal", list(Causal))
@@ -53,11 +53,11 @@ def test_random_blocks(causal: Causal, size: int, lists: BlockLists) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", BESIDE_BLOCKS)
+@pytest.mark.parametrize("name", WITH_BLOCK_MASK)
 @CAUSAL
 def test_with_another_feature(name: str, causal: Causal) -> None:
     torch.manual_seed(0)
-    problem = a_problem(causal=causal, **BESIDE_BLOCKS[name])
+    problem = a_problem(causal=causal, **WITH_BLOCK_MASK[name])
     for split in (False, True):
         config = a_config(f"{name} {causal}", split_masked_loop=split)
         check(problem, a_call(problem, visible_blocks(problem)), config, index_bits=64)
@@ -119,14 +119,14 @@ def test_gradients(causal: Causal, size: int, lists: BlockLists) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", [name for name in BESIDE_BLOCKS if name not in ("alibi", "additive")])
+@pytest.mark.parametrize("name", [name for name in WITH_BLOCK_MASK if name not in ("alibi", "additive")])
 @CAUSAL
 def test_gradients_with_another_feature(name: str, causal: Causal) -> None:
-    check_gradients(a_problem(causal=causal, **BESIDE_BLOCKS[name]), f"{name} {causal}")
+    check_gradients(a_problem(causal=causal, **WITH_BLOCK_MASK[name]), f"{name} {causal}")
 
 
 def test_gradients_of_biases_are_refused() -> None:
     for name in ("alibi", "additive"):
-        problem = a_problem(direction=Direction.BACKWARD, **BESIDE_BLOCKS[name])
+        problem = a_problem(direction=Direction.BACKWARD, **WITH_BLOCK_MASK[name])
         reason = GRADIENTS.supports(problem, backward_calls.TARGET)
         assert reason == "backward_split takes no ALiBi and no additive bias with a block mask"
