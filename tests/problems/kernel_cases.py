@@ -130,6 +130,8 @@ TUNED = {
     "small blocks of groups": f"{D128},batch=2,block_mask=64,block_lists=group",
     "small blocks of groups and lengths": f"{D64},causal,batch=2,block_mask=64,block_lists=group,kv_lengths",
     "packed": f"{D128},causal,batch=12,packed=9000",
+    # The search of a tile's sequence takes two steps.
+    "packed, many sequences": f"{HEADS},seqlen=40,head_dim=128,causal,batch=300,packed=6000",
     "packed pages": f"{D128},{PACKED},page_size=16",
     "packed pages of 1": f"{D128},{PACKED},page_size=1",
     "packed pages of 4, padded": f"{HEADS},seqlen=2048,head_dim=96,value_head_dim=80,{PACKED},page_size=4",
