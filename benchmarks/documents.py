@@ -87,7 +87,7 @@ def main() -> None:
 def generated() -> dict[Path, str]:
     """Every page and picture as the saved results give it."""
     texts: dict[str, Mapping[str, str]] = {}
-    found = {}
+    contents = {}
     for name in pages():
         path = ROOT / name
         page = path.read_text(encoding="utf-8")
@@ -99,12 +99,12 @@ def generated() -> dict[Path, str]:
             if table not in texts[script]:
                 raise UsageError(f"{name}: {script} writes no table {table} from the saved results")
             page = with_tables(page, {table: texts[script][table]}, script)
-        found[path] = with_figures(page)
+        contents[path] = with_figures(page)
     drawn = {
         **training_report.pictures(training_report.measured(RESULTS)),
         **policies_report.pictures(policies_report.SAVED),
     }
-    return found | {PICTURES / f"{name}.svg": picture for name, picture in drawn.items()}
+    return contents | {PICTURES / f"{name}.svg": picture for name, picture in drawn.items()}
 
 
 def filled(page: str, begin: str, end: str, text: str) -> str:

@@ -69,7 +69,7 @@ def in_words(number: int) -> str:
 def _versions(name: str) -> str:
     """Returns the versions of torch and Triton of a saved run, without their patch levels."""
     source = sources()[f"benchmarks/results/nvidia-h200-{name}.json.gz"]
-    torch, triton = (".".join(one.split(".")[:2]) for one in (source.torch, source.triton))
+    torch, triton = (".".join(version.split(".")[:2]) for version in (source.torch, source.triton))
     return f"torch {torch}, Triton {triton}"
 
 
@@ -113,10 +113,10 @@ def _first_seconds() -> list[float]:
 
 def _judged(policy: str) -> list[float]:
     """A policy's median share of the true best on each truth table, with the judged share tried."""
-    found = [
+    chosen = [
         summary for summary in policies_report.summaries(policies_report.SAVED) if summary.policy == policy
     ]
-    return [statistics.median(one.judged) for one in found]
+    return [statistics.median(summary.judged) for summary in chosen]
 
 
 def _truth_rows() -> str:

@@ -54,11 +54,11 @@ def main() -> None:
 def changed(path: Path = KERNELS) -> list[str]:
     """The cases whose kernel renders differently than when it was measured."""
     try:
-        known = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        saved = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except (OSError, msgspec.DecodeError) as error:
         raise TableError(f"{path} holds no digests of kernels: {error}") from error
     now = rendered()
-    return sorted(case for case in known.keys() | now.keys() if known.get(case) != now.get(case))
+    return sorted(case for case in saved.keys() | now.keys() if saved.get(case) != now.get(case))
 
 
 def rendered() -> dict[str, str]:
@@ -72,16 +72,16 @@ def not_shipped() -> list[str]:
     table = shipped_table(benches[0].target)
     assert table is not None
     selected = {key: records[0] for key, records in by_problem(table.records).items()}
-    found = []
+    cases = []
     for bench in benches:
         record = selected.get(bench.problem.key)
         if record is None or record.config is None:
-            found.append(case_of(bench.problem))
+            cases.append(case_of(bench.problem))
             continue
         shipped = render(find_family(record.family), _static(bench), record.config, Specialization())
         if shipped.digest != kernel_of(bench).digest:
-            found.append(case_of(bench.problem))
-    return found
+            cases.append(case_of(bench.problem))
+    return cases
 
 
 def _benches(name: str) -> tuple[Bench, ...]:

@@ -119,18 +119,18 @@ class Unbacked(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Prints the exemptions and the numbers without a source; exits with 1 if there are any."""
-    found: list[Unbacked] = []
+    numbers: list[Unbacked] = []
     exemptions = read_exemptions(EXEMPTIONS)
     for exemption in exemptions:
         print(f"exempt, {exemption.kind}: {exemption.page}: {exemption.reason}")
         for text in exemption.texts:
             print(f"    {text}")
     for page in pages():
-        found += unbacked(page, (ROOT / page).read_text(encoding="utf-8"), exemptions)
-    for one in found:
-        print(f"{one.page}:{one.line}: {one.number!r} has no saved result: ...{one.around}...")
-    print(f"{len(exemptions)} exemptions; {len(found)} measured numbers without a saved result")
-    if found:
+        numbers += unbacked(page, (ROOT / page).read_text(encoding="utf-8"), exemptions)
+    for number in numbers:
+        print(f"{number.page}:{number.line}: {number.number!r} has no saved result: ...{number.around}...")
+    print(f"{len(exemptions)} exemptions; {len(numbers)} measured numbers without a saved result")
+    if numbers:
         sys.exit(1)
 
 
@@ -160,7 +160,7 @@ def unbacked(page: str, text: str, exemptions: Sequence[Exemption]) -> list[Unba
 
 def unused(exemptions: Sequence[Exemption], root: Path = ROOT) -> list[str]:
     """Texts of exemptions that are on no page, or hold no measured number."""
-    found = []
+    lines = []
     for exemption in exemptions:
         path = root / exemption.page
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -169,8 +169,8 @@ def unused(exemptions: Sequence[Exemption], root: Path = ROOT) -> list[str]:
             spans = list(_occurrences(words, text))
             held = any(a <= number.start() and number.end() <= b for a, b in spans for number in numbers)
             if not held:
-                found.append(f"{exemption.page}: {words or 'the whole page'}")
-    return found
+                lines.append(f"{exemption.page}: {words or 'the whole page'}")
+    return lines
 
 
 def _spans(exemption: Exemption, text: str) -> Iterator[tuple[int, int]]:

@@ -76,9 +76,9 @@ def main() -> None:
         path.unlink()
         path = packed
     name = path.relative_to(ROOT).as_posix()
-    found = msgspec.json.decode(SOURCES.read_bytes(), type=dict[str, Source])
-    found[name] = msgspec.structs.replace(this_run(), command=options.command)
-    SOURCES.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    entries = msgspec.json.decode(SOURCES.read_bytes(), type=dict[str, Source])
+    entries[name] = msgspec.structs.replace(this_run(), command=options.command)
+    SOURCES.write_bytes(msgspec.json.format(msgspec.json.encode(entries), indent=1) + b"\n")
 
 
 def save(path: Path, rows: object) -> None:
@@ -150,29 +150,29 @@ def result_files() -> tuple[str, ...]:
 
 def sources() -> dict[str, Source]:
     """The source of each file of results, by its path."""
-    found = msgspec.json.decode(SOURCES.read_bytes(), type=dict[str, Source])
+    entries = msgspec.json.decode(SOURCES.read_bytes(), type=dict[str, Source])
     files = result_files()
     for name in files:
         own = _own_source(ROOT / name)
-        if own is not None and name in found:
+        if own is not None and name in entries:
             raise TableError(f"{name} names its source itself: take it out of {SOURCES}")
         if own is not None:
-            found[name] = own
-    missing, gone = set(files) - set(found), set(found) - set(files)
+            entries[name] = own
+    missing, gone = set(files) - set(entries), set(entries) - set(files)
     if missing or gone:
         raise TableError(f"{SOURCES} lacks {sorted(missing)} and names {sorted(gone)}, which do not exist")
-    return found
+    return entries
 
 
 def texts() -> dict[str, str]:
     """The table of all files of results, by name."""
     rows = []
-    for name, one in sources().items():
+    for name, source in sources().items():
         link = (
             f"[{Path(name).name}]({'' if name.startswith('benchmarks/results/') else '../../'}{_below(name)})"
         )
-        command = f"`{one.command}`" + (f" ({one.note})" if one.note else "")
-        rows.append((link, command, str(one.date), one.gpu, one.torch, one.triton, one.driver))
+        command = f"`{source.command}`" + (f" ({source.note})" if source.note else "")
+        rows.append((link, command, str(source.date), source.gpu, source.torch, source.triton, source.driver))
     lines = table(("file", "command", "date", "GPU", "torch", "Triton", "driver"), sorted(rows))
     return {"files": "\n".join(lines)}
 

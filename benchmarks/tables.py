@@ -45,14 +45,14 @@ def by_grid(benches: Iterable[Bench]) -> Results:
 
     Grids share problems. All benches of a grid are of the GPU with most of its problems.
     """
-    found: dict[str, dict[Problem, Bench]] = {}
+    by_problem: dict[str, dict[Problem, Bench]] = {}
     for bench in benches:
         if bench.row(OURS) is not None:
-            found.setdefault(bench.target, {})[bench.problem] = bench
+            by_problem.setdefault(bench.target, {})[bench.problem] = bench
     by_gpu = {
         name: [
             [of_gpu[problem] for problem in grid_problems(name) if problem in of_gpu]
-            for of_gpu in found.values()
+            for of_gpu in by_problem.values()
         ]
         for name in GRIDS
     }
@@ -96,8 +96,8 @@ def gqa_table(results: Results) -> Iterator[str]:
     """TFLOP/s, and our speed over cuDNN's in the same run."""
 
     def ratio(bench: Bench) -> str:
-        found = _over(bench, CUDNN)
-        return f" ({found:.2f})" if found else ""
+        speedup = _over(bench, CUDNN)
+        return f" ({speedup:.2f})" if speedup else ""
 
     yield from _by_length(results["gqa"], "TFLOP/s (over cuDNN in the same run):", ratio)
 
@@ -106,19 +106,19 @@ def backward_table(results: Results) -> Iterator[str]:
     """TFLOP/s of the gradients alone, and our speed over cuDNN's in the same run."""
 
     def ratio(bench: Bench) -> str:
-        found = _over(bench, CUDNN)
-        return f" ({found:.2f})" if found else ""
+        speedup = _over(bench, CUDNN)
+        return f" ({speedup:.2f})" if speedup else ""
 
     yield from _by_length(results["backward"], "TFLOP/s (over cuDNN's gradients in the same run):", ratio)
     for title, dims in (("D64 and D128", USUAL_WIDTHS), ("D256", WIDE)):
         benches = [bench for bench in results["backward"] if bench.problem.head_dim in dims]
-        found = {case_of(bench.problem): over for bench in benches if (over := _over(bench, CUDNN))}
-        if found:
-            worst = min(found, key=lambda case: found[case])
+        speedups = {case_of(bench.problem): over for bench in benches if (over := _over(bench, CUDNN))}
+        if speedups:
+            worst = min(speedups, key=lambda case: speedups[case])
             yield ""
-            mean = statistics.geometric_mean(found.values())
+            mean = statistics.geometric_mean(speedups.values())
             yield f"{title}: {mean:.3f} of cuDNN's speed in the geometric"
-            yield f"mean of {len(found)}, {found[worst]:.3f} at worst ({worst})."
+            yield f"mean of {len(speedups)}, {speedups[worst]:.3f} at worst ({worst})."
 
 
 def fp8_table(results: Results) -> Iterator[str]:
@@ -206,17 +206,17 @@ TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
 def _standing(results: Results, grid: str) -> dict[str, AgainstPoint]:
     """The benches of a grid with published figures, by case."""
     path = ROOT / "benchmarks/peers" / PEERS[grid]
-    found = against(results[grid], read_figures(path.read_bytes(), path.name))
-    return {point.case: point for point in found.points} if found else {}
+    standing = against(results[grid], read_figures(path.read_bytes(), path.name))
+    return {point.case: point for point in standing.points} if standing else {}
 
 
 def _lines(benches: Sequence[Bench]) -> dict[str, list[Bench]]:
     """The benches of each head dim and mask, shortest first."""
-    found: dict[str, list[Bench]] = {}
+    grouped: dict[str, list[Bench]] = {}
     for bench in sorted(benches, key=lambda bench: bench.problem.seqlen_kv):
-        found.setdefault(_title(bench.problem), []).append(bench)
+        grouped.setdefault(_title(bench.problem), []).append(bench)
     # Titles in the order of the grid, whichever lengths are missing.
-    return {title: found[title] for title in dict.fromkeys(_title(bench.problem) for bench in benches)}
+    return {title: grouped[title] for title in dict.fromkeys(_title(bench.problem) for bench in benches)}
 
 
 def _by_length(benches: Sequence[Bench], intro: str, ratio: Callable[[Bench], str]) -> Iterator[str]:

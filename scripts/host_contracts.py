@@ -57,8 +57,8 @@ ADDED = {
     "aten._cudnn_attention_forward: Tensor? seqused_k=None": (2, 14),
     **dict.fromkeys(
         (
-            f"{place}_cudnn_attention_forward_no_dropout_inplace"
-            for place in (
+            f"{prefix}_cudnn_attention_forward_no_dropout_inplace"
+            for prefix in (
                 "aten.",
                 "aten.names: ",
                 f"torch.nn.attention.varlen._varlen_attn_out.{OPERATORS}: ",
@@ -107,38 +107,38 @@ def contract_of(library: str, path: Path) -> Contract:
             }
     schemas = root / SCHEMAS
     if library == "torch" and schemas.is_file():
-        found = dict(SCHEMA.findall(schemas.read_text(encoding="utf-8")))
-        arguments = {name: text.split(", ") for name, text in found.items() if OF_GPUS.match(name)}
-        modules[OPERATOR_SCHEMAS] = {"names": sorted(found), **arguments}
+        texts = dict(SCHEMA.findall(schemas.read_text(encoding="utf-8")))
+        arguments = {name: text.split(", ") for name, text in texts.items() if OF_GPUS.match(name)}
+        modules[OPERATOR_SCHEMAS] = {"names": sorted(texts), **arguments}
     infos = [each.name for each in root.iterdir() if each.name.endswith(".dist-info")]
     versions = [info.split("-")[1] for info in infos if info.split("-")[0] == library]
     return {"version": versions[0].removesuffix(".dist"), "modules": modules}
 
 
-def differences(frozen: Contract, found: Contract) -> list[str]:
+def differences(frozen: Contract, present: Contract) -> list[str]:
     """Returns one sentence for each part that is gone or differs.
 
     New abstract methods and new keywords have one too. Older versions may lack what was `ADDED` later.
     """
-    version = tuple(int(number) for number in re.findall(r"\d+", found["version"]))
+    version = tuple(int(number) for number in re.findall(r"\d+", present["version"]))
     lacking = [f"{name} is gone" for name, first in ADDED.items() if version < first]
-    lines = _differences("", frozen["modules"], found["modules"])
+    lines = _differences("", frozen["modules"], present["modules"])
     return [line for line in lines if line not in lacking]
 
 
-def _differences(name: str, frozen: Any, found: Any) -> Iterator[str]:
-    if isinstance(frozen, dict) and isinstance(found, dict):
+def _differences(name: str, frozen: Any, present: Any) -> Iterator[str]:
+    if isinstance(frozen, dict) and isinstance(present, dict):
         for key, value in frozen.items():
             inner = f"{name}.{key}" if name else key
-            if key in found:
-                yield from _differences(inner, value, found[key])
+            if key in present:
+                yield from _differences(inner, value, present[key])
             else:
                 yield f"{inner} is gone"
-    elif isinstance(frozen, list) and isinstance(found, list):
-        for item in sorted({*frozen} ^ {*found}):
-            yield f"{name}: {item} is {'new' if item in found else 'gone'}"
-    elif frozen != found:
-        yield f"{name} was {frozen} and is {found}"
+    elif isinstance(frozen, list) and isinstance(present, list):
+        for item in sorted({*frozen} ^ {*present}):
+            yield f"{name}: {item} is {'new' if item in present else 'gone'}"
+    elif frozen != present:
+        yield f"{name} was {frozen} and is {present}"
 
 
 def _chosen(name: str, part: Any, members: tuple[str, ...]) -> Any:
@@ -169,23 +169,23 @@ def _parts(module: ast.Module, names: Names) -> Iterator[tuple[str, Any]]:
 
 def _keywords(node: ast.AST) -> dict[str, list[str]]:
     """Returns the keywords that are passed to attention and mask functions, if these are called."""
-    found: dict[str, set[str]] = {}
+    members: dict[str, set[str]] = {}
     for each in ast.walk(node):
         match each:
             case ast.Call(func=ast.Name(id=name), keywords=keywords) if name in CALLED:
-                passed = found.setdefault(CALLED[name], set())
+                passed = members.setdefault(CALLED[name], set())
                 passed.update(keyword.arg for keyword in keywords if keyword.arg is not None)
-    return {member: sorted(passed) for member, passed in found.items()}
+    return {member: sorted(passed) for member, passed in members.items()}
 
 
 def _operators(node: ast.AST) -> list[str]:
     """Returns the names after `torch.ops.aten`."""
-    found: set[str] = set()
+    operators: set[str] = set()
     for each in ast.walk(node):
         match each:
             case ast.Attribute(value=ast.Attribute(attr="aten"), attr=name):
-                found.add(name)
-    return sorted(found)
+                operators.add(name)
+    return sorted(operators)
 
 
 def _class_parts(node: ast.ClassDef) -> dict[str, Any]:
@@ -259,9 +259,9 @@ def newest_wheel(library: str, folder: Path) -> Path:
 def compare(library: str, path: Path) -> int:
     """Prints the differences of a version from the frozen one, and returns their number."""
     frozen = frozen_contract(library)
-    found = contract_of(library, path)
-    lines = differences(frozen, found)
-    print(f"{library} {found['version']}: {len(lines)} differences from {frozen['version']}")
+    present = contract_of(library, path)
+    lines = differences(frozen, present)
+    print(f"{library} {present['version']}: {len(lines)} differences from {frozen['version']}")
     for line in lines:
         print(f"  {line}")
     return len(lines)
@@ -274,20 +274,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("path", nargs="?", type=Path)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--newest", action="store_true")
-    given = parser.parse_args(arguments)
-    if given.newest:
+    options = parser.parse_args(arguments)
+    if options.newest:
         count = 0
-        for library in [given.library] if given.library else LIBRARIES:
+        for library in [options.library] if options.library else LIBRARIES:
             with tempfile.TemporaryDirectory() as folder:
                 count += compare(library, newest_wheel(library, Path(folder)))
         return int(count > 0)
-    if given.library is None or given.path is None:
+    if options.library is None or options.path is None:
         parser.error("pass a library and its wheel or folder, or --newest")
-    if given.write:
-        found = json.dumps(contract_of(given.library, given.path), indent=1)
-        (FROZEN / f"{given.library}.json").write_text(found + "\n", encoding="utf-8")
+    if options.write:
+        document = json.dumps(contract_of(options.library, options.path), indent=1)
+        (FROZEN / f"{options.library}.json").write_text(document + "\n", encoding="utf-8")
         return 0
-    return int(compare(given.library, given.path) > 0)
+    return int(compare(options.library, options.path) > 0)
 
 
 if __name__ == "__main__":

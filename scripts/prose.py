@@ -77,10 +77,10 @@ def main() -> None:
     options = parser.parse_args()
     findings = {path: tuple(findings_of(ROOT / path)) for path in (options.files or checked_files())}
     if options.files:
-        for found in findings.values():
-            print("\n".join(f"{one.path}: {one.sentence!r}: {one.advice}" for one in found))
+        for listed in findings.values():
+            print("\n".join(f"{finding.path}: {finding.sentence!r}: {finding.advice}" for finding in listed))
         return
-    counts = {path: len(found) for path, found in findings.items() if found}
+    counts = {path: len(listed) for path, listed in findings.items() if listed}
     allowed = allowed_counts()
     if options.write:
         lowered = {path: min(counts.get(path, 0), most) for path, most in sorted(allowed.items())}
@@ -117,8 +117,8 @@ def checked_files() -> list[str]:
         for name in names
         if name.endswith((".py", ".jinja"))
     ]
-    found = {path.relative_to(ROOT).as_posix() for path in (*pages, *modules)}
-    return sorted(found - GENERATED)
+    paths = {path.relative_to(ROOT).as_posix() for path in (*pages, *modules)}
+    return sorted(paths - GENERATED)
 
 
 def findings_of(path: Path) -> Iterator[Finding]:
@@ -131,8 +131,8 @@ def findings_of(path: Path) -> Iterator[Finding]:
             if words > MAX_WORDS:
                 yield Finding(name, sentence, f"{words} words: at most {MAX_WORDS}")
             for pattern, advice in RULES:
-                if found := pattern.search(sentence):
-                    yield Finding(name, sentence, f"{found.group(0).strip()!r}: {advice}")
+                if match := pattern.search(sentence):
+                    yield Finding(name, sentence, f"{match.group(0).strip()!r}: {advice}")
 
 
 def texts_of(suffix: str, source: str) -> list[str]:
@@ -165,8 +165,8 @@ def comments(source: str) -> list[str]:
 def docstrings(source: str) -> list[str]:
     """Returns all docstrings of a module."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
-    return [text for text in found if text]
+    texts = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
+    return [text for text in texts if text]
 
 
 def sentences(text: str) -> Iterator[str]:

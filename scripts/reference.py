@@ -54,15 +54,15 @@ def reference() -> str:
 def feature_table() -> str:
     """Returns the features, an example of each in a shape, and the families that compute it."""
     passes = ("forward", "decode", "backward")
-    known = sorted(families(), key=lambda family: passes.index(family.name.split("_")[0]))
+    ordered = sorted(families(), key=lambda family: passes.index(family.name.split("_")[0]))
     rows = (
         (
-            one.title,
-            f"`{one.example}`",
-            ", ".join(f"`{family.name}`" for family in known if feature in family.features)
+            entry.title,
+            f"`{entry.example}`",
+            ", ".join(f"`{family.name}`" for family in ordered if feature in family.features)
             or "the unfused computation",
         )
-        for feature, one in FEATURES.items()
+        for feature, entry in FEATURES.items()
     )
     return _table(("feature", "in a shape", "computed by"), rows).rstrip("\n")
 

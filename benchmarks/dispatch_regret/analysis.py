@@ -156,7 +156,7 @@ def finalists(problem: Problem, target: Target, records: Iterable[Record]) -> tu
     These are the valid winners of all anchors of the same type and head dims, the families' defaults, and the
     neighbours of both. Portable families have only the winners of the nearest anchors with the same mask.
     """
-    found: dict[Candidate, None] = {}
+    candidates: dict[Candidate, None] = {}
     portable: dict[Candidate, None] = {}
     able = {
         family.name: family
@@ -171,27 +171,29 @@ def finalists(problem: Problem, target: Target, records: Iterable[Record]) -> tu
             if record.problem.causal is problem.causal and len(portable) < PORTABLE:
                 portable[Candidate(record.family, record.config)] = None
         elif spaces[record.family].contains(record.config):
-            found[Candidate(record.family, record.config)] = None
+            candidates[Candidate(record.family, record.config)] = None
     for name, family in able.items():
         default = Candidate(name, family.default(problem, target))
         if _is_portable(name):
             portable[default] = None
         else:
-            found[default] = None
-            found |= dict.fromkeys(Candidate(name, one) for one in _beside(default.config, spaces[name]))
-    return (*found, *portable)
+            candidates[default] = None
+            candidates |= dict.fromkeys(
+                Candidate(name, config) for config in _beside(default.config, spaces[name])
+            )
+    return (*candidates, *portable)
 
 
-def _alike(one: Problem, other: Problem) -> bool:
+def _alike(problem: Problem, other: Problem) -> bool:
     masks = {"causal": Causal.NONE}
-    return msgspec.structs.replace(one.computation, **masks) == msgspec.structs.replace(
+    return msgspec.structs.replace(problem.computation, **masks) == msgspec.structs.replace(
         other.computation, **masks
     )
 
 
-def _unlike(one: Problem, other: Problem) -> tuple[bool, float, str]:
-    apart = abs(math.log2(one.flops() / max(1, other.flops())))
-    return one.causal is not other.causal, apart, one.key
+def _unlike(problem: Problem, other: Problem) -> tuple[bool, float, str]:
+    apart = abs(math.log2(problem.flops() / max(1, other.flops())))
+    return problem.causal is not other.causal, apart, problem.key
 
 
 def _is_portable(name: str) -> bool:
@@ -235,14 +237,14 @@ def regret(point: Point, candidate: Candidate) -> float | None:
 def figures(points: Iterable[Point], records: tuple[Record, ...], share: float, choose: Choose) -> Figures:
     """The regrets of a rule of choosing with a share of a table's anchors."""
     kept = thinned(records, share)
-    found = [regret(point, choose(point.problem, kept)) for point in points]
-    known = sorted(value for value in found if value is not None)
+    regrets = [regret(point, choose(point.problem, kept)) for point in points]
+    values = sorted(value for value in regrets if value is not None)
     return Figures(
         share=share,
         anchors=len({record.problem.key for record in kept}),
-        points=len(known),
-        median=statistics.median(known) if known else math.nan,
-        p95=known[math.ceil(0.95 * len(known)) - 1] if known else math.nan,
-        worst=known[-1] if known else math.nan,
-        unknown=len(found) - len(known),
+        points=len(values),
+        median=statistics.median(values) if values else math.nan,
+        p95=values[math.ceil(0.95 * len(values)) - 1] if values else math.nan,
+        worst=values[-1] if values else math.nan,
+        unknown=len(regrets) - len(values),
     )

@@ -79,9 +79,9 @@ def _by_seed(reports: Sequence[RegretReport], records: tuple[Record, ...]) -> It
     groups = [(str(report.seed), report.points) for report in reports] + [("all", everything)]
     rows = []
     for name, points in groups:
-        found = figures(points, records, 1.0, choose)
-        judged = (f"{share:.1%}" for share in (found.median, found.p95, found.worst))
-        rows.append((name, str(found.points), str(found.unknown), *judged))
+        regrets = figures(points, records, 1.0, choose)
+        judged = (f"{share:.1%}" for share in (regrets.median, regrets.p95, regrets.worst))
+        rows.append((name, str(regrets.points), str(regrets.unknown), *judged))
     yield from table(("seed", "shapes", "not timed", "median", "95th percentile", "worst"), rows)
 
 
@@ -158,10 +158,10 @@ def _lines(report: RegretReport, records: tuple[Record, ...]) -> Iterator[str]:
         yield f"| {point.problem.key} | {value:.1%} | {ours} | {fastest} |"
 
 
-def _row(name: str, found: Figures, *, shapes: bool = False) -> str:
-    count = f" ({found.points})" if shapes else f" ({found.anchors})"
-    unknown = f"; {found.unknown} not timed" if found.unknown else ""
-    return f"| {name}{count}{unknown} | {found.median:.1%} | {found.p95:.1%} | {found.worst:.1%} |"
+def _row(name: str, regrets: Figures, *, shapes: bool = False) -> str:
+    count = f" ({regrets.points})" if shapes else f" ({regrets.anchors})"
+    unknown = f"; {regrets.unknown} not timed" if regrets.unknown else ""
+    return f"| {name}{count}{unknown} | {regrets.median:.1%} | {regrets.p95:.1%} | {regrets.worst:.1%} |"
 
 
 def _groups(points: Iterable[Point]) -> Iterator[tuple[str, list[Point]]]:

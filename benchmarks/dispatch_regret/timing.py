@@ -68,8 +68,8 @@ def measure_regret(
         tell: Receives progress messages.
     """
     target = device_target(device)
-    known = {point.problem for point in report.points}
-    left = [problem for problem in problems if problem not in known]
+    timed = {point.problem for point in report.points}
+    left = [problem for problem in problems if problem not in timed]
     chosen = {problem: _choices(problem, target, records) for problem in left}
     jobs: Jobs = {
         problem: tuple(dict.fromkeys((*finalists(problem, target, records), *chosen[problem])))
@@ -161,12 +161,12 @@ def _measure(
 def _run(problem: Problem, candidate: Candidate, target: Target, tensors: Tensors) -> Run:
     kernel = _kernel(_static(problem), candidate)
     binary = _binary(kernel, target)
-    given = (tensors.q, tensors.k, tensors.v, tensors.out)
-    launch = bind(kernel, target, ForwardTensors(*given), tensors.side, compiled=binary)
-    return functools.partial(launch, (*given, None), tensors.scale, tensors.side)
+    arguments = (tensors.q, tensors.k, tensors.v, tensors.out)
+    launch = bind(kernel, target, ForwardTensors(*arguments), tensors.side, compiled=binary)
+    return functools.partial(launch, (*arguments, None), tensors.scale, tensors.side)
 
 
 def _timed(candidate: Candidate, measured: Measurement | None, look: float) -> Timed:
-    found = measured or summarize([look])
-    ms, p20, p80 = (round(value, 6) for value in (found.ms, found.p20, found.p80))
-    return Timed(candidate.family, candidate.config.label(), ms, p20, p80, found.samples)
+    measurement = measured or summarize([look])
+    ms, p20, p80 = (round(value, 6) for value in (measurement.ms, measurement.p20, measurement.p80))
+    return Timed(candidate.family, candidate.config.label(), ms, p20, p80, measurement.samples)

@@ -35,12 +35,12 @@ def _lines(tables: Sequence[TruthTable]) -> Iterator[str]:
     )
     worth = [_worth(table) for table in tables]
     rows = []
-    for axis in dict.fromkeys(axis for found in worth for axis in found):
-        values = sorted({value for found in worth for value in found.get(axis, {})}, key=_order)
+    for axis in dict.fromkeys(axis for ratios in worth for axis in ratios):
+        values = sorted({value for ratios in worth for value in ratios.get(axis, {})}, key=_order)
         if len(values) == 1:
             continue
         for value in values:
-            cells = (found.get(axis, {}).get(value) for found in worth)
+            cells = (ratios.get(axis, {}).get(value) for ratios in worth)
             rows.append((f"`{axis}` {_text(value)}", *(f"{cell:.2f}" if cell else "–" for cell in cells)))
     yield from table(("", *map(_title, tables)), rows)
 
@@ -48,13 +48,13 @@ def _lines(tables: Sequence[TruthTable]) -> Iterator[str]:
 def _worth(truth: TruthTable) -> dict[str, dict[Value, float]]:
     """For each axis and value the best time with it, over the best of all."""
     best = fastest(truth)
-    found: dict[str, dict[Value, float]] = {}
+    ratios: dict[str, dict[Value, float]] = {}
     for values, ms in zip((row.values for row in truth.rows), truth.times(), strict=True):
         for axis, value in zip(truth.fields, values, strict=True):
             if ms is not None:
-                of_axis = found.setdefault(axis, {})
+                of_axis = ratios.setdefault(axis, {})
                 of_axis[value] = min(of_axis.get(value, ms / best), ms / best)
-    return found
+    return ratios
 
 
 def _title(truth: TruthTable) -> str:

@@ -42,16 +42,16 @@ class _Samples(msgspec.Struct, frozen=True):
 
 def _samples(table: TruthTable) -> _Samples:
     family, target = find_family(table.family), find_target(table.target)
-    found, off = [], []
+    rows, off = [], []
     for row, ms in zip(table.rows, table.times(), strict=True):
         config = table.candidate(row).config
         if ms is None or row.resources is None:
             continue
         predicted = scheduled_ms(table.problem, family, config, row.resources, target)
         if not math.isinf(predicted):
-            found.append(features(family, config, row.resources, target))
+            rows.append(features(family, config, row.resources, target))
             off.append(math.log(ms / predicted))
-    return _Samples(tuple(found), tuple(off))
+    return _Samples(tuple(rows), tuple(off))
 
 
 def _fit_family(tables: Sequence[_Samples]) -> FamilyFit:

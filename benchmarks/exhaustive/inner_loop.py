@@ -57,12 +57,12 @@ def loops(successors: Sequence[Sequence[int]]) -> list[frozenset[int]]:
         for target in targets:
             predecessors[target].append(block)
     dominators = _dominators(predecessors)
-    found: dict[int, set[int]] = {}
+    bodies: dict[int, set[int]] = {}
     for block, targets in enumerate(successors):
         for head in targets:
             if dominators[block] >> head & 1:
-                found.setdefault(head, {head}).update(_reaching(block, head, predecessors))
-    return [frozenset(body) for body in found.values()]
+                bodies.setdefault(head, {head}).update(_reaching(block, head, predecessors))
+    return [frozenset(body) for body in bodies.values()]
 
 
 def _dominators(predecessors: Sequence[Sequence[int]]) -> list[int]:

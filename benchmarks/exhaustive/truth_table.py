@@ -123,9 +123,9 @@ class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def first_times(self) -> tuple[float | None, ...]:
         """Returns each row's time in its batch, in ms, with the default's time equal in all batches."""
-        usual = statistics.median(self.anchors) if self.anchors else 1.0
+        median = statistics.median(self.anchors) if self.anchors else 1.0
         return tuple(
-            row.first.ms * usual / self.anchors[row.batch] if row.first else None for row in self.rows
+            row.first.ms * median / self.anchors[row.batch] if row.first else None for row in self.rows
         )
 
     def times(self) -> tuple[float | None, ...]:

@@ -54,7 +54,7 @@ def main() -> None:
     if options.old is None:
         parser.error("pass --old, the checkout to compare with")
     rounds = _rounds({"old": options.old, "new": options.new})
-    document = {name: _medians(found) for name, found in rounds.items()}
+    document = {name: _medians(times) for name, times in rounds.items()}
     print(*_lines(document["old"], document["new"]), sep="\n")
     if options.save:
         options.save.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def main() -> None:
 def _rounds(checkouts: Mapping[str, Path]) -> dict[str, list[Times]]:
     """Returns the times of each round in microseconds, by checkout."""
     running = {name: _start(path.resolve()) for name, path in checkouts.items()}
-    found: dict[str, list[Times]] = {name: [] for name in checkouts}
+    times: dict[str, list[Times]] = {name: [] for name in checkouts}
     try:
         # Both prepare their calls before either measures.
         for process in running.values():
@@ -75,12 +75,12 @@ def _rounds(checkouts: Mapping[str, Path]) -> dict[str, list[Times]]:
                 process = running[name]
                 assert process.stdin is not None
                 print(file=process.stdin, flush=True)
-                found[name].append(_answer(process))
+                times[name].append(_answer(process))
     finally:
         for process in running.values():
             process.kill()
             process.wait()
-    return found
+    return times
 
 
 def _start(checkout: Path) -> subprocess.Popen[str]:
@@ -164,10 +164,10 @@ def _calls() -> dict[str, tuple[Callable[[], object], int]]:
     def random(*shape: int, grad: bool = False) -> Any:
         return torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=grad)
 
-    def generated(*given: Any, **options: Any) -> Any:
-        return tuned.attention(*given, **options, prefer="generated")
+    def generated(*tensors: Any, **options: Any) -> Any:
+        return tuned.attention(*tensors, **options, prefer="generated")
 
-    one, kept = random(1, 32, 1, 128), [random(1, 8, 8192, 128) for _ in range(2)]
+    query, kept = random(1, 32, 1, 128), [random(1, 8, 8192, 128) for _ in range(2)]
     q, k, v = (random(4, 16, 1024, 128) for _ in range(3))
     leaves = [random(2, 8, 512, 64, grad=True) for _ in range(3)]
     dout = random(2, 8, 512, 64)
@@ -185,8 +185,8 @@ def _calls() -> dict[str, tuple[Callable[[], object], int]]:
         torch.autograd.grad(attention(*leaves), leaves, dout)
 
     calls: dict[str, Callable[[], object]] = {
-        "sdpa_decode": lambda: sdpa(one, *kept, enable_gqa=True),
-        "decode": lambda: generated(one, *kept),
+        "sdpa_decode": lambda: sdpa(query, *kept, enable_gqa=True),
+        "decode": lambda: generated(query, *kept),
         "sdpa_forward": lambda: sdpa(q, k, v, is_causal=True),
         "forward": lambda: generated(q, k, v, causal=True),
         "varlen": lambda: tuned.attention_varlen(*packed, starts, starts, 1024, 1024, causal=True),
@@ -197,8 +197,8 @@ def _calls() -> dict[str, tuple[Callable[[], object], int]]:
         "two_empty_launches": lambda: (empty(), empty()),
     }
     training: dict[str, Callable[[], object]] = {
-        "sdpa_training": lambda: train(lambda *given: sdpa(*given, is_causal=True)),
-        "training": lambda: train(lambda *given: generated(*given, causal=True)),
+        "sdpa_training": lambda: train(lambda *tensors: sdpa(*tensors, is_causal=True)),
+        "training": lambda: train(lambda *tensors: generated(*tensors, causal=True)),
     }
     return {
         **{name: (call, CALLS) for name, call in calls.items()},

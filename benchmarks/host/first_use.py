@@ -227,8 +227,8 @@ def _in_a_process(number: int, way: Way, folder: Path) -> tuple[float, ...]:
 
 def texts() -> dict[str, str]:
     """The tables of the saved run, by name."""
-    found = load(SAVED, list[Row])
-    return {"first-use": "\n".join(_lines(found.source, found.rows))}
+    saved = load(SAVED, list[Row])
+    return {"first-use": "\n".join(_lines(saved.source, saved.rows))}
 
 
 def _lines(source: Source, rows: Sequence[Row]) -> Iterator[str]:
@@ -260,17 +260,17 @@ def _fresh_cells(fresh: Fresh) -> tuple[str, str, str]:
 
 
 def _longest(rows: Sequence[Row]) -> tuple[str, ...]:
-    found = [msgspec.structs.astuple(row.fresh) for row in rows if row.fresh]
-    longest = Fresh(*map(max, zip(*found, strict=True)))
+    times = [msgspec.structs.astuple(row.fresh) for row in rows if row.fresh]
+    longest = Fresh(*map(max, zip(*times, strict=True)))
     return "the longest", "", f"{max(row.at_work_ms for row in rows):.0f}", *_fresh_cells(longest)
 
 
 def _compiling(rows: Sequence[Row]) -> str:
-    found = [row.fresh for row in rows if row.fresh]
-    both = sum(one.compiling_ms for one in found) / 1e3
-    alone = sum(one.alone_ms for one in found) / 1e3
+    times = [row.fresh for row in rows if row.fresh]
+    both = sum(row.compiling_ms for row in times) / 1e3
+    alone = sum(row.alone_ms for row in times) / 1e3
     return (
-        f"Compiling and loading these {len(found)} kernels took {both:.1f} s in all while their checks were "
+        f"Compiling and loading these {len(times)} kernels took {both:.1f} s in all while their checks were "
         f"preloaded, and {alone:.1f} s where nothing else went on."
     )
 

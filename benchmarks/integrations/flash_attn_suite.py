@@ -201,9 +201,9 @@ def case(axes: Sequence[tuple[list[str], list[Any]]], number: int) -> tuple[Any,
     """Returns the values of a case. Cases are numbered as the product of all axes."""
     values: list[Any] = []
     for names, choices in axes:
-        number, place = divmod(number, len(choices))
-        choice = getattr(choices[place], "values", choices[place])
-        is_row = len(names) > 1 or hasattr(choices[place], "marks")
+        number, index = divmod(number, len(choices))
+        choice = getattr(choices[index], "values", choices[index])
+        is_row = len(names) > 1 or hasattr(choices[index], "marks")
         values.extend(choice) if is_row else values.append(choice)
     return tuple(values)
 
@@ -284,7 +284,7 @@ def main() -> None:
     start = time.monotonic()
     options = ("--collect-only",) if arguments.collect else ()
     code = run(arguments.folder.resolve(), arguments.version, sample, options)
-    found = {
+    document = {
         "version": arguments.version,
         "seed": arguments.seed,
         "seconds": round(time.monotonic() - start, 1),
@@ -295,7 +295,7 @@ def main() -> None:
         "left_out": sample.left_out,
         "sizes": sample.sizes,
     }
-    report(found, arguments.out, is_part=arguments.part is not None)
+    report(document, arguments.out, is_part=arguments.part is not None)
 
 
 def shared(workers: int) -> dict[str, Any]:
@@ -316,23 +316,23 @@ def shared(workers: int) -> dict[str, Any]:
 
 def summed(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns one report of several processes."""
-    found = dict(reports[0])
+    total = dict(reports[0])
     for name in OUTCOMES:
-        found[name] = sum(report[name] for report in reports)
-    found["refusals"] = dict(sum((Counter(report["refusals"]) for report in reports), Counter()))
-    found["failures"] = {case: why for report in reports for case, why in report["failures"].items()}
-    found["seconds"] = max(report["seconds"] for report in reports)
-    return found
+        total[name] = sum(report[name] for report in reports)
+    total["refusals"] = dict(sum((Counter(report["refusals"]) for report in reports), Counter()))
+    total["failures"] = {case: why for report in reports for case, why in report["failures"].items()}
+    total["seconds"] = max(report["seconds"] for report in reports)
+    return total
 
 
-def report(found: dict[str, Any], out: Path | None, *, is_part: bool = False) -> None:
+def report(document: dict[str, Any], out: Path | None, *, is_part: bool = False) -> None:
     """Prints a report and writes it to a file, with its source unless it is a part of another report."""
-    words = json.dumps(found, indent=1)
+    words = json.dumps(document, indent=1)
     print(words)
     if out is not None and is_part:
         out.write_text(words + "\n")
     elif out is not None:
-        save(out, found)
+        save(out, document)
 
 
 if __name__ == "__main__":

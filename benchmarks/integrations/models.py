@@ -87,7 +87,7 @@ def main() -> None:
     )
     rows = []
     for name, runs in workloads(*models).items():
-        if options.only and not any(one in name for one in options.only):
+        if options.only and not any(text in name for text in options.only):
             continue
         rows.append(measured(name, runs, options.rounds, transformers.__version__))
         medians = (statistics.median(times) for times in (rows[-1].sdpa_ms, rows[-1].flashtune_ms))

@@ -53,53 +53,55 @@ def texts(folder: Path = RESULTS) -> dict[str, str]:
 
 
 def _models(folder: Path) -> Iterator[str]:
-    found = _saved(folder / MODELS, list[models.Row])
-    if found is None:
+    saved = _saved(folder / MODELS, list[models.Row])
+    if saved is None:
         return
-    versions = ", ".join(sorted({row.transformers for row in found.rows}))
-    yield from _heading(found.source, f", transformers {versions}")
+    versions = ", ".join(sorted({row.transformers for row in saved.rows}))
+    yield from _heading(saved.source, f", transformers {versions}")
     cells = (
-        (row.workload, _ms(row.sdpa_ms), _ms(row.flashtune_ms), f"{row.speedup:.2f}") for row in found.rows
+        (row.workload, _ms(row.sdpa_ms), _ms(row.flashtune_ms), f"{row.speedup:.2f}") for row in saved.rows
     )
     yield from table(("workload", "`sdpa`, ms", "with flashtune, ms", "ratio"), cells)
 
 
 def _transformers(folder: Path) -> Iterator[str]:
-    found = [one for name in TRANSFORMERS if (one := _saved(folder / name, list[transformers_models.Row]))]
-    for number, one in enumerate(found):
+    reports = [
+        saved for name in TRANSFORMERS if (saved := _saved(folder / name, list[transformers_models.Row]))
+    ]
+    for number, saved in enumerate(reports):
         if number:
             yield ""
-        yield from _of_models(one)
+        yield from _of_models(saved)
 
 
-def _of_models(found: Saved[list[transformers_models.Row]]) -> Iterator[str]:
-    versions = ", ".join(sorted({row.transformers for row in found.rows}))
-    yield from _heading(found.source, f", transformers {versions}")
+def _of_models(saved: Saved[list[transformers_models.Row]]) -> Iterator[str]:
+    versions = ", ".join(sorted({row.transformers for row in saved.rows}))
+    yield from _heading(saved.source, f", transformers {versions}")
     cells = (
         (row.workload, f"`{row.usual}`", _ms(row.usual_ms), _ms(row.flashtune_ms), f"{row.speedup:.2f}")
-        for row in found.rows
+        for row in saved.rows
     )
     yield from table(("workload", "best of transformers", "its ms", "flashtune, ms", "ratio"), cells)
 
 
 def _flash_attn(folder: Path) -> Iterator[str]:
-    found = [one for name in FLASH_ATTN.values() if (one := _saved(folder / name, Counts))]
-    if not found:
+    reports = [saved for name in FLASH_ATTN.values() if (saved := _saved(folder / name, Counts))]
+    if not reports:
         return
-    yield from _heading(found[0].source)
+    yield from _heading(reports[0].source)
     cells = (
-        (f"FlashAttention {one.version}", str(one.passed), str(one.refused), str(one.failed))
-        for one in (each.rows for each in found)
+        (f"FlashAttention {counts.version}", str(counts.passed), str(counts.refused), str(counts.failed))
+        for counts in (each.rows for each in reports)
     )
     yield from table(("tests", "passed", "refused", "failed"), cells)
 
 
 def _sdpa(folder: Path) -> Iterator[str]:
-    found = _saved(folder / SDPA, Report)
-    if found is None:
+    saved = _saved(folder / SDPA, Report)
+    if saved is None:
         return
-    report = found.rows
-    yield from _heading(found.source)
+    report = saved.rows
+    yield from _heading(saved.source)
     counts = {
         "pass with torch's operators": report.passed_without,
         "of these, pass with flashtune": report.passed_with,

@@ -185,7 +185,7 @@ def work(options: argparse.Namespace) -> None:
     own = drawn[options.part :: options.workers]
     served = Served()
     wanted = -(-(options.cases - options.part) // options.workers)
-    ran = sum(one.without != SKIPPED for one in read(options.lines)) if options.first else 0
+    ran = sum(outcome.without != SKIPPED for outcome in read(options.lines)) if options.first else 0
     with options.lines.open("a") as lines, serving(served, options.measured):
         for number, case in enumerate(own[options.first :], options.first):
             if ran >= wanted or time.monotonic() > end:
@@ -220,39 +220,39 @@ def loaded(file: Path, device: str) -> ModuleType:
 def cases(module: ModuleType, file: Path, part: str = "") -> list[Case]:
     """Returns the cases of a module, in the order of their names. `part` is a part of function names."""
     functions = {
-        (one.name, each.name)
-        for one in ast.parse(file.read_text()).body
-        if isinstance(one, ast.ClassDef)
-        for each in one.body
+        (node.name, each.name)
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
         if isinstance(each, ast.FunctionDef) and each.name.startswith("test")
     }
-    found = []
+    listed = []
     for owner, kind in sorted(vars(module).items()):
         if not (isinstance(kind, type) and issubclass(kind, unittest.TestCase)):
             continue
         own = [function for base, function in functions if owner.startswith(base)]
-        for name in sorted(one for one in dir(kind) if one.startswith("test")):
-            function = max((one for one in own if name.startswith(one)), key=len, default=None)
+        for name in sorted(attribute for attribute in dir(kind) if attribute.startswith("test")):
+            function = max((base for base in own if name.startswith(base)), key=len, default=None)
             if function is not None and part in function:
-                found.append(Case(owner, name, function))
-    return found
+                listed.append(Case(owner, name, function))
+    return listed
 
 
-def sample(found: Sequence[Case], options: argparse.Namespace) -> list[Case]:
+def sample(listed: Sequence[Case], options: argparse.Namespace) -> list[Case]:
     """Returns drawn cases. Their order gives each test function the same number of them."""
     generator = random.Random(options.seed)  # noqa: S311 - a sample needs no secret
     functions: dict[tuple[str, str], list[Case]] = {}
-    for one in found:
-        functions.setdefault((one.owner, one.function), []).append(one)
+    for case in listed:
+        functions.setdefault((case.owner, case.function), []).append(case)
     for group in functions.values():
         generator.shuffle(group)
     drawn: list[Case] = []
-    place = 0
-    while len(drawn) < min(len(found), options.cases * DRAWN_PER_CASE):
-        row = [group[place] for group in functions.values() if place < len(group)]
+    index = 0
+    while len(drawn) < min(len(listed), options.cases * DRAWN_PER_CASE):
+        row = [group[index] for group in functions.values() if index < len(group)]
         generator.shuffle(row)
         drawn.extend(row)
-        place += 1
+        index += 1
     return drawn
 
 
@@ -309,7 +309,7 @@ def outcome_of(kind: type[unittest.TestCase], name: str) -> tuple[str, str]:
 
 def errors_of(lines: Sequence[str]) -> list[str]:
     """Returns the lines of a traceback from its error on."""
-    first = max((place for place, line in enumerate(lines) if line.startswith("  File ")), default=-1)
+    first = max((index for index, line in enumerate(lines) if line.startswith("  File ")), default=-1)
     return [line for line in lines[first + 1 :] if not line.startswith(" ")] or list(lines[-1:])
 
 
@@ -326,8 +326,8 @@ def is_lost() -> bool:
 
 def read(lines: Path) -> list[Outcome]:
     """Returns the outcomes in a file of lines."""
-    found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    return [msgspec.convert(one, Outcome) for one in found if "function" in one]
+    records = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    return [msgspec.convert(record, Outcome) for record in records if "function" in record]
 
 
 def shared(options: argparse.Namespace) -> list[Outcome]:
@@ -344,10 +344,10 @@ def shared(options: argparse.Namespace) -> list[Outcome]:
             thread.start()
         for thread in threads:
             thread.join()
-        found = [one for file in files for one in read(file)]
-    if errors and not found:
+        outcomes = [outcome for file in files for outcome in read(file)]
+    if errors and not outcomes:
         raise KernelError(f"a process of the tests ended: {errors[0]}")
-    return found
+    return outcomes
 
 
 def supervised(part: int, lines: Path, end: float, options: argparse.Namespace, errors: list[str]) -> None:
@@ -403,23 +403,23 @@ def watched(process: subprocess.Popen[bytes], lines: Path, end: float) -> int | 
 
 def last_started(lines: Path) -> tuple[int, str, bool] | None:
     """Returns the number and the name of the last case that started, and whether it has an outcome."""
-    found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    started = [one for one in found if "number" in one]
-    return (started[-1]["number"], started[-1]["case"], "function" in found[-1]) if started else None
+    records = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    started = [record for record in records if "number" in record]
+    return (started[-1]["number"], started[-1]["case"], "function" in records[-1]) if started else None
 
 
 def summary(outcomes: Sequence[Outcome], options: argparse.Namespace, seconds: float) -> Report:
     """Returns the report of all outcomes."""
     ran = [outcome for outcome in outcomes if outcome.without != SKIPPED]
-    both = [one for one in ran if one.without == PASSED]
-    fine = [one for one in both if one.active == PASSED]
+    both = [outcome for outcome in ran if outcome.without == PASSED]
+    fine = [outcome for outcome in both if outcome.active == PASSED]
     functions = {
         function: (
-            sum(one.function == function for one in ran),
-            sum(one.function == function for one in fine),
-            sum(one.function == function and one.forward + one.backward > 0 for one in fine),
+            sum(outcome.function == function for outcome in ran),
+            sum(outcome.function == function for outcome in fine),
+            sum(outcome.function == function and outcome.forward + outcome.backward > 0 for outcome in fine),
         )
-        for function in sorted({one.function for one in ran})
+        for function in sorted({outcome.function for outcome in ran})
     }
     return Report(
         hashlib.sha256(options.file.read_bytes()).hexdigest(),
@@ -429,11 +429,11 @@ def summary(outcomes: Sequence[Outcome], options: argparse.Namespace, seconds: f
         len(ran),
         len(both),
         len(fine),
-        sum(one.forward > 0 for one in fine),
-        sum(one.backward > 0 for one in fine),
+        sum(outcome.forward > 0 for outcome in fine),
+        sum(outcome.backward > 0 for outcome in fine),
         len(outcomes) - len(ran),
-        {one.case: f"{one.active}: {one.why}" for one in both if one.active != PASSED},
-        {one.case: one.why for one in ran if one.without != PASSED},
+        {outcome.case: f"{outcome.active}: {outcome.why}" for outcome in both if outcome.active != PASSED},
+        {outcome.case: outcome.why for outcome in ran if outcome.without != PASSED},
         functions,
     )
 

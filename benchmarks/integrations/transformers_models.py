@@ -193,36 +193,38 @@ def measured(
 ) -> Row:
     """Returns a workload's times with the fastest of transformers' implementations and with flashtune."""
     trials: dict[str, float | str] = {}
-    for one in options.usual:
+    for backend in options.usual:
         if not getattr(
-            model, {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}.get(one, ""), True
+            model, {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}.get(backend, ""), True
         ):
-            trials[one] = "the model does not support it"
+            trials[backend] = "the model does not support it"
             continue
-        use(model, one)
+        use(model, backend)
         try:
             run()
-            trials[one] = min(timed(run) for _ in range(TRIALS))
+            trials[backend] = min(timed(run) for _ in range(TRIALS))
         except Exception as failure:  # noqa: BLE001 - an implementation that fails is not the best one
-            trials[one] = f"{type(failure).__name__}: {failure}"[:200]
+            trials[backend] = f"{type(failure).__name__}: {failure}"[:200]
             model.zero_grad(set_to_none=True)
             gc.collect()
             torch.cuda.empty_cache()
-    times = {one: ms for one, ms in trials.items() if isinstance(ms, float)}
-    usual = min(times, key=lambda backend: times[backend])
+    times = {backend: ms for backend, ms in trials.items() if isinstance(ms, float)}
+    fastest = min(times, key=lambda backend: times[backend])
     use(model, ours)
     for _ in range(WARM_UPS):
         run()
         flashtune.integrations.wait()
-    found: dict[str, list[float]] = {usual: [], ours: []}
+    samples: dict[str, list[float]] = {fastest: [], ours: []}
     for number in range(-1, options.rounds):
-        for one in (usual, ours) if number % 2 else (ours, usual):
-            use(model, one)
+        for backend in (fastest, ours) if number % 2 else (ours, fastest):
+            use(model, backend)
             ms = timed(run)
             if number >= 0:
-                found[one].append(ms)
-    theirs, own = tuple(found[usual]), tuple(found[ours])
-    return Row(name, usual, theirs, own, statistics.median(theirs) / statistics.median(own), trials, version)
+                samples[backend].append(ms)
+    theirs, own = tuple(samples[fastest]), tuple(samples[ours])
+    return Row(
+        name, fastest, theirs, own, statistics.median(theirs) / statistics.median(own), trials, version
+    )
 
 
 def timed(run: Callable[[], None]) -> float:

@@ -99,8 +99,8 @@ def measure(head_dim: int, causal: bool, seqlen: int, dropout: float) -> Row:
         for attend in (ours(share, causal), theirs(share, causal))
     ]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        found = [one.ms for one in measure_interleaved(runs, device, rounds=ROUNDS)]
-    return Row(shape_text(head_dim, causal, seqlen), found[0], found[1], found[0] / found[1], *found[2:])
+        times = [measurement.ms for measurement in measure_interleaved(runs, device, rounds=ROUNDS)]
+    return Row(shape_text(head_dim, causal, seqlen), times[0], times[1], times[0] / times[1], *times[2:])
 
 
 def ours(dropout: float, causal: bool) -> Attend:

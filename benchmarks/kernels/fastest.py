@@ -140,10 +140,10 @@ def cases(records: Iterable[Record], untuned: int, seed: int) -> list[Case]:
     tuned = list(dict.fromkeys(record.problem for record in records if _by_sdpa(record.problem)))
     masked = [problem for problem in tuned if problem.bias is not Bias.NONE]
     plain = [problem for problem in tuned if problem.bias is Bias.NONE]
-    found = [Case(TUNED, problem) for problem in masked]
-    found += [Case(TUNED, problem) for problem in sorted(plain, key=lambda one: one.flops())]
-    found += [Case(MASKS, problem, way) for problem in masked for way in distinct_ways(problem)]
-    return found + [Case(UNTUNED, problem) for problem in drawn(untuned, seed, tuned)]
+    chosen = [Case(TUNED, problem) for problem in masked]
+    chosen += [Case(TUNED, problem) for problem in sorted(plain, key=lambda problem: problem.flops())]
+    chosen += [Case(MASKS, problem, way) for problem in masked for way in distinct_ways(problem)]
+    return chosen + [Case(UNTUNED, problem) for problem in drawn(untuned, seed, tuned)]
 
 
 def _by_sdpa(problem: Problem) -> bool:
@@ -203,10 +203,10 @@ def _measured(options: argparse.Namespace) -> Report:
 
 def _records(target: Target) -> tuple[Record, ...]:
     """The kernels that dispatch selects from."""
-    found = tuple(record for record in tuned_records(target.name).effective() if record.config)
-    if not found:
+    records = tuple(record for record in tuned_records(target.name).effective() if record.config)
+    if not records:
         raise UsageError(f"nothing is tuned for {target.name}: there is nothing to compare")
-    return found
+    return records
 
 
 def _compile(listed: Sequence[Case], target: Target, records: tuple[Record, ...]) -> None:
@@ -260,8 +260,8 @@ def _row(case: Case, device: Any) -> Row:
         near = [name for name, ms in looks.items() if ms <= HOPELESS * min(looks.values())]
 
         def timed() -> tuple[float, Times]:
-            found = measure_interleaved([ours, *(theirs[name][0] for name in near)], device, rounds=ROUNDS)
-            return found[0].ms, {name: one.ms for name, one in zip(near, found[1:], strict=True)}
+            timings = measure_interleaved([ours, *(theirs[name][0] for name in near)], device, rounds=ROUNDS)
+            return timings[0].ms, {name: timing.ms for name, timing in zip(near, timings[1:], strict=True)}
 
         ms, peers, ratio, again = judged(timed)
         fastest = min(peers, key=lambda name: peers[name])
@@ -405,9 +405,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def texts() -> dict[str, str]:
     """The table of the saved run, by name: a row for each group."""
-    found = load(SAVED, Report)
-    heading = f"On an {found.source.gpu} (torch {found.source.torch}, Triton {found.source.triton}):"
-    return {"fastest": "\n".join([heading, "", *summary(found.rows)])}
+    saved = load(SAVED, Report)
+    heading = f"On an {saved.source.gpu} (torch {saved.source.torch}, Triton {saved.source.triton}):"
+    return {"fastest": "\n".join([heading, "", *summary(saved.rows)])}
 
 
 def line(row: Row) -> str:

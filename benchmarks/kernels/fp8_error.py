@@ -156,8 +156,8 @@ def rms(tensor: Tensor) -> float:
 
 def texts() -> dict[str, str]:
     """The tables of the saved run, by name."""
-    found = load(SAVED, list[Row])
-    return {"errors": "\n".join(_lines(found.source, found.rows))}
+    saved = load(SAVED, list[Row])
+    return {"errors": "\n".join(_lines(saved.source, saved.rows))}
 
 
 def _lines(source: Source, rows: Sequence[Row]) -> Iterator[str]:

@@ -117,9 +117,9 @@ def texts(path: Path = SAVED) -> dict[str, str]:
     """Returns the table by its name."""
     if not path.exists():
         return {"limits": "Not measured."}
-    found = load(path, list[Row])
-    heading = f"On an {found.source.gpu} (Triton {found.source.triton}), in percent of the peak rates:"
-    return {"limits": "\n".join((heading, "", *_table(found.rows)))}
+    saved = load(path, list[Row])
+    heading = f"On an {saved.source.gpu} (Triton {saved.source.triton}), in percent of the peak rates:"
+    return {"limits": "\n".join((heading, "", *_table(saved.rows)))}
 
 
 def counted() -> list[Row]:
@@ -157,10 +157,10 @@ def run_shapes() -> None:
 
 def rows_of(lines: Sequence[str], shapes: Sequence[str]) -> list[Row]:
     """Returns the row of each shape, from the lines that `ncu` writes."""
-    found = list(csv.reader(line for line in lines if line.startswith('"')))
+    parsed = list(csv.reader(line for line in lines if line.startswith('"')))
     groups: list[list[dict[str, str]]] = [[]]
-    for one in found[2:]:  # after names and units
-        kernel = dict(zip(found[0], one, strict=True))
+    for cells in parsed[2:]:  # after names and units
+        kernel = dict(zip(parsed[0], cells, strict=True))
         if SEPARATOR in kernel["Kernel Name"]:
             groups.append([])
         else:

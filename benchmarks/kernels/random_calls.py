@@ -238,12 +238,12 @@ def make_inputs(call: RandomCall, device: torch.device) -> Inputs:
 
     if call.view in ("fused", "gated"):
         gate = ALIGNMENT // 2 // dtype.itemsize if call.view == "gated" else 0
-        one = call.seqlen_q == call.seqlen_kv
+        equal_lengths = call.seqlen_q == call.seqlen_kv
         rows = [
             random_of(call.batch, length, sum(widths) + gate).split([*widths, gate], -1)
-            for length in (lengths[:1] if one else lengths)
+            for length in (lengths[:1] if equal_lengths else lengths)
         ]
-        q, k, v = (heads_first((rows[0] if one else rows[index])[index]) for index in range(3))
+        q, k, v = (heads_first((rows[0] if equal_lengths else rows[index])[index]) for index in range(3))
     elif call.view == "rows first":
         q, k, v = (
             heads_first(random_of(call.batch, length, width))
@@ -421,10 +421,10 @@ def _timed(run: Callable[[], object], peer: Callable[[], object]) -> tuple[float
 
 def faults(report: Report) -> list[Row]:
     """Returns the rows that do not meet the bound, and a row for the calls that were not reached."""
-    found = [row for row in report.rows if _is_fault(row)]
+    rows = [row for row in report.rows if _is_fault(row)]
     if report.not_reached:
-        found.append(Row(f"{report.not_reached} calls", failed="not reached"))
-    return found
+        rows.append(Row(f"{report.not_reached} calls", failed="not reached"))
+    return rows
 
 
 def _is_fault(row: Row) -> bool:

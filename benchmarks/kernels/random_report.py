@@ -23,15 +23,15 @@ def texts() -> dict[str, str]:
     """Returns the tables of the saved runs, by name."""
     paths = {name: sorted(RESULTS.glob(f"*-{name}.json.gz")) for name in KEPT}
     return {
-        name: "\n\n".join("\n".join(_lines(load(path, Summary))) for path in found)
-        for name, found in paths.items()
-        if found
+        name: "\n\n".join("\n".join(_lines(load(path, Summary))) for path in saved)
+        for name, saved in paths.items()
+        if saved
     }
 
 
-def _lines(found: Saved[Summary]) -> Iterator[str]:
+def _lines(saved: Saved[Summary]) -> Iterator[str]:
     """A line for each family, and a sentence for all."""
-    source, summary = found.source, found.rows
+    source, summary = saved.source, saved.rows
     yield (
         f"On an {source.gpu} (torch {source.torch}, Triton {source.triton}): {summary.problems} problems of "
         f"{summary.kernels} kernels, {len(summary.wrong)} wrong; {len(summary.refused)} kernels refused by "

@@ -95,18 +95,20 @@ def measure(
     """A row for each problem, all timed in turn."""
     chosen = [dispatched(target, problem, records) for problem in problems]
     runs = [
-        kernel_run(problem, one, contiguous_specialization(problem), target, make_tensors(problem, device))
-        for problem, one in zip(problems, chosen, strict=True)
+        kernel_run(
+            problem, candidate, contiguous_specialization(problem), target, make_tensors(problem, device)
+        )
+        for problem, candidate in zip(problems, chosen, strict=True)
     ]
     timed = measure_interleaved(runs, device, rounds=ROUNDS)
-    for problem, one, time in zip(problems, chosen, timed, strict=True):
-        yield Row(problem.key, one.family, time.ms, time.p20, time.p80, time.ms / timed[0].ms)
+    for problem, candidate, time in zip(problems, chosen, timed, strict=True):
+        yield Row(problem.key, candidate.family, time.ms, time.p20, time.p80, time.ms / timed[0].ms)
 
 
 def texts() -> dict[str, str]:
     """The tables of the saved run, by name."""
-    found = load(SAVED, list[Row])
-    return {"serving": "\n".join(_lines(found.source, found.rows))}
+    saved = load(SAVED, list[Row])
+    return {"serving": "\n".join(_lines(saved.source, saved.rows))}
 
 
 def _lines(source: Source, rows: Sequence[Row]) -> Iterator[str]:

@@ -33,11 +33,11 @@ SHAPES = {"feature_shapes.txt": "shipped-features", "masked_shapes.txt": "shippe
 
 def texts() -> dict[str, str]:
     """Returns the tables by name."""
-    found = {PLAIN: "\n".join(_grids(PLAIN, _selected(PLAIN))), f"{PLAIN}-lacks": _lacking(PLAIN)}
+    by_name = {PLAIN: "\n".join(_grids(PLAIN, _selected(PLAIN))), f"{PLAIN}-lacks": _lacking(PLAIN)}
     for file, name in SHAPES.items():
         problems = read_shapes_file(Path(__file__).with_name(file))
-        found[name] = "\n".join(_shapes(FEATURES, problems, _selected(FEATURES)))
-    return found
+        by_name[name] = "\n".join(_shapes(FEATURES, problems, _selected(FEATURES)))
+    return by_name
 
 
 def _lacking(target: str) -> str:

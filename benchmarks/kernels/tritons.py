@@ -60,14 +60,14 @@ def lines(first: BenchRun, others: Sequence[BenchRun]) -> Iterator[str]:
     """The lines of the table: a row for each grid and version."""
     rows = [
         (
-            one.grid,
-            one.triton,
-            str(len(one.ratios)),
-            f"{statistics.geometric_mean(one.ratios.values()):.3f}",
-            f"{min(one.ratios.values()):.3f} ({min(one.ratios, key=one.ratios.__getitem__)})",
+            row.grid,
+            row.triton,
+            str(len(row.ratios)),
+            f"{statistics.geometric_mean(row.ratios.values()):.3f}",
+            f"{min(row.ratios.values()):.3f} ({min(row.ratios, key=row.ratios.__getitem__)})",
         )
         for other in others
-        for one in compare(first, other)
+        for row in compare(first, other)
     ]
     heads = ("points", "Triton", "number", f"speed over Triton {triton_of(first)}, geometric mean", "worst")
     yield from table(heads, rows)

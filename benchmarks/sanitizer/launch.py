@@ -84,15 +84,15 @@ def _forward(kernel: Kernel, case: Case, target: Target, device: torch.device) -
 def _backward(kernel: Kernel, case: Case, target: Target, device: torch.device) -> None:
     problem, lengths = case.problem, lengths_of(case)
     generator = torch.Generator().manual_seed(SEED)
-    given = gradients.given_values(case, lengths, generator, kernel.specialization.lse)
+    values = gradients.given_values(case, lengths, generator, kernel.specialization.lse)
     frame = _frame(case, kernel.specialization.alignment)
-    memory = placed(problem, Dense(*given[:3], given.side), lengths, frame, aside(generator))
-    results = gradients.about_right(problem, given)
-    came = gradients.came_back(problem, given, results, memory, frame)
+    memory = placed(problem, Dense(*values[:3], values.side), lengths, frame, aside(generator))
+    results = gradients.about_right(problem, values)
+    came = gradients.came_back(problem, values, results, memory, frame)
     own = _owner(device)
     others = {
-        name: own(one.view)
-        for name, one in (*came.items(), *gradients.written_to(problem, memory, frame).items())
+        name: own(tensor.view)
+        for name, tensor in (*came.items(), *gradients.written_to(problem, memory, frame).items())
     }
     tensors = BackwardTensors(*_inputs(case, memory, own), **others)
     side = _side(memory.side, own)

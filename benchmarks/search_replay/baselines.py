@@ -49,28 +49,30 @@ class Sampled:
         self._study.add(candidate, answer)
 
 
-def at_random(known: SearchContext) -> Strategy:
+def at_random(context: SearchContext) -> Strategy:
     """Any order at all."""
-    candidates = list(known.scope.candidates())
-    random.Random(known.seed).shuffle(candidates)  # noqa: S311 - no secret
+    candidates = list(context.scope.candidates())
+    random.Random(context.seed).shuffle(candidates)  # noqa: S311 - no secret
     return InOrder(candidates)
 
 
-def exhaustive(known: SearchContext) -> Strategy:
+def exhaustive(context: SearchContext) -> Strategy:
     """The order of the axes, begun at a place of the seed's choice."""
-    candidates = list(known.scope.candidates())
-    start = random.Random(known.seed).randrange(len(candidates))  # noqa: S311 - no secret
+    candidates = list(context.scope.candidates())
+    start = random.Random(context.seed).randrange(len(candidates))  # noqa: S311 - no secret
     return InOrder(itertools.chain(candidates[start:], candidates[:start]))
 
 
-def by_tpe(known: SearchContext) -> Strategy:
+def by_tpe(context: SearchContext) -> Strategy:
     """Optuna's tree-structured Parzen estimator."""
-    return Sampled(known.scope, Study(known.scope, tpe_sampler(known.seed)))
+    return Sampled(context.scope, Study(context.scope, tpe_sampler(context.seed)))
 
 
-def by_gp(known: SearchContext) -> Strategy:
+def by_gp(context: SearchContext) -> Strategy:
     """Optuna's Gaussian process, which needs scipy."""
-    return Sampled(known.scope, Study(known.scope, optuna.samplers.GPSampler(seed=known.seed), flat=True))
+    return Sampled(
+        context.scope, Study(context.scope, optuna.samplers.GPSampler(seed=context.seed), flat=True)
+    )
 
 
 POLICIES: dict[str, Policy] = {

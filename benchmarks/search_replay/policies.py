@@ -55,16 +55,16 @@ def main() -> None:
         sys.exit(
             f"error: {options.tables} has no tabular benchmarks: make some with benchmarks.exhaustive.truth"
         )
-    found = summaries(tables, tuple(options.policy or (*POLICIES, COLD)), options.seeds, options.jobs)
+    results = summaries(tables, tuple(options.policy or (*POLICIES, COLD)), options.seeds, options.jobs)
     if options.save is not None:
-        options.save.write_bytes(msgspec.json.encode(found))
+        options.save.write_bytes(msgspec.json.encode(results))
 
 
 def summaries(
     tables: Sequence[TruthTable], policies: Sequence[str], seeds: int, workers: int
 ) -> list[Summary]:
     """Simulates every strategy on every table with every seed; prints each result."""
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder, "empty.sqlite")
         open_store(str(empty)).close()
@@ -77,17 +77,17 @@ def summaries(
                 experience = experience_without(table, tables)
                 for policy in policies:
                     wanted = [(table, experience, policy, seed, empty) for seed in range(seeds)]
-                    found.append(summarize(table, pool.starmap(run, wanted)))
-                    print(_line(found[-1]), flush=True)
-    return found
+                    results.append(summarize(table, pool.starmap(run, wanted)))
+                    print(_line(results[-1]), flush=True)
+    return results
 
 
 def run(table: TruthTable, experience: WarmStart, policy: str, seed: int, empty: Path) -> Run:
     """One search by a policy of `POLICIES`, or by the default one without experience (`COLD`)."""
     if policy != COLD:
         return replayed(table, experience, policy, seed, empty)
-    found = replayed(table, WarmStart((), NOTHING), "default", seed, empty, JUDGED_SHARE)
-    return msgspec.structs.replace(found, policy=COLD)
+    result = replayed(table, WarmStart((), NOTHING), "default", seed, empty, JUDGED_SHARE)
+    return msgspec.structs.replace(result, policy=COLD)
 
 
 def _line(summary: Summary) -> str:

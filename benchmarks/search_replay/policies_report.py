@@ -43,8 +43,8 @@ def texts(paths: Iterable[Path]) -> dict[str, str]:
 
 def pictures(paths: Iterable[Path]) -> dict[str, str]:
     """The SVG files, by name."""
-    found = whole(summaries(paths))
-    return {name: picture(found, title, curve) for name, (title, curve) in CURVES.items()}
+    replays = whole(summaries(paths))
+    return {name: picture(replays, title, curve) for name, (title, curve) in CURVES.items()}
 
 
 def summaries(paths: Iterable[Path]) -> list[Summary]:
@@ -52,25 +52,25 @@ def summaries(paths: Iterable[Path]) -> list[Summary]:
     return [summary for path in paths for summary in decoded(path, list[Summary])]
 
 
-def whole(found: Iterable[Summary]) -> list[Summary]:
+def whole(replays: Iterable[Summary]) -> list[Summary]:
     """The policies that were replayed until half of a space was tried: all but the cold one."""
-    return [summary for summary in found if summary.policy != COLD]
+    return [summary for summary in replays if summary.policy != COLD]
 
 
-def policies_of(found: Sequence[Summary]) -> list[str]:
+def policies_of(replays: Sequence[Summary]) -> list[str]:
     """The policies that were compared, the default first."""
-    present = {summary.policy for summary in found}
+    present = {summary.policy for summary in replays}
     return [name for name in COLORS if name in present]
 
 
-def problems_of(found: Sequence[Summary]) -> list[tuple[str, str]]:
+def problems_of(replays: Sequence[Summary]) -> list[tuple[str, str]]:
     """Family and problem of each table, in order."""
-    return list(dict.fromkeys((summary.family, summary.problem) for summary in found))
+    return list(dict.fromkeys((summary.family, summary.problem) for summary in replays))
 
 
-def summary_of(found: Sequence[Summary], policy: str, problem: tuple[str, str]) -> Summary:
+def summary_of(replays: Sequence[Summary], policy: str, problem: tuple[str, str]) -> Summary:
     """One policy on one table."""
-    for summary in found:
+    for summary in replays:
         if (summary.policy, summary.family, summary.problem) == (policy, *problem):
             return summary
     raise TableError(
@@ -89,36 +89,36 @@ def _head(policies: Sequence[str]) -> tuple[str, str]:
 
 def _lines(everything: Sequence[Summary]) -> Iterator[str]:
     seeds = len(everything[0].judged)
-    found = whole(everything)
+    replays = whole(everything)
     for when, several, judged in (
         (f"with {JUDGED_SHARE:.0%} of the space tried", everything, _after_trials),
-        (f"after {SECONDS} simulated seconds, 15 compilers", found, _after_seconds),
+        (f"after {SECONDS} simulated seconds, 15 compilers", replays, _after_seconds),
     ):
         yield f"Share of the true best {when}, median of {seeds} seeds (worst seed):"
         yield ""
         yield from (*_head(policies_of(several)), *_shares(several, judged))
         yield ""
-    policies, problems = policies_of(found), problems_of(found)
+    policies, problems = policies_of(replays), problems_of(replays)
     yield f"Trials until the answer reaches {NEAR} of the true best, mean of {seeds} seeds:"
     yield ""
     yield from _head(policies)
     for problem in problems:
-        cells = (_trials(summary_of(found, policy, problem)) for policy in policies)
+        cells = (_trials(summary_of(replays, policy, problem)) for policy in policies)
         yield f"| {_title(*problem)} | {' | '.join(cells)} |"
-    ratios = (f"**{_over_random(found, policy, problems):.2f}**" for policy in policies)
+    ratios = (f"**{_over_random(replays, policy, problems):.2f}**" for policy in policies)
     yield f"| **over random, geometric mean** | {' | '.join(ratios)} |"
     yield ""
     yield "`>`: some seeds did not reach it. They count with all their trials, so the mean is a lower bound."
 
 
-def _shares(found: Sequence[Summary], judged: Callable[[Summary], tuple[float, float]]) -> Iterator[str]:
+def _shares(replays: Sequence[Summary], judged: Callable[[Summary], tuple[float, float]]) -> Iterator[str]:
     """A row for each problem, and two for all of them: median and worst, of medians and of worst seeds."""
-    policies = policies_of(found)
+    policies = policies_of(replays)
     shares: dict[str, list[tuple[float, float]]] = {policy: [] for policy in policies}
-    for problem in problems_of(found):
+    for problem in problems_of(replays):
         cells = []
         for policy in policies:
-            shares[policy].append(judged(summary_of(found, policy, problem)))
+            shares[policy].append(judged(summary_of(replays, policy, problem)))
             cells.append("{:.3f} ({:.3f})".format(*shares[policy][-1]))
         yield f"| {_title(*problem)} | {' | '.join(cells)} |"
     for name, of in (("median", statistics.median), ("worst", min)):
@@ -140,10 +140,10 @@ def _trials(summary: Summary) -> str:
     return f"{'> ' if None in summary.trials else ''}{mean_trials(summary):.1f}"
 
 
-def _over_random(found: Sequence[Summary], policy: str, problems: Sequence[tuple[str, str]]) -> float:
+def _over_random(replays: Sequence[Summary], policy: str, problems: Sequence[tuple[str, str]]) -> float:
     logs = (
-        math.log(mean_trials(summary_of(found, policy, problem)))
-        - math.log(mean_trials(summary_of(found, "random", problem)))
+        math.log(mean_trials(summary_of(replays, policy, problem)))
+        - math.log(mean_trials(summary_of(replays, "random", problem)))
         for problem in problems
     )
     return math.exp(statistics.mean(logs))
@@ -193,15 +193,17 @@ CURVES: dict[str, tuple[str, Curve]] = {
 }
 
 
-def picture(found: Sequence[Summary], title: str, curve: Curve) -> str:
+def picture(replays: Sequence[Summary], title: str, curve: Curve) -> str:
     """A panel for each problem, a line for each policy."""
-    styles = [_style(policy) for policy in policies_of(found)]
-    return charts.picture(title, styles, [_panel(found, problem, curve) for problem in problems_of(found)])
+    styles = [_style(policy) for policy in policies_of(replays)]
+    return charts.picture(
+        title, styles, [_panel(replays, problem, curve) for problem in problems_of(replays)]
+    )
 
 
-def _panel(found: Sequence[Summary], problem: tuple[str, str], curve: Curve) -> Panel:
+def _panel(replays: Sequence[Summary], problem: tuple[str, str], curve: Curve) -> Panel:
     lines = tuple(
-        (_style(policy), curve(summary_of(found, policy, problem))) for policy in policies_of(found)
+        (_style(policy), curve(summary_of(replays, policy, problem))) for policy in policies_of(replays)
     )
     last = max(points[-1][0] for _, points in lines)
     marks = tuple(

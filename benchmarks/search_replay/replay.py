@@ -196,14 +196,14 @@ def _digest(candidate: Candidate) -> str:
 def replay_space(table: TruthTable) -> Space:
     """The family's space for the table's problem, restricted to the configs of the table."""
     family, target = find_family(table.family), target_of(table)
-    known: frozenset[Config] = frozenset(table.candidate(row).config for row in table.rows)
+    configs: frozenset[Config] = frozenset(table.candidate(row).config for row in table.rows)
     space = family.space(table.problem, target)
-    if strange := sum(not space.contains(config) for config in known):
+    if strange := sum(not space.contains(config) for config in configs):
         raise TableError(
             f"{strange} configs of the truth table of {table.problem.key} are no points of "
             f"{table.family}'s space: make it anew with benchmarks/exhaustive/truth.py"
         )
-    return msgspec.structs.replace(space, admits=known.__contains__)
+    return msgspec.structs.replace(space, admits=configs.__contains__)
 
 
 def replay_scope(table: TruthTable) -> SearchTask:

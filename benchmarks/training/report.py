@@ -65,21 +65,21 @@ def measured(folder: Path) -> Measured:
     )
 
 
-def tables(found: Measured) -> dict[str, str]:
+def tables(results: Measured) -> dict[str, str]:
     """The text of each place in the page, by name."""
     return {
-        "memory": "\n".join(_memory(found.memory)),
-        "example": "\n".join(_example(found.training)),
-        "dropout": "\n".join(_dropout(found.dropout)),
-        "host": "\n".join(_host(found.steps)),
+        "memory": "\n".join(_memory(results.memory)),
+        "example": "\n".join(_example(results.training)),
+        "dropout": "\n".join(_dropout(results.dropout)),
+        "host": "\n".join(_host(results.steps)),
     }
 
 
-def pictures(found: Measured) -> dict[str, str]:
+def pictures(results: Measured) -> dict[str, str]:
     """The SVG files, by name."""
     return {
-        "training-memory": memory_picture(found.memory),
-        "training-losses": losses_picture(found.training),
+        "training-memory": memory_picture(results.memory),
+        "training-losses": losses_picture(results.training),
     }
 
 

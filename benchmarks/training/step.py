@@ -91,8 +91,8 @@ def measure(batch: int, heads: int, seqlen: int, head_dim: int) -> Document:
     steps = {name: functools.partial(step, attend, (q, k, v), dout) for name, attend in attends.items()}
     both = host_us(steps)
     rows = tuple(
-        Row(name, forward[name], both[name], both[name] / both[_base(name)], gpu_us(one))
-        for name, one in steps.items()
+        Row(name, forward[name], both[name], both[name] / both[_base(name)], gpu_us(run))
+        for name, run in steps.items()
     )
     named = dict(zip(("batch", "heads", "seqlen", "head_dim"), shape, strict=True))
     return Document(

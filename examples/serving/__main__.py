@@ -86,7 +86,7 @@ def plainly(model: Transformer, tokens: list[int], device: torch.device) -> Tens
     """Returns the logits after every token without a cache, by torch's attention: [tokens, vocabulary]."""
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
     return model(integers(tokens, device), integers(range(len(tokens)), device), attend)
@@ -95,8 +95,8 @@ def plainly(model: Transformer, tokens: list[int], device: torch.device) -> Tens
 def differing(model: Transformer, request: Request, device: torch.device, margin: float) -> int:
     """Returns the tokens of an answer that differ from the reference loop's, except ties within `margin`."""
     logits = plainly(model, request.tokens[:-1], device)[len(request.prompt) - 1 :]
-    given = logits.gather(1, integers(request.answer, device)[:, None])[:, 0]
-    return int((given < logits.amax(-1) - margin).sum())
+    chosen = logits.gather(1, integers(request.answer, device)[:, None])[:, 0]
+    return int((chosen < logits.amax(-1) - margin).sum())
 
 
 if __name__ == "__main__":

@@ -74,7 +74,9 @@ class Server:
         """Activates requests while pages are free. Pages of an equal prompt are shared."""
         while self.waiting and len(self.running) < PLACES:
             request = self.waiting.popleft()
-            twin = next((one for one in self.running if one.prompt == request.prompt and one.stored), None)
+            twin = next(
+                (other for other in self.running if other.prompt == request.prompt and other.stored), None
+            )
             if twin is None:
                 request.sequence = self.cache.add()
             else:

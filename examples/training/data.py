@@ -24,8 +24,10 @@ def sequences(count: int, length: int, vocabulary: int, seed: int) -> Tensor:
     fond = torch.randint(words // LANGUAGES, (length, count), generator=generator) * LANGUAGES + language
     keeps = torch.rand(length, count, generator=generator) >= NOISE
     tokens = fond
-    for place in range(1, length):
-        tokens[place] = torch.where(keeps[place], follows[language, tokens[place - 1]], fond[place])
+    for position in range(1, length):
+        tokens[position] = torch.where(
+            keeps[position], follows[language, tokens[position - 1]], fond[position]
+        )
     return tokens.T.contiguous()
 
 

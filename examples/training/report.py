@@ -53,9 +53,9 @@ class Document(msgspec.Struct, frozen=True):
     runs: tuple[Run, ...]
 
 
-def difference(one: Run, other: Run) -> float:
+def difference(run: Run, other: Run) -> float:
     """Returns the largest difference of a step's loss, NaN if a loss is NaN."""
-    gaps = torch.tensor(one.losses, dtype=torch.float64) - torch.tensor(other.losses, dtype=torch.float64)
+    gaps = torch.tensor(run.losses, dtype=torch.float64) - torch.tensor(other.losses, dtype=torch.float64)
     return float(gaps.abs().max())
 
 

@@ -17,18 +17,18 @@ from flashtune.launch.tensors import ForwardTensors
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.verification import cases
-from flashtune.verification.cases import Case, Level, splits_of
+from flashtune.verification.cases import Case, Level
 from flashtune.verification.gradients import cases as gradient_cases
 from flashtune.verification.gradients import inputs as gradients
 from flashtune.verification.inputs.guarded_tensors import BITS, poison
 from flashtune.verification.inputs.prepared import prepare
-from tests.gpu.hopper.hopper_jobs import DEVICE, random_trial
 from tests.gpu.random.random_cases import random_case
 from tests.gpu.random.random_gradients import random_gradients
 
 RANDOM_PROBLEMS = 20
 # Launches of a kernel whose sums have no order: how far these lie apart bounds what another order makes.
 UNORDERED_LAUNCHES = 4
+DEVICE = torch.device("cuda", 0)
 # Gradients that one program makes by itself in every family: their bits are decided.
 OF_ONE_PROGRAM = {"dk", "dv"}
 # Changes that another order of float32 sums may cause, relative to the element and to the row's largest one.
@@ -54,9 +54,7 @@ def cases_of(kernel: Kernel, target: Target, problem: Problem, config: Config, s
 def _random(chance: random.Random, problem: Problem, config: Config) -> Case:
     if problem.is_backward:
         return random_gradients(chance, problem, config)
-    if problem.features or splits_of(config):
-        return random_case(chance, problem, config)
-    return random_trial(chance, problem, config).case
+    return random_case(chance, problem, config)
 
 
 def unlike(right: Kernel, broken: Kernel, target: Target, case: Case, seed: int, launches: int) -> str:

@@ -6,6 +6,14 @@ from flashtune.core.target import Target
 from flashtune.templates.registry import find_family
 from tests.mutants import serving_size as serving
 from tests.mutants import third_tiles
+from tests.mutants.backward_hopper import (
+    backward_hopper_features,
+    backward_hopper_figures,
+    backward_hopper_masks,
+    backward_hopper_places,
+    backward_hopper_turns,
+    backward_hopper_waits,
+)
 from tests.mutants.core import Mutant
 from tests.mutants.forward_hopper import (
     hopper_blocks,
@@ -19,12 +27,23 @@ from tests.mutants.forward_hopper import (
     hopper_softmax,
     hopper_waits,
 )
-from tests.mutants.gluon import gluon_mutants
-from tests.mutants.portable import backward_figures, backward_pairs, block_lists, dropping, fused
+from tests.mutants.latent_decode import latent_keys, latent_places, latent_waits
+from tests.mutants.portable import (
+    backward_figures,
+    backward_pairs,
+    block_lists,
+    decode_caches,
+    decode_scores,
+    decode_splits,
+    dropping,
+    fused,
+    masked_borders,
+    masked_places,
+    masked_scores,
+)
 from tests.mutants.portable import backward_size as backward
 from tests.mutants.portable.portable import INTERPRETED, USUAL
 from tests.mutants.portable.portable_orders import portable_mutants
-from tests.mutants.serving import serving_mutants, serving_mutants_of_a_gpu
 
 
 def interpreted_mutants() -> tuple[Mutant, ...]:
@@ -114,3 +133,52 @@ def hopper_mutants() -> tuple[Mutant, ...]:
         *hopper_pages.conversion_waits(),
         *(mutant._replace(name=f"e4m3: {mutant.name}") for mutant in eight_bits),
     )
+
+
+def gluon_mutants() -> tuple[Mutant, ...]:
+    """Those of Hopper's backward pass and of latent keys."""
+    return (
+        *backward_hopper_masks.masks(),
+        *backward_hopper_masks.forgotten(),
+        *backward_hopper_features.windows(),
+        *backward_hopper_features.caps(),
+        *backward_hopper_features.packed(),
+        *backward_hopper_features.sinks(),
+        *backward_hopper_figures.statistics(),
+        *backward_hopper_figures.products(),
+        *backward_hopper_figures.dropping(),
+        *backward_hopper_places.heads(),
+        *backward_hopper_places.written(),
+        *backward_hopper_places.sums(),
+        *backward_hopper_waits.waits(),
+        *backward_hopper_waits.releases(),
+        *backward_hopper_waits.endless(),
+        *backward_hopper_turns.groups(),
+        *backward_hopper_turns.order(),
+        *latent_keys.masks(),
+        *latent_keys.softmax(),
+        *latent_places.columns(),
+        *latent_places.keys(),
+        *latent_places.parts(),
+        *latent_waits.waits(),
+        *latent_waits.releases(),
+        *latent_waits.endless(),
+    )
+
+
+def serving_mutants(size: serving.Size) -> tuple[Mutant, ...]:
+    """Those that change results anywhere, at a size."""
+    return (
+        *masked_borders.borders(size),
+        *block_lists.lists(size),
+        *masked_scores.scores(size),
+        *masked_places.places(size),
+        *decode_splits.parts(size),
+        *decode_scores.rows(size),
+        *decode_caches.caches(size),
+    )
+
+
+def serving_mutants_of_a_gpu(size: serving.Size) -> tuple[Mutant, ...]:
+    """Those of instructions that only a GPU has, of a race, and of long lists."""
+    return (*decode_scores.bytes_of(size), *decode_scores.early(size), *block_lists.long_lists(size))

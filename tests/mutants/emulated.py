@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from tests.mutants import third_tiles
 from tests.mutants.backward_hopper import backward_hopper_features
+from tests.mutants.catalogue import gluon_mutants
 from tests.mutants.core import Mutant
 from tests.mutants.forward_hopper import hopper_blocks, hopper_features, hopper_pages, hopper_pairs
-from tests.mutants.gluon import gluon_mutants
 
 BACKWARD_NAMES = (
     "diagonal one key too far",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,12 +20,13 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.binary.resources import misfit, read_parts
 from flashtune.verification.cases import Level
 from flashtune.verification.check import check_delayed, check_kernel, check_rendered
-from tests.gpu.hopper.hopper_jobs import DEVICE, context_lost_ends_the_process
-from tests.mutants.alike import cases_of, unlike
+from tests.mutants.alike import DEVICE, cases_of, unlike
 from tests.mutants.core import Subject
 
 # Launches of a kernel that is wrong by a race: other bits in any of them tell it from the right one.
 LAUNCHES = 5
+# The exit code of a process whose GPU context is lost.
+BROKEN_CONTEXT = 70
 
 
 class Checked(NamedTuple):
@@ -102,3 +105,16 @@ def warm() -> None:
     with context_lost_ends_the_process():
         small = torch.ones(64, 64, dtype=torch.float64, device=DEVICE)
         (small @ small).sum().item()
+
+
+@contextlib.contextmanager
+def context_lost_ends_the_process() -> Iterator[None]:
+    """After an error the process ends where its GPU context is lost: the next job gets another."""
+    try:
+        yield
+    except Exception:
+        try:
+            torch.cuda.synchronize(DEVICE)
+        except RuntimeError:
+            os._exit(BROKEN_CONTEXT)
+        raise

@@ -20,29 +20,12 @@ from flashtune.launch.tensors import BackwardTensors
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.rendering import render
 from flashtune.verification.lengths import Lengths, equal_lengths
+from tests.problems.kernel_cases import BOTH_PASSES
 
 TARGET = find_target("h200")
 SCALE = 0.3
 # Queries and keys of packed sequences: empty ones, and on borders.
 LENGTHS = ((19, 40), (0, 12), (7, 0), (16, 33), (33, 17))
-FEATURES: dict[str, dict[str, Any]] = {
-    "window": {"window_left": 11},
-    "window_right": {"window_left": 21, "window_right": 6},
-    "right_alone": {"window_right": 3},
-    "wide_window": {"window_left": 2**31 - 1, "window_right": 2**31 - 1},
-    "first_tokens": {"window_left": 9, "sink_tokens": 4},
-    "chunk": {"chunk": 16},
-    "odd_chunk": {"chunk": 13, "sink_tokens": 18},
-    "prefix": {"prefix": True},
-    "softcap": {"softcap": True},
-    "alibi": {"alibi": True},
-    "additive": {"bias": Bias.ADDITIVE},
-    "boolean": {"bias": Bias.BOOLEAN},
-    "sinks": {"sinks": True},
-    "dropout": {"dropout": True},
-    "packed": {"packed": 75},
-    "lengths": {"kv_lengths": True},
-}
 
 
 class Call(NamedTuple):
@@ -128,7 +111,7 @@ def combined(family: Family, *names: str, **changes: Any) -> Problem | None:
     """A problem of several features, or None where they contradict each other."""
     asked: dict[str, Any] = {}
     for name in names:
-        for field, value in FEATURES[name].items():
+        for field, value in BOTH_PASSES[name].items():
             if asked.setdefault(field, value) != value:
                 return None
     problem = a_problem(**asked, **changes)

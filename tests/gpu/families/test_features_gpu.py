@@ -32,6 +32,7 @@ from flashtune.verification.reference import masks
 from tests.gpu.marks import ON_HOPPER
 from tests.gpu.random.random_checks import check_all
 from tests.gpu.random.random_problems import trials
+from tests.problems.kernel_cases import TUNED
 
 pytestmark = pytest.mark.gpu
 
@@ -39,53 +40,6 @@ SAMPLES = int(os.environ.get("FLASHTUNE_SAMPLES", "120"))
 SEED = int(os.environ.get("FLASHTUNE_SEED", "1"))
 # The most seconds that a self-check may take without compilation, with torch's own kernels loaded.
 QUICK_SECONDS = 0.3
-HEADS = "heads=8,kv_heads=2"
-D64, D128 = f"{HEADS},seqlen=2048,head_dim=64", f"{HEADS},seqlen=2048,head_dim=128"
-ODD = f"{HEADS},seqlen_q=777,seqlen_kv=3001,batch=2"
-LATENT = "heads=16,kv_heads=1,head_dim=576,value_head_dim=512,mla"
-CAPPED = "window=127,softcap,sinks"
-PACKED = "causal,batch=12,packed=4000"
-D256 = f"{HEADS},head_dim=256,causal"
-DECODE = f"{HEADS},head_dim=128,causal"
-E4M3_PAGES, INT8_HEADS = "kv_dtype=e4m3,kv_scale=page", "kv_dtype=int8,kv_scale=head"
-TUNED = {
-    "window": f"{D128},causal,batch=2,window=1024",
-    "window, cap, sinks": f"{D128},causal,batch=2,{CAPPED}",
-    "chunk": f"{D128},causal,batch=2,chunk=1000",
-    "alibi and prefix": f"{D128},causal,batch=2,prefix,alibi",
-    "additive": f"{D128},causal,batch=2,bias=additive",
-    "boolean": f"{D128},batch=2,bias=boolean",
-    "boolean, causal": f"{D128},causal,batch=2,bias=boolean",
-    "boolean, d64, odd lengths": f"{ODD},head_dim=64,bias=boolean",
-    "boolean, window and cap": f"{D128},causal,batch=2,window=1000,softcap,bias=boolean",
-    "additive, odd lengths": f"{ODD},head_dim=128,bias=additive",
-    "additive, d64 and window": f"{D64},causal,batch=2,window=1000,bias=additive",
-    "blocks": f"{D128},batch=2,block_mask=128",
-    "blocks, causal": f"{D128},causal,batch=2,block_mask=128",
-    "blocks of groups": f"{D128},causal,batch=2,block_mask=128,block_lists=group",
-    "blocks and lengths": f"{D128},causal,batch=2,window=1000,block_mask=128,kv_lengths",
-    "small blocks": f"{D128},causal,batch=2,block_mask=64",
-    "small blocks of groups": f"{D128},batch=2,block_mask=64,block_lists=group",
-    "small blocks of groups and lengths": f"{D64},causal,batch=2,block_mask=64,block_lists=group,kv_lengths",
-    "packed": f"{D128},causal,batch=12,packed=9000",
-    "packed pages": f"{D128},{PACKED},page_size=16",
-    "packed pages of 1": f"{D128},{PACKED},page_size=1",
-    "packed pages of 4, padded": f"{HEADS},seqlen=2048,head_dim=96,value_head_dim=80,{PACKED},page_size=4",
-    "pages of 1 in int8": f"{D128},causal,batch=2,page_size=1,{INT8_HEADS}",
-    "packed pages scaled": f"{D128},{PACKED},page_size=16,kv_dtype=int8,kv_scale=page",
-    "packed pages in e4m3, window": f"{D128},{PACKED},window=1000,page_size=16,kv_dtype=e4m3",
-    "packed pages in int8, cap": f"{D64},{PACKED},softcap,page_size=64,{INT8_HEADS}",
-    "packed pages of 1 in e4m3, sinks": f"{D128},{PACKED},sinks,page_size=1,kv_dtype=e4m3,kv_scale=head",
-    "packed pages scaled, window, cap, sinks": f"{D128},{PACKED},{CAPPED},page_size=16,{E4M3_PAGES}",
-    "pages in int8": f"{D128},causal,batch=2,page_size=64,{INT8_HEADS}",
-    "pages in int8, fp16": f"{D128},dtype=fp16,causal,batch=2,page_size=128,kv_dtype=int8",
-    "pages scaled, d64": f"{D64},causal,batch=2,window=1000,sink_tokens=4,page_size=8,{E4M3_PAGES}",
-    "decode": f"{DECODE},seqlen_q=1,seqlen_kv=4096,batch=9",
-    "decode pages": f"{DECODE},seqlen_q=1,seqlen_kv=8192,batch=9,page_size=64",
-    "decode scaled": f"{DECODE},seqlen_q=2,seqlen_kv=4096,batch=2,page_size=16,{E4M3_PAGES}",
-    "decode window": f"{D256},seqlen_q=1,seqlen_kv=8192,batch=16,window=4095,softcap,page_size=16",
-    "latent": f"{LATENT},seqlen_q=1,seqlen_kv=4096,causal,batch=2,page_size=64",
-}
 BLOCKS = [name for name, shape in TUNED.items() if "block_mask" in shape]
 # Changes of the default Hopper config. Programs take tiles in a fixed order, or as they finish. In the last
 # one, a tile has queries of several blocks, and each group of the tile has its own list.

@@ -97,10 +97,11 @@ def trials(count: int, seed: int, target: Target) -> Iterator[Trial]:
     chance = random.Random(f"{seed} cases")
     chance.shuffle(kernels)
     for subject in itertools.islice(itertools.cycle(kernels), count):
-        yield Trial(subject, _case(subject, chance, target))
+        yield Trial(subject, case_of(subject, chance, target))
 
 
-def _case(subject: Subject, chance: random.Random, target: Target) -> Case:
+def case_of(subject: Subject, chance: random.Random, target: Target) -> Case:
+    """A random case that the subject's family supports."""
     family = find_family(subject.family)
     while True:
         case = random_case(chance, subject.problem, subject.config)

@@ -19,6 +19,7 @@ from tests.mutants.core import broken, rendered
 from tests.mutants.forward_hopper.hopper_blocks import block_listings
 from tests.mutants.forward_hopper.hopper_pairs import listings
 from tests.problems.hopper import a_config
+from tests.problems.kernel_cases import HOPPER_BLOCKS, HOPPER_MASKED
 from tests.templates.hopper.emulated.test_hopper_emulated import (
     CONFIGS,
     a_bias,
@@ -26,24 +27,16 @@ from tests.templates.hopper.emulated.test_hopper_emulated import (
     kernel_of,
     score_inputs,
 )
-from tests.templates.hopper.emulated.test_hopper_emulated_blocks import BLOCK_CONFIGS, OTHERS, a_block_mask
-
-POSITIONS: dict[str, tuple[Causal, dict[str, int]]] = {
-    "all": (Causal.NONE, {}),
-    "causal": (Causal.BOTTOM_RIGHT, {}),
-    "top left, window": (Causal.TOP_LEFT, {"window_left": 100}),
-    "window": (Causal.NONE, {"window_left": 90, "window_right": 40}),
-    "chunks, first tokens": (Causal.BOTTOM_RIGHT, {"chunk": 100, "sink_tokens": 5}),
-}
+from tests.templates.hopper.emulated.test_hopper_emulated_blocks import BLOCK_CONFIGS, a_block_mask
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(every=3)
 @CONFIGS
 @pytest.mark.parametrize("bias", [Bias.ADDITIVE, Bias.BOOLEAN])
-@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("name", [name for name in HOPPER_MASKED if "alibi" not in name])
 def test_lists_and_words(config: dict[str, Any], bias: Bias, name: str) -> None:
-    causal, positions = POSITIONS[name]
+    causal, positions = HOPPER_MASKED[name]
     for queries, keys in ((200, 300), (420, 304), (20, 602)):
         problem = a_small(causal, seqlen_q=queries, seqlen_kv=keys, batch=2, bias=bias, **positions)
         assert are_right(kernel_of(problem, **config), problem, a_config(problem, **config)), (queries, keys)
@@ -93,7 +86,7 @@ def written(kernel: Kernel, problem: Problem, given: Tensor) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("layout", BLOCK_CONFIGS)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", HOPPER_BLOCKS)
 def test_lists_of_block_masks(layout: str, name: str) -> None:
     for queries, keys in ((200, 300), (420, 150), (20, 602), (150, 420)):
         problem = a_block_mask(layout, name, queries, keys)

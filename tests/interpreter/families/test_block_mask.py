@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import functools
 from typing import Any
 
 import msgspec
@@ -11,61 +11,27 @@ import torch
 from torch import Tensor
 
 from flashtune.core.block_mask import BlockMask
-from flashtune.core.problem import Bias, BlockLists, Causal, Direction, Dtype, Problem
-from flashtune.templates.backward_split.space import SplitConfig
-from flashtune.templates.forward_masked.space import MaskedConfig
+from flashtune.core.config import Config
+from flashtune.core.problem import BlockLists, Causal, Direction, Problem
 from flashtune.templates.registry import find_family
-from tests.interpreter.families.masked_calls import Call, make_call
-from tests.interpreter.families.test_forward_masked import CAUSAL, check
+from tests.interpreter.families import kernel_calls
+from tests.interpreter.families.kernel_calls import Call, make_call, small_config
 from tests.problems import backward_calls
 from tests.problems.block_lists import visible_blocks, with_lists
+from tests.problems.kernel_cases import WITH_BLOCK_MASK
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "window": {"window_left": 70},
-    "two_sided": {"window_left": 90, "window_right": 20},
-    "first_tokens": {"window_left": 40, "sink_tokens": 70},
-    "chunk": {"chunk": 100},
-    "prefix": {"window_left": 40, "prefix": True},
-    "softcap": {"softcap": True},
-    "alibi": {"alibi": True},
-    "additive": {"bias": Bias.ADDITIVE},
-    "boolean": {"bias": Bias.BOOLEAN},
-    "sinks": {"sinks": True},
-    "lengths": {"kv_lengths": True},
-    "dropout": {"dropout": True},
-}
-
-
-GRADIENTS = find_family("backward_split")
+MASKED, GRADIENTS = (find_family(name) for name in ("forward_masked", "backward_split"))
+CAUSAL = pytest.mark.parametrize("causal", list(Causal))
+check = functools.partial(kernel_calls.check, MASKED)
 
 
 def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.FP32,
-        head_dim=16,
-        value_head_dim=16,
-        heads=4,
-        kv_heads=2,
-        batch=2,
-        seqlen_q=150,
-        seqlen_kv=330,
-        block_mask=64,
-    )
-    return msgspec.structs.replace(problem, **changes)
+    shape = {"head_dim": 16, "heads": 4, "kv_heads": 2, "seqlen_q": 150, "seqlen_kv": 330, "block_mask": 64}
+    return kernel_calls.a_problem(**{**shape, **changes})
 
 
-def a_config(seed: str, **changes: Any) -> MaskedConfig:
-    pick = random.Random(seed)
-    config = MaskedConfig(
-        block_m=pick.choice((32, 64)),
-        block_n=pick.choice((32, 64)),
-        num_warps=4,
-        num_stages=1,
-        split_masked_loop=pick.choice((False, True)),
-        lpt=pick.choice((False, True)),
-        heads_innermost=pick.choice((False, True)),
-    )
-    return msgspec.structs.replace(config, **changes)
+def a_config(seed: str, **changes: Any) -> Config:
+    return small_config(MASKED, seed, (32, 64), **changes)
 
 
 def a_call(problem: Problem, visible: Tensor) -> Call:
@@ -87,14 +53,14 @@ def test_random_blocks(causal: Causal, size: int, lists: BlockLists) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", WITH_BLOCK_MASK)
 @CAUSAL
 def test_with_another_feature(name: str, causal: Causal) -> None:
     torch.manual_seed(0)
-    problem = a_problem(causal=causal, **OTHERS[name])
+    problem = a_problem(causal=causal, **WITH_BLOCK_MASK[name])
     for split in (False, True):
         config = a_config(f"{name} {causal}", split_masked_loop=split)
-        check(problem, a_call(problem, visible_blocks(problem)), config, 64)
+        check(problem, a_call(problem, visible_blocks(problem)), config, index_bits=64)
 
 
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
@@ -138,20 +104,7 @@ def test_narrow_lists_shared_by_sequences_and_heads() -> None:
 def check_gradients(problem: Problem, seed: str, *, with_dlse: bool = False) -> None:
     problem = msgspec.structs.replace(problem, direction=Direction.BACKWARD, seqlen_q=150, seqlen_kv=200)
     for split in (False, True):
-        pick = random.Random(seed)
-        config = SplitConfig(
-            block_m=pick.choice((32, 64)),
-            block_n=pick.choice((32, 64)),
-            num_warps=4,
-            num_stages=1,
-            dq_block_m=pick.choice((32, 64)),
-            dq_block_n=pick.choice((32, 64)),
-            dq_warps=4,
-            dq_stages=1,
-            split_masked_loop=split,
-            lpt=pick.choice((False, True)),
-            heads_innermost=pick.choice((False, True)),
-        )
+        config = small_config(GRADIENTS, seed, (32, 64), split_masked_loop=split)
         call = backward_calls.make_call(problem, with_dlse=with_dlse)
         backward_calls.check_gradients(GRADIENTS, problem, config, call)
 
@@ -166,14 +119,14 @@ def test_gradients(causal: Causal, size: int, lists: BlockLists) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", [name for name in OTHERS if name not in ("alibi", "additive")])
+@pytest.mark.parametrize("name", [name for name in WITH_BLOCK_MASK if name not in ("alibi", "additive")])
 @CAUSAL
 def test_gradients_with_another_feature(name: str, causal: Causal) -> None:
-    check_gradients(a_problem(causal=causal, **OTHERS[name]), f"{name} {causal}")
+    check_gradients(a_problem(causal=causal, **WITH_BLOCK_MASK[name]), f"{name} {causal}")
 
 
 def test_gradients_of_biases_are_refused() -> None:
     for name in ("alibi", "additive"):
-        problem = a_problem(direction=Direction.BACKWARD, **OTHERS[name])
+        problem = a_problem(direction=Direction.BACKWARD, **WITH_BLOCK_MASK[name])
         reason = GRADIENTS.supports(problem, backward_calls.TARGET)
         assert reason == "backward_split takes no ALiBi and no additive bias with a block mask"

@@ -20,7 +20,7 @@ from flashtune.launch.tensors import ForwardTensors
 from flashtune.templates.decode_split_kv.space import DecodeConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from tests.interpreter.families.masked_calls import make_call
+from tests.interpreter.families.kernel_calls import make_call
 from tests.problems.plain_masks import plain_attention
 
 TARGET = find_target("h200")
@@ -96,8 +96,7 @@ def test_pairs_of_columns(kind: KvDtype, changes: dict[str, Any]) -> None:
     scale = 0.002 if kind is KvDtype.INT8 else 0.3
     call = call._replace(q=call.q.to(own), scale=scale)
     if problem.mla:
-        side = call.side._replace(v_scale=call.side.k_scale)
-        call = call._replace(v=call.k[..., : problem.value_head_dim], side=side)
+        call = call._replace(side=call.side._replace(v_scale=call.side.k_scale))
     q, k, v, side, scale = call
     kernel = render(FAMILY, problem, a_config(), Specialization(alignment=Alignment.EIGHT, lse=True))
     out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=own)

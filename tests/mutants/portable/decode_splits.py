@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.core.problem import Causal
-from tests.mutants.core import Mutant, Part, Patch, mutants_of
+from tests.mutants.core import Mutant, Patch, mutants_of
 from tests.mutants.serving_size import Size
 
 FIRST = "first = split * blocks // splits * BLOCK_N"
@@ -14,7 +14,6 @@ COMBINED = "tl.sum(part_out * weights[:, None], 0)"
 TOTAL = "tl.where(total == 0.0, 1.0, total)"
 LSE = "(shift + tl.log2(total)) * LN_2"
 LAST_PLACE = "last_position = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_size, seqlen_q - 1)"
-COMBINE = Part("def combine(", "def launch_plan(")
 
 
 def parts(size: Size) -> tuple[Mutant, ...]:

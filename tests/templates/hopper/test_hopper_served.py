@@ -19,8 +19,9 @@ from flashtune.verification.inputs.prepared import prepare
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.probes import Probe
-from tests.gpu.families.test_features_gpu import BLOCKS, SCHEDULES, TUNED, scheduled, tuned
+from tests.gpu.families.test_features_gpu import BLOCKS, SCHEDULES, scheduled, tuned
 from tests.problems.hopper import FAMILY, H200, a_config, sram_bytes
+from tests.problems.kernel_cases import TUNED
 
 SERVED = [name for name in TUNED if tuned(name).seqlen_q > 2]
 MASKS = [name for name in SERVED if tuned(name).bias is not Bias.NONE]

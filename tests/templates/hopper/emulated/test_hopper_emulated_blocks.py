@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from flashtune.core.problem import BlockLists, Causal, Problem
+from flashtune.core.problem import BlockLists, Problem
 from tests.problems.hopper import a_config
+from tests.problems.kernel_cases import HOPPER_BLOCKS
 from tests.templates.hopper.emulated.test_hopper_emulated import (
     ALONE,
     SMALL,
@@ -27,24 +28,13 @@ BLOCK_CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "one list, parts": (128, {**SMALL, "dynamic_schedule": False}),
     "heads of a tile": (64, PACKED),
 }
-OTHERS: dict[str, tuple[Causal, dict[str, Any]]] = {
-    "alone": (Causal.NONE, {}),
-    "causal": (Causal.BOTTOM_RIGHT, {}),
-    "lengths": (Causal.NONE, {"kv_lengths": True}),
-    "causal, lengths": (Causal.BOTTOM_RIGHT, {"kv_lengths": True}),
-    "top left, window": (Causal.TOP_LEFT, {"window_left": 100}),
-    "window": (Causal.NONE, {"window_left": 90, "window_right": 40}),
-    "chunks, first tokens": (Causal.BOTTOM_RIGHT, {"chunk": 100, "sink_tokens": 5}),
-    "alibi, softcap, sinks": (Causal.BOTTOM_RIGHT, {"alibi": True, "softcap": True, "sinks": True}),
-    "alibi, dropout": (Causal.NONE, {"alibi": True, "dropout": True}),
-}
 LENGTHS = [(200, 300), (150, 420), (420, 150), (20, 700), (300, 602)]
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("layout", BLOCK_CONFIGS)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", HOPPER_BLOCKS)
 def test_block_masks(layout: str, name: str) -> None:
     config = BLOCK_CONFIGS[layout][1]
     for queries, keys in LENGTHS:
@@ -56,7 +46,7 @@ def test_block_masks(layout: str, name: str) -> None:
 
 def a_block_mask(layout: str, name: str, queries: int, keys: int) -> Problem:
     size, config = BLOCK_CONFIGS[layout]
-    causal, features = OTHERS[name]
+    causal, features = HOPPER_BLOCKS[name]
     lists = BlockLists.GROUP if config["pack_gqa"] > 1 else BlockLists.HEAD
     return a_small(
         causal, seqlen_q=queries, seqlen_kv=keys, batch=2, block_mask=size, block_lists=lists, **features

@@ -12,6 +12,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.templates.rendering import render
 from tests.problems.hopper import FAMILY, sampled_configs
+from tests.problems.kernel_cases import HOPPER
 from tests.templates.hopper.emulated.test_hopper_emulated import (
     CONFIGS,
     MIXED,
@@ -20,39 +21,15 @@ from tests.templates.hopper.emulated.test_hopper_emulated import (
     worst_error,
 )
 
-FEATURES: dict[str, tuple[Causal, dict[str, int]]] = {
-    "softcap": (Causal.BOTTOM_RIGHT, {"softcap": True}),
-    "softcap, full": (Causal.NONE, {"softcap": True, "window_left": 90}),
-    "alibi": (Causal.BOTTOM_RIGHT, {"alibi": True}),
-    "alibi, top left": (Causal.TOP_LEFT, {"alibi": True, "window_left": 150}),
-    "alibi, full": (Causal.NONE, {"alibi": True}),
-    "alibi, softcap, sinks": (Causal.BOTTOM_RIGHT, {"alibi": True, "softcap": True, "sinks": True}),
-    "sinks": (Causal.BOTTOM_RIGHT, {"sinks": True}),
-    "sinks, window": (Causal.BOTTOM_RIGHT, {"sinks": True, "window_left": 70}),
-    "sinks, dropout": (Causal.NONE, {"sinks": True, "dropout": True}),
-    "chunks": (Causal.BOTTOM_RIGHT, {"chunk": 128}),
-    "uneven chunks": (Causal.TOP_LEFT, {"chunk": 100}),
-    "chunks, full": (Causal.NONE, {"chunk": 90}),
-    "chunks, window": (Causal.NONE, {"chunk": 150, "window_left": 60, "window_right": 30}),
-    "first tokens, window": (Causal.BOTTOM_RIGHT, {"sink_tokens": 5, "window_left": 40}),
-    "first tokens, full": (Causal.NONE, {"sink_tokens": 70, "window_left": 40}),
-    "first tokens, chunks": (Causal.NONE, {"sink_tokens": 120, "chunk": 64, "window_right": 20}),
-    "prefix": (Causal.BOTTOM_RIGHT, {"prefix": True}),
-    "prefix, alibi": (Causal.TOP_LEFT, {"prefix": True, "alibi": True}),
-    "prefix, window": (Causal.BOTTOM_RIGHT, {"prefix": True, "window_left": 50, "sink_tokens": 3}),
-    "prefix, window, full": (Causal.NONE, {"prefix": True, "window_left": 50}),
-    "prefix, chunks": (Causal.NONE, {"prefix": True, "chunk": 80}),
-    "prefix without bounds": (Causal.NONE, {"prefix": True}),
-}
 LENGTHS = [(200, 300), (150, 420), (420, 150)]
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(every=5)
 @CONFIGS
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", HOPPER)
 def test_features(config: dict[str, Any], name: str) -> None:
-    causal, features = FEATURES[name]
+    causal, features = HOPPER[name]
     for queries, keys in LENGTHS:
         problem = a_small(causal, seqlen_q=queries, seqlen_kv=keys, batch=2, **features)
         assert worst_error(kernel_of(problem, **config), problem, 3) < 1e-12, (queries, keys)
@@ -61,9 +38,9 @@ def test_features(config: dict[str, Any], name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(every=5)
 @CONFIGS
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", HOPPER)
 def test_device_lengths(config: dict[str, Any], name: str) -> None:
-    causal, features = FEATURES[name]
+    causal, features = HOPPER[name]
     problem = a_small(causal, seqlen_q=150, seqlen_kv=250, batch=4, kv_lengths=True, **features)
     assert worst_error(kernel_of(problem, **config), problem, 5) < 1e-12
 
@@ -71,9 +48,9 @@ def test_device_lengths(config: dict[str, Any], name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(every=5)
 @CONFIGS
-@pytest.mark.parametrize("name", [name for name in FEATURES if "dropout" not in name])
+@pytest.mark.parametrize("name", [name for name in HOPPER if "dropout" not in name])
 def test_packed_sequences(config: dict[str, Any], name: str) -> None:
-    causal, features = FEATURES[name]
+    causal, features = HOPPER[name]
     for lengths in (MIXED, [(30, 0), (70, 3), (0, 9), (5, 0), (190, 200)]):
         for changes in ({}, {"kv_lengths": True}):
             problem = a_small(causal, packed=1, **features, **changes)
@@ -82,9 +59,9 @@ def test_packed_sequences(config: dict[str, Any], name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", HOPPER)
 def test_packed_heads(name: str) -> None:
-    causal, features = FEATURES[name]
+    causal, features = HOPPER[name]
     problem = a_small(causal, heads=10, kv_heads=2, seqlen_q=20, batch=2, kv_lengths=True, **features)
     config = {"num_consumer_groups": 2, "rows_per_group": 64, "block_n": 64, "pack_gqa": 4}
     assert worst_error(kernel_of(problem, **config), problem, 3) < 1e-12

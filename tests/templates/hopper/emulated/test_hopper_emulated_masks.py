@@ -6,19 +6,11 @@ from typing import Any
 
 import pytest
 
-from flashtune.core.problem import Bias, Causal
+from flashtune.core.problem import Bias
 from tests.problems.hopper import a_config
+from tests.problems.kernel_cases import HOPPER_MASKED
 from tests.templates.hopper.emulated.test_hopper_emulated import CONFIGS, a_small, kernel_of, worst_error
 
-OTHERS: dict[str, tuple[Causal, dict[str, int]]] = {
-    "alone": (Causal.NONE, {}),
-    "causal": (Causal.BOTTOM_RIGHT, {}),
-    "top left, window": (Causal.TOP_LEFT, {"window_left": 100}),
-    "window": (Causal.NONE, {"window_left": 90, "window_right": 40}),
-    "chunks, first tokens": (Causal.BOTTOM_RIGHT, {"chunk": 100, "sink_tokens": 5}),
-    "alibi, softcap, sinks": (Causal.BOTTOM_RIGHT, {"alibi": True, "softcap": True, "sinks": True}),
-    "alibi, dropout": (Causal.NONE, {"alibi": True, "dropout": True}),
-}
 LENGTHS = [(200, 300), (150, 420), (420, 150), (20, 700), (300, 602)]
 
 
@@ -26,9 +18,9 @@ LENGTHS = [(200, 300), (150, 420), (420, 150), (20, 700), (300, 602)]
 @pytest.mark.sampled(every=5)
 @CONFIGS
 @pytest.mark.parametrize("bias", [Bias.ADDITIVE, Bias.BOOLEAN])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", HOPPER_MASKED)
 def test_masks_and_biases(config: dict[str, Any], bias: Bias, name: str) -> None:
-    causal, features = OTHERS[name]
+    causal, features = HOPPER_MASKED[name]
     for queries, keys in LENGTHS:
         problem = a_small(causal, seqlen_q=queries, seqlen_kv=keys, batch=2, bias=bias, **features)
         chosen = a_config(problem, **config)
