@@ -10,6 +10,7 @@ must be measured again. No GPU is needed.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def _static(bench: Bench) -> Problem:
     return msgspec.structs.replace(bench.problem, **STATIC)
 
 
+@functools.cache
 def kernel_of(bench: Bench) -> Kernel:
     """The kernel of a row of ours, from its config in words."""
     row = bench.row(OURS)

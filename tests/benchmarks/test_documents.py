@@ -133,5 +133,6 @@ def test_saved_rows_have_the_run_and_round_trip(tmp_path: Path, name: str) -> No
         saved.load(path, list[str])
 
 
+@pytest.mark.slow
 def test_front_page_was_measured_with_the_current_kernels() -> None:
     assert headline.changed() == [], "measure these cases again, then: python -m benchmarks.headline --write"

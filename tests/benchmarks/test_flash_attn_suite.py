@@ -58,23 +58,15 @@ def report(folder: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_outcomes_are_counted_and_refusals_named(tmp_path: Path) -> None:
-    rows = report(tmp_path)
-    counts = {name: rows[name] for name in ("passed", "refused", "failed", "skipped")}
+def test_processes_share_the_cases_and_outcomes_are_counted(tmp_path: Path) -> None:
+    rows = report(tmp_path, "--workers", "2")
+    counts = {name: rows[name] for name in suite.OUTCOMES}
     assert counts == {"passed": 2, "refused": 2, "failed": 1, "skipped": 2}
     assert list(rows["refusals"].values()) == [2]
     assert "score_mod" in next(iter(rows["refusals"]))
     assert rows["failures"] == {"tests/test_flash_attn.py::test_fails": "RuntimeError: as expected"}
     assert rows["sizes"] == {"test_sums": 6}
     assert list(rows["left_out"]) == ["test_flash3_bw_compatibility"]
-
-
-@pytest.mark.slow
-def test_processes_share_the_cases(tmp_path: Path) -> None:
-    rows = report(tmp_path, "--workers", "2")
-    counts = {name: rows[name] for name in suite.OUTCOMES}
-    assert counts == {"passed": 2, "refused": 2, "failed": 1, "skipped": 2}
-    assert len(rows["failures"]) == 1
 
 
 def test_cases_are_numbered_as_the_product_of_all_parameters() -> None:

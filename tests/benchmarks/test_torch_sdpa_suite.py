@@ -63,6 +63,7 @@ def saved_report(tmp_path_factory: pytest.TempPathFactory) -> Saved[suite.Report
     return load(out, suite.Report)
 
 
+@pytest.mark.slow
 def test_outcomes_are_counted(saved: Saved[suite.Report]) -> None:
     report = saved.rows
     assert (report.cases, report.skipped, report.passed_without, report.passed_with) == (6, 1, 4, 3)
@@ -70,6 +71,7 @@ def test_outcomes_are_counted(saved: Saved[suite.Report]) -> None:
     assert "torch_sdpa_suite" in saved.source.command
 
 
+@pytest.mark.slow
 def test_failures_name_their_reason(saved: Saved[suite.Report]) -> None:
     failed = saved.rows.failed_without
     assert failed["TestThingsCPU.test_fails"] == "AssertionError: 1 != 2 : as expected"

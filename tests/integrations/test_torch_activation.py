@@ -240,11 +240,11 @@ def test_another_registry_of_torch_is_an_error(originals: Originals, monkeypatch
     assert set(overridden().values()) == {False}
 
 
-def test_a_thousand_activations_leave_nothing(originals: Originals) -> None:
+def test_many_activations_leave_nothing(originals: Originals) -> None:
     q = torch.randn(1, 2, 4, 16, dtype=torch.bfloat16)
     want = attend(q)
     objects = 0
-    for number in range(1000):
+    for number in range(400):
         with integration.activate():
             if number % 100 == 0:
                 assert torch.equal(attend(q), want)
@@ -255,7 +255,7 @@ def test_a_thousand_activations_leave_nothing(originals: Originals) -> None:
     assert len(gc.get_objects()) < objects + 200
     assert torch.equal(attend(q), want)
     assert set(overridden().values()) == {False}
-    assert originals.calls[CUDNN] == 12
+    assert originals.calls[CUDNN] == 6
 
 
 def test_threads_may_activate_and_call(originals: Originals) -> None:

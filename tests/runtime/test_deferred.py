@@ -282,7 +282,7 @@ def test_threads_get_the_same_bits(machine: Machine, problem: Problem, make_reco
     served_by_kernels: list[object] = []
 
     def run() -> None:
-        for _ in range(20):
+        for _ in range(5):
             executor = deferred.ready(call, USUAL)
             if executor is not None:
                 served_by_kernels.append(executor)

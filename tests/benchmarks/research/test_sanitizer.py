@@ -61,7 +61,7 @@ def listed() -> Iterator[tuple[Subject, ...]]:
     """Some kernels of the shipped table, and two drawn ones of each family."""
     table = shipped_table(TARGET.name)
     assert table is not None
-    some = msgspec.structs.replace(table, records=table.records[::10])
+    some = msgspec.structs.replace(table, records=table.records[::40])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_points, "shipped_table", lambda name: some if name == TARGET.name else None)
         yield subjects(TARGET, 2, 1)
@@ -126,7 +126,7 @@ def test_families_alternate(listed: tuple[Subject, ...]) -> None:
 
 @pytest.mark.slow
 def test_subjects_have_features_and_plain_attention() -> None:
-    drawn = [point for family in families() for point in itertools.islice(points(family, TARGET, 1), 30)]
+    drawn = [point for family in families() for point in itertools.islice(points(family, TARGET, 1), 6)]
     assert len({feature for point in drawn for feature in point.problem.features}) > 10
     assert any(not point.problem.features for point in drawn)
 

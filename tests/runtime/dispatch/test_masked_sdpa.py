@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import runpy
 from collections.abc import Callable
 from typing import Any
@@ -62,24 +63,25 @@ def by_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("causal", list(Causal))
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("boolean", [False, True])
-def test_masks_have_the_semantics_of_kernels(
-    lengths: tuple[int, int], causal: Causal, shape: tuple[int, ...], boolean: bool
-) -> None:
-    q, k, v = drawn(*lengths)
-    whole = (2, 4, *lengths)[4 - len(shape) :]
-    size = tuple(full if one == 0 else one for one, full in zip(shape, whole, strict=True))
-    bias = torch.randn(size, dtype=torch.float64)
-    # A row that sees no key, wherever the shape has more than one.
-    bias = (bias > -0.5) if boolean else bias
-    bias[..., 0, :] = False if boolean else -torch.inf
-    for given in (bias, bias.expand(2, 4, *lengths)):
-        out = masked_attention(q, k, v, given, 0.3, causal)
-        torch.testing.assert_close(out, by_rows(q, k, v, bias, 0.3, causal))
-    assert not masked_attention(q, k, v, bias, 0.0, causal).isnan().any()
+@pytest.mark.parametrize(
+    ("shift", "causal", "boolean"),
+    [(shift, *case) for shift, case in enumerate(itertools.product(Causal, (False, True)))],
+)
+def test_masks_have_the_semantics_of_kernels(shift: int, causal: Causal, boolean: bool) -> None:
+    for number, shape in enumerate(SHAPES):
+        # The shifts combine every shape with all lengths.
+        lengths = LENGTHS[(number + shift) % len(LENGTHS)]
+        q, k, v = drawn(*lengths)
+        whole = (2, 4, *lengths)[4 - len(shape) :]
+        size = tuple(extent or full for extent, full in zip(shape, whole, strict=True))
+        bias = torch.randn(size, dtype=torch.float64)
+        # A row that sees no key, wherever the shape has more than one.
+        bias = (bias > -0.5) if boolean else bias
+        bias[..., 0, :] = False if boolean else -torch.inf
+        expected = by_rows(q, k, v, bias, 0.3, causal)
+        for mask in (bias, bias.expand(2, 4, *lengths)):
+            torch.testing.assert_close(masked_attention(q, k, v, mask, 0.3, causal), expected)
+        assert not masked_attention(q, k, v, bias, 0.0, causal).isnan().any()
 
 
 def test_gradients_of_rows_without_keys_are_zero_in_the_unfused_path() -> None:

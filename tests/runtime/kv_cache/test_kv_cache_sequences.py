@@ -131,4 +131,4 @@ class AgainstRows(RuleBasedStateMachine):
 @pytest.mark.parametrize("case", CASES)
 def test_random_operations_match_reference_rows(case: dict[str, Any]) -> None:
     machine = type("AgainstRowsOfOneCase", (AgainstRows,), {"case": case})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=25))
+    run_state_machine_as_test(machine, settings=settings(max_examples=10, stateful_step_count=25))

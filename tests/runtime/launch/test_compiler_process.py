@@ -38,6 +38,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilerProcess]:
     found.close()
 
 
+@pytest.mark.slow
 def test_a_kernel_comes_from_another_process(
     record: Record, compiler: CompilerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,10 @@ LN_2 = math.log(2.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16, Dtype.FP32])
-@pytest.mark.parametrize("causal", list(Causal))
+@pytest.mark.parametrize(
+    ("dtype", "causal"),
+    [(Dtype.BF16, Causal.NONE), (Dtype.FP16, Causal.TOP_LEFT), (Dtype.FP32, Causal.BOTTOM_RIGHT)],
+)
 def test_correct_gradients_pass(monkeypatch: pytest.MonkeyPatch, dtype: Dtype, causal: Causal) -> None:
     problem, config = a_problem(dtype=dtype, causal=causal), TwoTiles(block_n=32, dq_block_m=32)
     for dlse in (False, True):

@@ -209,6 +209,7 @@ def test_failing_check_detects_no_mutant(install: Callable[[Gpu], None], plan: P
     assert [(one.fate, one.caught_by) for one in found] == [(Fate.NOT_RUN, "MemoryError: out of memory")] * 2
 
 
+@pytest.mark.slow
 def test_refused_correct_kernels_are_checked_again(
     install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
