@@ -36,28 +36,38 @@ def texts(runs: Sequence[Run]) -> dict[str, str]:
 def _mutants(runs: Sequence[Run]) -> Iterator[str]:
     """The mutants of each family and how many each machine detects, and the others by name."""
     devices = list(dict.fromkeys(run.device for run in runs if run.found))
-    found = {device: [one for run in runs if run.device == device for one in run.found] for device in devices}
+    results = {
+        device: [result for run in runs if run.device == device for result in run.found] for device in devices
+    }
     mutants, emulated = _by_family(gpu_mutants()), _by_family(emulated_mutants())
     yield _row("family", "mutants", *devices, "emulator")
     yield f"|---|{'---:|' * (len(devices) + 2)}"
     for family, number in mutants.items():
-        cells = (_detected(one for one in found[device] if one.family == family) for device in devices)
+        cells = (
+            _detected(result for result in results[device] if result.family == family) for device in devices
+        )
         yield _row(f"`{family}`", number, *cells, emulated[family] or "")
-    detected = (_detected(found[device]) for device in devices)
+    detected = (_detected(results[device]) for device in devices)
     yield _row("all", mutants.total(), *detected, emulated.total())
-    yield from _not_detected(found)
+    yield from _not_detected(results)
     for device in devices:
         yield ""
         yield from _machine([run for run in runs if run.device == device])
 
 
-def _not_detected(found: Mapping[str, Sequence[Found]]) -> Iterator[str]:
+def _not_detected(results: Mapping[str, Sequence[Found]]) -> Iterator[str]:
     """A table of the mutants that some machine ran and did not detect, with their fates."""
-    fates = {device: {(one.family, one.name): one for one in several} for device, several in found.items()}
-    missed = {
-        key: one.racy for device in found for key, one in fates[device].items() if one.fate in NOT_DETECTED
+    fates = {
+        device: {(result.family, result.name): result for result in several}
+        for device, several in results.items()
     }
-    devices = [device for device in found if any(one.fate in NOT_DETECTED for one in found[device])]
+    missed = {
+        key: result.racy
+        for device in results
+        for key, result in fates[device].items()
+        if result.fate in NOT_DETECTED
+    }
+    devices = [device for device in results if any(result.fate in NOT_DETECTED for result in results[device])]
     if not missed:
         return
     yield ""
@@ -68,13 +78,13 @@ def _not_detected(found: Mapping[str, Sequence[Found]]) -> Iterator[str]:
         yield _row(f"`{key[0]}`", f"{key[1]} (race)" if racy else key[1], *cells)
 
 
-def _outcome(found: Found | None) -> str:
-    if found is None:
+def _outcome(result: Found | None) -> str:
+    if result is None:
         return ""
     return (
         "detected"
-        if found.fate in CAUGHT
-        else NOT_DETECTED.get(found.fate, found.fate.value.replace("_", " "))
+        if result.fate in CAUGHT
+        else NOT_DETECTED.get(result.fate, result.fate.value.replace("_", " "))
     )
 
 
@@ -82,17 +92,17 @@ def _by_family(mutants: Iterable[Mutant]) -> Counter[str]:
     return Counter(mutant.subject.family for mutant in mutants)
 
 
-def _detected(found: Iterable[Found]) -> str:
+def _detected(results: Iterable[Found]) -> str:
     """How many of the mutants that were run were detected."""
-    fates = [one.fate for one in found if one.fate not in {Fate.NOT_COMPILED, Fate.NOT_RUN}]
+    fates = [result.fate for result in results if result.fate not in {Fate.NOT_COMPILED, Fate.NOT_RUN}]
     return f"{sum(fate in CAUGHT for fate in fates)} of {len(fates)}" if fates else ""
 
 
 def _machine(runs: Sequence[Run]) -> Iterator[str]:
     """A machine's versions and counts."""
     first = runs[0]
-    found = [one for run in runs for one in run.found]
-    fates = Counter(one.fate for one in found)
+    results = [result for run in runs for result in run.found]
+    fates = Counter(result.fate for result in results)
     where = "Triton's interpreter" if first.device == INTERPRETER else first.device
     yield f"{where}, level `{first.level}` (torch {first.torch}, Triton {first.triton}):"
     yield ""
@@ -105,8 +115,8 @@ def _machine(runs: Sequence[Run]) -> Iterator[str]:
         accepted = sum(control.passed for control in controls)
         yield f"- Unmodified kernels that were accepted: {accepted} of {len(controls)}."
     present = {broken(mutant).digest for mutant in _catalogue(first.device)}
-    known = [one.kernel in present for one in found if one.kernel]
-    yield f"- Mutants that still render to the source that was run: {sum(known)} of {len(known)}."
+    is_rendered = [result.kernel in present for result in results if result.kernel]
+    yield f"- Mutants that still render to the source that was run: {sum(is_rendered)} of {len(is_rendered)}."
 
 
 def _catalogue(device: str) -> tuple[Mutant, ...]:
