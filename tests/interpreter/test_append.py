@@ -61,21 +61,17 @@ def appended_slots() -> Iterator[list[int]]:
 @pytest.mark.sampled
 @pytest.mark.parametrize(("layout", "widths"), [("nhd", (24, 16)), ("hnd", (64, 0))])
 @pytest.mark.parametrize(
-    ("dtype", "growing", "source"),
+    ("dtype", "growing", "plain"),
     [
         *((dtype, False, dtype) for dtype in PLAIN),
-        *((dtype, False, source) for dtype in (E4M3, torch.int8) for source in PLAIN),
-        *(
-            (dtype, True, source)
-            for dtype in (E4M3, torch.int8)
-            for source in (torch.float32, torch.bfloat16)
-        ),
+        *((dtype, False, plain) for dtype in (E4M3, torch.int8) for plain in PLAIN),
+        *((dtype, True, plain) for dtype in (E4M3, torch.int8) for plain in (torch.float32, torch.bfloat16)),
     ],
 )
 def test_kernel_matches_torch(
     dtype: torch.dtype,
     growing: bool,
-    source: torch.dtype,
+    plain: torch.dtype,
     widths: tuple[int, int],
     layout: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -87,7 +83,7 @@ def test_kernel_matches_torch(
         slots = torch.tensor(places)
         # Rows of a projection that gives queries, keys and values at once; they become larger.
         both = torch.randn(len(places), 3, sum(widths) + 8, generator=generator) * 4.0 ** (step - 2)
-        k, v = both.to(source)[..., 8:].split(widths, -1)
+        k, v = both.to(plain)[..., 8:].split(widths, -1)
         append_rows(k, v, *kernel, slots)
         by_torch(k, v, torch_too, slots, monkeypatch)
         written.update(slot for slot in places if slot >= 0)

@@ -62,11 +62,9 @@ def are_right(kernel: Kernel, problem: Problem, config: HopperConfig, bias: Tens
     rows = config.block_m if bias.stride(2) == 0 else problem.seqlen_q
     problem = msgspec.structs.replace(problem, seqlen_q=min(rows, problem.seqlen_q))
     right = True
-    for workspace, meant in zip(
-        made, block_lists(problem, config, bias[own][:, :, :rows]).written, strict=True
-    ):
+    for tensor, meant in zip(made, block_lists(problem, config, bias[own][:, :, :rows]).written, strict=True):
         is_written = meant != -1
-        right &= bool((workspace.numpy().reshape(-1) == meant)[is_written].all())
+        right &= bool((tensor.numpy().reshape(-1) == meant)[is_written].all())
     return right
 
 

@@ -123,10 +123,8 @@ def test_saved_operators_have_no_operands_of_block_masks() -> None:
     call = dense_call(*tensors(), causal=True, return_lse=True, window=(30, 0))
     earlier = op_library.operands(call)[: -len(op_library.LATER)]
     assert len(earlier) == len(op_library.ALL) - 3
-    for result, expected in zip(
-        torch.ops.flashtune.attention_features(*earlier), run_call(call), strict=True
-    ):
-        assert torch.equal(result, expected)
+    for result, right in zip(torch.ops.flashtune.attention_features(*earlier), run_call(call), strict=True):
+        assert torch.equal(result, right)
     assert op_library.call_of(earlier).options == call.options
 
 

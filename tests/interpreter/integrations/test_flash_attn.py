@@ -17,10 +17,8 @@ BOUND = 2e-6
 SCALE = 16**-0.5
 
 
-def near(actual: torch.Tensor, expected: torch.Tensor, bound: float = BOUND) -> bool:
-    return actual.shape == expected.shape and torch.allclose(
-        actual.double(), expected.double(), rtol=bound, atol=bound
-    )
+def near(out: torch.Tensor, right: torch.Tensor, bound: float = BOUND) -> bool:
+    return out.shape == right.shape and torch.allclose(out.double(), right.double(), rtol=bound, atol=bound)
 
 
 def rounded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

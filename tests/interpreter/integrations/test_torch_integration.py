@@ -120,16 +120,12 @@ def test_outputs_are_those_of_the_operator(
     assert originals.calls[name] == 2, "the second call is served"
     close(results[0], by_definition(q.double(), k.double(), v.double(), causal=causal, scale=0.3)[0])
     close(results[0], want[0])
-    for result, expected in zip(results, want, strict=True):
-        assert type(result) is type(expected)
+    for result, right in zip(results, want, strict=True):
+        assert type(result) is type(right)
         if isinstance(result, Tensor):
-            assert (result.shape, result.stride(), result.dtype) == (
-                expected.shape,
-                expected.stride(),
-                expected.dtype,
-            )
+            assert (result.shape, result.stride(), result.dtype) == (right.shape, right.stride(), right.dtype)
         else:
-            assert result == expected
+            assert result == right
 
 
 @pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
@@ -138,16 +134,16 @@ def test_outputs_are_those_of_the_operator(
 def test_both_passes_are_served(
     originals: Originals, name: str, causal: bool, seqlen_q: int, seqlen_kv: int
 ) -> None:
-    inputs = tensors(seqlen_q, seqlen_kv, requires_grad=True)
+    qkv = tensors(seqlen_q, seqlen_kv, requires_grad=True)
     op = getattr(aten, name)
 
     def call() -> tuple[Any, ...]:
-        results: tuple[Any, ...] = op(*inputs, None, True, 0.0, causal)
+        results: tuple[Any, ...] = op(*qkv, None, True, 0.0, causal)
         return results
 
     results = prepared(call)
     assert originals.calls[name] == 1
-    want, want_lse = by_definition(*(tensor.double() for tensor in inputs), causal=causal)
+    want, want_lse = by_definition(*(tensor.double() for tensor in qkv), causal=causal)
     close(results[0], want)
     lse = results[1]
     if name == CUDNN:
@@ -158,13 +154,11 @@ def test_both_passes_are_served(
         close(lse[..., :seqlen_q], want_lse)
         assert bool((lse[..., seqlen_q:] == torch.inf).all())
     dout = torch.randn_like(results[0])
-    gradients = torch.autograd.grad(results[0], inputs, dout)
+    grads = torch.autograd.grad(results[0], qkv, dout)
     assert originals.calls[f"{name}_backward"] == 0
-    for gradient, expected, tensor in zip(
-        gradients, torch.autograd.grad(want, inputs, dout.double()), inputs, strict=True
-    ):
-        close(gradient, expected)
-        assert gradient.stride() == torch.empty_like(tensor).stride()
+    for grad, right, leaf in zip(grads, torch.autograd.grad(want, qkv, dout.double()), qkv, strict=True):
+        close(grad, right)
+        assert grad.stride() == torch.empty_like(leaf).stride()
 
 
 @pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
@@ -309,22 +303,20 @@ def in_sequences(
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences(originals: Originals, causal: bool) -> None:
     torch.manual_seed(3)
-    inputs = torch.randn(21, 4, 32), torch.randn(30, 2, 32), torch.randn(30, 2, 32)
-    for tensor in inputs:
+    rows = torch.randn(21, 4, 32), torch.randn(30, 2, 32), torch.randn(30, 2, 32)
+    for tensor in rows:
         tensor.requires_grad_()
     starts = STARTS, KEYS, 16, 18
 
     def call() -> Any:
         with torch.no_grad():
             try:
-                return aten._flash_attention_forward(
-                    *inputs, *starts, 0.0, causal, False, window_size_left=-1
-                )
+                return aten._flash_attention_forward(*rows, *starts, 0.0, causal, False, window_size_left=-1)
             except AssertionError:
                 return None
 
     out, lse, _, unused, _ = prepared(call)
-    want, want_lse = in_sequences(*(tensor.double() for tensor in inputs), causal=causal)
+    want, want_lse = in_sequences(*(tensor.double() for tensor in rows), causal=causal)
     close(out, want)
     close(lse, want_lse)
     dout = torch.randn_like(out)
@@ -334,13 +326,13 @@ def test_packed_sequences(originals: Originals, causal: bool) -> None:
         with torch.no_grad():
             try:
                 return aten._flash_attention_backward(
-                    dout, *inputs, out, lse, *starts, 0.0, causal, zero, unused, window_size_right=-1
+                    dout, *rows, out, lse, *starts, 0.0, causal, zero, unused, window_size_right=-1
                 )
             except RuntimeError:
                 return None
 
     gradients = prepared(backward)
-    for gradient, expected in zip(gradients, torch.autograd.grad(want, inputs, dout.double()), strict=True):
+    for gradient, expected in zip(gradients, torch.autograd.grad(want, rows, dout.double()), strict=True):
         close(gradient, expected)
 
 

@@ -147,9 +147,7 @@ def test_traced_programs_compute_other_inputs(call: Callable[[Tensor], Tensor], 
     other = (q.detach() + torch.randn_like(q)).requires_grad_(requires_grad)
     torch.testing.assert_close(traced(other), call(other))
     if requires_grad and call is not kv_cache:
-        gradient, wanted = (
-            torch.autograd.grad(function(other).square().sum(), other) for function in (traced, call)
-        )
+        gradient, wanted = (torch.autograd.grad(run(other).square().sum(), other) for run in (traced, call))
         torch.testing.assert_close(gradient, wanted)
 
 
